@@ -6,11 +6,9 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 
-from specdec.decode.drafters.base import BudgetFitter, Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.budget import bind
-from specdec.decode.drafters.chain import join_proposers
-from specdec.decode.drafters.draft_target import DraftTargetProposer
-from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods import Method
 from specdec.methods.suffix import METHOD as SUFFIX
@@ -45,15 +43,9 @@ def add_budget(candidate: Candidate) -> Candidate:
     )
 
 
-def pace(proposer: Proposer) -> Proposer:
-    """What drafts as a proposer does, as far as that pays."""
-    if isinstance(proposer, BudgetFitter):
-        proposer = proposer.fit_budget()
-    paced = copy.copy(proposer)  # what a run changes is made anew for each
-    if not isinstance(paced, DraftTargetProposer):  # which paces itself
-        return bind(paced)
-    paced.draft_length = DraftLength(paced.draft_length.maximum, is_auto=True)
-    return paced
+def pace(drafter: Drafter) -> Drafter:
+    """What drafts as a drafter does, as far as that pays."""
+    return bind(copy.copy(drafter.fit_budget()))  # what a run changes is made anew for each
 
 
 def add_suffix(candidate: Candidate, method: Method) -> Candidate:
@@ -65,7 +57,7 @@ def add_suffix(candidate: Candidate, method: Method) -> Candidate:
     return dataclasses.replace(
         candidate,
         name=f"suffix of {NUM_SUFFIX_TOKENS}, else {candidate.name}",
-        proposer=join_proposers([[lookup], [candidate.proposer]]),
+        proposer=ChainProposer([[lookup], [candidate.proposer]]),
         build=build,
         run=candidate.run
         | {"suffix_max_tokens": NUM_SUFFIX_TOKENS, "draft_chain": f"{SUFFIX.name},{method.name}"},

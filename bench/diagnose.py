@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.command.settings import require
-from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.methods import METHODS
 from specdec.vocabulary import read_vocabulary
@@ -104,7 +104,7 @@ def observe_run(bench: Bench, batch_size: int) -> Observed:
 @contextlib.contextmanager
 def watch(bench: Bench, observed: Observed) -> Iterator[None]:
     """Note what the engine's proposer is shown of each step."""
-    proposer: Proposer = bench.engine.proposer
+    proposer: Drafter = bench.engine.proposer
     honest = proposer.observe
     half = bench.dtype == "float16"
     decoder = bench.engine.decoder

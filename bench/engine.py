@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec.command.settings import need, require
-from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loading import load_engine
 from specdec.decode.loop import Options, Timing, generate
@@ -55,7 +55,7 @@ class Bench:
 
     def __init__(self, engine: TorchEngine, tokenizer: Any) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.plain = PlainProposer()
+        self.plain = Drafter()
         self.groups: Groups = {}
 
     @property
@@ -99,7 +99,7 @@ class Bench:
                 )
 
     def decode(
-        self, requests: Sequence[Request], proposer: Proposer, batch_size: int, timing: Timing
+        self, requests: Sequence[Request], proposer: Drafter, batch_size: int, timing: Timing
     ) -> list[Result]:
         """Decode requests with an empty cache; nothing of an earlier call is used again."""
         options = Options(
@@ -122,7 +122,7 @@ class Bench:
         states: Tensor = decoder.forward(step, decoder.make_cache(1, size))[0]
         return states
 
-    def run(self, proposer: Proposer, batch_size: int, most_tokens: int | None = None) -> Pass:
+    def run(self, proposer: Drafter, batch_size: int, most_tokens: int | None = None) -> Pass:
         """Decode the requests of every category, to at most so many tokens each."""
         done = Pass({}, {}, Timing(is_exact=True))
         for category, requests in self.groups.items():

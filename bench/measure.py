@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec import logs
-from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import Result, sum_stats
 
 from .engine import PARTS, Bench, Pass
@@ -69,7 +69,7 @@ def divide(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
 
 
 def alternate(
-    bench: Bench, proposers: dict[str, Proposer], batch_size: int, repeat: int
+    bench: Bench, proposers: dict[str, Drafter], batch_size: int, repeat: int
 ) -> dict[str, Rounds]:
     """Decode with each proposer in turn, `repeat` times after one round that is not timed.
 

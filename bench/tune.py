@@ -8,6 +8,7 @@ https://arxiv.org/abs/1502.07943).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import list_given, name_flag, require
-from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
@@ -56,7 +57,11 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
         bench = open_bench(run_settings)
         bench.take_prompts(prompts, run_settings)
         bench.check_batch_sizes(batch_sizes)
-        candidates = [c for tuning in tunings for c in tuning.list_candidates(bench, settings)]
+        candidates = [
+            dataclasses.replace(c, run=c.run | {"draft_budget": "fixed"})
+            for tuning in tunings
+            for c in tuning.list_candidates(bench, settings)
+        ]
         found = [tune_batch(bench, candidates, size, settings, methods) for size in batch_sizes]
         others = meter.measure()
         report: dict[str, Any] = {
@@ -198,7 +203,7 @@ def try_settings(
 ) -> dict[str, dict[str, Any]]:
     """Decode with each setting once, plain decoding before and after it; rows by setting."""
 
-    def measure(proposer: Proposer) -> tuple[Pass, float]:
+    def measure(proposer: Drafter) -> tuple[Pass, float]:
         done = bench.run(proposer, batch_size, num_tokens)
         return done, done.count_tokens() / sum(done.seconds.values())
 

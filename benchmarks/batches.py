@@ -50,8 +50,8 @@ from specdec.bench.measure import (
 )
 from specdec.bench.methods.draft_target import list_trees
 from specdec.bench.prompts import Prompt, read_prompt_set
-from specdec.decode.drafters.base import Proposer
-from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
@@ -128,20 +128,20 @@ def find_engines(
     return engines
 
 
-def list_ways(name: str, bench: Bench) -> dict[str, Proposer]:
+def list_ways(name: str, bench: Bench) -> dict[str, Drafter]:
     """Those of an engine, by their names, each as it is and, where it can be, within a budget."""
     proposer = bench.engine.proposer
     if name == "draft-target":
         suffix = SuffixOptions(max_tokens=NUM_DRAFTED)
         (tree,) = list_trees(bench, [NUM_DRAFTED])
         lookup = LookupOptions(num_tokens=NUM_DRAFTED, max_ngram_size=DEFAULT_NGRAM_SIZE)
-        ways: dict[str, Proposer] = {
+        ways: dict[str, Drafter] = {
             f"suffix of {NUM_DRAFTED}": SuffixProposer(suffix),
             f"prompt lookup of {NUM_DRAFTED}": PromptLookupProposer(lookup),
             f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
             CHAIN: proposer,
             f"draft model, {tree.name}": tree.proposer,
-            "suffix, else draft model": join_proposers([[SuffixProposer(suffix)], [proposer]]),
+            "suffix, else draft model": ChainProposer([[SuffixProposer(suffix)], [proposer]]),
         }
     elif name == "redrafter":
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
@@ -162,7 +162,7 @@ def join_pairs(rates: Sequence[float]) -> list[float]:
 
 
 def measure(
-    bench: Bench, settings: RunSettings, ways: Mapping[str, Proposer], prompts: Sequence[Prompt],
+    bench: Bench, settings: RunSettings, ways: Mapping[str, Drafter], prompts: Sequence[Prompt],
     args: argparse.Namespace,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """By method, a row for each batch size.

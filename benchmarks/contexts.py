@@ -38,7 +38,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -50,9 +49,10 @@ from specdec.bench.engine import PARTS, Bench, open_bench
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine
 from specdec.bench.measure import summarize
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.loop import Batch, Options, Timing
 from specdec.decode.requests import ActiveRequest, Request
-from specdec.engine.tree import make_root, pack_beams
+from specdec.engine.tree import pack_beams
 from specdec.processes import call_stage
 from specdec.run.settings import RunSettings
 
@@ -68,7 +68,7 @@ FIRST_ID = 5  # of random tokens: those before it are special
 ROOM = 64  # positions behind a context
 
 
-class Guesses:
+class Guesses(Drafter):
     """Drafts `length` random tokens, which are hardly ever right."""
 
     def __init__(self) -> None:
@@ -76,24 +76,13 @@ class Guesses:
         self.length = 0
         self._generator = np.random.default_rng(0)
 
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Nothing is kept."""
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Nothing is kept."""
-
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """A chain of the length that is set; with 0, plain decoding."""
         roots = [request.output_ids[-1] for request in requests]
         if not self.length:
-            return [Candidates(make_root(root)) for root in roots]
+            return super().propose(requests)
         drafts = self._generator.integers(VOCAB_SIZE, size=(len(roots), 1, self.length))
         return [Candidates(pack_beams(r, d)) for r, d in zip(roots, drafts, strict=True)]
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Nothing is kept."""
 
 
 class Ours:

@@ -38,8 +38,8 @@ from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.measure import summarize
 from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.report import format_spread
-from specdec.decode.drafters.base import Proposer
-from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.loop import Batch, Options, Timing
@@ -55,17 +55,17 @@ FACTOR = 16  # tokens drafted for each that was found, beside the default
 NGRAM = 4
 
 
-def list_ways(bench: Bench) -> dict[str, Proposer]:
+def list_ways(bench: Bench) -> dict[str, Drafter]:
     """Plain decoding, then every drafter."""
 
-    def draft() -> Proposer:
-        proposer: Proposer = list_lengths(bench, DRAFT_MODEL)[-1].proposer
+    def draft() -> Drafter:
+        proposer: Drafter = list_lengths(bench, DRAFT_MODEL)[-1].proposer
         return proposer
 
     def suffix(length: int, factor: float = DEFAULT_FACTOR) -> SuffixProposer:
         return SuffixProposer(SuffixOptions(max_tokens=length, max_factor=factor))
 
-    ways: dict[str, Proposer] = {PLAIN: bench.plain}
+    ways: dict[str, Drafter] = {PLAIN: bench.plain}
     for length in LENGTHS:
         ways[f"suffix of {length}"] = suffix(length)
     most = max(LENGTHS)
@@ -74,7 +74,7 @@ def list_ways(bench: Bench) -> dict[str, Proposer]:
     ways["prompt lookup of 15"] = PromptLookupProposer(
         LookupOptions(num_tokens=15, max_ngram_size=NGRAM)
     )
-    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = join_proposers(
+    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = ChainProposer(
         [[suffix(15)], [draft()]]
     )
     ways[f"draft model of {DRAFT_MODEL}"] = draft()
@@ -84,7 +84,7 @@ def list_ways(bench: Bench) -> dict[str, Proposer]:
 class Writer:
     """A way of decoding, one text after another in the same batch, and what that took."""
 
-    def __init__(self, bench: Bench, proposer: Proposer, longest: int) -> None:
+    def __init__(self, bench: Bench, proposer: Drafter, longest: int) -> None:
         """longest: tokens of a prompt and its reference."""
         build = bench.engine.config.build
         self._timing = Timing()

@@ -35,7 +35,7 @@ if __package__ in (None, ""):  # started as a file
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps
-from specdec.decode.drafters.base import DraftContext, PlainProposer, Proposer
+from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.drafters.redrafter import make_proposer
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.requests import Request
@@ -140,7 +140,7 @@ class Bench:
             self.graphs.is_enabled = is_used
 
     def run(
-        self, name: str, *, graphs: bool, proposer: Proposer | None = None, is_exact: bool = False
+        self, name: str, *, graphs: bool, proposer: Drafter | None = None, is_exact: bool = False
     ) -> Timing:
         """Decode the prompt; keep the text."""
         self.use_graphs(graphs)
@@ -148,7 +148,7 @@ class Bench:
         request = Request(
             index=0, input_ids=self.prompt, max_output_len=self.shape.output, end_ids=frozenset()
         )
-        found = generate(self.decoder, proposer or PlainProposer(), [request], Options(), timing)
+        found = generate(self.decoder, proposer or Drafter(), [request], Options(), timing)
         self.texts[name] = found[0].output_ids
         return timing
 

@@ -127,14 +127,14 @@ class Answer:
     def add(self, choice: Choice, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
         """The chunks of what a choice has gained; its last one has the finish_reason."""
         text, known = "", len(choice.tokens)
-        tells_prompt = bool(choice.starts) and not choice.prompt
+        wants_prompt_logprobs = bool(choice.starts) and not choice.prompt
         for event in events:
             text += choice.add(event)[0]
-        if tells_prompt and choice.prompt:
+        if wants_prompt_logprobs and choice.prompt:
             text = choice.job.request.input_text + text
         if text or len(choice.tokens) > known:
             chunk = self._make_chunk(choice, {"content": text} if self.is_chat else text)
-            prompt = choice.prompt if tells_prompt else []
+            prompt = choice.prompt if wants_prompt_logprobs else []
             chunk["choices"][0]["logprobs"] = self._describe_tokens(choice, known, prompt)
             chunk["choices"][0] |= self._describe_origins(choice, known)
             chunk["choices"][0] |= self._describe_ids(choice, known)

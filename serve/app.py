@@ -172,7 +172,7 @@ class Front:
     def _prepare(self, asked: Asked) -> tuple[list[InferenceRequest], list[list[int]]]:
         """What is asked for, and where the tokens of prompts begin that are to be told of."""
         requests = make_requests(self._engine, asked)
-        told = requests if asked.tells_prompt else []
+        told = requests if asked.wants_prompt_logprobs else []
         return requests, [find_starts(self._engine, request) for request in told]
 
     async def _follow(

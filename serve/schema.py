@@ -167,7 +167,7 @@ class Asked(Model):
         raise NotImplementedError
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether to tell the log-probabilities of the prompt, too."""
         return False
 
@@ -219,7 +219,7 @@ class Asked(Model):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.find_bias(),
             logprobs=self.num_top,
-            prompt_logprobs=self.tells_prompt,
+            prompt_logprobs=self.wants_prompt_logprobs,
             speculation=self.speculation,
             keep_trees=self.return_trees,
             grammar=self.find_grammar(),
@@ -239,7 +239,7 @@ class CompletionAsked(Asked):
         return self.logprobs
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         return bool(self.echo) and self.logprobs is not None
 
     def find_sources(self) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.tree import Tree, pack_beams
@@ -304,7 +305,7 @@ def make_constant_pair(parent: Path, token: int | None = 7) -> Path:
     return drafter
 
 
-class OracleProposer:
+class OracleProposer(Drafter):
     """Proposes from known continuations: `quality` of its tokens are right, the others wrong.
 
     Stands where a drafter stands, so that acceptance of any depth, beam and batch row occurs.
@@ -321,9 +322,6 @@ class OracleProposer:
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         assert num_rows <= len(self.continuations)
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        pass
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         candidates = []

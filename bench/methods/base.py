@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.methods import Method
 from specdec.processes import call_stage
 
@@ -22,7 +22,7 @@ class Candidate:
     """One setting; the options are those of the stages that it is chosen by."""
 
     name: str
-    proposer: Proposer
+    proposer: Drafter
     convert: dict[str, Any] = dataclasses.field(default_factory=dict)
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
     run: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from specdec.command.settings import as_options, list_given
-from specdec.decode.drafters.budget import BudgetProposer
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
@@ -89,7 +88,6 @@ def list_trees(
 def _find_model(bench: Bench) -> tuple[Decoder, dict[str, Any]]:
     """The draft model of an engine, and what every proposer of its drafts is told of it."""
     proposer = bench.engine.proposer
-    bare = proposer.proposer if isinstance(proposer, BudgetProposer) else proposer
-    model = cast(DraftModel, bare)
+    model = cast(DraftModel, proposer.members[0] if proposer.members else proposer)
     names = ("tokens", "max_num_tokens", "max_seq_len")
     return model.decoder, {name: getattr(model, name) for name in names}

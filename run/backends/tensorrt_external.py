@@ -149,7 +149,7 @@ class EngineDrafter:
             num_rows=len(drafts),
             num_tokens=max(sizes) + 1,
             num_passes=max(sizes),
-            num_caught_up=0,
+            num_prefilled=0,
             draft_seconds=seconds[0],
             verify_seconds=seconds[1],
             drafts=list(zip(sizes, num_accepted, strict=True)),

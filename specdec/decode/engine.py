@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
-from specdec.decode.drafters.base import EngineHandle, Keeper, Proposer
+from specdec.decode.drafters.base import Drafter, EngineHandle
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.ranks.leader import lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
@@ -96,7 +96,7 @@ class TorchEngine:
         if methods and ranks is not None and model.use_parallel_embedding:
             # Drafters run on this rank alone.
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
-        self.proposer: Proposer = make_proposer(self, methods, weights, drafting)
+        self.proposer: Drafter = make_proposer(self, methods, weights, drafting)
         self.method = name_methods(methods)
 
     def check_requests(self, requests: Sequence[Request]) -> None:
@@ -119,7 +119,7 @@ class TorchEngine:
                 problems.add(f"prompt {request.index}: {found[0]}", found[1])
         problems.raise_all()
 
-    def use_method(self, name: str, proposer: Proposer, draft: EngineHandle | None = None) -> None:
+    def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine.
 
         draft: the engine that it drafts with, which is then this one's own: closed with it.
@@ -154,9 +154,8 @@ class TorchEngine:
             self._draft.close()
 
     def _keep(self) -> None:
-        proposer = getattr(self, "proposer", None)  # None where loading failed
-        if isinstance(proposer, Keeper):
-            proposer.keep()
+        if hasattr(self, "proposer"):  # else loading failed
+            self.proposer.keep()
 
     def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
         """Take fewer or shorter requests than the engine was built for; None leaves a limit."""

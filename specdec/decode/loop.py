@@ -18,16 +18,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates, accept_batch, accept_on_device
 from specdec.decode.chunk_size import ChunkSize
-from specdec.decode.drafters.base import (
-    PlainProposer,
-    PromptFollower,
-    PromptLatecomer,
-    Proposer,
-    StateProposer,
-    StepTimer,
-    TreeReader,
-    list_rows,
-)
+from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.plain_ahead import Emitted, PlainAhead
 from specdec.decode.prefill import PromptReader, count_shared
 from specdec.decode.requests import (
@@ -54,7 +45,7 @@ from specdec.engine.tree import Tree, build_tree_mask, make_root
 WORTH_WAITING = 16
 # How many times as many tokens as the target a drafter may read of prompts in a step. It has every
 # prompt to read that the target has, and what was emitted meanwhile, or it would never draft.
-CATCH_UP = 4
+DRAFTER_SHARE = 4
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -145,7 +136,7 @@ class Options:
 
 def generate(
     decoder: Decoder,
-    proposer: Proposer,
+    proposer: Drafter,
     requests: Sequence[Request],
     options: Options,
     timing: Timing | None = None,
@@ -166,7 +157,7 @@ def generate(
 
 def fit_batch(
     decoder: Decoder,
-    proposer: Proposer,
+    proposer: Drafter,
     requests: Sequence[Request],
     options: Options,
     timing: Timing,
@@ -189,7 +180,7 @@ class Batch:
     def __init__(
         self,
         decoder: Decoder,
-        proposer: Proposer,
+        proposer: Drafter,
         options: Options,
         timing: Timing,
         *,
@@ -213,6 +204,7 @@ class Batch:
         self._follow_prompts()
         self._held: list[list[int]] = [[] for _ in range(num_rows)]  # tokens in a row's cache
         self._chunk_size = ChunkSize()
+        self._max_prefill: int | None = None  # prompt tokens that drafters may read in a step
         self._drafted_size = 1  # tokens of each row in the newest step that might be drafted for
 
     @property
@@ -274,7 +266,7 @@ class Batch:
         return self._verify()
 
     def _choose_chunk(self) -> int | None:
-        """Tokens of prompts that a step may read beside others; None is all. Drafters are told.
+        """Tokens of prompts that a step may read beside others; None is all.
 
         With "auto" those that the others verify count, too, where they share a pass.
         """
@@ -284,8 +276,7 @@ class Batch:
             chunk = self._chunk_size.choose(
                 len(self.active), num_requests, is_reading=bool(self._reading)
             )
-        if isinstance(self.proposer, PromptLatecomer):
-            self.proposer.max_catch_up = None if chunk is None else CATCH_UP * chunk
+        self._max_prefill = None if chunk is None else DRAFTER_SHARE * chunk
         return chunk
 
     def _admit(self) -> None:
@@ -296,7 +287,7 @@ class Batch:
             if request.finish_reason is None:  # not cancelled before its turn
                 prompt = request.request.input_ids
                 source, shared = free[0], 0
-                if not request.request.tells_prompt:
+                if not request.request.wants_prompt_logprobs:
                     source, shared = self._find_prefix(free, prompt)
                     if self._is_being_read(prompt, shared):
                         return
@@ -336,22 +327,20 @@ class Batch:
         """Let those have the states of prompts that want them."""
         proposer = self.proposer
         reader = self._reader
-        reader.follow, reader.reads_all = None, False
-        if isinstance(proposer, PromptFollower):
-            reader.follow, reader.reads_all = proposer.follow, proposer.follows_last
-        if any(request.request.tells_prompt for request in self._reading):
+        reader.follow = proposer.follow if proposer.follows_prompts else None
+        reader.reads_all = proposer.follows_prompts and proposer.follows_last
+        if any(request.request.wants_prompt_logprobs for request in self._reading):
             reader.follow, reader.reads_all = self._tell_prompts, True
 
     def _tell_prompts(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
     ) -> None:
-        """Note the log-probabilities of prompts where they are asked for; see PromptFollower."""
-        if isinstance(self.proposer, PromptFollower):
-            self.proposer.follow(rows, starts, counts, states)
+        """Note the log-probabilities of prompts where they are asked for; see `Drafter.follow`."""
+        self.proposer.follow(rows, starts, counts, states)
         by_row = {request.row: request for request in self._reading}
         for row, start, count, own in zip(rows, starts, counts, states, strict=True):
             request = by_row[row]
-            if not request.request.tells_prompt:
+            if not request.request.wants_prompt_logprobs:
                 continue
             # What follows the last token is no more of the prompt.
             count = min(count, len(request.request.input_ids) - start - 1)
@@ -388,12 +377,11 @@ class Batch:
         active = self.active
         left = 0 if chunk is None else self._reader.num_left
         is_shared = chunk is not None and self.options.prompt_chunk == "auto"
-        if isinstance(self.proposer, StepTimer):
-            self.proposer.num_beside = min(chunk or 0, left)
+        self.proposer.plan_step(min(chunk or 0, left), self._max_prefill)
         # A token of a prompt and one of a draft cost the same, and those who wait for their first
         # token have none yet.
         drafts = (
-            not is_shared or isinstance(self.proposer, TreeReader)
+            not is_shared or self.proposer.is_indivisible
             or left + len(active) * self._drafted_size <= (chunk or 0)
         )  # fmt: skip
         with self._clocks["draft"]:
@@ -457,7 +445,7 @@ class Batch:
                 candidates.append(Candidates(make_root(request.output_ids[-1])))
                 continue
             own = next(drafted)
-            if request.grammar is not None and not isinstance(self.proposer, TreeReader):
+            if request.grammar is not None and not self.proposer.is_indivisible:
                 own = own.prune(request.grammar)
             candidates.append(own)
         return candidates
@@ -487,7 +475,7 @@ class Batch:
         """Whether steps are begun before the host has the tokens of the step before."""
         return (
             self.decoder.graphs is not None
-            and isinstance(self.proposer, PlainProposer)
+            and not self.proposer.max_draft_tokens
             and not self.options.keep_logits
             and not self.timing.is_exact
             and all(r.needs_only_best for r in self.active)
@@ -517,9 +505,7 @@ class Batch:
         """
         active, proposer = self.active, self.proposer
         if not (
-            isinstance(proposer, StateProposer)
-            and proposer.drafts_ahead
-            and all(r.needs_only_best and r.request.drafts for r in active)
+            proposer.drafts_ahead and all(r.needs_only_best and r.request.drafts for r in active)
         ):
             return None
         best = logits.argmax(-1)
@@ -584,8 +570,7 @@ class Batch:
     def _copy_prefix(self, source: int, row: int, length: int) -> None:
         """Put the prefix that another row or the row itself holds into it."""
         self.cache.copy_prefix(source, row, length)
-        if isinstance(self.proposer, PromptFollower):
-            self.proposer.copy_prefix(source, row, length)
+        self.proposer.copy_prefix(source, row, length)
         self.timing.num_reused_tokens += length
 
     def _retire(self) -> None:

@@ -241,7 +241,7 @@ def make_requests(
                 ),
                 stop=stop,
                 num_logprobs=prompt.get("logprobs"),
-                tells_prompt=prompt.get("prompt_logprobs", False),
+                wants_prompt_logprobs=prompt.get("prompt_logprobs", False),
                 drafts=prompt.get("speculation", True),
                 keep_trees=prompt.get("keep_trees", False),
                 grammar=prompt.get("grammar"),

@@ -33,9 +33,9 @@ class Request:
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
-    tells_prompt: of the prompt's places, too, which is then read whole, not taken from the cache.
-    drafts: False decodes one token a step. keep_trees: return the tree of every step. grammar: what
-    the output keeps to.
+    wants_prompt_logprobs: of the prompt's places, too, which is then read whole, not taken from the
+    cache. drafts: False decodes one token a step. keep_trees: return the tree of every step.
+    grammar: what the output keeps to.
     """
 
     index: int
@@ -46,7 +46,7 @@ class Request:
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None
-    tells_prompt: bool = False
+    wants_prompt_logprobs: bool = False
     drafts: bool = True
     keep_trees: bool = False
     grammar: Grammar | None = None
@@ -168,7 +168,7 @@ class ActiveRequest:
         self.text = text
         self.logits: list[Tensor] = []
         self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob | None] = [None] * request.tells_prompt
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * request.wants_prompt_logprobs
         self.trees: list[DraftTree] = []
         self.origins: list[Origin] = []  # as many as are known, from the first token on
         self.rejected: dict[int, list[int]] = {}  # see Result

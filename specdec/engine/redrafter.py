@@ -112,18 +112,18 @@ class ReDrafterHead:
 
     def search_trees(
         self, hidden: Tensor, tokens: Tensor, num_tokens: int, temperatures: Array,
-        least_promise: float,
+        min_gain: float,
     ) -> FoundTrees | None:  # fmt: skip
         """Dynamic trees after `tokens` [B], which follow `hidden` [B, D], by the kernels.
 
         None where there are none: `BeamDraft` has them grown. temperatures: [B], of the logits;
-        least_promise: as in `LevelDrafter`.
+        min_gain: as in `Drafter`.
         """
         if self.kernels is None or self.packed is None:
             return None
         width, length = self.params.num_beams, self.params.draft_len_per_beam
         return self.kernels.search_trees(
-            self.packed, hidden, tokens, width, length, num_tokens, temperatures, least_promise
+            self.packed, hidden, tokens, width, length, num_tokens, temperatures, min_gain
         )
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:

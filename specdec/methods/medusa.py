@@ -119,8 +119,8 @@ class MedusaDraft:
     )
     medusa_tree_tokens: int | None = setting(
         minimum=1, metavar="N",
-        help="Draft tokens in a dynamic tree: the likeliest by the heads in each step.  [default: 20"
-        " on a CPU, 7 with --draft-budget fixed]",
+        help="Draft tokens in a dynamic tree: the likeliest by the heads in each step.  [default:"
+        " 20 on a CPU, 7 with --draft-budget fixed]",
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
-from specdec.decode.drafters.levels import ALL_LEVELS
+from specdec.decode.drafters.base import ALL_LEVELS
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
 from specdec.run.settings import RunSettings
@@ -247,7 +247,7 @@ def test_a_budget_leaves_the_setting_that_it_is_for_alone(eagle1: Path) -> None:
     bench = load(eagle1 / "engine", eagle1, 6)
     *_, dynamic = eagle_tuning.list_candidates(bench, TuneSettings())
     bench.run(add_budget(dynamic).proposer, 2)
-    assert dynamic.proposer.least_promise == ALL_LEVELS
+    assert dynamic.proposer.min_gain == ALL_LEVELS
 
 
 def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:

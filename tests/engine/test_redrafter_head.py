@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import ALL_LEVELS
 from specdec.decode.drafters.budget import follow_chances
-from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree
+from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
 from specdec.engine.layout import plan_drafter
@@ -171,15 +172,15 @@ def grow_slowly(
 
 def grow(
     head: ReDrafterHead, hidden: torch.Tensor, tokens: np.ndarray, size: int,
-    temperatures: np.ndarray, least_promise: float = ALL_LEVELS,
+    temperatures: np.ndarray, min_gain: float = ALL_LEVELS,
 ) -> tuple[list[Candidates], int]:  # fmt: skip
     """Dynamic trees and their levels, as the proposer has them."""
-    found = head.search_trees(hidden, torch.tensor(tokens), size, temperatures, least_promise)
+    found = head.search_trees(hidden, torch.tensor(tokens), size, temperatures, min_gain)
     assert (found is not None) == (head.packed is not None)
     if found is not None:
         return list_candidates(tokens, found), found.num_levels
     beams, length = head.params.num_beams, head.params.draft_len_per_beam
-    draft = BeamDraft(head, hidden, tokens, temperatures, least_promise)
+    draft = BeamDraft(head, hidden, tokens, temperatures, min_gain)
     tree = DynamicTree(top_k=beams, depth=length, num_tokens=size)
     return tree.grow(draft), draft.num_levels
 
@@ -251,9 +252,9 @@ def test_native_search_equals_torch_for_any_batch(
 
 
 @pytest.mark.parametrize(("beams", "length", "size"), [(1, 3, 2), (4, 5, 15), (3, 4, 12)])
-@pytest.mark.parametrize("least_promise", [ALL_LEVELS, 1.5, 4.0])
+@pytest.mark.parametrize("min_gain", [ALL_LEVELS, 1.5, 4.0])
 def test_native_trees_equal_those_of_torch(
-    kernels: native.NativeKernels, beams: int, length: int, size: int, least_promise: float
+    kernels: native.NativeKernels, beams: int, length: int, size: int, min_gain: float
 ) -> None:
     """Node by node, at temperatures of their own, also where levels are left out."""
     shape = {"beams": beams, "length": length, "rnn": True, "exit_dim": 37, "vocab": 211}
@@ -261,11 +262,11 @@ def test_native_trees_equal_those_of_torch(
     fast, _, _ = make_head(**shape, kernels=kernels)  # type: ignore[arg-type]
     hidden = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
     tokens, temperatures = np.array([5, 0, 210, 7]), np.array([0.75, 1.0, 1.3, 0.75])
-    slow, num_levels = grow(plain, hidden, tokens, size, temperatures, least_promise)
-    found, levels = grow(fast, hidden, tokens, size, temperatures, least_promise)
+    slow, num_levels = grow(plain, hidden, tokens, size, temperatures, min_gain)
+    found, levels = grow(fast, hidden, tokens, size, temperatures, min_gain)
     assert num_levels <= levels
-    assert levels == length or least_promise > 0
-    assert levels == 1 or least_promise < 4  # of four rows no more can be promised
+    assert levels == length or min_gain > 0
+    assert levels == 1 or min_gain < 4  # of four rows no more can be promised
     for one, other in zip(found, slow, strict=True):
         for name in ("tokens", "parents", "depths"):
             assert getattr(one.tree, name).tolist() == getattr(other.tree, name).tolist()

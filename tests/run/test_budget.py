@@ -14,21 +14,18 @@ import pytest
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters import Drafting
+from specdec.decode.drafters.base import ALL_LEVELS
 from specdec.decode.drafters.budget import (
     FIRST_PIECE,
     Budget,
-    BudgetFollower,
     BudgetProposer,
-    BudgetReader,
     Calibration,
-    LevelDrafter,
     bind,
     follow_chances,
 )
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.eagle import EagleProposer
-from specdec.decode.drafters.levels import ALL_LEVELS
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.pacing import (
     MODEL_LOSS,
@@ -269,14 +266,14 @@ def test_reading_prompts_is_no_price_of_a_draft() -> None:
     for _ in range(2):
         budget.record(None, 1.0, 1, [1] * 4)
     assert budget.plan([100] * 4, 0, 2000)
-    budget.record(0.128, 1.0, 1, [1] * 4, num_caught_up=128)
-    assert budget.late_seconds == pytest.approx(0.001)
+    budget.record(0.128, 1.0, 1, [1] * 4, num_prefilled=128)
+    assert budget.read_seconds == pytest.approx(0.001)
     assert not budget.plan([100] * 4, 0, 20_000), "more than may be lost"
     assert not budget.plan([2] * 4, 0, 2000), "more than can be won"
     for _ in range(REST_STEPS):
         budget.record(None, 1.0, 1, [1] * 4)
     assert budget.plan([100] * 4, 0, 1872)
-    budget.record(2.1, 1.02, 2, [2] * 4, num_caught_up=1872)
+    budget.record(2.1, 1.02, 2, [2] * 4, num_prefilled=1872)
     assert budget.plan([100] * 4)
     assert budget.price_level() == ALL_LEVELS, "what a draft costs is not known yet"
     budget.record(0.05, 1.02, 2, [2] * 4)
@@ -291,7 +288,7 @@ def test_trials_that_are_known_not_to_pay_read_a_piece() -> None:
         for _ in range(2):
             budget.record(None, seconds, 1, [1] * num_rows)
     budget.record(0.1, 8.0, 2, [1] * 16)
-    budget.record(0.228, 4.0, 1, [1] * 16, num_caught_up=128)
+    budget.record(0.228, 4.0, 1, [1] * 16, num_prefilled=128)
     for _ in range(400):
         budget.record(None, 4.0, 1, [1] * 16)
     assert not budget.plan([2] * 16, 0, 20_000), "two tokens win nothing back"
@@ -449,7 +446,9 @@ def test_the_text_is_that_of_plain_decoding(
     chance = random.Random(method)
     chosen: list[bool] = []
 
-    def plan(self: Budget, remaining: Sequence[int], num_beside: int, num_late: int) -> bool:
+    def plan(
+        self: Budget, remaining: Sequence[int], num_prompt_tokens: int, num_unread: int
+    ) -> bool:
         chosen.append(chance.random() < 0.5)
         return chosen[-1]
 
@@ -462,8 +461,8 @@ def test_the_text_is_that_of_plain_decoding(
         drafted = sum(r.stats.num_draft_tokens for r in results)
         assert drafted > 0 or method in ("prompt_lookup", "suffix")
     assert 0.2 < sum(chosen) / len(chosen) < 0.8
-    kind = BudgetFollower if method.startswith(("eagle", "dflash")) else BudgetProposer
-    assert type(engine.proposer) is (BudgetReader if method == "lookahead" else kind)
+    assert engine.proposer.follows_prompts == method.startswith(("eagle", "dflash"))
+    assert engine.proposer.is_indivisible == (method == "lookahead")
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft tree"])
@@ -484,16 +483,16 @@ def test_a_drafter_reads_a_piece_of_the_prompts_first(
     propose = drafter.propose
 
     def watch(requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        num_late, drafts = drafter.count_late(requests), propose(requests)
-        read.append(num_late - drafter.count_late(requests))
-        assert read[-1] == drafter.num_caught_up
+        num_unread, drafts = drafter.count_unread(requests), propose(requests)
+        read.append(num_unread - drafter.count_unread(requests))
+        assert read[-1] == drafter.num_prefilled
         return drafts
 
     drafter.propose = watch  # type: ignore[method-assign]
-    engine.proposer = bound = bind(drafter)
+    engine.proposer = bound = BudgetProposer(drafter)
     assert [r.output_ids for r in engine.generate(requests)] == expected
     assert read[0] == FIRST_PIECE
-    assert bound.budget.late_seconds is not None
+    assert bound.budget.read_seconds is not None
 
 
 def test_steps_are_timed_and_prompts_are_not(folders: dict[str, Path]) -> None:
@@ -543,8 +542,7 @@ def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
     assert isinstance(engine.proposer, BudgetProposer)
     drafter = engine.proposer.proposer
     assert isinstance(drafter, DynamicProposer)
-    assert isinstance(drafter, LevelDrafter)
-    drafter.least_promise = 1.0
+    drafter.min_gain = 1.0
     drafter.allocate(2, 8)
     request = ActiveRequest(
         Request(index=0, input_ids=[5], max_output_len=9, end_ids=frozenset()), 1,

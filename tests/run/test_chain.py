@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import PlainProposer, StepTimer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.budget import bind
 from specdec.decode.drafters.chain import (
-    ChainFollower,
     ChainProposer,
     TrackRecord,
     join_candidates,
-    join_proposers,
     merge_candidates,
 )
 from specdec.decode.engine import TorchEngine
@@ -125,7 +123,7 @@ def test_the_text_is_that_of_plain_decoding(
     engine = load(engines, name, chain, **options)
     assert engine.method == engine.describe()["method"] == chain
     assert isinstance(engine.proposer, ChainProposer)
-    assert (type(engine.proposer) is ChainFollower) == (name in ("eagle", "dflash"))
+    assert engine.proposer.follows_prompts == (name in ("eagle", "dflash"))
     chance, chosen = random.Random(chain), []
 
     def choose(self: ChainProposer, group: int, depth: int) -> bool:
@@ -255,13 +253,10 @@ def test_two_drafters_need_a_chain(engines: dict[str, Path]) -> None:
     assert "--draft-chain" in caught.value.hint
 
 
-def test_who_takes_the_time_of_steps_is_told_of_those_that_read_prompts_too() -> None:
-    class Timer(PlainProposer):
-        num_beside = 0
-
-    timer = Timer()
-    outer = bind(join_proposers([[PlainProposer(), timer]]))
-    assert isinstance(outer, StepTimer)
+def test_all_members_are_told_of_prompts_in_a_step() -> None:
+    timer = Drafter()
+    outer = bind(ChainProposer([[Drafter(), timer]]))
     for number in (9, 0):
-        outer.num_beside = number
-        assert timer.num_beside == outer.num_beside == number
+        outer.plan_step(number, 4 * number)
+        assert timer.num_prompt_tokens == outer.num_prompt_tokens == number
+        assert timer.max_prefill == 4 * number

@@ -192,9 +192,9 @@ def test_states_wait_until_a_row_is_drafted_for(case: Case) -> None:
     assert drafted > 3
 
 
-@pytest.mark.parametrize("tells_prompt", [False, True])
+@pytest.mark.parametrize("wants_prompt_logprobs", [False, True])
 def test_the_last_layer_runs_the_ends_of_prompts(
-    case: Case, tells_prompt: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, wants_prompt_logprobs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the drafter reads is of layers before it; log-probabilities are of every token."""
     decoder, wanted = case.engine.decoder, []
@@ -206,11 +206,13 @@ def test_the_last_layer_runs_the_ends_of_prompts(
 
     monkeypatch.setattr(decoder, "forward", note)
     requests = make_requests(PROMPTS[1:2], limit=2)
-    if tells_prompt:
-        requests = [dataclasses.replace(r, tells_prompt=True, num_logprobs=0) for r in requests]
+    if wants_prompt_logprobs:
+        requests = [
+            dataclasses.replace(r, wants_prompt_logprobs=True, num_logprobs=0) for r in requests
+        ]
     with torch.inference_mode():
         generate(decoder, case.proposer, requests, Options())
-    if tells_prompt:
+    if wants_prompt_logprobs:
         assert wanted[0] is None
     else:
         assert wanted[0] is not None

@@ -18,7 +18,7 @@ from specdec.decode.drafters.pacing import (
     Costs,
     DraftLength,
     DraftPlan,
-    bound_catch_up,
+    limit_prefill,
 )
 
 
@@ -26,14 +26,14 @@ from specdec.decode.drafters.pacing import (
 class Machine:
     """A target, a draft model and the time that both take; acceptance is a coin for each token.
 
-    verify: seconds of a step by its tokens. draft: seconds of a pass by requests. catch_up: seconds
+    verify: seconds of a step by its tokens. draft: seconds of a pass by requests. prefill: seconds
     of the draft model for each further token, and piece: for each time that it reads some. noise:
     by how much seconds differ from these. beside: prompt tokens that each step reads, too.
     """
 
     verify: Callable[[int], float]
     draft: Callable[[int], float]
-    catch_up: float
+    prefill: float
     rate: float
     prompt_len: int = 60
     noise: float = 0.0
@@ -51,19 +51,19 @@ class Machine:
         while waiting or rows:
             while waiting and len(rows) < batch_size:
                 rows.append([self.prompt_len, waiting.pop()])
-            lags, remaining = [row[0] for row in rows], [row[1] for row in rows]
-            plan = length.plan(lags, remaining, self.beside)
+            unread, remaining = [row[0] for row in rows], [row[1] for row in rows]
+            plan = length.plan(unread, remaining, self.beside)
             counts = [min(n, left - 1) for n, left in zip(plan.counts, remaining, strict=True)]
             chosen += [max(counts)]
-            caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
-            for at, count in plan.catch_up.items():
+            prefilled = sum(size for size, n in zip(unread, counts, strict=True) if n)
+            for at, count in plan.prefill.items():
                 assert not counts[at]
-                assert 0 < count <= lags[at]
+                assert 0 < count <= unread[at]
                 rows[at][0] -= count
-                caught_up += count
+                prefilled += count
             draft_seconds = (
-                caught_up * self.catch_up
-                + self.piece * bool(caught_up)
+                prefilled * self.prefill
+                + self.piece * bool(prefilled)
                 + sum(self.draft(sum(n > depth for n in counts)) for depth in range(max(counts)))
             )
             verify_seconds = self.verify(len(rows) * (max(counts) + 1) + self.beside)
@@ -79,7 +79,7 @@ class Machine:
                 row[1] -= accepted + 1
             length.record_step(
                 num_rows=len(rows), num_tokens=max(counts) + 1, num_passes=max(counts),
-                num_caught_up=caught_up, draft_seconds=draft_seconds,
+                num_prefilled=prefilled, draft_seconds=draft_seconds,
                 verify_seconds=verify_seconds, drafts=drafts,
             )  # fmt: skip
             rows = [row for row in rows if row[1] > 0]
@@ -124,9 +124,9 @@ def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
 
     class Hopeful(DraftLength):
         def plan(
-            self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0
+            self, unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
         ) -> DraftPlan:
-            plan: DraftPlan = super().plan(lags, [n + 1980 for n in remaining])
+            plan: DraftPlan = super().plan(unread, [n + 1980 for n in remaining])
             return plan
 
     for draft in (CHEAP, DEAR):
@@ -134,7 +134,7 @@ def test_texts_that_end_early_lose_no_more_than_was_staked() -> None:
             machine = Machine(FLAT, draft, draft(1) / 20, 0.0, prompt_len)
             plain, _ = machine.run(PLAIN, 1, [20])
             auto, _ = machine.run(Hopeful(8, is_auto=True), 1, [20])
-            staked = LOSS_SHARE * (plain + HORIZON * FLAT(1)) + FIRST_CHUNK * machine.catch_up
+            staked = LOSS_SHARE * (plain + HORIZON * FLAT(1)) + FIRST_CHUNK * machine.prefill
             assert plain < auto <= plain + staked
 
 
@@ -158,7 +158,7 @@ def test_a_drafter_that_fails_loses_what_it_won_and_the_share() -> None:
         verify_seconds = FLAT(count + 1)
         lost += draft_seconds + verify_seconds - (accepted + 1) * plain
         length.record_step(
-            num_rows=1, num_tokens=count + 1, num_passes=count, num_caught_up=0,
+            num_rows=1, num_tokens=count + 1, num_passes=count, num_prefilled=0,
             draft_seconds=draft_seconds, verify_seconds=verify_seconds,
             drafts=[(count, accepted)],
         )  # fmt: skip
@@ -171,17 +171,17 @@ def test_a_drafter_that_fails_loses_what_it_won_and_the_share() -> None:
 def test_a_prompt_is_run_by_pieces_until_its_price_is_known() -> None:
     """The first is small; then as much as the account allows, at the price of the piece before."""
     length = DraftLength(4, is_auto=True)
-    lag, pieces = 600, []
+    size, pieces = 600, []
     for _ in range(40):
-        plan = length.plan([lag], [100])
+        plan = length.plan([size], [100])
         assert plan.counts in ([0], [1])
-        caught_up = lag if plan.counts[0] else plan.catch_up.get(0, 0)
-        if caught_up:
-            pieces.append(caught_up)
-        lag += 1 - caught_up
+        prefilled = size if plan.counts[0] else plan.prefill.get(0, 0)
+        if prefilled:
+            pieces.append(prefilled)
+        size += 1 - prefilled
         length.record_step(
             num_rows=1, num_tokens=1 + plan.counts[0], num_passes=plan.counts[0],
-            num_caught_up=caught_up, draft_seconds=caught_up * 0.01, verify_seconds=1.0,
+            num_prefilled=prefilled, draft_seconds=prefilled * 0.01, verify_seconds=1.0,
             drafts=[(plan.counts[0], 0)],
         )  # fmt: skip
         if plan.counts[0]:
@@ -234,8 +234,10 @@ def test_a_stopped_draft_is_tried_on_one_request_only() -> None:
     plans: list[list[int]] = []
     honest = length.plan
 
-    def watch(lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
-        plan = honest(lags, remaining, num_beside)
+    def watch(
+        unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
+    ) -> DraftPlan:
+        plan = honest(unread, remaining, num_prompt_tokens)
         plans.append(plan.counts)
         return plan
 
@@ -289,7 +291,7 @@ def test_one_disturbed_draft_does_not_end_them() -> None:
         disturbed = 50 if count and not any(chosen) else 1
         chosen.append(count)
         length.record_step(
-            num_rows=1, num_tokens=count + 1, num_passes=count, num_caught_up=0,
+            num_rows=1, num_tokens=count + 1, num_passes=count, num_prefilled=0,
             draft_seconds=disturbed * count * CHEAP(1), drafts=[(count, count)],
             verify_seconds=FLAT(count + 1),
         )  # fmt: skip
@@ -352,7 +354,7 @@ def test_steps_that_read_prompts_too_change_nothing_for_the_others() -> None:
             beside = 40 if step in shared else 0
             (count,) = length.plan([0], [100], beside).counts
             length.record_step(
-                num_rows=1, num_tokens=count + 1, num_passes=count, num_caught_up=0,
+                num_rows=1, num_tokens=count + 1, num_passes=count, num_prefilled=0,
                 draft_seconds=count * CHEAP(1), drafts=[(count, count)],
                 verify_seconds=FLAT(count + 1 + beside),
             )  # fmt: skip
@@ -388,16 +390,16 @@ def test_tokens_of_prompts_pay_what_a_token_more_costs() -> None:
     for size in (1, 16, 80, 144):
         costs.record(size, 3.0 + 0.5 * size)
     sizes = np.array([4, 8, 16])
-    assert np.allclose(costs.predict_beside(sizes, 64), 3.0 + 0.5 * sizes)
-    assert np.allclose(costs.predict_beside(sizes, 0), 3.0 + 0.5 * sizes)
+    assert np.allclose(costs.predict_mixed(sizes, 64), 3.0 + 0.5 * sizes)
+    assert np.allclose(costs.predict_mixed(sizes, 0), 3.0 + 0.5 * sizes)
     bent = Costs()
     for size, seconds in ((16, 1.0), (80, 1.0), (96, 9.0)):
         bent.record(size, seconds)
-    assert (bent.predict_beside(sizes, 80) > 0).all()
+    assert (bent.predict_mixed(sizes, 80) > 0).all()
 
 
 def test_catching_up_is_bounded_and_begins_with_those_that_lack_least() -> None:
-    plan = bound_catch_up(DraftPlan([4, 4, 0, 4], most=6), [50, 3, 9, 10], 20)
+    plan = limit_prefill(DraftPlan([4, 4, 0, 4], most=6), [50, 3, 9, 10], 20)
     assert plan == DraftPlan([0, 4, 0, 4], {0: 7}, most=6)
-    plan = bound_catch_up(DraftPlan([0, 0], {0: 30}), [50, 3], 20)
+    plan = limit_prefill(DraftPlan([0, 0], {0: 30}), [50, 3], 20)
     assert plan == DraftPlan([0, 0], {0: 20})

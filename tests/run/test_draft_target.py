@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import PlainProposer, Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.budget import BudgetProposer
-from specdec.decode.drafters.chain import ChainProposer, join_proposers
+from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
 from specdec.decode.drafters.levels import DynamicTree
@@ -136,8 +136,10 @@ class Unsure(DraftLength):
         super().__init__(maximum, is_auto=True)
         self.asked: list[bool] = []
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
-        return DraftPlan([1] * len(lags), most=self.maximum)
+    def plan(
+        self, unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
+    ) -> DraftPlan:
+        return DraftPlan([1] * len(unread), most=self.maximum)
 
     def goes_on(self, length: int, chances: np.ndarray) -> bool:
         return self._answer(float(chances.mean()) > 0.4)
@@ -187,20 +189,22 @@ class Erratic(DraftLength):
         self.dice = random.Random(2)
         self.num_pieces = self.num_asked = self.num_told = 0  # and tokens to catch up with
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
-        counts = [self.dice.choice((0, 0, 0, self.dice.randint(1, self.maximum))) for _ in lags]
+    def plan(
+        self, unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
+    ) -> DraftPlan:
+        counts = [self.dice.choice((0, 0, 0, self.dice.randint(1, self.maximum))) for _ in unread]
         pieces = {
-            row: self.dice.randint(1, lag)
-            for row, lag in enumerate(lags)
-            if lag and not counts[row] and self.dice.random() < 0.5
+            row: self.dice.randint(1, size)
+            for row, size in enumerate(unread)
+            if size and not counts[row] and self.dice.random() < 0.5
         }
         self.num_pieces += len(pieces)
         drafting = (row for row, n in enumerate(counts) if n and remaining[row] > 1)
-        self.num_asked += sum(pieces.values()) + sum(lags[row] for row in drafting)
+        self.num_asked += sum(pieces.values()) + sum(unread[row] for row in drafting)
         return DraftPlan(counts, pieces)
 
-    def record_step(self, *, num_caught_up: int, **values: Any) -> None:
-        self.num_told += num_caught_up
+    def record_step(self, *, num_prefilled: int, **values: Any) -> None:
+        self.num_told += num_prefilled
 
 
 def test_texts_may_be_run_by_pieces(folder: Path) -> None:
@@ -380,7 +384,7 @@ def test_trees_of_the_end_of_the_draft_models_positions(
     assert max(positions) == room - 1
 
 
-class Guesses(PlainProposer):
+class Guesses(Drafter):
     """Proposes the same two tokens after any, each followed by one."""
 
     max_draft_tokens, max_draft_depth = 4, 2
@@ -412,9 +416,9 @@ def test_ratio_keeps_the_first_tokens_distribution(
     if not (folder / draft).exists():
         make_padded(folder, draft) if draft in PADDED else make_sharp(folder)
     engine = load(folder, draft, 2, True)
-    proposer: Proposer = engine.proposer
+    proposer: Drafter = engine.proposer
     if chain:
-        proposer = join_proposers([[Guesses()], [proposer]])
+        proposer = ChainProposer([[Guesses()], [proposer]])
         turns = itertools.cycle([True, False])
         monkeypatch.setattr(ChainProposer, "_is_best", lambda *_: next(turns))
     p_value, kept = check_first_tokens(engine, proposer, [5, 9, 40])

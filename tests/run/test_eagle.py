@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import PromptFollower
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.eagle import (
     PUBLISHED_CHOICES,
     EagleProposer,
@@ -117,14 +117,14 @@ def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT
     ]
 
 
-class ProposalRecorder:
+class ProposalRecorder(Drafter):
     """An EAGLE proposer that keeps what it proposes: by request, (text so far, tree) a step."""
 
     def __init__(self, proposer: EagleProposer) -> None:
         self.proposer = proposer
         self.max_draft_tokens = proposer.max_draft_tokens
         self.max_draft_depth = proposer.max_draft_depth
-        self.follows_last = proposer.follows_last
+        self.follows_prompts, self.follows_last = True, proposer.follows_last
         self.drafts: dict[int, list[tuple[list[int], set[tuple[int, ...]]]]] = {}
         for name in ("allocate", "start", "observe", "follow", "copy_prefix"):
             setattr(self, name, getattr(proposer, name))
@@ -140,10 +140,8 @@ class ProposalRecorder:
 
 def record(case: Case, requests: Sequence[Request], **options: Any) -> ProposalRecorder:
     recorder = ProposalRecorder(case.proposer)
-    proposer: Any = recorder
-    assert isinstance(recorder, PromptFollower)
     with torch.inference_mode():
-        generate(case.engine.decoder, proposer, requests, Options(**options))
+        generate(case.engine.decoder, recorder, requests, Options(**options))
     return recorder
 
 

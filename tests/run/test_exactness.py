@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.decode import accept as verify
-from specdec.decode.drafters.base import Proposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
@@ -185,7 +185,7 @@ def test_drafts_from_the_text_leave_it_unchanged(
 ) -> None:
     """Suffix trees, by size; prompt lookup, by length and n-gram; lookahead, by [W,N,G]."""
     prompts, expected = reference(target)
-    proposer: Proposer
+    proposer: Drafter
     if len(shape) == 1:
         options = SuffixOptions(max_tokens=shape[0], min_probability=0, max_cached_tokens=500)
         proposer = SuffixProposer(options)

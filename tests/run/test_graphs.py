@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdec.decode import engine as torch_engine
-from specdec.decode.drafters.base import PlainProposer
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.medusa import MedusaProposer
@@ -224,8 +224,7 @@ def test_a_second_cache_is_not_the_first(folders: dict[str, Path]) -> None:
     requests = make_requests(2)
     expected = run(load(folders, "redrafter", with_graphs=False, speculate=False), requests)
     batches = [
-        fit_batch(engine.decoder, PlainProposer(), [request], Options(), Timing())
-        for request in requests
+        fit_batch(engine.decoder, Drafter(), [request], Options(), Timing()) for request in requests
     ]
     active = [batch.submit(request) for batch, request in zip(batches, requests, strict=True)]
     while any(batch.is_busy for batch in batches):

@@ -16,8 +16,8 @@ import torch
 
 from specdec import Engine
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import PlainProposer
-from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.engine import TorchEngine
@@ -453,7 +453,7 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
     tokenizer = load_tokenizer(folder, "target")
     expected = [r.output_ids for r in run(load(folder), requests, tokenizer)]
 
-    class Oracle(PlainProposer):
+    class Oracle(Drafter):
         """Knows the next two tokens."""
 
         max_draft_tokens = max_draft_depth = 2
@@ -468,7 +468,7 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
     engine = load(folder, "target", "merges", 3)
     model = engine.proposer
     assert isinstance(model, DraftTargetProposer)
-    chain = join_proposers([[Oracle(), model]])
+    chain = ChainProposer([[Oracle(), model]])
     honest, run_model = model.propose, model.decoder.forward
     ran: dict[tuple[int, int], int] = {}  # (row, position): the token there
     checked = 0

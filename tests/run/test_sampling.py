@@ -20,9 +20,10 @@ from torch import Tensor
 
 from specdec.decode import accept as verify
 from specdec.decode.accept import Candidates, accept_batch
+from specdec.decode.drafters.base import ALL_LEVELS
 from specdec.decode.drafters.dflash import BlockDraft
 from specdec.decode.drafters.eagle import PassDraft, StaticTree
-from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
+from specdec.decode.drafters.levels import DynamicTree, Level
 from specdec.decode.drafters.lookahead import Lookahead
 from specdec.decode.drafters.prompt_lookup import NgramIndex
 from specdec.decode.drafters.suffix import SuffixTree, grow
@@ -126,7 +127,7 @@ class ToyDraft:
     def __init__(self, text: Sequence[int]) -> None:
         self.roots = np.array([text[-1] if text else 0])
         self.texts = [list(text)]  # of the newest level
-        self.least_promise = ALL_LEVELS
+        self.min_gain = ALL_LEVELS
 
     def rank_root(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         logits = torch.stack([DRAFT_MODEL.get_logits(text) for text in self.texts])

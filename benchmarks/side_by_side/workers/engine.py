@@ -14,8 +14,8 @@ from specdec.bench.engine import PARTS, open_bench
 from specdec.bench.methods.draft_target import list_lengths, list_trees
 from specdec.bench.methods.redrafter import list_searches
 from specdec.bench.steps import time_steps
-from specdec.decode.drafters.base import Proposer
-from specdec.decode.drafters.chain import join_proposers
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.loop import Timing
 from specdec.decode.requests import Request, sum_stats
@@ -41,7 +41,7 @@ class Engine:
             draft_budget=None if is_draft_target else "fixed",
         )  # fmt: skip
         self.bench = open_bench(settings)
-        self._proposers: dict[tuple[str, ...], Proposer] = {("plain",): self.bench.plain}
+        self._proposers: dict[tuple[str, ...], Drafter] = {("plain",): self.bench.plain}
         if is_draft_target:
             self._proposers["draft-target", "auto"] = self.bench.engine.proposer
             lengths, trees = list_lengths(self.bench, max_length), list_trees(self.bench, sizes)
@@ -49,13 +49,13 @@ class Engine:
                 name = candidate.run.get("draft_len", candidate.name)
                 self._proposers["draft-target", name] = candidate.proposer
                 suffix = SuffixProposer(SuffixOptions(max_tokens=max_length))
-                chain = join_proposers([[suffix], [candidate.proposer]])
+                chain = ChainProposer([[suffix], [candidate.proposer]])
                 self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):
                 self._proposers["redrafter", candidate.name] = candidate.proposer
 
-    def get(self, way: str, setting: dict[str, Any]) -> Proposer:
+    def get(self, way: str, setting: dict[str, Any]) -> Drafter:
         return self._proposers[(way, *(str(value) for value in setting.values()))]
 
     def run(

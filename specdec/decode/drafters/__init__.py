@@ -18,9 +18,9 @@ from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
 
-from .base import DraftContext, EngineHandle, PlainProposer, Proposer, StepTimer
+from .base import DraftContext, Drafter, EngineHandle
 from .budget import bind
-from .chain import join_proposers
+from .chain import ChainProposer
 
 logger = logs.get_logger(__name__)
 
@@ -171,10 +171,10 @@ def make_proposer(
     methods: Methods,
     weights: Mapping[str, Tensor],
     drafting: Drafting | None,
-) -> Proposer:
+) -> Drafter:
     """Return what drafts for an engine: the one place where proposers of engines are made."""
     if not methods:
-        return PlainProposer()
+        return Drafter()
     is_chain = drafting is not None and drafting.chain is not None
     is_bound = drafting is not None and has_budget(engine, methods, drafting)
     config, decoder = engine.config, engine.decoder
@@ -186,7 +186,7 @@ def make_proposer(
         )
         own = list_drafter_tensors(config.checkpoint.model, config.checkpoint.drafter)
         weights = widen_integers(weights, own, decoder.dtype)
-    groups: list[list[Proposer]] = [
+    groups: list[list[Drafter]] = [
         [
             load_module(method).make_proposer(
                 DraftContext(
@@ -204,9 +204,8 @@ def make_proposer(
         ]
         for group in methods
     ]
-    proposer = join_proposers(groups) if is_chain else groups[0][0]
-    paces_itself = not is_chain and isinstance(proposer, StepTimer)
-    return bind(proposer) if is_bound and not paces_itself else proposer
+    drafter = ChainProposer(groups) if is_chain else groups[0][0]
+    return bind(drafter) if is_bound else drafter
 
 
 def has_budget(engine: EngineHandle, methods: Methods, drafting: Drafting) -> bool:

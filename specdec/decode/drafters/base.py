@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
+from specdec.decode.drafters.pacing import DraftPlan, limit_prefill
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
@@ -26,16 +26,56 @@ from specdec.errors import SpecDecError
 from specdec.methods import DrafterParams, Method
 
 N = TypeVar("N", bound=DraftNet)
+ALL_LEVELS = -np.inf  # a `min_gain` that every level has
 # Tokens of a row whose states may wait. A state of several layers is as large as some of a token's
 # keys and values: a sixth of them for a model of 8B, half for one of 1B.
 MOST_WAITING = 512
 
 
-class Proposer(Protocol):
-    """Drafts candidates for the active requests of a batch, each of which has a cache row."""
+class Drafter:
+    """What drafts for a target; by itself it drafts nothing, which is plain decoding.
 
-    max_draft_tokens: int
-    max_draft_depth: int
+    The attributes say what it needs and does, so that nobody asks for its class:
+
+    max_draft_tokens, max_draft_depth: most tokens of a step's draft, and of a path of it.
+    follows_prompts: whether `follow` wants the target's states of all tokens of prompts.
+    follows_last: whether it reads the states that `follow` is given, instead of only those that the
+    decoder observed. is_indivisible: whether drafts are verified whole or not at all, since it
+    reads the states of nodes that it has placed itself. drafts_ahead: whether `compute_drafts` may
+    run before the host knows what was accepted. paces_itself: whether it chooses by itself how much
+    to draft, once `pace` has told it to.
+
+    What it is told of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
+    max_prefill, most tokens of prompts that it may itself read for a step of several requests, None
+    for all; min_gain, how many tokens another level of a draft must promise; see
+    `Budget.price_level`. What it tells of its newest draft: num_prefilled, prompt tokens that it
+    read; num_levels, passes that it took. members: those that draft for it, if it is a group.
+    """
+
+    max_draft_tokens = 0
+    max_draft_depth = 0
+    follows_prompts = False
+    follows_last = False
+    is_indivisible = False
+    drafts_ahead = False
+    paces_itself = False
+    num_prompt_tokens = 0
+    max_prefill: int | None = None
+    min_gain = ALL_LEVELS
+    num_prefilled = 0
+    num_levels = 1
+    members: Sequence[Drafter] = ()
+
+    def plan_step(self, num_prompt_tokens: int, max_prefill: int | None) -> None:
+        """Take what is known of the next step before its drafts; see the class."""
+        self.num_prompt_tokens, self.max_prefill = num_prompt_tokens, max_prefill
+
+    def fit_budget(self) -> Drafter:
+        """What drafts where only that is verified which pays."""
+        return self
+
+    def pace(self) -> None:
+        """Choose from now on how much to draft, where `paces_itself`."""
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; rows 0 ... num_rows - 1 of that many tokens will be in use.
@@ -46,11 +86,16 @@ class Proposer(Protocol):
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Each request's row now belongs to it; `observe` follows with its prompt's last state."""
 
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of prompts that it has to read before all of these can be drafted for."""
+        return 0
+
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return what is proposed for each request, rooted at the last of its emitted tokens.
 
         In a chain, others may draft for some requests of a step, or for all.
         """
+        return [Candidates(make_root(request.output_ids[-1])) for request in requests]
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
@@ -60,16 +105,6 @@ class Proposer(Protocol):
         After the prompts, T is 1 and the only node is each prompt's last token.
         """
 
-
-@runtime_checkable
-class PromptFollower(Protocol):
-    """A proposer that also wants the target's states of every token of the prompts.
-
-    follows_last: whether it reads those that it is given; else what the decoder observed alone.
-    """
-
-    follows_last: bool
-
     def follow(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
     ) -> None:
@@ -78,61 +113,64 @@ class PromptFollower(Protocol):
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
+    def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Where `drafts_ahead`: what follows tokens [B], each after a state [B, D]: [B, ...]."""
+        raise NotImplementedError
 
-@runtime_checkable
-class PromptLatecomer(Protocol):
-    """A proposer that reads prompts by itself, when it first drafts after them.
-
-    max_catch_up: most tokens that it may read in a step of several requests; None is all.
-    """
-
-    max_catch_up: int | None
-
-
-@runtime_checkable
-class LateReader(PromptLatecomer, Protocol):
-    """One that tells how much it reads.
-
-    num_caught_up: tokens of prompts that it read for the newest drafts.
-    """
-
-    num_caught_up: int
-
-    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of prompts that it has to read before all of these can be drafted for."""
-
-
-@runtime_checkable
-class StepTimer(Protocol):
-    """A proposer that takes the time of steps.
-
-    num_beside: about how many prompt tokens the next one reads beside its own.
-    """
-
-    num_beside: int
-
-
-@runtime_checkable
-class BudgetFitter(Protocol):
-    """A proposer that drafts otherwise where only that is verified which pays."""
-
-    def fit_budget(self) -> Proposer:
-        """What drafts then; itself where nothing else does."""
-
-
-@runtime_checkable
-class Keeper(Protocol):
-    """A proposer that may have a file of what it has seen."""
+    def take_drafts(
+        self, requests: Sequence[ActiveRequest], roots: Sequence[int], drafts: Array
+    ) -> None:
+        """Where `drafts_ahead`: keep what was computed for the next `propose`."""
 
     def keep(self) -> None:
-        """Write what is new."""
+        """Write what is new into a file, where there is one."""
 
 
-@runtime_checkable
-class TreeReader(Protocol):
-    """A proposer that reads the states of nodes that it has placed itself: none may be left out."""
+class DrafterGroup(Drafter):
+    """Drafters of which each sees every step, whoever drafts for it."""
 
-    reads_tree: bool
+    def __init__(self, members: Sequence[Drafter]) -> None:
+        self.members = members
+        self.max_draft_depth = max(member.max_draft_depth for member in members)
+        self.follows_prompts = any(member.follows_prompts for member in members)
+        self.follows_last = any(member.follows_last for member in members)
+
+    def plan_step(self, num_prompt_tokens: int, max_prefill: int | None) -> None:
+        super().plan_step(num_prompt_tokens, max_prefill)
+        for member in self.members:
+            member.plan_step(num_prompt_tokens, max_prefill)
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget all requests; what was measured and learned goes on."""
+        for member in self.members:
+            member.allocate(num_rows, num_positions)
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        for member in self.members:
+            member.start(requests)
+
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        return sum(member.count_unread(requests) for member in self.members)
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
+        for member in self.members:
+            member.observe(requests, states, paths)
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+    ) -> None:
+        for member in self.members:
+            member.follow(rows, starts, counts, states)
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        for member in self.members:
+            member.copy_prefix(source, row, length)
+
+    def keep(self) -> None:
+        for member in self.members:
+            member.keep()
 
 
 class EngineHandle(Protocol):
@@ -144,7 +182,7 @@ class EngineHandle(Protocol):
     decoder: Decoder
     load_seconds: float
 
-    def use_method(self, name: str, proposer: Proposer, draft: EngineHandle | None = None) -> None:
+    def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine."""
 
     def close(self) -> None:
@@ -241,7 +279,7 @@ def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     return np.array([request.row for request in requests], np.int64)
 
 
-class StateKeeper:
+class StateKeeper(Drafter):
     """Part of a drafter that keeps something of the target's states at every committed token.
 
     It is made of them when the row is drafted for, so that drafts that are not made cost nothing:
@@ -252,7 +290,7 @@ class StateKeeper:
     nothing new.
     """
 
-    max_draft_depth: int
+    follows_prompts = True
 
     def __init__(self, decoder: Decoder, layers: tuple[int, ...] | None, title: str) -> None:
         """layers: the target's whose outputs are read; None for its last hidden state."""
@@ -261,8 +299,6 @@ class StateKeeper:
         self._num_read: IntArray = np.zeros(0, np.int64)
         self._waiting: dict[int, list[Tensor]] = {}  # by row, the newest states in order: [N, F]
         self._fresh: set[int] = set()  # rows whose prompts have just been run
-        self.max_catch_up: int | None = None
-        self.num_caught_up = 0  # see LateReader
         if layers is None:
             return
         num_layers = decoder.model.num_hidden_layers
@@ -352,32 +388,29 @@ class StateKeeper:
             lines, places, parts = zip(*group, strict=True)
             self._keep(np.concatenate(lines), np.concatenate(places), torch.cat(parts))
 
-    def _plan_reading(self, lags: Sequence[int]) -> DraftPlan:
-        """Which rows to draft for, and how much to read of others, within `max_catch_up`.
+    def _plan_reading(self, unread: Sequence[int]) -> DraftPlan:
+        """Which rows to draft for, and how much to read of others, within `max_prefill`.
 
-        lags: tokens that each lacks, but those that a step brought.
+        unread: tokens that each lacks, but those that a step brought.
         """
-        plan = DraftPlan([1] * len(lags))
-        self.num_caught_up = sum(lags)
-        if self.max_catch_up is None or len(lags) == 1:
+        plan = DraftPlan([1] * len(unread))
+        self.num_prefilled = sum(unread)
+        if self.max_prefill is None or len(unread) == 1:
             return plan
-        self.num_caught_up = min(self.num_caught_up, self.max_catch_up)
-        return bound_catch_up(plan, lags, self.max_catch_up)
+        self.num_prefilled = min(self.num_prefilled, self.max_prefill)
+        return limit_prefill(plan, unread, self.max_prefill)
 
     def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Keep states [N, F] of the tokens at `places` of `rows`, [N], the next that they lack."""
         raise NotImplementedError
 
 
-class StateProposer:
+class StateProposer(Drafter):
     """Drafts from the target's last hidden state of each row's newest committed token, no more.
 
     Where `drafts_ahead`, the loop lets a draft be computed before the host knows what it follows:
     drafts and accepted tokens then come to the host together, and it waits once a step.
     """
-
-    max_draft_tokens = 0
-    max_draft_depth = 0
 
     def __init__(self, like: Tensor, graphs: Graphs | None) -> None:
         """like: a tensor [..., D] of the device and type of the target's states."""
@@ -386,10 +419,6 @@ class StateProposer:
         self._like = like
         self._hidden = like.new_zeros((0, like.shape[-1]))
         self._drafts: dict[int, tuple[int, Array]] = {}  # by row: the root, and what follows it
-
-    def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
-        """What is drafted after tokens [B], each after a state [B, D]: [B, ...]."""
-        raise NotImplementedError
 
     def make_tree(self, root: int, draft: Array) -> Tree:
         """The tree of a row's part of what `compute_drafts` returned."""
@@ -439,24 +468,3 @@ class StateProposer:
         last = to_device([path[-1] for path in paths], device)
         newest = states[torch.arange(len(paths), device=device), last]
         self._hidden[to_device(list_rows(requests), device)] = newest
-
-
-class PlainProposer:
-    """Drafts nothing: every verify step emits the bonus token only."""
-
-    max_draft_tokens = 0
-    max_draft_depth = 0
-
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        pass
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        pass
-
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        return [Candidates(make_root(request.output_ids[-1])) for request in requests]
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        pass

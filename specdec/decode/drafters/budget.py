@@ -14,24 +14,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import (
-    Keeper,
-    LateReader,
-    PlainProposer,
-    PromptFollower,
-    PromptLatecomer,
-    Proposer,
-    StepTimer,
-    TreeReader,
-)
+from specdec.decode.drafters.base import ALL_LEVELS, Drafter, DrafterGroup
 from specdec.decode.drafters.pacing import (
-    FEW_LATE,
+    FEW_UNREAD,
     HORIZON,
     KEEP,
     MODEL_LOSS,
@@ -39,7 +29,7 @@ from specdec.decode.drafters.pacing import (
     Account,
     Costs,
     is_plain_due,
-    round_beside,
+    round_prompt_tokens,
 )
 from specdec.decode.drafters.trees import estimate_accuracy
 from specdec.decode.requests import ActiveRequest
@@ -54,7 +44,7 @@ FIRST_ROWS = 3.0  # that this belief weighs as much as
 SURE = 0.999  # no more than this is believed of a token
 # Tokens of prompts by which it is learnt what reading them costs, and that are read for a trial of
 # drafts that are known not to pay: enough for one request or two.
-FIRST_PIECE = 2 * FEW_LATE
+FIRST_PIECE = 2 * FEW_UNREAD
 # Of what is won for a batch, what counts: its requests win unequally, and the last one to end
 # decides when it ends.
 BATCH_WIN = 0.85
@@ -141,19 +131,6 @@ def follow_chances(tree: Tree, chances: Array) -> Array:
     return found
 
 
-@runtime_checkable
-class LevelDrafter(Protocol):
-    """A proposer that drafts a level of its tree at a time, and may be told to stop.
-
-    num_levels: of the newest draft. least_promise: another level is drafted while more than that
-    many of the newest one's tokens are expected to be accepted, in all rows together and at most
-    one in each; see `Budget.price_level`.
-    """
-
-    num_levels: int
-    least_promise: float
-
-
 class Budget:
     """Decides for each step whether to draft, and how many nodes of each row's tree to verify.
 
@@ -172,7 +149,7 @@ class Budget:
     draft model's, and only if what is left of the texts may win that back; for a trial of drafts
     that are known not to pay, only a piece of them.
 
-    Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
+    Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_mixed`.
 
     Drafts that are verified whole leave only the first choice. Their step is long at once: of one
     for several requests that is more than twice as long as any before, the most is believed that it
@@ -185,13 +162,13 @@ class Budget:
         self.calibration = Calibration()
         # By tokens in the step; of a level of drafts, by requests.
         self._verify, self._draft = Costs(), Costs()
-        self._late = Costs()  # of a token of a prompt that the drafter reads, under size 1
+        self._reading = Costs()  # of a token of a prompt that the drafter reads, under size 1
         self._num_levels = 1.0  # a mean
         # Of steps by themselves, and of those that also read prompts: numbers of requests that
         # plain ones had, plain ones, and drafted ones since the last of these.
         self._known: tuple[set[int], set[int]] = set(), set()
         self._num_plain, self._since_plain = [0, 0], [0, 0]
-        self._beside = 0  # prompt tokens of the step that was planned last
+        self._num_prompt_tokens = 0  # prompt tokens of the step that was planned last
         self._gains = FIRST_ROWS * np.cumsum(FIRST_RATE ** np.arange(1, self.max_tokens + 1))
         if is_whole:
             self._gains = self._gains[-1:]
@@ -202,15 +179,17 @@ class Budget:
         self.account = Account()
         self._read = 0.0  # seconds, by the drafter, of prompts
 
-    def plan(self, remaining: Sequence[int], num_beside: int = 0, num_late: int = 0) -> bool:
+    def plan(
+        self, remaining: Sequence[int], num_prompt_tokens: int = 0, num_unread: int = 0
+    ) -> bool:
         """Whether to draft.
 
-        remaining: tokens that each request of the step may still emit. num_beside: prompt tokens
-        that it reads, too. num_late: those that the drafter has to read before it drafts.
+        remaining: tokens that each request of the step may still emit. num_prompt_tokens: those of
+        prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
         """
         num_rows = len(remaining)
-        self._beside = round_beside(num_beside)
-        kind = self._beside > 0
+        self._num_prompt_tokens = round_prompt_tokens(num_prompt_tokens)
+        kind = self._num_prompt_tokens > 0
         if is_plain_due(self._num_plain[kind], self._since_plain[kind], self._gain):
             return False
         # With fewer requests a plain step costs no more; much less, perhaps.
@@ -231,8 +210,8 @@ class Budget:
         ahead = min(max(remaining), HORIZON) * plain
         self._allowance = account.find_allowance(num_rows, ahead) - draft
         if num_rows > 1 and self.reads_piece:
-            num_late = min(num_late, FIRST_PIECE)
-        read = num_late * (self.late_seconds or 0.0) if num_late > FEW_LATE else 0.0
+            num_unread = min(num_unread, FIRST_PIECE)
+        read = num_unread * (self.read_seconds or 0.0) if num_unread > FEW_UNREAD else 0.0
         may_read = not read or (
             (account.is_probe or read < ahead * (1 - 1 / self._gain))
             and self._read + read <= account.find_limit(num_rows, ahead, MODEL_LOSS)
@@ -243,14 +222,14 @@ class Budget:
         return False
 
     @property
-    def late_seconds(self) -> float | None:
+    def read_seconds(self) -> float | None:
         """Of a token of a prompt that the drafter reads; None where that was never measured."""
-        return self._late.estimate(1)
+        return self._reading.estimate(1)
 
     @property
     def reads_piece(self) -> bool:
         """Whether no more than a piece of the prompts of several requests is worth reading."""
-        return self.late_seconds is None or self.account.is_probe
+        return self.read_seconds is None or self.account.is_probe
 
     def price_level(self) -> float:
         """How much another level of a draft must promise to be worth its price.
@@ -295,17 +274,17 @@ class Budget:
         size: int,
         emitted: Sequence[int],
         num_levels: int = 1,
-        num_caught_up: int = 0,
+        num_prefilled: int = 0,
     ) -> None:
         """Take what a step cost, and how many tokens it emitted for each request.
 
         draft_seconds: None where nothing was drafted. size: T of the verify step. num_levels: of
-        the drafts, where they are drafted one by one. num_caught_up: tokens of prompts that the
+        the drafts, where they are drafted one by one. num_prefilled: tokens of prompts that the
         drafter read for them.
         """
-        num_rows, kind = len(emitted), self._beside > 0
-        self._verify.record(num_rows * size + self._beside, verify_seconds)
-        plain, step = self._verify.price_step(num_rows, size, self._beside)
+        num_rows, kind = len(emitted), self._num_prompt_tokens > 0
+        self._verify.record(num_rows * size + self._num_prompt_tokens, verify_seconds)
+        plain, step = self._verify.price_step(num_rows, size, self._num_prompt_tokens)
         self.account.spend(num_rows, (draft_seconds or 0.0) + (step if kind else verify_seconds))
         self._since_plain[kind] += 1
         if size == 1:
@@ -314,9 +293,9 @@ class Budget:
             self._since_plain[kind] = 0
         if draft_seconds is None:
             return
-        if num_caught_up > FEW_LATE:
+        if num_prefilled > FEW_UNREAD:
             read = draft_seconds - num_levels * (self._draft.estimate(num_rows) or 0.0)
-            self._late.record(1, max(0.0, read) / num_caught_up)
+            self._reading.record(1, max(0.0, read) / num_prefilled)
             self._read += max(0.0, read)
             if size == 1:
                 return
@@ -340,100 +319,64 @@ class Budget:
         num_rows = self._num_rows
         if self.is_whole:
             sizes = num_rows * np.array([1, self.max_tokens + 1])
-            seconds = self._verify.predict_beside(sizes, self._beside)
+            seconds = self._verify.predict_mixed(sizes, self._num_prompt_tokens)
             times = sizes[1] / self._verify.largest
             if num_rows > 1 and times > 2:  # a token costs no more in a longer step
                 seconds[1] = times * (self._verify.estimate(self._verify.largest) or 0.0)
             return seconds
-        tried = 2 * self._verify.largest - self._beside
+        tried = 2 * self._verify.largest - self._num_prompt_tokens
         most = max(2, min(tried // num_rows, self.max_tokens + 1))
         sizes = num_rows * np.arange(1, most + 1)
-        return self._verify.predict_beside(sizes, self._beside, is_hopeful=is_hopeful)
+        return self._verify.predict_mixed(sizes, self._num_prompt_tokens, is_hopeful=is_hopeful)
 
 
 def _count_won(num_rows: int) -> float:
     return BATCH_WIN if num_rows > 1 else 1.0
 
 
-class BudgetProposer:
-    """Lets another proposer draft within a budget; what it watches, it watches at every step.
+class BudgetProposer(DrafterGroup):
+    """Lets a drafter draft within a budget; what it watches, it watches at every step.
 
     Drafts that were drawn from what the accept rule is told are left as they are: to keep or to
     leave a token for its own sake would change the distribution.
     """
 
-    def __init__(
-        self, proposer: Proposer, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, proposer: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__([proposer])
         self.proposer = proposer
-        self._levels = proposer if isinstance(proposer, LevelDrafter) else None
-        self._late = proposer if isinstance(proposer, LateReader) else None
         self.max_draft_tokens = proposer.max_draft_tokens
-        self.max_draft_depth = proposer.max_draft_depth
-        self.budget = Budget(proposer.max_draft_tokens, is_whole=isinstance(proposer, TreeReader))
-        self._plain = PlainProposer()
+        self.is_indivisible = proposer.is_indivisible
+        self.budget = Budget(proposer.max_draft_tokens, is_whole=self.is_indivisible)
         self._clock = clock
-        self._num_beside = 0
         self._began: float | None = None  # of the verify step that is under way
         self._draft_seconds: float | None = None
-        self._num_caught_up = 0  # see LateReader
         self._drafts: list[Candidates] = []
         self._lengths: list[int] = []  # of the outputs when they were drafted
-
-    @property
-    def max_catch_up(self) -> int | None:
-        """See PromptLatecomer; for a proposer that is one."""
-        late = self.proposer
-        return late.max_catch_up if isinstance(late, PromptLatecomer) else None
-
-    @max_catch_up.setter
-    def max_catch_up(self, limit: int | None) -> None:
-        if isinstance(self.proposer, PromptLatecomer):
-            self.proposer.max_catch_up = limit
-
-    @property
-    def num_beside(self) -> int:
-        """See StepTimer."""
-        return self._num_beside
-
-    @num_beside.setter
-    def num_beside(self, number: int) -> None:
-        self._num_beside = number
-        if isinstance(self.proposer, StepTimer):
-            self.proposer.num_beside = number
-
-    def keep(self) -> None:
-        """See Keeper."""
-        if isinstance(self.proposer, Keeper):
-            self.proposer.keep()
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was measured, and the account, go on."""
         self._began = None
-        self.proposer.allocate(num_rows, num_positions)
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Begin requests."""
-        self.proposer.start(requests)
+        super().allocate(num_rows, num_positions)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return what pays of the other's drafts, or nothing but roots."""
+        proposer, budget = self.proposer, self.budget
         self._draft_seconds = None
-        late = self._late
-        num_late = 0 if late is None else late.count_late(requests)
+        self.num_prefilled = 0
+        num_unread = proposer.count_unread(requests)
         remaining = [request.remaining for request in requests]
-        self._num_caught_up = 0
-        if self.budget.plan(remaining, self._num_beside, num_late):
-            if late is not None and num_late > FIRST_PIECE and self.budget.reads_piece:
-                late.max_catch_up = min(FIRST_PIECE, late.max_catch_up or FIRST_PIECE)
-            self._bound_levels(self.budget.price_level())
+        if budget.plan(remaining, self.num_prompt_tokens, num_unread):
+            if num_unread > FIRST_PIECE and budget.reads_piece:
+                piece = min(FIRST_PIECE, self.max_prefill or FIRST_PIECE)
+                proposer.plan_step(self.num_prompt_tokens, piece)
+            proposer.min_gain = budget.price_level()
             began = self._clock()
-            drafted = self.proposer.propose(requests)
-            self._num_caught_up = 0 if late is None else late.num_caught_up
+            drafted = proposer.propose(requests)
+            self.num_prefilled = proposer.num_prefilled
             self._drafts = self._cut(drafted)
             self._draft_seconds = self._clock() - began
         else:
-            self._drafts = self._plain.propose(requests)
+            self._drafts = super().propose(requests)
         self._lengths = [len(request.output_ids) for request in requests]
         self._began = self._clock()
         return self._drafts
@@ -442,30 +385,28 @@ class BudgetProposer:
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let the other see the step; note what it cost, unless it was one over prompts alone."""
-        self.proposer.observe(requests, states, paths)
+        super().observe(requests, states, paths)
         if self._began is None:
             return
         seconds, self._began = self._clock() - self._began, None
         emitted = [len(path) for path in paths]
-        num_levels = 1 if self._levels is None else self._levels.num_levels
         self.budget.record(
-            self._draft_seconds, seconds, states.shape[1], emitted, num_levels, self._num_caught_up
-        )
+            self._draft_seconds, seconds, states.shape[1], emitted, self.proposer.num_levels,
+            self.num_prefilled,
+        )  # fmt: skip
         for request, candidates, length in zip(requests, self._drafts, self._lengths, strict=True):
             self.budget.calibration.record(candidates, request.output_ids[length:])
 
-    def _bound_levels(self, least_promise: float) -> None:
-        if self._levels is not None:
-            self._levels.least_promise = least_promise
-
     def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
         """Keep as many nodes of each tree as pay, the likeliest."""
+        if self.is_indivisible:
+            return list(drafted)
         chances = [
             follow_chances(c.tree, self.budget.calibration.estimate(c)) for c in drafted
         ]  # fmt: skip
         orders = [np.argsort(-row[1:], kind="stable") + 1 for row in chances]
         found = [row[o] for row, o in zip(chances, orders, strict=True)]
-        if self._num_caught_up > FEW_LATE:  # what is not read yet may promise something still
+        if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
             found = [row for row in found if len(row)]
         most = self.budget.choose(found)
         return [
@@ -487,42 +428,9 @@ def _keep(candidates: Candidates, nodes: Array) -> Candidates:
     )
 
 
-class _Follower(Proposer, PromptFollower, Protocol):
-    """Both at once."""
-
-
-class BudgetFollower(BudgetProposer):
-    """The same for one that wants the states of the prompts, too."""
-
-    proposer: _Follower
-
-    @property
-    def follows_last(self) -> bool:
-        """See PromptFollower."""
-        return self.proposer.follows_last
-
-    def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
-    ) -> None:
-        """Hand on the states of a pass over prompts."""
-        self.proposer.follow(rows, starts, counts, states)
-
-    def copy_prefix(self, source: int, row: int, length: int) -> None:
-        """Let a row start over."""
-        self.proposer.copy_prefix(source, row, length)
-
-
-class BudgetReader(BudgetProposer):
-    """The same for one whose drafts are verified whole or not at all."""
-
-    reads_tree = True
-
-    def _cut(self, drafted: Sequence[Candidates]) -> list[Candidates]:
-        return list(drafted)
-
-
-def bind(proposer: Proposer) -> BudgetProposer:
-    """Let a proposer draft within a budget."""
-    if isinstance(proposer, TreeReader):
-        return BudgetReader(proposer)
-    return (BudgetFollower if isinstance(proposer, PromptFollower) else BudgetProposer)(proposer)
+def bind(drafter: Drafter) -> Drafter:
+    """What drafts as a drafter does, as far as that pays."""
+    if drafter.paces_itself:
+        drafter.pace()
+        return drafter
+    return BudgetProposer(drafter)

@@ -16,17 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import (
-    BudgetFitter,
-    Keeper,
-    LateReader,
-    PromptFollower,
-    PromptLatecomer,
-    Proposer,
-    StepTimer,
-)
+from specdec.decode.drafters.base import Drafter, DrafterGroup
 from specdec.decode.drafters.budget import read_confidence
-from specdec.decode.drafters.pacing import FEW_LATE
+from specdec.decode.drafters.pacing import FEW_UNREAD
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import TreeBuilder
 
@@ -131,78 +123,36 @@ class TrackRecord:
         return self._emitted[key]
 
 
-class ChainProposer:
-    """Lets several proposers draft; each sees every step, whoever drafted for it."""
+class ChainProposer(DrafterGroup):
+    """Lets several drafters draft, by turns or in one tree."""
 
     def __init__(
         self,
-        groups: Sequence[Sequence[Proposer]],
+        groups: Sequence[Sequence[Drafter]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """groups: they draft by turns, the cheapest first; the members of one share a tree."""
+        super().__init__([drafter for group in groups for drafter in group])
         self._groups = groups
-        self._members = [proposer for group in groups for proposer in group]
-        self.max_draft_tokens = max(sum(p.max_draft_tokens for p in group) for group in groups)
-        self.max_draft_depth = max(p.max_draft_depth for p in self._members)
+        self.max_draft_tokens = max(sum(d.max_draft_tokens for d in group) for group in groups)
         self._record = TrackRecord(len(groups))
         self._clock = clock
-        self.num_caught_up = 0  # see LateReader
-        self._num_beside = 0
         self._began: float | None = None  # of the step that is under way, after its drafts
         self._drafts: list[tuple[int, int]] = []
 
     def fit_budget(self) -> ChainProposer:
-        """See BudgetFitter: a chain of the members as they draft then."""
-        return join_proposers(
-            [[m.fit_budget() if isinstance(m, BudgetFitter) else m for m in group]
-             for group in self._groups]
-        )  # fmt: skip
-
-    @property
-    def max_catch_up(self) -> int | None:
-        """See PromptLatecomer; for the members that are."""
-        late = [m.max_catch_up for m in self._members if isinstance(m, PromptLatecomer)]
-        return late[0] if late else None
-
-    @max_catch_up.setter
-    def max_catch_up(self, limit: int | None) -> None:
-        for member in self._members:
-            if isinstance(member, PromptLatecomer):
-                member.max_catch_up = limit
-
-    @property
-    def num_beside(self) -> int:
-        """See StepTimer."""
-        return self._num_beside
-
-    @num_beside.setter
-    def num_beside(self, number: int) -> None:
-        self._num_beside = number
-        for member in self._members:
-            if isinstance(member, StepTimer):
-                member.num_beside = number
-
-    def keep(self) -> None:
-        """See Keeper."""
-        for member in self._members:
-            if isinstance(member, Keeper):
-                member.keep()
+        """A chain of the members as they draft then."""
+        return ChainProposer([[member.fit_budget() for member in g] for g in self._groups])
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what each group has brought is known still."""
         self._began = None
-        for proposer in self._members:
-            proposer.allocate(num_rows, num_positions)
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Begin requests."""
-        for proposer in self._members:
-            proposer.start(requests)
+        super().allocate(num_rows, num_positions)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Ask the groups in order, each for the requests that those before it did not suit."""
         found: dict[int, tuple[int, Candidates]] = {}
-        self.num_caught_up = 0
+        self.num_prefilled = 0
         for group in range(len(self._groups)):
             left = [at for at in range(len(requests)) if at not in found]
             if not left:
@@ -219,11 +169,10 @@ class ChainProposer:
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let all see the step; note what it brought, unless it was one over prompts."""
-        for proposer in self._members:
-            proposer.observe(requests, states, paths)
+        super().observe(requests, states, paths)
         if self._began is not None:
             seconds, self._began = self._clock() - self._began, None
-            if self._num_beside:
+            if self.num_prompt_tokens:
                 return
             self._record.record_step(seconds, self._drafts, [len(path) for path in paths])
 
@@ -231,16 +180,12 @@ class ChainProposer:
         began = self._clock()
         members = self._groups[group]
         found = [proposer.propose(requests) for proposer in members]
-        read = sum(m.num_caught_up for m in members if isinstance(m, LateReader))
-        self.num_caught_up += read
-        if read <= FEW_LATE:  # else most of the time was not the drafts'
+        read = sum(member.num_prefilled for member in members)
+        self.num_prefilled += read
+        if read <= FEW_UNREAD:  # else most of the time was not the drafts'
             self._record.record_draft(group, self._clock() - began)
         joined = (join_candidates(each) for each in zip(*found, strict=True))
         return [dataclasses.replace(candidates, source=group) for candidates in joined]
-
-    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
-        """See LateReader."""
-        return sum(m.count_late(requests) for m in self._members if isinstance(m, LateReader))
 
     def _is_best(self, group: int, depth: int) -> bool:
         """Whether a draft promises more than those that come later in the chain would."""
@@ -251,32 +196,3 @@ class ChainProposer:
             for other in range(group + 1, len(self._groups))
         )
         return self._record.estimate(group, min(depth, MAX_DEPTH), depth) >= max(later)
-
-
-class ChainFollower(ChainProposer):
-    """The same where a member wants the states of the prompts, too."""
-
-    @property
-    def follows_last(self) -> bool:
-        """See PromptFollower."""
-        return any(p.follows_last for p in self._members if isinstance(p, PromptFollower))
-
-    def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
-    ) -> None:
-        """Hand on the states of a pass over prompts."""
-        for proposer in self._members:
-            if isinstance(proposer, PromptFollower):
-                proposer.follow(rows, starts, counts, states)
-
-    def copy_prefix(self, source: int, row: int, length: int) -> None:
-        """Let a row start over."""
-        for proposer in self._members:
-            if isinstance(proposer, PromptFollower):
-                proposer.copy_prefix(source, row, length)
-
-
-def join_proposers(groups: Sequence[Sequence[Proposer]]) -> ChainProposer:
-    """Make a chain of proposers."""
-    follows = any(isinstance(p, PromptFollower) for group in groups for p in group)
-    return (ChainFollower if follows else ChainProposer)(groups)

@@ -14,8 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
-from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, Level
+from specdec.decode.drafters.base import (
+    ALL_LEVELS,
+    DraftContext,
+    StateKeeper,
+    list_rows,
+    make_net,
+)
+from specdec.decode.drafters.levels import DynamicTree, Level
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
@@ -37,7 +43,7 @@ DEFAULT_TOP_K = 4
 class BlockDraft:
     """A draft of blocks whose places know the token before them."""
 
-    least_promise = ALL_LEVELS  # one costs next to nothing
+    min_gain = ALL_LEVELS  # one costs next to nothing
 
     def __init__(self, net: DFlashNet, hidden: Tensor, roots: IntArray) -> None:
         """hidden: [B, P, D], the states of the places; roots: [B]."""
@@ -134,11 +140,11 @@ class DFlashProposer(StateKeeper):
             self._cache, to_device(rows, device), to_device(places, device), states
         )
 
-    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
-        """See LateReader."""
-        return sum(self._list_lags(list_rows(requests)))
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of the texts whose context is not in the cache."""
+        return sum(self._list_unread(list_rows(requests)))
 
-    def _list_lags(self, rows: IntArray) -> list[int]:
+    def _list_unread(self, rows: IntArray) -> list[int]:
         """How many tokens' context each row lacks, but those that a step has brought."""
         own = self.max_draft_depth + 1
         return [max(0, self._count_waiting(int(row)) - own) for row in rows]
@@ -149,8 +155,8 @@ class DFlashProposer(StateKeeper):
         Nothing is drafted for those of whose context a part is left for later steps.
         """
         rows = list_rows(requests)
-        plan = self._plan_reading(self._list_lags(rows))
-        for at, count in plan.catch_up.items():
+        plan = self._plan_reading(self._list_unread(rows))
+        for at, count in plan.prefill.items():
             self._read([int(rows[at])], count)
         candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
         ready = [at for at, count in enumerate(plan.counts) if count]

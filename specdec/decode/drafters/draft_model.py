@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from specdec.decode.drafters.base import list_rows
+from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.token_map import TokenMap
@@ -30,7 +30,7 @@ class Text:
     is_known: bool = True
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Reads texts as they grow; what drafts writes behind them, and keeps what was right.
 
     The draft model reads a text in its own tokens. Those only grow at the end: a token that is
@@ -54,8 +54,6 @@ class DraftModel:
         self._cache: KVCache | None = None
         self._room = 0  # for a text, in the draft model's tokens
         self._texts: dict[int, Text] = {}  # by row
-        self.max_catch_up: int | None = None
-        self.num_caught_up = 0  # see LateReader
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
@@ -73,9 +71,9 @@ class DraftModel:
             self._cache.copy_prefix(request.row, request.row, 0)
             self._texts.pop(request.row, None)
 
-    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
-        """See LateReader."""
-        return sum(self._list_lags(requests, [self._read(request) for request in requests]))
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of the texts that the draft model has not read."""
+        return sum(self._list_unread(requests, [self._read(request) for request in requests]))
 
     def _read(self, request: ActiveRequest) -> Text:
         """The text of a request, with what has been emitted since it was last asked for."""
@@ -97,7 +95,7 @@ class DraftModel:
             self._cache.copy_prefix(request.row, request.row, len(text.ids) - 1)
         return text
 
-    def _list_lags(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
+    def _list_unread(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
         """How many tokens of each text the draft model lacks, but those that every draft runs."""
         assert self._cache is not None
         return [
@@ -105,7 +103,7 @@ class DraftModel:
             for past, text in zip(self._cache.past_lens[list_rows(requests)], read, strict=True)
         ]
 
-    def _catch_up(self, row: int, text: Sequence[int], count: int) -> None:
+    def _prefill(self, row: int, text: Sequence[int], count: int) -> None:
         """Run the next tokens of a text that the cache does not hold, and wait for the end."""
         assert self._cache is not None
         end = int(self._cache.past_lens[row]) + count

@@ -21,7 +21,7 @@ from specdec.decode.drafters.base import DraftContext, EngineHandle
 from specdec.decode.drafters.budget import Calibration
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.decode.drafters.pacing import DraftLength, bound_catch_up
+from specdec.decode.drafters.pacing import DraftLength, limit_prefill
 from specdec.decode.engine import TorchEngine
 from specdec.decode.plain_ahead import run_tokens
 from specdec.decode.prefill import count_shared, fill_cache
@@ -75,7 +75,6 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
         return attach_draft(
             target, draft, draft_len=options.draft_len, use_logits=options.use_logits,
             tree_tokens=options.tree_tokens,
-            adapts=context.has_budget and not context.is_in_chain,
             fits_budget=context.has_budget or options.leaves_length, tokens=tokens,
         )  # fmt: skip
     except BaseException:
@@ -85,7 +84,7 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
 
 def attach_draft(
     target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool,
-    tree_tokens: int | None = None, adapts: bool = False, fits_budget: bool = False,
+    tree_tokens: int | None = None, fits_budget: bool = False,
     tokens: TokenMap | None = None,
 ) -> DraftTargetProposer | DraftTreeProposer:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
@@ -140,7 +139,7 @@ def attach_draft(
             draft.decoder, num_tokens=tree_tokens, depth=draft_len, tokens=tokens, **limits
         )
     else:
-        length = DraftLength(draft_len or longest, is_auto=adapts or draft_len is None)
+        length = DraftLength(draft_len or longest, is_auto=draft_len is None)
         chain = DraftTargetProposer(
             draft.decoder, length, use_logits=use_logits, tokens=tokens, **limits
         )
@@ -167,6 +166,8 @@ class DraftTargetProposer(DraftModel):
     the random numbers that the target will use, and compared. Greedy requests are compared always.
     """
 
+    paces_itself = True
+
     def __init__(
         self,
         decoder: Decoder,
@@ -191,11 +192,10 @@ class DraftTargetProposer(DraftModel):
         self._num_passes = 0  # in the last draft
         self._calibration = Calibration()
         self._is_warm = False
-        self.num_beside = 0  # see StepTimer
         self._draft_seconds = self._began_verify = 0.0
 
     def fit_budget(self) -> DraftTargetProposer | DraftTreeProposer:
-        """See BudgetFitter: on a CPU, a tree of as many tokens."""
+        """On a CPU, a tree of as many tokens."""
         if self.use_logits or self.decoder.device.type != "cpu":
             return self
         longest = min(self.draft_length.maximum, MOST_TREE_TOKENS)
@@ -203,6 +203,10 @@ class DraftTargetProposer(DraftModel):
             self.decoder, num_tokens=longest, depth=longest, tokens=self.tokens,
             max_num_tokens=self.max_num_tokens, max_seq_len=self.max_seq_len,
         )  # fmt: skip
+
+    def pace(self) -> None:
+        """Adapt the length, up to what it was."""
+        self.draft_length = DraftLength(self.draft_length.maximum, is_auto=True)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
@@ -232,11 +236,11 @@ class DraftTargetProposer(DraftModel):
         began = time.perf_counter()
         read = [self._read(request) for request in requests]
         texts = [text.ids for text in read]
-        lags = self._list_lags(requests, read)
+        unread = self._list_unread(requests, read)
         remaining = [request.remaining for request in requests]
-        plan = self.draft_length.plan(lags, remaining, self.num_beside)
-        if self.max_catch_up is not None and len(requests) > 1:
-            plan = bound_catch_up(plan, lags, self.max_catch_up)
+        plan = self.draft_length.plan(unread, remaining, self.num_prompt_tokens)
+        if self.max_prefill is not None and len(requests) > 1:
+            plan = limit_prefill(plan, unread, self.max_prefill)
         counts = [
             min(count, request.remaining - 1) if count and text.is_known else 0
             for count, request, text in zip(plan.counts, requests, read, strict=True)
@@ -251,11 +255,11 @@ class DraftTargetProposer(DraftModel):
                 min(plan.most, r.remaining - 1) if n else 0
                 for n, r in zip(counts, requests, strict=True)
             ]
-        self.num_caught_up = sum(lag for lag, n in zip(lags, counts, strict=True) if n)
-        for at, count in plan.catch_up.items():
+        self.num_prefilled = sum(size for size, n in zip(unread, counts, strict=True) if n)
+        for at, count in plan.prefill.items():
             if read[at].is_known:
-                self._catch_up(requests[at].row, texts[at], count)
-                self.num_caught_up += count
+                self._prefill(requests[at].row, texts[at], count)
+                self.num_prefilled += count
         known = [len(ids) for ids in texts]
         drafted: list[list[int]] = [[] for _ in requests]
         draft_probs: list[list[Tensor]] = [[] for _ in requests]
@@ -366,7 +370,7 @@ class DraftTargetProposer(DraftModel):
             num_rows=len(requests),
             num_tokens=states.shape[1],
             num_passes=self._num_passes,
-            num_caught_up=self.num_caught_up,
+            num_prefilled=self.num_prefilled,
             draft_seconds=self._draft_seconds,
             verify_seconds=seconds,
             drafts=drafts,

@@ -11,8 +11,8 @@ from torch import Tensor
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import list_rows
 from specdec.decode.drafters.draft_model import DraftModel
-from specdec.decode.drafters.levels import ALL_LEVELS, DynamicTree, TreeDraft, read_temperatures
-from specdec.decode.drafters.pacing import DraftPlan, bound_catch_up
+from specdec.decode.drafters.levels import DynamicTree, TreeDraft, read_temperatures
+from specdec.decode.drafters.pacing import DraftPlan, limit_prefill
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.token_map import TokenMap
@@ -54,23 +54,22 @@ class DraftTreeProposer(DraftModel):
         )  # fmt: skip
         self.max_draft_depth = self.num_again = depth
         self.num_run = self.tree.num_run
-        self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
         self._net = _Ranks(decoder, tokens)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once of whose text nothing is left to be read later."""
         assert self._cache is not None
         read = [self._read(request) for request in requests]
-        lags = self._list_lags(requests, read)
+        unread = self._list_unread(requests, read)
         plan = DraftPlan(
             [int(t.is_known and r.remaining > 1) for t, r in zip(read, requests, strict=True)]
         )
-        if self.max_catch_up is not None and len(requests) > 1:
-            plan = bound_catch_up(plan, lags, self.max_catch_up)
-        self.num_caught_up = sum(lag for lag, n in zip(lags, plan.counts, strict=True) if n)
-        for at, count in plan.catch_up.items():
-            self._catch_up(requests[at].row, read[at].ids, count)
-            self.num_caught_up += count
+        if self.max_prefill is not None and len(requests) > 1:
+            plan = limit_prefill(plan, unread, self.max_prefill)
+        self.num_prefilled = sum(size for size, n in zip(unread, plan.counts, strict=True) if n)
+        for at, count in plan.prefill.items():
+            self._prefill(requests[at].row, read[at].ids, count)
+            self.num_prefilled += count
         candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
         ready = [at for at, count in enumerate(plan.counts) if count]
         if not ready:
@@ -84,7 +83,7 @@ class DraftTreeProposer(DraftModel):
         roots = np.array([request.output_ids[-1] for request in chosen], np.int64)
         draft = TreeDraft(
             self._net, self._cache, rows, roots, hidden,
-            read_temperatures(chosen, LEAST_TEMPERATURE), self.least_promise,
+            read_temperatures(chosen, LEAST_TEMPERATURE), self.min_gain,
             self.decoder.num_positions - 1,
         )  # fmt: skip
         for at, found in zip(ready, self.tree.grow(draft), strict=True):
@@ -98,11 +97,6 @@ class DraftTreeProposer(DraftModel):
         drafted, _ = self.tokens.name(tree.tokens[1:])
         tokens = np.concatenate((tree.tokens[:1], drafted))
         return dataclasses.replace(found, tree=Tree(tokens, tree.parents, tree.depths))
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Nothing is kept of a tree."""
 
 
 class _Ranks:

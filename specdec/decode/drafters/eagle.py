@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateKeeper, list_rows, make_net
-from specdec.decode.drafters.levels import (
+from specdec.decode.drafters.base import (
     ALL_LEVELS,
+    DraftContext,
+    StateKeeper,
+    list_rows,
+    make_net,
+)
+from specdec.decode.drafters.levels import (
     Draft,
     DynamicTree,
     Level,
@@ -170,7 +175,7 @@ class StaticTree:
 class PassDraft:
     """A draft of all rows by one pass: tokens of each place, whatever stands before it."""
 
-    least_promise = ALL_LEVELS  # one costs nothing
+    min_gain = ALL_LEVELS  # one costs nothing
 
     def __init__(self, roots: IntArray, ranked: IntArray, scores: np.ndarray) -> None:
         """roots: [B]; ranked, scores: [B, P, width], best first, and log-probabilities."""
@@ -234,7 +239,6 @@ class EagleProposer(StateKeeper):
         self.params = net.params
         self._is_small = decoder.device.type == "cpu"
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
-        self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
         eagle3 = self.params.eagle3
         super().__init__(decoder, None if eagle3 is None else eagle3.aux_layers, "EAGLE-3")
         if options is None:
@@ -330,7 +334,7 @@ class EagleProposer(StateKeeper):
             temperatures = read_temperatures([requests[at] for at in ready])
             draft = TreeDraft(
                 self.net, self._cache, rows[ready], roots[ready], hidden, temperatures,
-                self.least_promise,
+                self.min_gain,
             )  # fmt: skip
             for at, found in zip(ready, self.tree.grow(draft), strict=True):
                 candidates[at] = found
@@ -373,24 +377,24 @@ class EagleProposer(StateKeeper):
     def _read_prompts(
         self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Run pairs of prompts up to `max_catch_up`; return the places of those all of whose are.
+        """Run pairs of prompts up to `max_prefill`; return the places of those all of whose are.
 
         What a step has brought a row itself is left for its draft.
         """
-        plan = self._plan_reading(self._list_lags(rows, [*map(len, texts)]))
+        plan = self._plan_reading(self._list_unread(rows, [*map(len, texts)]))
         ready = [at for at, count in enumerate(plan.counts) if count]
-        self._read(rows[[*plan.catch_up, *ready]].tolist())
-        for at, count in plan.catch_up.items():
+        self._read(rows[[*plan.prefill, *ready]].tolist())
+        for at, count in plan.prefill.items():
             known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
             fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
         return ready
 
-    def count_late(self, requests: Sequence[ActiveRequest]) -> int:
-        """See LateReader."""
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of the texts whose pairs were not run."""
         lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
-        return sum(self._list_lags(list_rows(requests), lengths))
+        return sum(self._list_unread(list_rows(requests), lengths))
 
-    def _list_lags(self, rows: IntArray, lengths: Sequence[int]) -> list[int]:
+    def _list_unread(self, rows: IntArray, lengths: Sequence[int]) -> list[int]:
         """How many pairs each row lacks, but those that a step has brought."""
         own = self.max_draft_depth + 1
         past = self._cache.past_lens[rows].tolist()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import ALL_LEVELS
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
@@ -21,7 +22,6 @@ from specdec.engine.tree import BoolArray, IntArray, Tree
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
 # those of a lower temperature; by this one trees of pycode's ReDrafter and EAGLEs hold most.
 LEAST_TEMPERATURE = 0.5
-ALL_LEVELS = -np.inf  # a `least_promise` that every level has
 NO_LAST = 2**62
 
 
@@ -51,11 +51,11 @@ class Level:
 class Draft(Protocol):
     """One draft of all rows: their roots, and what follows from level to level.
 
-    least_promise: as in `LevelDrafter`.
+    min_gain: as in `Drafter`.
     """
 
     roots: IntArray
-    least_promise: float
+    min_gain: float
 
     def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
         """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
@@ -91,12 +91,12 @@ class TreeDraft:
 
     def __init__(
         self, net: TreeNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
-        temperatures: Array, least_promise: float = ALL_LEVELS, last_position: int = NO_LAST,
+        temperatures: Array, min_gain: float = ALL_LEVELS, last_position: int = NO_LAST,
     ) -> None:  # fmt: skip
-        """temperatures: [B], of the probabilities by which tokens are judged. least_promise: as in
-        `LevelDrafter`. last_position: nodes beyond it are run as if at it.
+        """temperatures: [B], of the probabilities by which tokens are judged. min_gain: as in
+        `Drafter`. last_position: nodes beyond it are run as if at it.
         """
-        self.roots, self.least_promise = roots, least_promise
+        self.roots, self.min_gain = roots, min_gain
         self.num_levels = 0  # that were drafted
         self._net, self._cache, self._rows = net, cache, rows
         self._sharpness = sharpen(temperatures, hidden.device).to(hidden.dtype)
@@ -165,7 +165,7 @@ class DynamicTree:
         for _ in range(1, self.depth):
             chosen = np.take_along_axis(tokens, run, axis=1)
             totals = np.take_along_axis(scores, run, axis=1)
-            if not np.minimum(np.exp(totals).sum(1), 1.0).sum() > draft.least_promise:
+            if not np.minimum(np.exp(totals).sum(1), 1.0).sum() > draft.min_gain:
                 break
             if self._is_settled(np.concatenate(all_scores, axis=1), totals):
                 break

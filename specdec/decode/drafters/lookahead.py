@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext
+from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
@@ -171,10 +171,10 @@ class Lookahead:
                 del self._text[0]
 
 
-class LookaheadProposer:
+class LookaheadProposer(Drafter):
     """Proposes the tree of each request's n-grams and window, and moves the window on."""
 
-    reads_tree = True
+    is_indivisible = True
 
     def __init__(self, config: LookaheadConfig, decoder: Decoder) -> None:
         self.config = config

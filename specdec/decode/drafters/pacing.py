@@ -27,10 +27,10 @@ HORIZON = 128  # of the steps to come, those that the share is taken of: the tex
 PROBE_SHARE = 3 / 8  # of that, of the time so far, for drafts that are known not to pay
 REST_STEPS = 8  # plain ones after one that drafts nothing, so that not even planning costs time
 MAX_AGE = 16  # measurements, of any size, after which a cheaper one may be hoped for
-BESIDE_UNIT = 16  # prompt tokens of a step, whose cost is known by so many
+PROMPT_UNIT = 16  # prompt tokens of a step, whose cost is known by so many
 FIRST_CHUNK = 16  # tokens by which it is learnt what running a prompt costs the draft model
 LEAST_TIMED = 2  # drafts, before they are believed to be too dear: one may have been disturbed
-FEW_LATE = 64  # so many cost a pass over drafted tokens next to nothing
+FEW_UNREAD = 64  # so many cost a pass over drafted tokens next to nothing
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 # A belief that a few drafts outweigh: 7 of 10 drafted tokens are accepted.
 FIRST_ACCEPTED, FIRST_REACHED = 2.1, 3.0
@@ -109,22 +109,26 @@ class Costs:
         found = np.interp(sizes, known, [seconds[size] for size in self._sizes])
         return np.asarray(found + _find_slope(seconds, self._sizes) * beyond)
 
-    def predict_beside(self, sizes: Array, num_beside: int, *, is_hopeful: bool = False) -> Array:
+    def predict_mixed(
+        self, sizes: Array, num_prompt_tokens: int, *, is_hopeful: bool = False
+    ) -> Array:
         """What steps of these sizes, rising, cost that also read so many tokens of prompts.
 
         Those would be read anyway, in another step: they pay what a token more costs here, and what
         the step costs at least, such as reading the weights, is left to its own tokens.
         """
-        seconds = self.predict(sizes + num_beside, is_hopeful=is_hopeful)
-        if not num_beside:
+        seconds = self.predict(sizes + num_prompt_tokens, is_hopeful=is_hopeful)
+        if not num_prompt_tokens:
             return seconds
         price = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
-        return np.asarray(seconds - num_beside * min(price, seconds[0] / (sizes[0] + num_beside)))
+        return np.asarray(
+            seconds - num_prompt_tokens * min(price, seconds[0] / (sizes[0] + num_prompt_tokens))
+        )
 
-    def price_step(self, num_rows: int, size: int, num_beside: int) -> tuple[float, float]:
+    def price_step(self, num_rows: int, size: int, num_prompt_tokens: int) -> tuple[float, float]:
         """What a plain step of so many requests costs, and one of `size` tokens for each."""
         sizes = num_rows * np.array([1, max(2, size)])
-        plain, longer = self.predict_beside(sizes, num_beside).tolist()
+        plain, longer = self.predict_mixed(sizes, num_prompt_tokens).tolist()
         return plain, longer if size > 1 else plain
 
 
@@ -148,9 +152,9 @@ def _find_slope(seconds: Mapping[int, float], sizes: Sequence[int]) -> float:
     return rise / (largest - lower) if largest > lower else 0.0
 
 
-def round_beside(num_tokens: int) -> int:
+def round_prompt_tokens(num_tokens: int) -> int:
     """A number of prompt tokens in a step, as costs are known by it."""
-    return -(-num_tokens // BESIDE_UNIT) * BESIDE_UNIT
+    return -(-num_tokens // PROMPT_UNIT) * PROMPT_UNIT
 
 
 def bound_loss(num_rows: int, of_two: float = DRAFTER_LOSS) -> float:
@@ -228,32 +232,32 @@ class DraftPlan:
     most: up to how many tokens the drafts may have, as long as `DraftLength.goes_on` says so; 0
     where `counts` is final.
 
-    counts: tokens to draft for each of the active requests. catch_up: for requests that nothing is
+    counts: tokens to draft for each of the active requests. prefill: for requests that nothing is
     drafted for, by their place, how many of the tokens that the draft model lacks it is to run.
     """
 
     counts: list[int]
-    catch_up: dict[int, int] = dataclasses.field(default_factory=dict)
+    prefill: dict[int, int] = dataclasses.field(default_factory=dict)
     most: int = 0
 
 
-def bound_catch_up(plan: DraftPlan, lags: Sequence[int], limit: int) -> DraftPlan:
-    """A plan by which a drafter reads at most `limit` tokens that it lags behind.
+def limit_prefill(plan: DraftPlan, unread: Sequence[int], limit: int) -> DraftPlan:
+    """A plan by which a drafter reads at most `limit` prompt tokens of those that it has not read.
 
     It catches up with one request after another, those first that lack least; nothing is drafted
-    for those it lags behind still.
+    for those of which some are left.
     """
-    read, counts, catch_up = 0, list(plan.counts), {}
-    for at in sorted(range(len(lags)), key=lags.__getitem__):
-        lag = lags[at]
-        wanted = lag if counts[at] else plan.catch_up.get(at, 0)
+    read, counts, prefill = 0, list(plan.counts), {}
+    for at in sorted(range(len(unread)), key=unread.__getitem__):
+        own = unread[at]
+        wanted = own if counts[at] else plan.prefill.get(at, 0)
         taken = min(wanted, limit - read)
         read += taken
-        if taken < lag:
+        if taken < own:
             counts[at] = 0
         if taken and not counts[at]:
-            catch_up[at] = taken
-    return dataclasses.replace(plan, counts=counts, catch_up=catch_up)
+            prefill[at] = taken
+    return dataclasses.replace(plan, counts=counts, prefill=prefill)
 
 
 class DraftLength:
@@ -271,7 +275,7 @@ class DraftLength:
     where reading their prompts costs no more than further trials. Where drafts are known not to
     pay, they are tried again on one request.
 
-    Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_beside`.
+    Steps that also read prompts are as long as their tokens in all say; see `Costs.predict_mixed`.
     """
 
     def __init__(self, maximum: int, *, is_auto: bool = False) -> None:
@@ -279,13 +283,13 @@ class DraftLength:
         self.is_auto = is_auto
         self._accepted, self._reached = FIRST_ACCEPTED, FIRST_REACHED
         self._verify, self._draft = Costs(), Costs()  # by tokens in the step, by requests
-        self._catch_up = Costs()  # a token, under size 1
+        self._prefill = Costs()  # a token, under size 1
         self._longest_piece = 0  # tokens, of which that is known
         # Of steps by themselves, and of those that also read prompts: plain ones, and drafted ones
         # since the last of these.
         self._num_plain, self._since_plain = [0, 0], [0, 0]
         self._num_drafted = self._num_timed = 0  # tokens; steps whose drafts were timed
-        self._beside = 0  # prompt tokens of the step that was planned last
+        self._num_prompt_tokens = 0  # prompt tokens of the step that was planned last
         self._seconds = np.zeros(self.maximum + 3)  # of such a verify step, by drafted tokens
         self._gain_share = 1.0  # of the step that was planned last
         self._rate = 0.0  # tokens a second that it promised
@@ -293,18 +297,20 @@ class DraftLength:
         self._num_planned = 0, 0  # requests in it, and of those the ones to draft for
         self.account = Account(MODEL_LOSS)
 
-    def plan(self, lags: Sequence[int], remaining: Sequence[int], num_beside: int = 0) -> DraftPlan:
+    def plan(
+        self, unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
+    ) -> DraftPlan:
         """Return how many tokens to draft for each of the active requests.
 
-        lags: tokens that the draft model would have to catch up with. remaining: tokens that each
-        request may still emit. num_beside: prompt tokens that the step reads, too.
+        unread: tokens that the draft model would have to catch up with. remaining: tokens that each
+        request may still emit. num_prompt_tokens: prompt tokens that the step reads, too.
         """
-        num_rows = len(lags)
-        self._beside = round_beside(num_beside)
+        num_rows = len(unread)
+        self._num_prompt_tokens = round_prompt_tokens(num_prompt_tokens)
         if not self.is_auto:
             return DraftPlan([self.maximum] * num_rows)
         nothing = DraftPlan([0] * num_rows)
-        kind = self._beside > 0
+        kind = self._num_prompt_tokens > 0
         if is_plain_due(self._num_plain[kind], self._since_plain[kind], self._gain):
             return nothing
         account = self.account
@@ -313,42 +319,47 @@ class DraftLength:
         usable = [row for row in range(num_rows) if remaining[row] > 1]
         if not usable:
             return nothing
-        usable.sort(key=lambda row: lags[row])
+        usable.sort(key=lambda row: unread[row])
         sizes = num_rows * np.arange(1, len(self._seconds) + 1)
-        self._seconds = self._verify.predict_beside(sizes, self._beside)
+        self._seconds = self._verify.predict_mixed(sizes, self._num_prompt_tokens)
         ahead = min(max(remaining), HORIZON) * self._seconds[0]
         account.is_probe = False
         allowance = account.find_allowance(num_rows, ahead)
         best, gain = self._find_best(num_rows)
         self._gain = self._seconds[0] / (self._seconds[0] - gain)
-        price = self._catch_up.estimate(1) or 0.0
+        price = self._prefill.estimate(1) or 0.0
         if self._draft.largest == 0:
-            return self._try_one(usable[0], lags, remaining, allowance)
-        if not best and num_rows == 1 and self._num_timed < LEAST_TIMED and lags[0] <= FIRST_CHUNK:
-            return self._try_one(0, lags, remaining, math.inf)
+            return self._try_one(usable[0], unread, remaining, allowance)
+        if (
+            not best
+            and num_rows == 1
+            and self._num_timed < LEAST_TIMED
+            and unread[0] <= FIRST_CHUNK
+        ):
+            return self._try_one(0, unread, remaining, math.inf)
         if best and num_rows > 1:
             # What reading costs is known of a small piece at first, which is dear by the token.
-            longest = min(lags[usable[-1]], int(allowance / (2 * price)) if price else 0)
+            longest = min(unread[usable[-1]], int(allowance / (2 * price)) if price else 0)
             if longest > 2 * self._longest_piece:
                 return DraftPlan(nothing.counts, {usable[-1]: longest})
             trials = TRIAL_TOKENS - self._num_drafted
             trial = self._predict_step(1, num_rows, 1) - self._predict_step(0, num_rows)
-            if trials > 0 and price * sum(lags[row] for row in usable) > trials * trial:
-                return self._try_one(usable[0], lags, remaining, allowance)
+            if trials > 0 and price * sum(unread[row] for row in usable) > trials * trial:
+                return self._try_one(usable[0], unread, remaining, allowance)
         if self._draft.largest < num_rows:
             best = min(best, 1)  # what a pass for more requests costs is a guess yet
-        worth = [row for row in usable if gain * remaining[row] / num_rows > price * lags[row]]
+        worth = [row for row in usable if gain * remaining[row] / num_rows > price * unread[row]]
         # All at once; or where their prompts are too costly, those that it follows already.
-        followed = [row for row in worth if lags[row] <= FIRST_CHUNK]
+        followed = [row for row in worth if unread[row] <= FIRST_CHUNK]
         would_pay = False
         for rows in (worth, followed):
             share = self._share_gain(rows, remaining)
             if best and rows and self._pays(best, len(rows), num_rows, share):
                 would_pay = True
-                if self._risk(best, rows, lags) <= allowance:
+                if self._risk(best, rows, unread) <= allowance:
                     self._gain_share = share
                     most = best
-                    while most < self.maximum and self._risk(most + 1, rows, lags) <= allowance:
+                    while most < self.maximum and self._risk(most + 1, rows, unread) <= allowance:
                         most += 1
                     emitted = num_rows * (1 + share * (self._predict_emitted(best) - 1))
                     self._rate = emitted / self._predict_step(best, num_rows, len(rows))
@@ -359,7 +370,7 @@ class DraftLength:
         plan = nothing
         if account.is_probe:
             allowance = account.find_allowance(num_rows, ahead)
-            plan = self._try_one(usable[0], lags, remaining, allowance)
+            plan = self._try_one(usable[0], unread, remaining, allowance)
         if not any(plan.counts):
             account.rest(num_rows, REST_STEPS * self._predict_step(0, num_rows))
         return plan
@@ -393,29 +404,31 @@ class DraftLength:
         return max(0.0, 1 - others / longest) if longest else 0.0
 
     def _try_one(
-        self, row: int, lags: Sequence[int], remaining: Sequence[int], allowance: float
+        self, row: int, unread: Sequence[int], remaining: Sequence[int], allowance: float
     ) -> DraftPlan:
         """Draft a token for one request, or let the draft model come nearer to that; or nothing."""
-        nothing = [0] * len(lags)
-        price = self._catch_up.estimate(1)
-        if price is None and lags[row] > FIRST_CHUNK:
+        nothing = [0] * len(unread)
+        price = self._prefill.estimate(1)
+        if price is None and unread[row] > FIRST_CHUNK:
             return DraftPlan(nothing, {row: FIRST_CHUNK} if allowance > 0 else {})
-        if self._risk(1, [row], lags) <= allowance:
+        if self._risk(1, [row], unread) <= allowance:
             self._gain_share = self._share_gain([row], remaining)
-            return DraftPlan([int(place == row) for place in range(len(lags))])
+            return DraftPlan([int(place == row) for place in range(len(unread))])
         # A longer piece never costs more a token than a shorter one did.
         affordable = int(allowance / price) if price else 0
-        if affordable < FIRST_CHUNK or lags[row] <= FIRST_CHUNK or self._draft.largest:
+        if affordable < FIRST_CHUNK or unread[row] <= FIRST_CHUNK or self._draft.largest:
             return DraftPlan(nothing)
-        return DraftPlan(nothing, {row: min(affordable, lags[row])})
+        return DraftPlan(nothing, {row: min(affordable, unread[row])})
 
-    def _risk(self, length: int, rows: Sequence[int], lags: Sequence[int]) -> float:
+    def _risk(self, length: int, rows: Sequence[int], unread: Sequence[int]) -> float:
         """Seconds that drafts for these requests lose if nothing of them is accepted."""
-        price = self._catch_up.estimate(1) or 0.0
-        step = self._predict_step(length, len(lags), len(rows)) - self._predict_step(0, len(lags))
+        price = self._prefill.estimate(1) or 0.0
+        step = self._predict_step(length, len(unread), len(rows)) - self._predict_step(
+            0, len(unread)
+        )
         if len(rows) > self._draft.largest:  # what was not seen may cost twice what is known
             step += length * (self._draft.estimate(len(rows)) or 0.0)
-        return step + price * sum(lags[row] for row in rows)
+        return step + price * sum(unread[row] for row in rows)
 
     def record_step(
         self,
@@ -423,33 +436,33 @@ class DraftLength:
         num_rows: int,
         num_tokens: int,
         num_passes: int,
-        num_caught_up: int,
+        num_prefilled: int,
         draft_seconds: float,
         verify_seconds: float,
         drafts: Sequence[tuple[int, int]],
     ) -> None:
         """Take what a step over `num_rows` requests of `num_tokens` each has cost and brought.
 
-        num_passes: of the draft model. num_caught_up: tokens it ran besides. drafts: for each
+        num_passes: of the draft model. num_prefilled: tokens it ran besides. drafts: for each
         request how many tokens were drafted, and how many of them accepted.
         """
-        kind = self._beside > 0
-        self._verify.record(num_rows * num_tokens + self._beside, verify_seconds)
-        plain, step = self._verify.price_step(num_rows, num_tokens, self._beside)
+        kind = self._num_prompt_tokens > 0
+        self._verify.record(num_rows * num_tokens + self._num_prompt_tokens, verify_seconds)
+        plain, step = self._verify.price_step(num_rows, num_tokens, self._num_prompt_tokens)
         self.account.spend(num_rows, draft_seconds + (step if kind else verify_seconds))
         num_drafting = sum(drafted > 0 for drafted, _ in drafts)
         # Beside a few of them, the pass is what was measured.
-        if num_caught_up > (FEW_LATE if num_passes else 0):
+        if num_prefilled > (FEW_UNREAD if num_passes else 0):
             usual = num_passes * (self._draft.estimate(num_drafting) or 0.0)
-            self._catch_up.record(1, max(0.0, draft_seconds - usual) / num_caught_up)
-            self._longest_piece = max(self._longest_piece, num_caught_up)
+            self._prefill.record(1, max(0.0, draft_seconds - usual) / num_prefilled)
+            self._longest_piece = max(self._longest_piece, num_prefilled)
         elif num_passes:
             self._draft.record(num_drafting, draft_seconds / num_passes)
             self._num_timed += 1
         if not num_passes:
             self._num_plain[kind] += 1
             self._since_plain[kind] = 0
-            if num_caught_up:
+            if num_prefilled:
                 self.account.lose(draft_seconds)
             return
         self._since_plain[kind] += 1
@@ -461,7 +474,7 @@ class DraftLength:
         won = self._gain_share * sum(accepted for _, accepted in drafts) / num_drafting * plain
         # What others delay is nobody's loss: costs of the same kind are compared.
         step += num_passes * (self._draft.estimate(num_drafting) or 0.0)
-        step += num_caught_up * (self._catch_up.estimate(1) or 0.0)
+        step += num_prefilled * (self._prefill.estimate(1) or 0.0)
         self.account.lose(step - plain - won)
 
     def _find_best(self, num_rows: int) -> tuple[int, float]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.devices import check_devices
-from specdec.decode.drafters.base import DraftContext
+from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import make_root, pack_beams
 from specdec.methods.prompt_lookup import METHOD, LookupOptions
@@ -70,7 +69,7 @@ class NgramIndex:
         return []
 
 
-class PromptLookupProposer:
+class PromptLookupProposer(Drafter):
     """Proposes one chain, or nothing where the newest tokens occur for the first time."""
 
     def __init__(self, options: LookupOptions) -> None:
@@ -104,8 +103,3 @@ class PromptLookupProposer:
             confidence = np.full(len(draft) + 1, 1 - FIRST_MISS / (1 + index.num_found))
             candidates.append(Candidates(pack_beams(root, np.array([draft])), None, confidence))
         return candidates
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Nothing: the emitted tokens are all that is needed."""

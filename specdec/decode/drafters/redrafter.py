@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
+from specdec.decode.drafters.base import ALL_LEVELS, DraftContext, StateProposer, get_graphs
 from specdec.decode.drafters.levels import (
-    ALL_LEVELS,
     DynamicTree,
     Level,
     read_temperatures,
@@ -56,7 +55,7 @@ class ReDrafterProposer(StateProposer):
         self.max_draft_depth = head.params.max_draft_depth
 
     def fit_budget(self) -> ReDrafterProposer:
-        """See BudgetFitter: on a CPU, what says how sure it is of a token."""
+        """On a CPU, what says how sure it is of a token."""
         if self.head.embedding.device.type != "cpu":  # there a search is one graph
             return self
         return DynamicProposer(self.head, min(self.max_draft_tokens, BUDGET_CPU_TOKENS))
@@ -99,7 +98,6 @@ class DynamicProposer(ReDrafterProposer):
             top_k=params.num_beams, depth=params.draft_len_per_beam, num_tokens=num_tokens
         )
         self.max_draft_tokens = self.tree.num_tokens
-        self.num_levels, self.least_promise = 1, ALL_LEVELS  # as in `LevelDrafter`
 
     def fit_budget(self) -> DynamicProposer:
         return self
@@ -111,12 +109,12 @@ class DynamicProposer(ReDrafterProposer):
         temperatures = read_temperatures(requests)
         found = self.head.search_trees(
             hidden, to_device(roots, hidden.device), self.tree.num_tokens, temperatures,
-            self.least_promise,
+            self.min_gain,
         )  # fmt: skip
         if found is not None:
             self.num_levels = found.num_levels
             return list_candidates(roots, found)
-        draft = BeamDraft(self.head, hidden, roots, temperatures, self.least_promise)
+        draft = BeamDraft(self.head, hidden, roots, temperatures, self.min_gain)
         candidates = self.tree.grow(draft)
         self.num_levels = draft.num_levels
         return candidates
@@ -139,10 +137,10 @@ class BeamDraft:
 
     def __init__(
         self, head: ReDrafterHead, hidden: Tensor, roots: IntArray, temperatures: Array,
-        least_promise: float = ALL_LEVELS,
+        min_gain: float = ALL_LEVELS,
     ) -> None:  # fmt: skip
-        """hidden: [B, D]; temperatures: as in `TreeDraft`; least_promise: as in `LevelDrafter`."""
-        self.roots, self.least_promise = roots, least_promise
+        """hidden: [B, D]; temperatures: as in `TreeDraft`; min_gain: as in `Drafter`."""
+        self.roots, self.min_gain = roots, min_gain
         self.num_levels = 0  # that were drafted
         self._head, self._sharpness = head, sharpen(temperatures, hidden.device)
         self._context = hidden[:, None]

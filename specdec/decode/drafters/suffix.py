@@ -20,11 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from specdec import logs
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext
+from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree, make_root
 from specdec.errors import SpecDecError
@@ -311,7 +310,7 @@ class Text:
         return found
 
 
-class SuffixProposer:
+class SuffixProposer(Drafter):
     """Proposes the tree of what followed the end of each request's text elsewhere."""
 
     def __init__(self, options: SuffixOptions, vocabulary: Mapping[str, Any] | None = None) -> None:
@@ -355,11 +354,6 @@ class SuffixProposer:
         """Add the newest tokens to each text and draft what followed its end before."""
         self._finish_all()
         return [self._draft(request) for request in requests]
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Nothing: the emitted tokens are all that is needed."""
 
     def _finish_all(self) -> None:
         for row in [row for row, text in self._texts.items() if text.request.finish_reason]:
