@@ -90,7 +90,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[str]:
-    with serve_here(folder) as (_, url):
+    with serve_here(folder, draft_budget="fixed") as (_, url):
         yield url
 
 
@@ -139,7 +139,9 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str
     drafter = make_knowing_drafter(parent, "layers", size=128)
     engine = make_tree_engine("eagle", parent, parent / "counter", drafter, optimize="none")
     make_tokenizer(parent / "counter")
-    with serve_here(engine, tokenizer_dir=str(parent / "counter")) as served:
+    with serve_here(
+        engine, tokenizer_dir=str(parent / "counter"), draft_budget="fixed"
+    ) as served:
         yield served
 
 
@@ -307,7 +309,7 @@ def test_clean_runs(way: str, plain: Path, tmp_path: Path) -> None:
     # An engine of the server's drafter is the reference of its drafts too.
     reference = {"reference_engine": engine, "same_drafter": True, "near_tie": 0.001}
     own = list(WAYS).index(way)
-    with serve_here(engine, **settings) as (_, url):
+    with serve_here(engine, draft_budget="fixed", **settings) as (_, url):
         for run in range(own, NUM_RUNS, len(WAYS)):
             chosen = choose_prompts(tmp_path / "prompts.jsonl", run)
             length = (32, 48, 64)[run % 3]
@@ -334,7 +336,7 @@ def test_spoiled_drafters(way: str, name: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / way / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / way / "config.json").write_text(json.dumps(config))
     engine = make_pycode_engine(tmp_path, option, tmp_path)
-    with serve_here(engine) as (_, url):
+    with serve_here(engine, draft_budget="fixed") as (_, url):
         given = {"reference_engine": reference, "same_drafter": True, "near_tie": 0.001}
         report = audit(url, max_tokens=48, **given)
     print(way, name, find_wrong(report))

@@ -91,7 +91,7 @@ def test_no_round_profits_from_the_one_before(
     draft = pair[1] if "draft_len" in flags else None
     settings = RunSettings(
         engine_dir=pair[0], draft_engine_dir=draft, tokenizer_dir=str(folder / "target"),
-        device="cpu", max_output_len=40, **flags,
+        device="cpu", max_output_len=40, draft_budget="fixed", **flags,
     )  # fmt: skip
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
@@ -106,7 +106,13 @@ def test_no_round_profits_from_the_one_before(
 def test_a_draft_engine(pair: tuple[Path, Path], folder: Path) -> None:
     """A target that drafts for itself: nearly all is accepted, at every position."""
     report = bench(
-        pair[0], folder, draft_engine_dir=pair[1], draft_len="3", batch_sizes="1", repeat=1
+        pair[0],
+        folder,
+        draft_engine_dir=pair[1],
+        draft_len="3",
+        batch_sizes="1",
+        repeat=1,
+        draft_budget="fixed",
     )
     assert report["method"] == "draft_target"
     (batch,) = report["batches"]

@@ -393,7 +393,8 @@ def test_three_commands(target: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ["--eagle-tree-tokens", 16],
     ):  # fmt: skip
         capsys.readouterr()
-        call("run", *run, *flags)
+        fixed = () if flags == ["--no-speculation"] else ("--draft-budget", "fixed")
+        call("run", *run, *flags, *fixed)
         reports.append(json.loads(capsys.readouterr().out))
     outputs = [[o["output_ids"] for o in report["outputs"]] for report in reports]
     assert all(output == outputs[0] for output in outputs)

@@ -21,7 +21,7 @@ def folder(lasting_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[Server, str]]:
-    with serve_here(folder) as running:
+    with serve_here(folder, draft_budget="fixed") as running:
         yield running
 
 

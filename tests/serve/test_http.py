@@ -839,7 +839,7 @@ def test_a_failing_step_is_a_500_and_the_server_goes_on(
 def test_metrics_add_up(folder: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with serve_here(folder, metrics_prefix="vllm") as (_, url):
+    with serve_here(folder, metrics_prefix="vllm", draft_budget="fixed") as (_, url):
         body = {"prompt": TEXT, "max_tokens": 30, "seed": 3, "n": 3, "ignore_eos": True}
         told = post(url, "/v1/completions", **body)["metrics"]["speculative_decoding"]
         post(url, "/v1/completions", prompt=TEXT, max_tokens=1, ignore_eos=True)

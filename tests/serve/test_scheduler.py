@@ -249,7 +249,9 @@ def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
 @pytest.mark.parametrize(("name", "limit"), [("pair", 4), ("engine", 8)])
 def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, limit: int) -> None:
     """While the target reads a chunk at each step, everybody is soon drafted for."""
-    options = {"draft": folder / "draft", "draft_len": 3} if name == "pair" else {}
+    options: dict[str, Any] = {"draft_budget": "fixed"}
+    if name == "pair":
+        options |= {"draft": folder / "draft", "draft_len": 3}
     dice = random.Random(3)
     with load(folder, name, **options) as engine:
         streams: list[Stream] = []
@@ -359,6 +361,7 @@ def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
 
     monkeypatch.setattr(PromptReader, "plan", count)
     options: dict[str, Any] = {"draft": folder / "draft", "draft_len": 3, "prompt_chunk": "auto"}
+    options["draft_budget"] = "fixed"
     with Engine.load(folder / "native pair", device="cpu", **options) as engine:
         first = engine.stream([5, 6, 7], max_output_len=60, end_ids=())
         while not first.stats.num_draft_tokens:

@@ -174,6 +174,9 @@ class Budget:
             self._gains = self._gains[-1:]
         self._weight = FIRST_ROWS
         self._num_rows = 0  # of the step that was planned last
+        self._is_retry = False  # whether that tries once more what seemed dear
+        self._num_declined = 0  # requests of the newest step for which drafts seemed too dear
+        self._num_tried: dict[int, int] = {}  # steps that verified drafts, by requests
         self._rate = self._allowance = 0.0  # tokens a second; seconds that it may lose
         self._gain = 1.0  # how many times as fast as plain steps it promised to be
         self.account = Account()
@@ -197,7 +200,7 @@ class Budget:
         account = self.account
         if not is_known or account.is_at_rest(num_rows) or max(remaining) <= 1:
             return False
-        self._num_rows = num_rows
+        self._num_rows, self._is_retry = num_rows, False
         seconds = self._predict_verify()
         plain, least = seconds[0], seconds[1]
         draft = self._num_levels * (self._draft.estimate(num_rows) or 0.0)
@@ -218,8 +221,13 @@ class Budget:
         )
         if may_read and float(least - plain) <= self._allowance:
             return True
-        account.rest(num_rows, REST_STEPS * plain)
-        return False
+        # What was tried only once may have been disturbed, and would seem dear for good.
+        was_disturbed = self._num_tried.get(num_rows) == 1 and not (read or self.is_whole)
+        self._is_retry = was_disturbed and self._num_declined == num_rows
+        self._num_declined = num_rows
+        if not self._is_retry:
+            account.rest(num_rows, REST_STEPS * plain)
+        return self._is_retry
 
     @property
     def read_seconds(self) -> float | None:
@@ -265,7 +273,7 @@ class Budget:
         worth = _count_won(self._num_rows) * gains - self._rate * seconds
         worth[seconds - seconds[0] > self._allowance] = -np.inf
         best = int(worth.argmax())
-        return max(best, 1) if self.account.is_probe else best
+        return max(best, 1) if self.account.is_probe or self._is_retry else best
 
     def record(
         self,
@@ -302,6 +310,7 @@ class Budget:
         else:
             self._draft.record(num_rows, draft_seconds / num_levels)
         self._num_levels += (num_levels - self._num_levels) / FIRST_TRIALS
+        self._num_tried[num_rows] = self._num_tried.get(num_rows, 0) + (size > 1)
         # What others delay is nobody's loss: costs of the same kind are compared.
         draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
         won = _count_won(num_rows) * (sum(emitted) / num_rows - 1)

@@ -126,10 +126,13 @@ class Costs:
         )
 
     def price_step(self, num_rows: int, size: int, num_prompt_tokens: int) -> tuple[float, float]:
-        """What a plain step of so many requests costs, and one of `size` tokens for each."""
+        """What a plain step of so many requests costs, and one of `size` tokens for each.
+
+        That is never more than `size` plain ones: where it was, the machine was busy.
+        """
         sizes = num_rows * np.array([1, max(2, size)])
         plain, longer = self.predict_mixed(sizes, num_prompt_tokens).tolist()
-        return plain, longer if size > 1 else plain
+        return plain, min(longer, size * plain)
 
 
 def _interpolate(seconds: Mapping[int, float], sizes: Sequence[int], size: int) -> float:
