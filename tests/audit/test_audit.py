@@ -139,9 +139,7 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str
     drafter = make_knowing_drafter(parent, "layers", size=128)
     engine = make_tree_engine("eagle", parent, parent / "counter", drafter, optimize="none")
     make_tokenizer(parent / "counter")
-    with serve_here(
-        engine, tokenizer_dir=str(parent / "counter"), draft_budget="fixed"
-    ) as served:
+    with serve_here(engine, tokenizer_dir=str(parent / "counter"), draft_budget="fixed") as served:
         yield served
 
 

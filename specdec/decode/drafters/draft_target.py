@@ -157,6 +157,26 @@ class _Draft:
     candidates: Candidates
 
 
+@dataclasses.dataclass(eq=False)
+class _Chain:
+    """A draft under way.
+
+    ids: the text in the draft model's tokens, num_ids of them and then what is drafted. planned,
+    most: tokens to draft, and at most. probs: what tokens were drawn from. confidence: the draft
+    model's, of the root too. chance: that all of it is right.
+    """
+
+    request: ActiveRequest
+    ids: list[int]
+    num_ids: int
+    planned: int
+    most: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    probs: list[Tensor] = dataclasses.field(default_factory=list)
+    confidence: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+    chance: float = 1.0
+
+
 class DraftTargetProposer(DraftModel):
     """Decodes the draft model `draft_length` tokens ahead of each request.
 
@@ -232,117 +252,112 @@ class DraftTargetProposer(DraftModel):
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once, each at most up to the token before its limit."""
-        assert self._cache is not None
         began = time.perf_counter()
+        chains, is_open = self._begin(requests)
+        is_greedy = all(request.sampler.params.is_greedy for request in requests)
+        if is_greedy and self.decoder.graphs is not None:
+            self._draft_ahead(chains)
+        else:
+            self._draft(chains, is_open=is_open)
+        candidates = [self._finish(chain) for chain in chains]
+        self._began_verify = time.perf_counter()
+        self._draft_seconds = self._began_verify - began
+        return candidates
+
+    def _begin(self, requests: Sequence[ActiveRequest]) -> tuple[list[_Chain], bool]:
+        """Plan the drafts and read what they follow, and whether they may differ from the plan.
+
+        Drafts may go on beyond it, and end before, as the draft model is sure; not where that would
+        follow from what was drawn: docs/exactness.md.
+        """
         read = [self._read(request) for request in requests]
-        texts = [text.ids for text in read]
         unread = self._list_unread(requests, read)
         remaining = [request.remaining for request in requests]
         plan = self.draft_length.plan(unread, remaining, self.num_prompt_tokens)
         if self.max_prefill is not None and len(requests) > 1:
             plan = limit_prefill(plan, unread, self.max_prefill)
-        counts = [
-            min(count, request.remaining - 1) if count and text.is_known else 0
-            for count, request, text in zip(plan.counts, requests, read, strict=True)
-        ]
-        # Drafts may go on beyond what was planned, and end before, as the draft model is sure; not
-        # where that would follow from what was drawn: docs/exactness.md.
-        is_open = plan.most > 0 and not (
-            self.use_logits and any(not r.sampler.params.is_greedy for r in requests)
-        )
-        if is_open:
-            counts = [
-                min(plan.most, r.remaining - 1) if n else 0
-                for n, r in zip(counts, requests, strict=True)
-            ]
-        self.num_prefilled = sum(size for size, n in zip(unread, counts, strict=True) if n)
+        draws = self.use_logits and any(not r.sampler.params.is_greedy for r in requests)
+        is_open = plan.most > 0 and not draws
+        chains, self.num_prefilled = [], 0
+        for request, text, size, count in zip(requests, read, unread, plan.counts, strict=True):
+            room = request.remaining - 1 if text.is_known else 0
+            planned = min(count, room)
+            most = min(plan.most, room) if is_open and planned else planned
+            chains.append(_Chain(request, text.ids, len(text.ids), planned, most))
+            self.num_prefilled += size if most else 0
         for at, count in plan.prefill.items():
             if read[at].is_known:
-                self._prefill(requests[at].row, texts[at], count)
+                self._prefill(requests[at].row, read[at].ids, count)
                 self.num_prefilled += count
-        known = [len(ids) for ids in texts]
-        drafted: list[list[int]] = [[] for _ in requests]
-        draft_probs: list[list[Tensor]] = [[] for _ in requests]
-        confidence: list[list[float]] = [[1.0] for _ in requests]
-        chances = np.ones(len(requests))  # that all of a request's draft is right
-        is_greedy = all(request.sampler.params.is_greedy for request in requests)
-        runs_ahead = is_greedy and self.decoder.graphs is not None
-        if runs_ahead:
-            self._draft_ahead(requests, texts, drafted, counts if not is_open else plan.counts)
+        return chains, is_open
+
+    def _draft(self, chains: Sequence[_Chain], *, is_open: bool) -> None:
+        """Draft a token of each chain at a time, as far as planned, or as it pays if `is_open`."""
         self._num_passes = 0
-        for depth in range(0 if runs_ahead else max(counts)):
-            active = [at for at, count in enumerate(counts) if count > depth]
-            if is_open and depth and not self.draft_length.goes_on(depth, chances[active]):
+        for depth in range(max(chain.most for chain in chains)):
+            active = [chain for chain in chains if chain.most > depth]
+            chances = np.array([chain.chance for chain in active])
+            if is_open and depth and not self.draft_length.goes_on(depth, chances):
                 break
-            hidden = fill_cache(
-                self.decoder,
-                self._cache,
-                [requests[at].row for at in active],
-                [texts[at] for at in active],
-                self.max_num_tokens,
-            )
-            logits = self.tokens.restrict(self.decoder.compute_logits(hidden))
+            logits = self._run(active)
             self._num_passes += 1
             if self.draft_length.is_auto:
                 (sure,) = to_host(logits.float().softmax(-1).amax(-1).double())
-                chances[active] *= self._calibration.rate(np.full(len(active), depth + 1), sure)
-                if is_open and depth and not self.draft_length.keeps(depth + 1, chances[active]):
+                chances *= self._calibration.rate(np.full(len(active), depth + 1), sure)
+                if is_open and depth and not self.draft_length.keeps(depth + 1, chances):
                     break
-                for at, value in zip(active, sure.tolist(), strict=True):
-                    confidence[at].append(value)
-            chosen = self._choose(logits, [requests[at] for at in active], depth)
+                for chain, value, chance in zip(active, sure.tolist(), chances, strict=True):
+                    chain.confidence.append(value)
+                    chain.chance = float(chance)
+            chosen = self._choose(logits, [chain.request for chain in active], depth)
             tokens, own = self.tokens.name(np.array([place for place, _ in chosen], np.int64))
-            for at, token, twin, (_, probs) in zip(
+            for chain, token, twin, (_, probs) in zip(
                 active, tokens.tolist(), own.tolist(), chosen, strict=True
             ):
-                drafted[at].append(token)
-                texts[at].append(twin)
-                if probs is not None:
-                    draft_probs[at].append(probs)
-        candidates = []
-        for request, ids, length, chain, probs_list, sure_list in zip(
-            requests, texts, known, drafted, draft_probs, confidence, strict=True
-        ):
-            del ids[length:]
-            root = request.output_ids[-1]
-            tree = pack_beams(root, np.array([chain])) if chain else make_root(root)
-            is_told = len(sure_list) == len(chain) + 1
-            found = Candidates(tree, probs_list or None, np.array(sure_list) if is_told else None)
-            self._drafts[request.row] = _Draft(length, len(request.output_ids), found)
-            candidates.append(found)
-        if runs_ahead:
-            self._num_passes = max(c.tree.num_draft_tokens for c in candidates)
-        self._began_verify = time.perf_counter()
-        self._draft_seconds = self._began_verify - began
-        return candidates
+                chain.tokens.append(token)
+                chain.ids.append(twin)
+                chain.probs += () if probs is None else (probs,)
 
-    def _draft_ahead(
-        self, requests: Sequence[ActiveRequest], texts: list[list[int]],
-        drafted: list[list[int]], counts: Sequence[int],
-    ) -> None:  # fmt: skip
-        """Append greedy drafts to those drafted; they come to the host when all are made."""
+    def _run(self, chains: Sequence[_Chain]) -> Tensor:
+        """Run what the draft model lacks of texts and drafts; return the next tokens' logits."""
         assert self._cache is not None
-        passes: list[tuple[list[int], Tensor]] = []
-        for depth in range(max(counts)):
-            active = [at for at, count in enumerate(counts) if count > depth]
-            rows = [requests[at].row for at in active]
+        rows, texts = [chain.request.row for chain in chains], [chain.ids for chain in chains]
+        hidden = fill_cache(self.decoder, self._cache, rows, texts, self.max_num_tokens)
+        return self.tokens.restrict(self.decoder.compute_logits(hidden))
+
+    def _draft_ahead(self, chains: Sequence[_Chain]) -> None:
+        """Draft greedily as planned; tokens come to the host when all are made."""
+        assert self._cache is not None
+        passes: list[tuple[list[_Chain], Tensor]] = []
+        for depth in range(max(chain.planned for chain in chains)):
+            active = [chain for chain in chains if chain.planned > depth]
             if not passes:
-                hidden = fill_cache(
-                    self.decoder, self._cache, rows, [texts[at] for at in active],
-                    self.max_num_tokens,
-                )  # fmt: skip
-                logits = self.decoder.compute_logits(hidden)
+                logits = self._run(active)
             else:
                 before, best = passes[-1]
-                newest = self.tokens.to_draft(take_rows(best, [before.index(at) for at in active]))
-                logits = run_tokens(self.decoder, self._cache, np.array(rows), newest)
-            passes.append((active, self.tokens.restrict(logits).argmax(-1)))
-        if passes:
-            found = to_host(*(places for _, places in passes))
-            for (active, _), places in zip(passes, found, strict=True):
-                tokens, _ = self.tokens.name(places)
-                for at, token in zip(active, tokens.tolist(), strict=True):
-                    drafted[at].append(token)
+                newest = self.tokens.to_draft(take_rows(best, [before.index(c) for c in active]))
+                rows = np.array([chain.request.row for chain in active])
+                logits = self.tokens.restrict(run_tokens(self.decoder, self._cache, rows, newest))
+            passes.append((active, logits.argmax(-1)))
+        self._num_passes = len(passes)
+        found = to_host(*(places for _, places in passes)) if passes else ()
+        for (active, _), places in zip(passes, found, strict=True):
+            tokens, _ = self.tokens.name(places)
+            for chain, token in zip(active, tokens.tolist(), strict=True):
+                chain.tokens.append(token)
+
+    def _finish(self, chain: _Chain) -> Candidates:
+        """What a chain proposes; its tokens leave the text again."""
+        del chain.ids[chain.num_ids :]
+        root = chain.request.output_ids[-1]
+        tree = pack_beams(root, np.array([chain.tokens])) if chain.tokens else make_root(root)
+        is_told = len(chain.confidence) == len(chain.tokens) + 1
+        confidence = np.array(chain.confidence) if is_told else None
+        found = Candidates(tree, chain.probs or None, confidence)
+        self._drafts[chain.request.row] = _Draft(
+            chain.num_ids, len(chain.request.output_ids), found
+        )
+        return found
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
