@@ -56,11 +56,21 @@ def edit_eagle3(edit: Any) -> Callable[[Path], Path]:
     )
 
 
+def make_naming(naming: str) -> Callable[[Path], Path]:
+    exit_dim = None if naming == "C" else 96
+    return lambda parent: make_drafter(parent, vocab=131, naming=naming, exit_dim=exit_dim)
+
+
+def make_form(form: str) -> Callable[[Path], Path]:
+    rank = 4 if form == "deepspec" else None
+    return lambda parent: make_dflash_drafter(
+        parent, vocab=131, form=form, target_layers=LAYERS, markov_rank=rank
+    )
+
+
 FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     **{
-        f"ReDrafter {naming}": ("drafter_model_dir", lambda p, n=naming: make_drafter(
-            p, vocab=131, naming=n, exit_dim=None if n == "C" else 96))
-        for naming in "ABC"
+        f"ReDrafter {naming}": ("drafter_model_dir", make_naming(naming)) for naming in "ABC"
     },
     "ReDrafter .bin": ("drafter_model_dir", lambda p: pickle(make_drafter(p, vocab=131))),
     "Medusa": ("medusa_model_dir", lambda p: make_medusa_heads(p, vocab=131)),
@@ -79,8 +89,7 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "EAGLE-3 SpecForge": ("eagle_model_dir", edit_eagle3(to_specforge)),
     "P-EAGLE": ("eagle_model_dir", lambda p: make_eagle_drafter(p, mask_token_id=5, **EAGLE3)),
     **{
-        f"DFlash {form}": ("dflash_model_dir", lambda p, f=form: make_dflash_drafter(
-            p, vocab=131, form=f, target_layers=LAYERS, markov_rank=4 if f == "deepspec" else None))
+        f"DFlash {form}": ("dflash_model_dir", make_form(form))
         for form in ("z-lab", "speculators", "deepspec")
     },
 }  # fmt: skip
