@@ -45,7 +45,6 @@ from .tokens import TokenTable
 
 logger = logs.get_logger(__name__)
 PAGE = Path(__file__).parent / "page.html"
-HEALTHY = b'{"status":"ok"}'
 OPEN_PATHS = ("/health", "/")  # of no secret: the page is a file, and asks for the key itself
 MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 60.0  # in which a body must have come
@@ -112,13 +111,13 @@ class Front:
     def make_app(self) -> Starlette:
         """The application, without what guards it."""
         routes = [
+            Route("/health", self._show_health),
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/health", self._show_health),
             Route("/metrics", self._tell_metrics),
             Route("/version", self._tell_version),
         ]
@@ -238,15 +237,10 @@ class Front:
         }  # fmt: skip
 
     async def _show_health(self, http: Request) -> Response:
-        if self.is_ready:
-            return Response(HEALTHY, media_type="application/json")
+        if self._scheduler.is_ready:
+            return JSONResponse({"status": "ok"})
         reasons = list_stopped_ranks() or ["the server is not ready, or about to end"]
         return make_error(", ".join(reasons), 503)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a token could be made now."""
-        return self._scheduler.is_ready
 
     async def _tell_metrics(self, http: Request) -> Response:
         scheduler = self._scheduler
@@ -435,17 +429,12 @@ class Guard:
     ) -> None:  # fmt: skip
         """local_names: what clients without a key may call the server; None is anything."""
         self._app, self._local_names = front.make_app(), local_names
-        self._front = front
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refuse(scope) if scope["type"] == "http" else None
         with contextlib.suppress(asyncio.CancelledError):  # by a second signal; its client is gone
             await (answer or self._app)(scope, receive, send)
-
-    def tell_health(self, host: bytes) -> bytes | None:
-        """The body of an answer to who asks for /health by this name, where all is well."""
-        return HEALTHY if self._front.is_ready and self._knows(host) else None
 
     def _refuse(self, scope: Scope) -> Response | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
@@ -459,16 +448,10 @@ class Guard:
                     "a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
-        host = headers.get(b"host", b"localhost")
-        if not self._knows(host):
-            return make_error(f"this server is not called {host.decode('latin-1')[:100]!r}", 403)
-        return None
-
-    def _knows(self, host: bytes) -> bool:
-        """Whether the server may be called so."""
-        if self._local_names is None:
-            return True
         # A page from elsewhere whose name was made to lead here would send that name.
-        name = host.decode("latin-1").lower()
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        name = host.lower()
         name = name[: name.rfind("]") + 1] if name.startswith("[") else name.split(":")[0]
-        return name in self._local_names
+        if self._local_names is not None and name not in self._local_names:
+            return make_error(f"this server is not called {host[:100]!r}", 403)
+        return None

@@ -27,9 +27,6 @@ def command(settings: ServeSettings) -> None:
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends it when all is done
         return follow_launcher()
-    from specdec.decode.ranks.processes import end_ranks
-
     from .server import serve
 
     serve(settings)
-    end_ranks(is_done=True)

@@ -142,7 +142,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
-        self._is_ready = self._is_draining = self._is_stopped = False
+        self._is_ready = self._is_draining = self._is_stopped = self._is_hurried = False
         self._seconds = 1.0  # that a request took, a moving mean
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -202,6 +202,10 @@ class Scheduler:
         """Take no more requests."""
         self._is_draining = True
 
+    def hurry(self) -> None:
+        """Let `stop` give ranks up sooner that do not answer; a signal's handler may call it."""
+        self._is_hurried = True
+
     def stop(self) -> None:
         """End all requests and the thread; the engine is left as it is.
 
@@ -213,14 +217,8 @@ class Scheduler:
                 if job.stream is not None:
                     job.stream.close()
             self._changed.notify_all()
-        patience = SILENT_SECONDS
-        # An interrupt would make `join` take the thread for ended; so it comes last.
-        while self._thread.is_alive() and not self._has_ended.is_set():
-            try:
-                self._has_ended.wait(0.25)
-                leave_silent_ranks(patience)
-            except KeyboardInterrupt:  # told again; the engine cannot be closed in a step
-                patience = HURRIED_SECONDS
+        while self._thread.is_alive() and not self._has_ended.wait(0.25):
+            leave_silent_ranks(HURRIED_SECONDS if self._is_hurried else SILENT_SECONDS)
         if self._thread.is_alive():
             self._thread.join()
 

@@ -8,6 +8,7 @@ import ipaddress
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ import uvicorn
 from specdec import Engine, SpecDecError, UsageError, logs
 from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
-from specdec.decode.ranks.processes import leave_signals
+from specdec.decode.ranks.processes import end_ranks, leave_signals
 from specdec.errors import summarize
 from specdec.http_client import SERVER_KEY_VARIABLE, read_key
 from specdec.methods import name_options
@@ -31,6 +32,7 @@ from .scheduler import Scheduler
 from .settings import ServeSettings
 
 logger = logs.get_logger(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SWITCH_SECONDS = 0.0005  # after which a thread lets another one in; Python's own is 0.005
 
 
@@ -40,8 +42,21 @@ def serve(settings: ServeSettings) -> None:
     read_drafting(settings, None)  # what is written wrong is told before anything is loaded
     key = read_key(settings.api_key_file)
     check_address(settings, key)
-    with open_socket(settings) as listener, load(settings) as engine:
+    with keep_signals(), open_socket(settings) as listener, load(settings) as engine:
         Server(settings, engine, key).run_until_told(listener)
+        end_ranks(is_done=True)
+
+
+@contextlib.contextmanager
+def keep_signals() -> Iterator[None]:
+    """Restore the handlers of signals, which a server takes from its first request to its end."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_loopback(host: str) -> bool:
@@ -147,6 +162,7 @@ class Server:
         """Serve until SIGTERM, SIGINT, or the engine is lost, which is raised."""
         self.scheduler.start()
         leave_signals()  # of which the first one waits for requests
+        self._http.take_signals()
         listener.listen()  # who connects now is answered as soon as uvicorn runs
         host, port = listener.getsockname()[:2]
         logger.info("%s at http://%s:%d", self._model, f"[{host}]" if ":" in host else host, port)
@@ -166,23 +182,47 @@ class Server:
 
 
 class Http(uvicorn.Server):
-    """uvicorn; the first signal lets requests end, the second ends them."""
+    """uvicorn; the first signal lets requests end, the second ends them, others change nothing."""
+
+    _loop: asyncio.AbstractEventLoop
 
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
         super().__init__(config)
         self._scheduler = scheduler
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to end."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `take_signals`: uvicorn would give them back before the engine ends."""
+        yield
+
+    def take_signals(self) -> None:
+        """Take all signals from now on, where this is the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self.handle_exit)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal; the process then ends with status 0, since it did as it was told."""
-        if self.should_exit:
+        if not self.should_exit:
+            name = signal.Signals(sig).name
+            logger.info("%s: no more requests; waiting for those that run", name)
+            self.should_exit = True
+            self._scheduler.close()
+        elif not self.force_exit:
             logger.warning("ending at once")
             self.force_exit = True
-            for connection in list(self.server_state.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
-            for task in self.server_state.tasks:
-                task.cancel()
-            return
-        logger.info("%s: no more requests; waiting for those that run", signal.Signals(sig).name)
-        self.should_exit = True
-        self._scheduler.close()
+            self._scheduler.hurry()
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._end_requests)
+
+    def _end_requests(self) -> None:
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()

@@ -25,7 +25,7 @@ import pytest
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
 from specdec.processes import _list_family
-from specdec.serve import cli, scheduler
+from specdec.serve import cli, scheduler, server
 from specdec.serve.server import Server
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import call, run_cli_here
@@ -100,6 +100,35 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
             list(lines)
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
+
+
+def test_signals_while_a_server_ends_change_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of its end gets two more, of both kinds, from the third signal on."""
+    told = []
+
+    def interrupt(place: type, name: str) -> None:
+        real = getattr(place, name)
+
+        def call(*values: Any, **others: Any) -> Any:
+            told.append(name)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+            return real(*values, **others)
+
+        monkeypatch.setattr(place, name, call)
+
+    interrupt(server.Http, "main_loop")
+    interrupt(server.Http, "shutdown")
+    interrupt(scheduler.Scheduler, "stop")
+    interrupt(Engine, "close")
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    done = run_cli_here("serve", "--engine-dir", folder, "--port", 0)
+    assert done.returncode == 0, done.stderr
+    assert told == ["main_loop", "shutdown", "stop", "close"]
+    assert not {"error:", "Traceback"} & set(done.stderr.split())
+    assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
 def test_what_keeps_a_server_from_starting(
