@@ -10,7 +10,7 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import get_flags, make_unknown_error, name_flag, require, to_plain
 from specdec.errors import UsageError
-from specdec.files.manifest import describe_file, write_manifest
+from specdec.files.manifest import check_sources, describe_file, write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
@@ -125,6 +125,7 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
     check_free_space(settings.output_dir, num_bytes, "the engine takes at least")
     sources = [describe_file(folder / "config.json")]
     sources += [describe_file(source.path) for source in plan.sources]
+    check_sources(sources)
     sums = [source["sha256"] for source in sources]
     tokens = plan.draft_tokens
     drafted = None if tokens is None else hashlib.sha256(tokens.tobytes()).hexdigest()

@@ -15,7 +15,7 @@ from specdec.command.settings import name_flag, need, require, to_plain
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.casts import FLOATS
 from specdec.files.folders import is_hub_id
-from specdec.files.manifest import write_manifest
+from specdec.files.manifest import check_sources, write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import (
     check_free_space,
@@ -102,6 +102,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
             plan, staged, workers=count_workers(settings), states=states,
             allow_nonfinite=settings.allow_nonfinite,
         )  # fmt: skip
+        check_sources(written.sources)
         write_json(staged / "config.json", plan.config)
         hashes = {Path(entry["path"]): entry["sha256"] for entry in written.sources}
         report["warnings"] = warn_of_other_base(plan, hashes)

@@ -10,7 +10,7 @@ from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.folders import ENGINE, expect_folder
-from specdec.files.manifest import CHANGED_HINT, find_changes
+from specdec.files.manifest import CHANGED_HINT, NAME, find_changes
 from specdec.files.reading import read_json
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.trtllm.defects import list_defects
@@ -20,9 +20,7 @@ from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release
 from .abilities import MIN_TORCH, can_start_ranks
 
 
-def check_engine(
-    folder: Path, machine: dict[str, Any], here: Environment, *, verify_hashes: bool = False
-) -> dict[str, Any]:
+def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> dict[str, Any]:
     """Return what stands in the way of an engine, and what does not but is worth knowing."""
     expect_folder(folder, ENGINE, "--engine-dir")
     document = read_json(folder / "config.json")
@@ -36,8 +34,13 @@ def check_engine(
     checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
     check = _check_torch if backend == "torch" else _check_tensorrt
     problems, notes = check(folder, document, checkpoint, machine, here)
-    if verify_hashes:
-        problems += [(fact, CHANGED_HINT) for fact in find_changes(folder)]
+    if (folder / NAME).is_file():
+        changes, lacks = find_changes(folder)
+        own = str(folder / "config.json")  # which is checked, and may have been changed on purpose
+        problems += [(fact, CHANGED_HINT) for fact in changes if not fact.startswith(own)]
+        notes += [fact for fact in changes if fact.startswith(own)] + lacks
+    else:
+        notes.append(f"it has no {NAME}: its files cannot be compared with what was built")
     return {
         "engine_dir": str(folder),
         "backend": backend,

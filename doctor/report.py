@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError
 
 from .abilities import find_pin_problems, list_abilities, list_clashes, list_pins
 from .engine import check_engine
@@ -16,8 +16,6 @@ COLUMNS = ("tensorrt_llm", "python", "tensorrt", "cuda", "torch", "transformers"
 
 def examine(settings: DoctorSettings) -> dict[str, Any]:
     """Look at the machine, and at an engine if one is given."""
-    if settings.verify_hashes and settings.engine_dir is None:
-        raise UsageError("--verify-hashes without --engine-dir", "give the engine to compare")
     machine, here = describe_machine()
     report = {
         **machine,
@@ -26,9 +24,7 @@ def examine(settings: DoctorSettings) -> dict[str, Any]:
         "problems": find_pin_problems(machine, here),
     }
     if settings.engine_dir is not None:
-        report["engine"] = check_engine(
-            settings.engine_dir, machine, here, verify_hashes=settings.verify_hashes
-        )
+        report["engine"] = check_engine(settings.engine_dir, machine, here)
     return report
 
 

@@ -13,9 +13,8 @@ class DoctorSettings:
     """One field is one flag."""
 
     engine_dir: Path | None = setting(
-        metavar="ENGINE", help="Also check whether this engine can run here."
+        metavar="ENGINE",
+        help="Also check this engine: whether it can run here, and every byte of it.",
     )
-    verify_hashes: bool = setting(
-        False, help="Also compare every byte of the engine with its manifest."
-    )
+    verify_hashes: bool = setting(False, hidden=True, help="Files are always compared.")
     json: bool = setting(False, help="Print one JSON object on stdout.")

@@ -23,6 +23,8 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.tree import Tree, pack_beams
+from specdec.files.manifest import describe_file, list_block_sums
+from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
 from tests.conftest import SEARCH_PATH
@@ -175,6 +177,18 @@ def save_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     # Not in its place: the tensors may be views of it.
     write_tensor_file(path.with_suffix(".new"), infos, lambda name: arrays[name], metadata)
     path.with_suffix(".new").replace(path)
+    renew_sums(path.parent)
+
+
+def renew_sums(folder: Path) -> None:
+    """Write the sums of an engine's files anew, where a test has changed them on purpose."""
+    document = read_json(folder / "manifest.json")
+    document["outputs"] = [
+        describe_file(folder / name) | {"path": name, "crc32": list(list_block_sums(folder / name))}
+        for name in (entry["path"] for entry in document["outputs"])
+        if (folder / name).exists()
+    ]
+    write_json(folder / "manifest.json", document)
 
 
 def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:

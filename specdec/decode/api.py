@@ -381,6 +381,7 @@ class Engine:
                 pass
 
     def _make_batch(self, core: TorchEngine) -> Batch:
+        core.check_whole()
         return Batch(
             core.decoder, core.proposer, self._make_options(core), core.timing,
             num_rows=core.config.build.max_batch_size, max_seq_len=core.max_seq_len,

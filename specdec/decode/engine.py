@@ -20,6 +20,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
 from specdec.engine.loading import load_embedding, load_weights
+from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
 from specdec.model.tensors import EMBEDDING
 
@@ -52,6 +53,7 @@ class TorchEngine:
         find_engine_problems(folder, self.config).raise_all()
         model = self.config.checkpoint.model
         self.device = choose_device(device, model.tp_size, devices)
+        self._verification = Verification(folder)
         self._draft: EngineHandle | None = None
         self.load_seconds = 0.0
         self._ranks = open_ranks(model.tp_size)  # they start while this one loads
@@ -59,6 +61,8 @@ class TorchEngine:
             self._ranks.join()
         try:
             self._load(folder, recorder, drafting, speculate=speculate)
+            if not self._verification.is_long:
+                self.check_whole()
         except BaseException:
             self.close()
             raise
@@ -98,6 +102,13 @@ class TorchEngine:
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
         self.proposer: Drafter = make_proposer(self, methods, weights, drafting)
         self.method = name_methods(methods)
+
+    def check_whole(self) -> None:
+        """Wait until the engine's files are compared; SpecDecError where one is damaged.
+
+        A text is complete only after that.
+        """
+        self._verification.finish()
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raise SpecDecError that lists every request beyond the engine's limits."""
@@ -140,6 +151,7 @@ class TorchEngine:
             results = generate(self.decoder, self.proposer, requests, options, self.timing)
         finally:
             self._keep()
+        self.check_whole()
         if self.graphs is not None and self.graphs.num_recorded > num_known:
             logger.info("graphs: %s", self.graphs.describe())
         return results
@@ -147,6 +159,7 @@ class TorchEngine:
     def close(self) -> None:
         """End the other ranks, unless another engine uses them, and those of the draft engine."""
         self._keep()
+        self._verification.cancel()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.leave()

@@ -53,12 +53,17 @@ def read_into(descriptor: int, array: Array, offset: int, path: Path) -> None:
     while view:
         num_bytes = os.preadv(descriptor, [view], offset)
         if num_bytes == 0:
-            raise SpecDecError(
-                f"{path} ends at byte {os.fstat(descriptor).st_size}: it was shortened while it was"
-                " read",
-                "let nothing write to the file, and run it again",
-            )
+            check_length(descriptor, offset + len(view), path)
         view, offset = view[num_bytes:], offset + num_bytes
+
+
+def check_length(descriptor: int, num_bytes: int, path: Path) -> None:
+    """Raise SpecDecError where a file that was opened has become shorter than this."""
+    if (size := os.fstat(descriptor).st_size) < num_bytes:
+        raise SpecDecError(
+            f"{path} ends at byte {size}: it was shortened while it was read",
+            "let nothing write to the file, and run it again",
+        )
 
 
 def hash_file(path: Path, is_ending: threading.Event | None = None) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecDecError
-from specdec.files.reading import Array, open_file, parse_json, read_into
+from specdec.files.reading import Array, check_length, open_file, parse_json, read_into
 
 # name here -> (name in a safetensors header, numpy storage type), in the order in which the
 # safetensors library writes them into a file.
@@ -168,12 +168,16 @@ class TensorFile:
         return hashlib.sha256(_encode_json(header)).hexdigest()
 
     def read(self, name: str) -> Array:
-        """Return a read-only view of a tensor, in its storage type (bfloat16 as uint16)."""
+        """Return a read-only view of a tensor, in its storage type (bfloat16 as uint16).
+
+        A file that is shortened after this ends the process with SIGBUS where its end is read.
+        """
         info = self.tensors[name]
         if info.dtype in FOREIGN_BITS:
             raise self._unsupported(name, info.dtype)
         storage = np.dtype(DTYPES[info.dtype][1])
         start = self.get_offset(name)
+        check_length(self._file.fileno(), start + info.num_bytes, self.path)
         count = math.prod(info.shape)
         return np.frombuffer(self._map, storage, count, start).reshape(info.shape)
 

@@ -216,6 +216,30 @@ def test_missing_tensor_is_named(checkpoint: Path, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_weights_that_their_manifest_does_not_describe(
+    plain_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Those of a checkpoint; config.json may be corrected, and others' manifests say nothing."""
+    folder = copy_checkpoint(plain_checkpoint, tmp_path / "ckpt", producer={"name": "me"})
+    manifest = read_json(plain_checkpoint / "manifest.json")
+    write_json(folder / "manifest.json", manifest)
+    args: list[object] = ["--checkpoint-dir", folder, "--optimize", "none", "--output-dir"]
+    call("build", *args, tmp_path / "engine")
+    data = bytearray((folder / "rank0.safetensors").read_bytes())
+    data[-100] ^= 1
+    (folder / "rank0.safetensors").write_bytes(data)
+    for stage, *words in (
+        ("build", *args, tmp_path / "no"),
+        ("convert", "--base-model-checkpoint-dir", folder, "--output-dir", tmp_path / "no",
+         "--drafter-model-dir", make_drafter(tmp_path, exit_dim=96)),
+    ):  # fmt: skip
+        with pytest.raises(SpecDecError, match="rank0.safetensors has sha256 .*beside it says"):
+            call(str(stage), *words)
+        assert not (tmp_path / "no").exists()
+    write_json(folder / "manifest.json", {"tool": "another"})
+    call("build", *args, tmp_path / "other")
+
+
 def test_full_disk_is_told_before_the_build(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

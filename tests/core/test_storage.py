@@ -643,3 +643,15 @@ def test_manifest_describes_every_file_but_itself(tmp_path: Path) -> None:
     assert (manifest["kind"], manifest["note"], manifest["settings"]) == ("toy", "extra", {"n": 1})
     assert manifest["format_version"] == FORMAT_VERSION
     assert (manifest["tool"], manifest["tool_version"]) == ("specdec", __version__)
+
+
+def test_a_file_that_was_shortened_since_it_was_opened(tmp_path: Path) -> None:
+    """To read what is mapped would end the process."""
+    path = tmp_path / "x.safetensors"
+    tensors = {name: TensorInfo("uint8", (1 << 16,)) for name in ("a", "b")}
+    write_tensor_file(path, tensors, lambda name: np.ones(1 << 16, np.uint8))
+    file = TensorFile(path)
+    os.truncate(path, file.get_offset("b") + 100)
+    assert file.read("a").all()
+    with pytest.raises(SpecDecError, match=r"x.safetensors ends at byte \d+: it was shortened"):
+        file.read("b")

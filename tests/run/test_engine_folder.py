@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.engine import kernel_cache
+from specdec import Engine, SpecDecError
+from specdec.engine import kernel_cache, verification
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layout import make_metadata
+from specdec.engine.verification import Verification
+from specdec.files import manifest
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile
 from tests.conftest import make_drafter, make_llama
@@ -30,7 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine with a drafter."""
     parent = tmp_path_factory.mktemp("engine")
     drafter = make_drafter(parent, exit_dim=96, scale=3.0)
-    return make_engine(parent, make_llama(parent), drafter, beams=3, length=3)
+    made = make_engine(parent, make_llama(parent), drafter, beams=3, length=3)
+    (made / "t.json").write_text(" " * 200)
+    document = read_json(made / "manifest.json")
+    document["outputs"].append(
+        manifest.describe_file(made / "t.json")
+        | {"path": "t.json", "crc32": list(manifest.list_block_sums(made / "t.json"))}
+    )
+    write_json(made / "manifest.json", document)
+    return made
 
 
 @pytest.fixture
@@ -214,24 +227,101 @@ def test_files_of_ranks_are_not_mixed_up(tmp_path: Path) -> None:
     assert "has tp_size=2 but lacks rank1.safetensors" in find_fault(engine)
 
 
-def test_one_bit_is_found_where_hashes_are_asked_for(engine: Path) -> None:
-    with (engine / WEIGHTS).open("r+b") as file:
+def flip_bit(path: Path) -> None:
+    with path.open("r+b") as file:
         file.seek(-100, 2)
         byte = file.read(1)[0]
         file.seek(-100, 2)
         file.write(bytes([byte ^ 1]))
-    assert run(engine).returncode == 0
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, f"packed/{WEIGHTS}", "t.json"])
+def test_one_bit_is_found(engine: Path, name: str) -> None:
+    """In whatever a build writes; t.json stands for the files of a tokenizer."""
+    if not (engine / name).exists():
+        pytest.skip("without native kernels nothing is packed")
+    flip_bit(engine / name)
+    done = run(engine)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"{name} is damaged: its bytes 0 to {(engine / name).stat().st_size} ha" in done.stderr
     for done in (
         run(engine, "--verify-hashes"),
-        run_cli_here("doctor", "--engine-dir", engine, "--verify-hashes"),
+        run_cli_here("doctor", "--engine-dir", engine),
         run_cli_here(
             "verify", "--engine-dir", engine, "--model-dir", engine.parent, "--verify-hashes"
         ),
     ):
         assert done.returncode == 1
-        assert "weights.safetensors has sha256 " in done.stderr
+        assert f"{name} has sha256 " in done.stderr
+
+
+def test_a_large_engine_is_compared_while_it_runs(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is complete only after that, for the command and for streams."""
+    flip_bit(engine / WEIGHTS)
+    monkeypatch.setattr(verification, "LARGE_BYTES", 0)
+    done = run(engine)
+    assert "waiting" in done.stderr or "damaged" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
+    with Engine.load(engine, device="cpu") as loaded:
+        with pytest.raises(SpecDecError, match="is damaged"):
+            loaded.stream([5, 9], max_output_len=2)
+
+
+def test_a_file_that_was_found_whole_is_read_again_when_it_changes(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    real = manifest.list_block_sums
+
+    def note(path: Path) -> Any:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(verification, "list_block_sums", note)
+    Verification(engine).finish()
+    num_files = len(read)
+    assert {WEIGHTS, "t.json"} <= set(read)
+    monkeypatch.setattr(verification, "REMEMBERED_BYTES", 0)
+    Verification(engine).finish()  # just written: they are not remembered yet
+    Verification(engine).finish()
+    assert len(read) == 3 * num_files
+    monkeypatch.setattr(verification, "SETTLED_SECONDS", -100.0)
+    Verification(engine).finish()
+    Verification(engine).finish()
+    assert len(read) == 4 * num_files
+    status = (engine / WEIGHTS).stat()
+    flip_bit(engine / WEIGHTS)
+    os.utime(engine / WEIGHTS, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(SpecDecError, match="is damaged"):
+        Verification(engine).finish()
+
+
+def test_blocks_have_checksums_of_their_own(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 3000)
+    data = (engine / WEIGHTS).read_bytes()
+    sums = [zlib.crc32(data[at : at + 3000]) for at in range(0, len(data), 3000)]
+    assert list(manifest.list_block_sums(engine / WEIGHTS)) == sums
+
+
+def test_engines_without_checksums_run_and_are_told_of(engine: Path) -> None:
+    document = read_json(engine / "manifest.json")
+    for entry in document["outputs"]:
+        del entry["crc32"]
+    write_json(engine / "manifest.json", document)
+    flip_bit(engine / WEIGHTS)
+    done = run(engine)
+    assert done.returncode == 0
+    assert "has no checksums of blocks: damage in its files goes unnoticed" in done.stderr
     (engine / "manifest.json").unlink()
+    assert "has no checksums of blocks" in run(engine).stderr
     assert "manifest.json does not exist" in run(engine, "--verify-hashes").stderr
+    done = run_cli_here("doctor", "--engine-dir", engine)
+    assert done.returncode == 0
+    assert "note: it has no manifest.json" in done.stdout
 
 
 def test_a_file_that_the_manifest_does_not_know(engine: Path) -> None:
@@ -243,7 +333,6 @@ def test_a_file_that_the_manifest_does_not_know(engine: Path) -> None:
 
 
 def test_a_whole_engine_passes(engine: Path) -> None:
-    assert "without --engine-dir" in run_cli_here("doctor", "--verify-hashes").stderr
     assert run(engine, "--verify-hashes").returncode == 0
     done = run_cli_here("doctor", "--engine-dir", engine, "--verify-hashes")
     assert done.returncode == 0

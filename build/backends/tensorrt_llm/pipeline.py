@@ -11,7 +11,7 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, join_names, name_extra
-from specdec.files.manifest import describe_file, write_manifest
+from specdec.files.manifest import check_sources, describe_file, write_manifest
 from specdec.files.reading import read_json
 from specdec.files.staging import check_free_space, check_output_dir, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
@@ -96,6 +96,9 @@ def run_build(
     """Run trtllm-build into the engine folder; return the build_config that it recorded."""
     folder, kept = plan.checkpoint_dir.resolve(), settings.output_dir.resolve()
     failed_log = kept.parent / f"{kept.name}.{LOG_NAME}"
+    sources = [describe_file(folder / "config.json")]
+    sources += [describe_file(file.path) for file in plan.files]
+    check_sources(sources)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         # It leaves its timing cache in the current folder.
         with tempfile.TemporaryDirectory(prefix="specdec-build-") as scratch:
@@ -112,8 +115,7 @@ def run_build(
         manifest = folder / "manifest.json"
         write_manifest(
             staged, kind="engine", settings=to_plain(settings),
-            sources=[describe_file(folder / "config.json")]
-            + [describe_file(file.path) for file in plan.files],
+            sources=sources,
             backend="tensorrt-llm",
             trtllm_version=plan.label,
             environment=here.to_json(),

@@ -56,6 +56,7 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
         options.engine_dir, device=target.device.type, devices=options.draft_devices
     )
     try:
+        draft.check_whole()
         check_devices("draft", options.draft_devices, draft)
         check_devices("target", options.target_devices, target)
         target_tokens, draft_tokens = (

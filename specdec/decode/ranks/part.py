@@ -13,10 +13,11 @@ from specdec.decode.ranks.processes import count_local_ranks
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.kernel_cache import find_fault, list_entries
-from specdec.engine.layout import EngineConfig, read_engine_config
+from specdec.engine.layout import EngineConfig, name_weight_file, read_engine_config
 from specdec.engine.linear import can_prepack
 from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
+from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.int4 import INT4_ALGORITHMS
@@ -27,6 +28,9 @@ logger = logs.get_logger(__name__)
 def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     """Load the part of a rank other than 0."""
     config = read_engine_config(folder)
+    if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
+        name = name_weight_file(config.checkpoint.model, group.rank)
+        Verification(folder, (name,)).finish()
     options = list_options(config, folder, device)
     weights = load_weights(
         folder, config, device, rank=group.rank, is_packed=is_packed(config, options),
