@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import require, setting
+from specdec.command.settings import option_group, require, setting
 from specdec.errors import UsageError, suggest
 from specdec.http_client import SERVER_KEY_VARIABLE, check_url
+
+SERVER = option_group("Server")
+REFERENCE = option_group("Reference")
+WHAT_CHECKED = option_group("What is checked")
 
 # In the order in which they are told; `usage` and `acceptance` look at what the others did.
 CHECKS = (
@@ -20,57 +24,57 @@ CHECKS = (
 class AuditSettings:
     """One field is one flag."""
 
-    base_url: str = setting(
+    base_url: str = SERVER(
         required=True, metavar="URL",
         help="The server that is audited, such as http://127.0.0.1:8000/v1.",
     )  # fmt: skip
-    model: str = setting(required=True, metavar="NAME", help="The model's name at the server.")
-    reference_engine: Path | None = setting(
+    model: str = SERVER(required=True, metavar="NAME", help="The model's name at the server.")
+    reference_engine: Path | None = REFERENCE(
         folder="engine", metavar="ENGINE",
         help="Engine of ours with the same weights; its plain decoding is the reference.",
     )  # fmt: skip
-    same_drafter: bool = setting(
+    same_drafter: bool = REFERENCE(
         False, help="--reference-engine holds the server's drafter: the server's must do as well."
     )
-    reference_url: str | None = setting(
+    reference_url: str | None = REFERENCE(
         metavar="URL", help="Another server of the same model without speculation, as reference."
     )
-    reference_model: str | None = setting(
+    reference_model: str | None = REFERENCE(
         metavar="NAME", help="The model's name at --reference-url; --model if not given."
     )
-    tokenizer_dir: str | None = setting(
+    tokenizer_dir: str | None = REFERENCE(
         metavar="DIR", help="Tokenizer of --reference-engine; the one it holds if not given."
     )
-    device: str = setting(
+    device: str = REFERENCE(
         "auto", choices=("auto", "cpu", "cuda"), help="Device of --reference-engine."
     )
-    metrics_url: str | None = setting(
+    metrics_url: str | None = SERVER(
         metavar="URL", help="The server's counters; /metrics beside /v1 if not given."
     )
-    api_key_file: Path | None = setting(
+    api_key_file: Path | None = SERVER(
         help="File that holds the server's key; if not given, SPECDEC_API_KEY."
     )
-    reference_api_key_file: Path | None = setting(
+    reference_api_key_file: Path | None = REFERENCE(
         help="File that holds the key of --reference-url; none if not given."
     )
-    prompts: Path | None = setting(
+    prompts: Path | None = WHAT_CHECKED(
         metavar="FILE",
         help="Prompts, a line each of FILE.txt or FILE.jsonl; a few built-in ones if not given.",
     )  # fmt: skip
-    max_tokens: int = setting(64, minimum=8, metavar="N", help="New tokens of each prompt.")
-    near_tie: float = setting(
+    max_tokens: int = WHAT_CHECKED(64, minimum=8, metavar="N", help="New tokens of each prompt.")
+    near_tie: float = WHAT_CHECKED(
         0.5, minimum=0, metavar="X",
         help="Tokens whose logits differ by at most X at the reference tie: what half precision"
         " may swap.",
     )  # fmt: skip
-    min_acceptance_length: float | None = setting(
+    min_acceptance_length: float | None = WHAT_CHECKED(
         minimum=1, metavar="X",
         help="Fail where fewer tokens come per draft and its verify step, e.g. 2.5.",
     )  # fmt: skip
-    checks: list[str] = setting(
+    checks: list[str] = WHAT_CHECKED(
         [], metavar="NAME...", help=f"Only these checks, of {', '.join(CHECKS)}."
     )
-    timeout: float = setting(
+    timeout: float = SERVER(
         120.0, minimum=0.1, maximum=10**6, metavar="S", help="Seconds that an answer may take."
     )
     json: bool = setting(False, help="Print one JSON object on stdout.")

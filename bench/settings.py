@@ -6,11 +6,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, like, require, setting
+from specdec.command.settings import add_options, like, option_group, require, setting
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options, name_options
 from specdec.model.bounds import MAX_DRAFT_TOKENS
+
+ENGINE_PROMPTS = option_group("Engine and prompts")
+MEASUREMENT = option_group("Measurement")
+OUTPUT = option_group("Output")
+CHECKPOINT = option_group("Checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,13 +23,15 @@ class PromptSettings:
     """What every command here runs."""
 
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
-    prompts: Path | None = setting(
+    prompts: Path | None = ENGINE_PROMPTS(
         metavar="FILE",
         help="File of prompts: .jsonl, which may have categories, or .txt; a few built-in ones"
         " if not given.",
     )  # fmt: skip
-    max_output_len: int = setting(128, minimum=2, metavar="N", help="New tokens for each prompt.")
-    repeat: int = setting(
+    max_output_len: int = ENGINE_PROMPTS(
+        128, minimum=2, metavar="N", help="New tokens for each prompt."
+    )
+    repeat: int = MEASUREMENT(
         5, minimum=1, metavar="N",
         help="Rounds to measure; in each, speculation and plain decoding take turns.",
     )  # fmt: skip
@@ -52,7 +59,7 @@ class EngineSettings(PromptSettings):
 
 
 def _batch_sizes() -> Any:
-    return setting(
+    return MEASUREMENT(
         "1", metavar="N[,N...]",
         help="Numbers of requests to decode at the same time; each is measured.",
     )  # fmt: skip
@@ -63,7 +70,7 @@ class BenchSettings(EngineSettings):
     """One field is one flag of specdec-bench."""
 
     batch_sizes: str = _batch_sizes()
-    output: Path | None = setting(
+    output: Path | None = OUTPUT(
         metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
     )
     force: bool = setting(False, help="Replace an existing --output folder.")
@@ -81,21 +88,21 @@ class DiagnoseSettings(EngineSettings):
 class TuneSettings(PromptSettings):
     """One field is one flag of specdec tune."""
 
-    checkpoint_dir: Path = setting(
+    checkpoint_dir: Path = CHECKPOINT(
         required=True, folder="checkpoint", metavar="CKPT",
         help="Checkpoint folder of the target, with its drafter.",
     )  # fmt: skip
     batch_sizes: str = _batch_sizes()
-    max_length: int = setting(
+    max_length: int = MEASUREMENT(
         5, minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Longest draft to try, for ReDrafter and draft models.",
     )  # fmt: skip
-    num_measured: int = setting(
+    num_measured: int = MEASUREMENT(
         3, minimum=1, metavar="N",
         help="How many settings to measure over all prompts; round by round the slower half of the"
         " others goes.",
     )  # fmt: skip
-    output_file: Path | None = setting(
+    output_file: Path | None = OUTPUT(
         metavar="RECIPE", help="Write the best settings as a recipe, to be used with --config."
     )
     force: bool = setting(False, help="Replace an existing --output-file.")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import setting
+from specdec.command.settings import option_group, setting
+
+ENGINE = option_group("Engine")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorSettings:
     """One field is one flag."""
 
-    engine_dir: Path | None = setting(
+    engine_dir: Path | None = ENGINE(
         metavar="ENGINE",
         help="Also check this engine: whether it can run here, and every byte of it.",
     )

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, like, name_flag, require, setting
+from specdec.command.settings import add_options, like, name_flag, option_group, require, setting
 from specdec.errors import UsageError
 from specdec.methods import METHODS
+
+MODELS = option_group("Models")
+FORMAT = option_group("Format")
+USE = option_group("Use")
 
 RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "edge-llm", "hf")
 FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
@@ -34,33 +38,33 @@ DrafterFolders = dataclasses.make_dataclass(
 class ExportSettings:
     """One field is one flag."""
 
-    checkpoint_dir: Path | None = setting(
+    checkpoint_dir: Path | None = MODELS(
         metavar="CKPT", help="A checkpoint of specdec-convert, in place of a drafter."
     )
-    model_dir: str | None = setting(
+    model_dir: str | None = MODELS(
         metavar="BASE",
         help="The drafter's target, a Hugging Face folder or Hub id; without a drafter, the model"
         " to export.",
     )
-    to: str = setting(
+    to: str = FORMAT(
         required=True, choices=RUNTIME_NAMES, help="The runtime whose format is written."
     )
-    output_dir: Path = setting(required=True, help="Folder to write.")
-    dtype: str = setting(
+    output_dir: Path = FORMAT(required=True, help="Folder to write.")
+    dtype: str = FORMAT(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),
         help="Type of the weights; auto keeps the drafter's, or the target's if config.json tells"
         " none.",
     )  # fmt: skip
-    gguf_type: str | None = setting(
+    gguf_type: str | None = FORMAT(
         choices=("F32", "F16", "BF16", "Q8_0"),
         help="Type of the matrices in a GGUF file; theirs if not given.",
     )
-    num_draft_tokens: int | None = setting(
+    num_draft_tokens: int | None = USE(
         minimum=1, metavar="N",
         help="Draft tokens a step in the commands and files written; 3 if not given, or as many as"
         " there are Medusa heads.",
     )  # fmt: skip
-    trtllm_version: str = setting(
+    trtllm_version: str = FORMAT(
         "1.2", choices=("1.2", "1.3"), help="With --to trtllm-pytorch: whose key names."
     )
     force: bool = setting(False, help="Replace the output folder.")

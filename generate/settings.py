@@ -6,19 +6,23 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, get_flags, like, name_flag, setting
+from specdec.command.settings import add_options, get_flags, like, name_flag, option_group, setting
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
 from specdec.methods import METHODS
+
+MODELS = option_group("Models")
+ENGINE = option_group("Engine", rare=True)
+KEPT_ENGINES = option_group("Kept engines")
 
 # Of the methods: folders of drafters, and settings of those that draft by the target alone.
 DRAFTER_FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
 DRAFTS = tuple(m.options["draft"] for m in METHODS.values() if m.source == "target")
 
 
-def _like(stage: str, name: str, help: str | None = None) -> Any:
-    """Declare a field as another stage has it, for that stage."""
-    return like(load_command(stage).settings_class, name, help, stage=stage)
+def _like(stage: str, name: str, help: str | None = None, **others: Any) -> Any:
+    """Declare a field as another stage has it, for that stage. others: of `like`."""
+    return like(load_command(stage).settings_class, name, help, stage=stage, **others)
 
 
 DrafterFolders = dataclasses.make_dataclass(
@@ -35,27 +39,27 @@ class GenerateSettings:
     """One field is one flag; most are convert's, build's or run's, and mean the same here."""
 
     texts: list[str] = setting([], metavar="TEXT", is_argument=True, help="One or several prompts.")
-    input_file: Path | None = _like("run", "input_file")
+    input_file: Path | None = _like("run", "input_file", group="Text")
     model_dir: str | None = _like("convert", "model_dir")
-    draft_model_dir: str | None = setting(
+    draft_model_dir: str | None = MODELS(
         folder="model", metavar="SMALL",
         help="A small model that drafts for the target: a folder or Hub id.",
     )  # fmt: skip
-    tokenizer_dir: str | None = setting(
+    tokenizer_dir: str | None = MODELS(
         metavar="DIR", help="Folder or Hub id of the tokenizer; --model-dir if not given."
     )
-    dtype: str = _like("convert", "dtype")
-    dequantize: bool = _like("convert", "dequantize")
+    dtype: str = _like("convert", "dtype", group="Engine", rare=True)
+    dequantize: bool = _like("convert", "dequantize", group="Engine", rare=True)
     redrafter_num_beams: int | None = _like("convert", "redrafter_num_beams")
     redrafter_draft_len_per_beam: int | None = _like("convert", "redrafter_draft_len_per_beam")
-    quantization: str | None = _like("build", "quantization")
-    drafter_weights: str = _like("build", "drafter_weights")
-    max_batch_size: int = _like("build", "max_batch_size")
-    max_seq_len: int | None = setting(
+    quantization: str | None = _like("build", "quantization", group="Engine", rare=True)
+    drafter_weights: str = _like("build", "drafter_weights", group="Engine", rare=True)
+    max_batch_size: int = _like("build", "max_batch_size", group="Engine", rare=True)
+    max_seq_len: int | None = ENGINE(
         minimum=2, metavar="N",
         help="Longest prompt plus output in tokens; the model's limit, at most 4096, if not given.",
     )  # fmt: skip
-    backend: str = _like("build", "backend")
+    backend: str = _like("build", "backend", group="Engine", rare=True)
     draft_len: str | None = _like("run", "draft_len")
     draft_tree_tokens: int | None = _like("run", "draft_tree_tokens")
     draft_vocabulary: str = _like("run", "draft_vocabulary")
@@ -65,19 +69,19 @@ class GenerateSettings:
     top_p: float = _like("run", "top_p")
     random_seed: int = _like("run", "random_seed")
     stop_words: list[str] = _like("run", "stop_words")
-    apply_chat_template: bool = _like("run", "apply_chat_template")
+    apply_chat_template: bool = _like("run", "apply_chat_template", group="Text")
     no_speculation: bool = _like("run", "no_speculation")
-    device: str = _like("run", "device")
-    streaming: bool = _like("run", "streaming")
-    show_drafts: bool = _like("run", "show_drafts")
+    device: str = _like("run", "device", group="Engine", rare=True)
+    streaming: bool = _like("run", "streaming", group="Text")
+    show_drafts: bool = _like("run", "show_drafts", group="Text")
     json: bool = _like("run", "json")
-    no_cache: bool = setting(
+    no_cache: bool = KEPT_ENGINES(
         False, help="Keep no engine: build in a temporary folder, and remove it."
     )
     force: bool = setting(
         False, help="Convert and build again, even if the engine is in the cache."
     )
-    clear_cache: bool = setting(
+    clear_cache: bool = KEPT_ENGINES(
         False, help="Remove every engine that this command has kept, and exit."
     )
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, like, setting
+from specdec.command.settings import add_options, like, option_group
 from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
+
+ADDRESS = option_group("Address")
+ENGINE = option_group("Engine")
+LOAD = option_group("Load")
+MACHINE = option_group("Machine", rare=True)
 
 
 @add_options(*list_options("draft"))
@@ -15,47 +20,45 @@ from specdec.methods import list_options
 class ServeSettings:
     """One field is one flag and one recipe key."""
 
-    engine_dir: Path = like(DecodeSettings, "engine_dir")
-    tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
+    engine_dir: Path = like(DecodeSettings, "engine_dir", group="Engine")
+    tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir", group="Engine")
     no_speculation: bool = like(DecodeSettings, "no_speculation")
     device: str = like(DecodeSettings, "device")
-    host: str = setting("127.0.0.1", help="Address to listen on.")
-    port: int = setting(
+    host: str = ADDRESS("127.0.0.1", help="Address to listen on.")
+    port: int = ADDRESS(
         8000, minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one."
     )
-    served_model_name: str | None = setting(
+    served_model_name: str | None = ENGINE(
         metavar="NAME", help="What clients call the model; if not given, the engine folder's name."
     )
-    api_key_file: Path | None = setting(
+    api_key_file: Path | None = ADDRESS(
         help="File that holds the key clients must send; if not given, SPECDEC_API_KEY."
     )
-    allow_anonymous: bool = setting(
+    allow_anonymous: bool = ADDRESS(
         False, help="Listen on other addresses than loopback without a key."
     )
-    max_batch_size: int | None = setting(
+    max_batch_size: int | None = LOAD(
         minimum=1, help="Requests decoded at once; the engine's own if not given."
     )
-    max_seq_len: int | None = setting(
+    max_seq_len: int | None = LOAD(
         minimum=2, help="Tokens of a prompt and its output; the engine's own if not given."
     )
-    kv_cache_free_gpu_memory_fraction: float | None = setting(
+    kv_cache_free_gpu_memory_fraction: float | None = LOAD(
         metavar="F",
         help="TensorRT-LLM only: share of the free GPU memory for the KV cache; 0.9 if not given.",
     )  # fmt: skip
-    max_queue: int = setting(
-        256, minimum=0, help="Requests that may wait; beyond, clients get 429."
-    )
-    prompt_chunk: int | None = setting(
+    max_queue: int = LOAD(256, minimum=0, help="Requests that may wait; beyond, clients get 429.")
+    prompt_chunk: int | None = LOAD(
         minimum=1,
         help="Tokens of new prompts that are read in a step of running requests; if not given, as"
         " many as leave it at most six times as long as without them, by what steps take here.",
     )  # fmt: skip
-    request_timeout: float = setting(
+    request_timeout: float = LOAD(
         600.0, minimum=0.001, maximum=10**6, metavar="S", help="Seconds that a request may take."
     )
-    max_body_mb: float = setting(
+    max_body_mb: float = MACHINE(
         4.0, minimum=0.001, metavar="MB", help="Size of the largest request."
     )
-    metrics_prefix: str = setting(
+    metrics_prefix: str = MACHINE(
         "specdec", choices=("specdec", "vllm"), help="What the names of metrics begin with."
     )

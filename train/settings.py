@@ -5,8 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, setting
+from specdec.command.settings import add_options, option_group, setting
 from specdec.methods import METHODS, list_options
+
+MODELS_DATA = option_group("Models and data")
+LENGTH_SPEED = option_group("Length and speed")
+OPTIMIZER = option_group("Optimizer", rare=True)
+WHAT_LEARNED = option_group("What is learned", rare=True)
+LARGE_TARGETS = option_group("Large targets", rare=True)
+OUTPUT = option_group("Output", rare=True)
+INTERRUPTION = option_group("Interruption")
+EVALUATION = option_group("Evaluation", rare=True)
 
 TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is not None)
 
@@ -16,106 +25,110 @@ TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is
 class TrainSettings:
     """What `specdec-train` takes; beside the options of each method."""
 
-    method: str = setting("redrafter", help="Kind of drafter.", choices=TRAINABLE)
-    model_dir: str = setting(
+    method: str = MODELS_DATA("redrafter", help="Kind of drafter.", choices=TRAINABLE)
+    model_dir: str = MODELS_DATA(
         required=True, folder="model", metavar="BASE",
         help="The target: a Hugging Face folder or Hub id; it is not changed.",
     )  # fmt: skip
-    data: Path = setting(
+    data: Path = MODELS_DATA(
         required=True,
         help="Training data: FILE.txt, or FILE.jsonl or FILE.json with `text`, `messages` or"
         " `conversations`.",
         metavar="FILE",
     )  # fmt: skip
     # `check_settings` wants it except with --sanity, which writes nothing.
-    output_dir: Path = setting(help="Folder for the drafter.", metavar="OUT")
-    eval_data: Path | None = setting(
+    output_dir: Path = MODELS_DATA(help="Folder for the drafter.", metavar="OUT")
+    eval_data: Path | None = MODELS_DATA(
         help="Held-out data in the same formats; without it 2% of --data is held out.",
         metavar="FILE",
     )  # fmt: skip
-    start_from: Path | None = setting(
+    start_from: Path | None = MODELS_DATA(
         help="Go on from this drafter, in place of fresh weights: a folder that specdec-train"
         " wrote, of the same method and sizes; P-EAGLE also from an EAGLE-3, and a DFlash with a"
         " Markov head from one without.", metavar="DRAFTER",
     )  # fmt: skip
-    max_steps: int | None = setting(help="Number of optimizer steps.", minimum=1, metavar="N")
-    num_epochs: float | None = setting(
+    max_steps: int | None = LENGTH_SPEED(help="Number of optimizer steps.", minimum=1, metavar="N")
+    num_epochs: float | None = LENGTH_SPEED(
         help="Passes over the data, in place of --max-steps; 2 if neither is given.", minimum=0,
         metavar="X",
     )  # fmt: skip
-    learning_rate: float = setting(
+    learning_rate: float = LENGTH_SPEED(
         help="Highest learning rate of AdamW; if not given, the method's default.",
         minimum=0, maximum=1000,
     )  # fmt: skip
-    batch_size: int = setting(
+    batch_size: int = LENGTH_SPEED(
         4, help="Rows in a forward pass, on each device.", minimum=1, maximum=2**16
     )
-    gradient_accumulation_steps: int = setting(
+    gradient_accumulation_steps: int = LENGTH_SPEED(
         1, help="Forward passes per optimizer step.", minimum=1, maximum=2**16
     )
-    model_max_length: int | None = setting(
+    model_max_length: int | None = LENGTH_SPEED(
         help="Tokens in a row; if not given, the target's limit, at most 2048.", minimum=8
     )
-    warmup_ratio: float = setting(
+    warmup_ratio: float = OPTIMIZER(
         0.1, help="Share of the steps in which the learning rate rises.", minimum=0
     )
-    weight_decay: float = setting(0.0, help="AdamW's weight decay.", minimum=0, maximum=1)
-    max_grad_norm: float = setting(1.0, help="Clip gradients to this norm; 0: never.", minimum=0)
-    seed: int = setting(
+    weight_decay: float = OPTIMIZER(0.0, help="AdamW's weight decay.", minimum=0, maximum=1)
+    max_grad_norm: float = OPTIMIZER(1.0, help="Clip gradients to this norm; 0: never.", minimum=0)
+    seed: int = OPTIMIZER(
         0, help="Seed of the first weights and of the order of the data.", minimum=0,
         maximum=2**64 - 1,
     )  # fmt: skip
-    dtype: str = setting(
+    dtype: str = LENGTH_SPEED(
         "auto",
         help="Type to compute in; the weights that are trained stay float32. auto: bfloat16 if"
         " the processor has it.",
         choices=("auto", "bfloat16", "float32"),
     )
-    self_distillation: float = setting(
+    self_distillation: float = WHAT_LEARNED(
         help="How much to learn from the target's own distribution, 0 to 1; the rest is"
         " learned from the tokens of the text. If not given, the method's default.", minimum=0,
         metavar="W",
     )  # fmt: skip
-    shard_target: bool = setting(
+    shard_target: bool = LARGE_TARGETS(
         False,
         help="Split the target's layers over the processes, for a target that does not fit on"
         " one GPU. accelerate's FSDP and DeepSpeed ZeRO 3 do so by themselves.",
     )  # fmt: skip
-    hidden_states_dir: Path | None = setting(
+    hidden_states_dir: Path | None = LARGE_TARGETS(
         help="Keep the target's hidden states in this folder. They are computed once; later"
         " runs read them and do not load the target's layers.", metavar="DIR",
     )  # fmt: skip
-    save_dtype: str = setting(
+    save_dtype: str = OUTPUT(
         "auto",
         help="Type of the written weights. auto: bfloat16 if the target has it, otherwise float32.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    save_steps: int = setting(500, help="Steps between checkpoints; 0: none.", minimum=0)
-    eval_steps: int = setting(500, help="Steps between evaluations; 0: at the end only.", minimum=0)
-    eval_rows: int = setting(128, help="Most rows per evaluation.", minimum=1)
-    eval_prompts: int = setting(
+    save_steps: int = INTERRUPTION(500, help="Steps between checkpoints; 0: none.", minimum=0)
+    eval_steps: int = EVALUATION(
+        500, help="Steps between evaluations; 0: at the end only.", minimum=0
+    )
+    eval_rows: int = EVALUATION(128, help="Most rows per evaluation.", minimum=1)
+    eval_prompts: int = EVALUATION(
         16,
         help="Held-out prompts on which each evaluation measures an engine's real acceptance;"
         " 0: none.", minimum=0,
     )  # fmt: skip
-    eval_output_len: int = setting(64, help="New tokens for each of --eval-prompts.", minimum=2)
-    stop_at_acceptance: float | None = setting(
+    eval_output_len: int = EVALUATION(64, help="New tokens for each of --eval-prompts.", minimum=2)
+    stop_at_acceptance: float | None = EVALUATION(
         help="Stop as soon as an evaluation reaches this acceptance length.", minimum=1, metavar="X"
     )
-    report_top_k: int = setting(
+    report_top_k: int = EVALUATION(
         5, help="Report the accuracy of the top 1 to the top K tokens.", minimum=1
     )
-    logging_steps: int = setting(10, help="Steps between progress lines.", minimum=1)
-    sanity: bool = setting(
+    logging_steps: int = EVALUATION(10, help="Steps between progress lines.", minimum=1)
+    sanity: bool = EVALUATION(
         False,
         help="Test the training: learn one row by heart and write nothing; exit status 1 if"
         " that fails.",
     )  # fmt: skip
-    push_to_hub: str | None = setting(
+    push_to_hub: str | None = OUTPUT(
         help="Also upload the drafter to this private repository of the Hugging Face Hub; the"
         " token is read from HF_TOKEN.",
         metavar="ID",
     )
-    resume: bool = setting(False, help="Continue an interrupted training from its last checkpoint.")
+    resume: bool = INTERRUPTION(
+        False, help="Continue an interrupted training from its last checkpoint."
+    )
     force: bool = setting(False, help="Replace the output, or start again.")
     json: bool = setting(False, help="Print one JSON object on stdout.")

@@ -5,10 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, get_flags, list_given, name_flag, require, setting
+from specdec.command.settings import (
+    add_options,
+    get_flags,
+    list_given,
+    name_flag,
+    option_group,
+    require,
+    setting,
+)
 from specdec.errors import UsageError
 from specdec.methods import list_options
 from specdec.methods.draft_target import DraftTargetDraft
+
+CHECKPOINT_FILES = option_group("A checkpoint's files")
+ENGINE_TEXT = option_group("An engine's text")
+SAMPLING = option_group("Its sampling")
 
 # What each claim alone reads; `sampling` joins the engine's.
 CHECKPOINT_FLAGS = ("checkpoint_dir", "workers")
@@ -21,19 +33,19 @@ SHARED_FLAGS = ("json",)
 class VerifySettings:
     """One field is one flag."""
 
-    checkpoint_dir: Path | None = setting(
+    checkpoint_dir: Path | None = CHECKPOINT_FILES(
         metavar="CKPT", help="Checkpoint folder to check, file by file."
     )
-    workers: int | None = setting(
+    workers: int | None = CHECKPOINT_FILES(
         minimum=1, metavar="N",
         help="Files to hash at the same time; if not given, one for each processor core.",
     )  # fmt: skip
-    engine_dir: Path | None = setting(
+    engine_dir: Path | None = ENGINE_TEXT(
         folder="engine",
         metavar="ENGINE",
         help="The engine whose text is compared with its model's.",
     )
-    model_dir: str | None = setting(
+    model_dir: str | None = ENGINE_TEXT(
         folder="model",
         metavar="HF",
         help="Folder or Hub id of the base model that the engine was made from.",
@@ -41,33 +53,33 @@ class VerifySettings:
     acceptance: str = setting(
         "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
     )
-    verify_hashes: bool = setting(
+    verify_hashes: bool = ENGINE_TEXT(
         False, help="Compare every byte of the engine with its manifest first."
     )
-    prompts: Path | None = setting(
+    prompts: Path | None = ENGINE_TEXT(
         metavar="FILE",
         help="File of prompts, .txt or .jsonl as for specdec-run; a few built-in ones if not"
         " given.",
     )  # fmt: skip
-    max_output_len: int = setting(
+    max_output_len: int = ENGINE_TEXT(
         64, minimum=1, metavar="N", help="New tokens to compare for each prompt."
     )
-    num_alone: int = setting(
+    num_alone: int = ENGINE_TEXT(
         2, minimum=0, metavar="N",
         help="How many prompts are also run alone, to compare them with the batch.",
     )  # fmt: skip
-    sampling: bool = setting(
+    sampling: bool = SAMPLING(
         False, help="Also test sampled text against the model's exact distribution."
     )
-    num_samples: int = setting(
+    num_samples: int = SAMPLING(
         1000, minimum=100, metavar="N", help="With --sampling: samples of each prompt."
     )
-    temperature: float = setting(1.0, metavar="T", help="With --sampling: the temperature.")
-    top_k: int = setting(4, minimum=2, help="With --sampling: the top-k.")
-    random_seed: int = setting(
+    temperature: float = SAMPLING(1.0, metavar="T", help="With --sampling: the temperature.")
+    top_k: int = SAMPLING(4, minimum=2, help="With --sampling: the top-k.")
+    random_seed: int = SAMPLING(
         0, minimum=0, metavar="S", help="With --sampling: seed of the first sample."
     )
-    device: str = setting(
+    device: str = ENGINE_TEXT(
         "auto", choices=("auto", "cpu", "cuda"), help="Device for the engine and the model."
     )
     json: bool = setting(False, help="Print one JSON object on stdout.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ class Flag:
     maximum: float | None = None
     metavar: str | None = None
     hidden: bool = False
+    group: str = ""  # the title in --help; none for the general options and those of methods
+    rare: bool = False  # explained by --all only
     is_argument: bool = False  # the words that belong to no option; a list
     required: bool = False  # `require` refuses settings without it, so that its type is never None
     folder: str | None = None  # the kind of folder it names, one of files/folders.py
@@ -51,11 +54,24 @@ def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
     return _declare(default, {"flag": Flag(help=help, **flag)})
 
 
-def like(kind: type, name: str, help: str | None = None, **metadata: Any) -> Any:
-    """Declare a field as other settings have it. metadata: what else is to be known of it."""
+def option_group(title: str, *, rare: bool = False) -> Callable[..., Any]:
+    """`setting` for the options of a group; see `Flag`."""
+    return functools.partial(setting, group=title, rare=rare)
+
+
+def like(
+    kind: type, name: str, help: str | None = None, *, group: str | None = None,
+    rare: bool = False, **metadata: Any,
+) -> Any:  # fmt: skip
+    """Declare a field as other settings have it. metadata: what else is to be known of it.
+
+    help, group: other ones than there; rare belongs to a group.
+    """
     flag, default = get_flags(kind)[name]
     if help is not None:
         flag = dataclasses.replace(flag, help=help)
+    if group is not None:
+        flag = dataclasses.replace(flag, group=group, rare=rare)
     return _declare(default, {"flag": flag, **metadata})
 
 

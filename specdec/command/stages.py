@@ -28,8 +28,10 @@ from specdec.command.settings import (
     takes_others,
 )
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
+from specdec.methods import METHODS
 from specdec.threads import calm_threads
 
+ALL = "--all"  # with --help or without
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -47,7 +49,6 @@ class StageCommand(click.Command):
     work: Callable[[Any], None]  # takes settings of that class
     list_options: frozenset[str] = frozenset()
     subcommands: Mapping[str, click.Command] = {}
-    is_help_long = False
 
     @property
     def stage(self) -> str:
@@ -59,8 +60,7 @@ class StageCommand(click.Command):
         help.write_examples(self.stage, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        help.write_options(self.stage, ctx, formatter, is_long=self.is_help_long)
-        help.write_link(self.stage, formatter, is_long=self.is_help_long)
+        help.write_options(self.stage, ctx, formatter, is_long=ALL in ctx.meta)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None,
@@ -76,6 +76,10 @@ class StageCommand(click.Command):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        before = args[: args.index("--")] if "--" in args else args
+        if ALL in before and not ctx.resilient_parsing:
+            ctx.meta[ALL] = True
+            args = ["--help"]
         return super().parse_args(ctx, self._repeat_list_options(ctx, args))
 
     def _repeat_list_options(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -106,7 +110,8 @@ def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
     declaration = name_flag(name)
     text = flag.help
     shown = default is not None and default is not False and default != []
-    options: dict[str, Any] = {"default": None, "hidden": flag.hidden, "metavar": flag.metavar}
+    is_hidden = flag.hidden or len(flag.choices) == 1  # what has one legal value is only accepted
+    options: dict[str, Any] = {"default": None, "hidden": is_hidden, "metavar": flag.metavar}
     if flag.kind == "flag":
         del options["metavar"]
         options["is_flag"] = True
@@ -175,6 +180,8 @@ def stage_command(
             click.Option(["--debug"], is_flag=True, help="Show tracebacks and debug messages.")
         )
         params.append(_make_version_option())
+        # `parse_args` takes it; here it is for those who ask which options there are.
+        params.append(click.Option([ALL], is_flag=True, expose_value=False, hidden=True))
         command = StageCommand(
             f"specdec-{name}",
             params=params,
@@ -428,22 +435,28 @@ class StageGroup(click.Group):
             formatter.write_dl([
                 *((name, text) for name, (_, text) in STAGES.items()),
                 ("help CMD", "all options of a command, explained"),
+                ("help METHOD", f"those of a drafting method: {', '.join(METHODS)}"),
                 ("docs [PAGE]", "a page of the documentation, or their list"),
             ])  # fmt: skip
 
 
 def _complete_stage(_: object, __: object, incomplete: str) -> list[str]:
-    return [name for name in STAGES if name.startswith(incomplete)]
+    return [name for name in (*STAGES, *METHODS) if name.startswith(incomplete)]
 
 
 @click.command("help", context_settings=dict(CONTEXT))
-@click.argument("words", nargs=-1, metavar="[CMD]", shell_complete=_complete_stage)
+@click.argument("words", nargs=-1, metavar="[CMD|METHOD]", shell_complete=_complete_stage)
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Explain all options of a command, such as `specdec help run`."""
+    """Explain all options of a command or of a drafting method: `specdec help run`."""
     parent = ctx.find_root()
     if not words:
         click.echo(parent.get_help())
+        return
+    if (method := METHODS.get(words[0].replace("-", "_"))) and not words[1:]:
+        formatter = parent.make_formatter()
+        help.write_method(method, {name: load_command(name) for name in STAGES}, formatter)
+        click.echo(formatter.getvalue().rstrip("\n"))
         return
     name, command, _ = group.resolve_command(parent, list(words))
     assert name is not None
@@ -453,8 +466,9 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
             raise click.UsageError(f"specdec {name} has no subcommand {word!r}")
         name, command = f"{name} {word}", command.subcommands[word]
         assert isinstance(command, StageCommand)
-    command.is_help_long = True
-    click.echo(command.get_help(click.Context(command, parent=parent, info_name=name)))
+    own = click.Context(command, parent=parent, info_name=name)
+    own.meta[ALL] = True
+    click.echo(command.get_help(own))
 
 
 @click.command("docs", context_settings=dict(CONTEXT))

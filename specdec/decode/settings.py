@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, setting
+from specdec.command.settings import add_options, option_group
 from specdec.methods import list_options
+
+ENGINE_PROMPTS = option_group("Engine and prompts")
+TEXT = option_group("Text")
+DRAFTING = option_group("Drafting")
+TYPICAL_ACCEPTANCE_LOSSY = option_group("Typical acceptance (lossy)", rare=True)
+MACHINE = option_group("Machine", rare=True)
 
 
 @add_options(*list_options("draft"))
@@ -17,55 +23,55 @@ class DecodeSettings:
     One field is one flag and one recipe key.
     """
 
-    engine_dir: Path = setting(
+    engine_dir: Path = ENGINE_PROMPTS(
         required=True, folder="engine", help="Folder written by specdec-build."
     )
-    tokenizer_dir: str | None = setting(
+    tokenizer_dir: str | None = ENGINE_PROMPTS(
         help="Folder or Hub id of the tokenizer, usually the Hugging Face base model's; if not"
         " given, the one that the engine was built with.",
         metavar="DIR",
     )
-    apply_chat_template: bool = setting(
+    apply_chat_template: bool = ENGINE_PROMPTS(
         False, help="Put each prompt into the tokenizer's chat template, as a user's turn."
     )
-    max_output_len: int = setting(100, minimum=1, help="Most new tokens for each prompt.")
-    temperature: str | None = setting(
+    max_output_len: int = TEXT(100, minimum=1, help="Most new tokens for each prompt.")
+    temperature: str | None = TEXT(
         metavar="T[,T...]",
         help="Sampling temperature, one for all prompts or one each; 0 decodes greedily. If"
         " not given: 1 with --top-k or --top-p, otherwise 0.",
     )
-    top_k: int = setting(0, minimum=0, help="Sample from the K most likely tokens; 0 takes all.")
-    top_p: float = setting(
+    top_k: int = TEXT(0, minimum=0, help="Sample from the K most likely tokens; 0 takes all.")
+    top_p: float = TEXT(
         1.0, help="Sample from the most likely tokens whose probabilities sum to this."
     )
-    random_seed: int = setting(
+    random_seed: int = TEXT(
         0, minimum=0, help="Seed for sampling, for every prompt without one of its own."
     )
-    stop_words: list[str] = setting([], help="Texts that end the output; they are cut off.")
-    end_id: int | None = setting(
+    stop_words: list[str] = TEXT([], help="Texts that end the output; they are cut off.")
+    end_id: int | None = TEXT(
         minimum=0,
         help="Token that ends the output; if not given, that of the generation config or"
         " tokenizer.",
     )  # fmt: skip
-    no_speculation: bool = setting(
+    no_speculation: bool = DRAFTING(
         False, help="Run the same engine without drafts, one token a step."
     )
-    acceptance: str = setting(
+    acceptance: str = TYPICAL_ACCEPTANCE_LOSSY(
         "exact", choices=("exact", "typical"),
         help="How drafts are accepted in sampled text. exact keeps the target's distribution;"
         " typical accepts any token that is likely enough, which is faster and changes the"
         " distribution.",
     )  # fmt: skip
-    typical_epsilon: float | None = setting(
+    typical_epsilon: float | None = TYPICAL_ACCEPTANCE_LOSSY(
         metavar="P",
         help="Accept a token with at least this probability (less where --typical-delta allows"
         " it).  [default: 0.09]",
     )  # fmt: skip
-    typical_delta: float | None = setting(
+    typical_delta: float | None = TYPICAL_ACCEPTANCE_LOSSY(
         metavar="D",
         help="Lower the threshold to D * exp(-entropy) where the target is unsure.  [default: 0.3]",
     )  # fmt: skip
-    kv_cache_enable_block_reuse: bool = setting(
+    kv_cache_enable_block_reuse: bool = MACHINE(
         False, help="Compute a beginning that several prompts share only once."
     )
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="Device to run on.")
+    device: str = MACHINE("auto", choices=("auto", "cpu", "cuda"), help="Device to run on.")

@@ -22,6 +22,8 @@ class BudgetDraft:
         help="auto: draft only while that is faster, and verify of each draft only what is worth"
         " its time. fixed: draft as the other options say. If not given, auto on a CPU, unless"
         " --use-logits and a length are, and fixed elsewhere.",
+        group="Drafting",
+        rare=True,
     )
 
 

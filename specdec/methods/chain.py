@@ -23,6 +23,8 @@ class ChainDraft:
         metavar="A,B|A+B",
         help="Let several methods draft. suffix,redrafter: for each request and step the one that"
         " promises more tokens for its time; suffix+redrafter: both, in one tree.",
+        group="Drafting",
+        rare=True,
     )
 
 

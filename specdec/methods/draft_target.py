@@ -42,6 +42,7 @@ class DraftTargetDraft:
         metavar="N|auto",
         help="With a draft model: draft tokens in a step; auto, the default, drafts what pays, on a"
         " CPU of a tree. With other methods, auto drafts only while that is faster.",
+        group="Drafting",
     )
     draft_tree_tokens: int | None = setting(
         minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",

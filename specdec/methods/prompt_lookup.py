@@ -18,7 +18,10 @@ class PromptLookupDraft:
     """Options of every command that decodes."""
 
     prompt_lookup_num_tokens: int | None = setting(
-        minimum=1, metavar="N", help="Look for drafts in the text itself, up to N tokens in a step."
+        minimum=1,
+        metavar="N",
+        help="Look for drafts in the text itself, up to N tokens in a step.",
+        group="Drafting",
     )
     max_matching_ngram_size: int | None = setting(
         minimum=1, metavar="M",

@@ -126,6 +126,7 @@ class ReDrafterConvert:
     drafter_model_dir: str | None = setting(
         metavar="DRAFTER",
         help="A drafter of any method, told by what it holds: a folder or Hub id.",
+        group="Models",
     )
     redrafter_num_beams: int | None = setting(
         minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,21 +18,15 @@ from click.shell_completion import ShellComplete
 from specdec import __version__
 from specdec.command.help import (
     GENERAL,
+    LAST,
     PAGES,
-    SHARED,
     find_pages,
     list_method_options,
     list_sections,
     name_option,
 )
-from specdec.command.stages import (
-    STAGES,
-    StageCommand,
-    group,
-    load_command,
-    print_error,
-    stage_command,
-)
+from specdec.command.settings import get_flags
+from specdec.command.stages import STAGES, group, load_command, print_error, stage_command
 from specdec.methods import METHODS
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
@@ -217,31 +212,30 @@ def read_help(*args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "train data"])
-def test_every_option_has_its_group(stage: str) -> None:
-    """A new option is put into a group of specdec/command/help.py."""
+def get_stage(stage: str) -> click.Command:
     name, *subcommands = stage.split()
     command: click.Command = load_command(name)
     for word in subcommands:
         command = load_command(name).subcommands[word]
-    sections = list_sections(stage, command.get_params(click.Context(command)))
-    others = [section for section in sections if section.title == "Other options"]
-    assert [name_option(option) for part in others for option in part.options] == []
+    return command
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "train data"])
+def test_every_option_has_its_place(stage: str) -> None:
+    """In a group, or on a method's page; 25 are explained at most before --all."""
+    command = get_stage(stage)
+    short, long = (list_sections(command, is_long=is_long) for is_long in (False, True))
+    assert sum(map(len, short.values())) <= 25
+    shown = [name_option(option) for options in long.values() for option in options]
+    assert len(set(shown)) == len(shown)
+    visible = {
+        name_option(param) for param in command.params
+        if isinstance(param, click.Option) and not param.hidden
+    }  # fmt: skip
+    assert visible - set(shown) <= set(list_method_options())
+    assert {name_option(option) for option in long[GENERAL]} <= set(LAST)
     assert PAGES[stage].examples
     assert (ROOT / "docs" / f"{PAGES[stage].docs}.md").is_file()
-
-
-def test_groups_name_options_that_exist() -> None:
-    known = {"help"}
-    for name in STAGES:
-        command: StageCommand = load_command(name)
-        for each in (command, *command.subcommands.values()):
-            known |= {name_option(param) for param in each.params}
-    tables = (list_method_options(), SHARED)
-    listed = {name for table in tables for names in table.values() for name in names}
-    for page in PAGES.values():
-        listed |= {name for names in (*page.groups.values(), *page.more.values()) for name in names}
-    assert listed | set(GENERAL) <= known
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "train data"])
@@ -259,16 +253,30 @@ def test_examples_give_options_that_exist(stage: str) -> None:
 
 
 def test_help_is_short_and_the_long_form_explains_everything() -> None:
-    short, long = read_help("run", "--help"), read_help("help", "run")
+    short, long = read_help("run", "--help"), read_help("run", "--all")
+    assert long == read_help("help", "run") == read_help("run", "--help", "--all")
     for text in (short, long):
         assert text.index("\nExample") < text.index("\n  --engine-dir ")
         assert text.rstrip().splitlines()[-1].endswith("The page: specdec docs run")
-    assert len(short.splitlines()) < 60 + 3 * len(METHODS), "a method's options are only named"
-    assert "\n  EAGLE " in short
-    assert "\nEAGLE:\n" in long
-    for flag in ("--eagle-tree-tokens", "--kv-cache-free-gpu-memory-fraction"):
-        assert flag in short, "named, and not broken at a hyphen"
-        assert f"\n  {flag} " in long
+        assert "specdec help redrafter|medusa|" in " ".join(text.split())
+        assert "--eagle-tree-tokens" not in text
+    assert len(set(re.findall(r"\n  (?:-\w, )?(--[\w-]+)", short))) <= 25
+    assert "All options: specdec run --all." in short
+    assert "--kv-cache-free-gpu-memory-fraction" not in short
+    assert "\n  --kv-cache-free-gpu-memory-fraction " in long
+    assert run_cli_here("run", "--", "--all").returncode == 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_help_of_a_method(name: str) -> None:
+    done = run_cli_here("help", name.replace("_", "-"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert METHODS[name].title in done.stdout
+    for kind in METHODS[name].options.values():
+        for option, (flag, _) in get_flags(kind).items():
+            assert flag.hidden or f"\n  --{option.replace('_', '-')} " in done.stdout
+    assert "Options of specdec " in done.stdout
+    assert done.stdout.rstrip().rsplit(" ", 1)[-1] in find_pages()
 
 
 def test_pages_are_printed() -> None:
@@ -329,6 +337,7 @@ def test_version(args: list[str]) -> None:
         (["run", "--device"], "c", ["cpu", "cuda"]),
         (["build", "--use-paged-context-fmha"], "d", ["disable"]),
         (["help"], "di", ["diagnose"]),
+        (["help"], "red", ["redrafter"]),
         (["train", "data"], "--dataset", ["--dataset-split"]),
     ],
 )
