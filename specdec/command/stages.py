@@ -180,8 +180,6 @@ def stage_command(
             click.Option(["--debug"], is_flag=True, help="Show tracebacks and debug messages.")
         )
         params.append(_make_version_option())
-        # `parse_args` takes it; here it is for those who ask which options there are.
-        params.append(click.Option([ALL], is_flag=True, expose_value=False, hidden=True))
         command = StageCommand(
             f"specdec-{name}",
             params=params,

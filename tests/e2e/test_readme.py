@@ -210,7 +210,7 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
     from specdec.command.stages import STAGES
     from specdec.trtllm.facts import LABELS, load_facts
 
-    known = {"--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
+    known = {"--all", "--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
     for parser in (make_parser(""), run_all.make_parser()):
         known |= {flag for action in parser._actions for flag in action.option_strings}
     for label in LABELS:
