@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,14 @@ def test_every_break_finds_its_place() -> None:
         found.apply((ROOT / found.file).read_text())
         assert all((ROOT / "tests" / name).is_file() for name in found.tests), found
     assert len(BREAKS) == 40
+
+
+def test_how_it_works_names_what_is_there() -> None:
+    """The page that walks a request through the code: each name is defined in the linked file."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    found = re.findall(r"\[`(?:\w+\.)?(\w+)`\]\(\.\./([\w/.]+)\)", page)
+    assert len(found) > 20
+    assert len(page.splitlines()) < 200
+    for name, path in found:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(?:def|class) {name}\b", code, re.MULTILINE), f"{path}: {name}"
