@@ -382,6 +382,21 @@ def test_one_disturbed_step_does_not_end_drafting(num_rows: int, slow: float) ->
     assert min(sizes[-20:]) > 1
 
 
+def test_drafts_are_tried_again_when_the_machine_has_become_faster() -> None:
+    """Plain steps show it, drafted ones do not: those would seem dear for good."""
+    budget = Budget(4)
+    sizes: list[int] = []
+    chances = [np.array([0.6**depth for depth in range(1, 5)])] * 16
+    for step in range(80):
+        size = 1 + budget.choose(chances) if budget.plan([100] * 16) else 1
+        seconds = (1.0 + 0.005 * 16 * size) * (1.8 if step < 9 else 1.0)
+        emitted = [2, 2, 1, 2] * 4 if size > 1 else [1] * 16
+        budget.record(0.01 if size > 1 else None, seconds, size, emitted)
+        sizes.append(size)
+    assert max(sizes[:9]) > 1
+    assert sizes[-30:].count(1) <= 3
+
+
 # ---- The text.
 
 

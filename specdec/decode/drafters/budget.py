@@ -41,6 +41,7 @@ NUM_BUCKETS = 10  # of a drafter's confidence
 FIRST_TRIALS = 4.0  # that what the drafter says of itself weighs as much as
 FIRST_RATE = 0.7  # believed: of the drafted tokens that are reached, those that are accepted
 FIRST_ROWS = 3.0  # that this belief weighs as much as
+FASTER = 0.8  # a plain step takes this share of what it did, or less: the machine got faster
 SURE = 0.999  # no more than this is believed of a token
 # Tokens of prompts by which it is learnt what reading them costs, and that are read for a trial of
 # drafts that are known not to pay: enough for one request or two.
@@ -176,7 +177,8 @@ class Budget:
         self._num_rows = 0  # of the step that was planned last
         self._is_retry = False  # whether that tries once more what seemed dear
         self._num_declined = 0  # requests of the newest step for which drafts seemed too dear
-        self._num_tried: dict[int, int] = {}  # steps that verified drafts, by requests
+        # By requests: steps that verified drafts, and what a plain one cost at the last of them.
+        self._tried: dict[int, tuple[int, float]] = {}
         self._rate = self._allowance = 0.0  # tokens a second; seconds that it may lose
         self._gain = 1.0  # how many times as fast as plain steps it promised to be
         self.account = Account()
@@ -221,8 +223,10 @@ class Budget:
         )
         if may_read and float(least - plain) <= self._allowance:
             return True
-        # What was tried only once may have been disturbed, and would seem dear for good.
-        was_disturbed = self._num_tried.get(num_rows) == 1 and not (read or self.is_whole)
+        # What was tried only once may have been disturbed, and the machine may have been slower:
+        # drafts would seem dear for good.
+        count, before = self._tried.get(num_rows, (0, 0.0))
+        was_disturbed = (count == 1 or plain < FASTER * before) and not (read or self.is_whole)
         self._is_retry = was_disturbed and self._num_declined == num_rows
         self._num_declined = num_rows
         if not self._is_retry:
@@ -310,7 +314,8 @@ class Budget:
         else:
             self._draft.record(num_rows, draft_seconds / num_levels)
         self._num_levels += (num_levels - self._num_levels) / FIRST_TRIALS
-        self._num_tried[num_rows] = self._num_tried.get(num_rows, 0) + (size > 1)
+        if size > 1:
+            self._tried[num_rows] = self._tried.get(num_rows, (0, 0.0))[0] + 1, plain
         # What others delay is nobody's loss: costs of the same kind are compared.
         draft = num_levels * (self._draft.estimate(num_rows) or 0.0)
         won = _count_won(num_rows) * (sum(emitted) / num_rows - 1)
