@@ -483,6 +483,7 @@ def fetch_drafter(settings: ConvertSettings) -> Path | None:
     name = settings.drafter_model_dir  # type: ignore[attr-defined]
     if given != [name] or Path(name).exists() or not is_hub_id(name):
         return None
+    check_flags(settings)  # before anything is fetched
     files = [file for method in FOLDERS.values() for file in load_converter(method).WEIGHT_FILES]
     return open_model(name, "--drafter-model-dir", weight_files=files).path
 

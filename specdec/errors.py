@@ -86,11 +86,11 @@ class Problems(list[tuple[str, str]]):
         )
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
     import difflib
 
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
