@@ -68,6 +68,7 @@ def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
     size = [] if args.size == "full" else ["--quick"]
     steps["convert"] = script("convert", *size, *report("convert"))
     steps["memory"] = script("memory")
+    steps["busy-core"] = script("busy_core")
     steps["quality"] = script("quality", *report("quality"))
     steps["serve-costs"] = script("serve", "costs", *served, *report("serve-costs"))
     if LLAMA_CPP in args.peers:  # which peers.py has compiled

@@ -60,7 +60,7 @@ def list_lengths(
     decoder, limits = _find_model(bench)
     return [
         Candidate(
-            name=f"{length} tokens",
+            name=f"{length} token{'s'[length == 1 :]}",
             proposer=DraftTargetProposer(decoder, DraftLength(length), use_logits=False, **limits),
             build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": length},
             run={"draft_len": str(length), **(run or {})},

@@ -302,7 +302,7 @@ def test_the_command_with_a_draft_model(folder: Path, pair: tuple[Path, Path]) -
     report = json.loads(done.stdout)
     assert report["method"] == "draft_target"
     lengths = {r["name"]: r["acceptance_length"] for r in report["batches"][0]["settings"]}
-    assert lengths["2 tokens"] > lengths["1 tokens"] > 1.5
+    assert lengths["2 tokens"] > lengths["1 token"] > 1.5
 
 
 def test_flags() -> None:

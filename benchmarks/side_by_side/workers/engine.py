@@ -22,7 +22,7 @@ from specdec.decode.requests import Request, sum_stats
 from specdec.methods.suffix import SuffixOptions
 from specdec.run.settings import RunSettings
 
-from ..ways import name_chain
+from ..ways import SearchShape, name_chain
 from ..wire import Calls, cut_at_end, serve
 
 
@@ -53,7 +53,8 @@ class Engine:
                 self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):
-                self._proposers["redrafter", candidate.name] = candidate.proposer
+                shape = SearchShape(*candidate.convert.values(), *candidate.run.values())
+                self._proposers["redrafter", str(shape)] = candidate.proposer
 
     def get(self, way: str, setting: dict[str, Any]) -> Drafter:
         return self._proposers[(way, *(str(value) for value in setting.values()))]
