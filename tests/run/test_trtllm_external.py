@@ -46,7 +46,7 @@ def run_torch(world: World, requests: list[dict[str, Any]], **settings: Any) -> 
     target = world.torch_engine("target", world.checkpoint("plain"), *EXTERNAL[:4])
     draft = world.torch_engine("draft", world.draft())
     settings = {"draft_len": "4", "draft_engine_dir": draft, **settings}
-    return world.run(target, requests, **settings)
+    return world.run(target, requests, draft_budget="fixed", **settings)
 
 
 def list_outputs(report: Any) -> list[Any]:
@@ -261,7 +261,7 @@ def test_prompt_lookup_drafts_from_the_text_and_never_an_empty_draft(
     ]
     settings: dict[str, Any] = {"prompt_lookup_num_tokens": 4, "max_output_len": 24}
     engine = world.torch_engine("target", world.checkpoint("plain"), *EXTERNAL[:4])
-    expected = world.run(engine, requests, **settings)
+    expected = world.run(engine, requests, draft_budget="fixed", **settings)
     report = world.run(target, requests, **settings)
     assert list_outputs(report) == list_outputs(expected)
     assert report["stats"]["method"] == "prompt_lookup"

@@ -53,7 +53,9 @@ def test_redrafter_engine_counts_steps_and_tells_what_it_cannot(
     world: World, redrafter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests = make_prompts(4, 17, 30)
-    expected = world.run(world.torch_engine("redrafter", world.redrafter()), requests)
+    expected = world.run(
+        world.torch_engine("redrafter", world.redrafter()), requests, draft_budget="fixed"
+    )
     with caplog.at_level("INFO"):
         report = world.run(redrafter, requests)
     assert list_texts(report) == list_texts(expected)
@@ -167,7 +169,9 @@ def test_a_sampling_redrafter_engine_refuses_what_it_would_ignore(world: World) 
 
 def test_medusa_gets_a_tree_and_refuses_another_temperature(world: World) -> None:
     engine = world.engine("medusa", world.medusa(), "--speculative-decoding-mode", "medusa")
-    expected = world.run(world.torch_engine("medusa", world.medusa()), make_prompts(4, 11))
+    expected = world.run(
+        world.torch_engine("medusa", world.medusa()), make_prompts(4, 11), draft_budget="fixed"
+    )
     report = world.run(engine, make_prompts(4, 11))
     assert list_texts(report) == list_texts(expected)
     choices = world.calls("from_dir")[0]["options"]["medusa_choices"]
