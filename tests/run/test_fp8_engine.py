@@ -22,7 +22,7 @@ from specdec.engine.float8 import Float8Linear, round_input, widen
 from specdec.engine.layout import WEIGHTS_NAME
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_llama
-from tests.engines import call, continue_greedily
+from tests.engines import call, continue_greedily, renew_sums
 from tests.families import make_family_model
 
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64]]
@@ -176,6 +176,7 @@ def test_checkpoints_of_older_and_newer_writers(checkpoint: Path, tmp_path: Path
         config["quantization"]["exclude_modules"] = []
 
     changed = change_checkpoint(checkpoint, tmp_path / "ckpt", change)
+    renew_sums(changed)
     quantized = load_file(changed / "rank0.safetensors")
     rounded = round_target(checkpoint.parent / "target", changed, tmp_path / "rounded")
     tensors = load_file(rounded / "model.safetensors")

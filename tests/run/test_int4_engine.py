@@ -24,7 +24,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from tests.conftest import make_llama
 from tests.engine.kernels import needs_compiler
-from tests.engines import continue_greedily, round_inputs, save_weights
+from tests.engines import continue_greedily, renew_sums, round_inputs, save_weights
 from tests.four_bits import read_weight
 from tests.parity.models import VOCAB
 from tests.parity.test_families import assert_near
@@ -154,6 +154,7 @@ def test_text_is_what_transformers_makes_of_a_checkpoint(
     else:
         checkpoint = convert(target, tmp_path / "checkpoint")
         quantize_checkpoint(checkpoint, is_full=kind == "full")
+        renew_sums(checkpoint)
     engine = build(checkpoint, "engine", "--optimize", optimize)
     widened, stored = widen_checkpoint(checkpoint), load_file(checkpoint / "rank0.safetensors")
     model = AutoModelForCausalLM.from_pretrained(target)

@@ -363,6 +363,7 @@ def test_builds_that_are_refused(parent: Path, tmp_path: Path) -> None:
     )
     tensors["transformer.layers.0.mlp.fc.weight"][3, 1] = float("nan")
     save_file(tensors, tmp_path / "ckpt" / "rank0.safetensors")
+    (tmp_path / "ckpt" / "manifest.json").unlink()
     with pytest.raises(SpecDecError, match="gate_up.weight has NaN or infinite values in 1 of"):
         build(tmp_path / "ckpt", "nan", *INT8)
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(("engine", "nan"))]

@@ -199,6 +199,7 @@ def test_generation_logits_need_the_flag_of_the_build_or_of_the_run(
         settings: dict[str, Any] = {
             "output_generation_logits": True,
             "output_file": tmp_path / "out.json",
+            "force": True,
         }
         if world.label == "0.14" and engine == plain:
             with pytest.raises(SpecDecError, match="no generation logits") as caught:

@@ -165,7 +165,7 @@ def test_an_engine_accepts_more_and_says_that_it_is_lossy(
     assert (exact["acceptance"], exact["lossy"]) == ("exact", False)
     assert "lossy" not in capsys.readouterr().err
     # Random heads are seldom right; a bound close to 0 takes nearly all that they draft.
-    flags = ["--temperature", "1.5", "--acceptance", "typical"]
+    flags = ["--temperature", "1.5", "--acceptance", "typical", "--draft-budget", "fixed"]
     flags += ["--medusa-choices", "[[0],[0,0],[0,0,0]]"]
     tight = run(engine, *flags)["stats"]
     loose = run(engine, *flags, "--typical-epsilon", "1e-9")["stats"]

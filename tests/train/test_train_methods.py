@@ -142,7 +142,7 @@ def test_every_evaluation_converts_builds_and_runs(
     stats = call_here(
         "run",
         ["--engine-dir", engine, "--tokenizer-dir", base, "--input-file", str(requests),
-         "--max-output-len", "20"],
+         "--max-output-len", "20", "--draft-budget", "fixed"],
     )["stats"]  # fmt: skip
     for name in ("num_output_tokens", "num_verify_steps", "acceptance_length"):
         assert stats[name] == measured[name]

@@ -286,9 +286,13 @@ def test_one_changed_weight_is_found(parent: Path, tmp_path: Path) -> None:
     path = engine / "weights.safetensors"
     tensors = load_file(path)
     tensors["transformer.layers.1.attention.dense.weight"][5, 7] += 20
+    manifest = (engine / "manifest.json").read_bytes()
     save_weights(tensors, path)
+    renewed = (engine / "manifest.json").read_bytes()
+    (engine / "manifest.json").write_bytes(manifest)
     with pytest.raises(SpecDecError, match=r"weights\.safetensors has sha256 .*, not "):
         verify(engine, parent / "target", verify_hashes=True)
+    (engine / "manifest.json").write_bytes(renewed)
     report = verify(engine, parent / "target")
     assert report["verdict"] == "differs"
     wrong = [found for found in report["divergences"] if not found["near_tie"]]
