@@ -161,14 +161,13 @@ def tune_batch(
     plain_rates = rounds["plain"].list_rates()
     for candidate in finalists:
         done = rounds[candidate.name]
-        row = describe_pass(done.warm_up)
-        row |= {"trial_ratio": None, "round": None} | rows.get(candidate.name, {})
-        rates = done.list_rates()
-        row["measured"] = {
+        whole, rates = describe_pass(done.warm_up), done.list_rates()
+        measured = {
             "tokens_per_second": summarize(rates), "ratio": divide(rates, plain_rates),
-            "acceptance_length": describe_pass(done.warm_up)["acceptance_length"],
+            "acceptance_length": whole["acceptance_length"],
         }  # fmt: skip
-        rows[candidate.name] = row
+        row = rows.get(candidate.name, whole | {"trial_ratio": None, "round": None})
+        rows[candidate.name] = row | {"measured": measured}
 
     def rank(row: dict[str, Any]) -> tuple[float, int, float]:
         measured = row["measured"]["ratio"]["median"] if row["measured"] else 0.0
