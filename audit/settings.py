@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import option_group, require, setting
+from specdec.command.settings import require
 from specdec.errors import UsageError, suggest
 from specdec.http_client import SERVER_KEY_VARIABLE, check_url
+from specdec.options import option_group, setting
 
 SERVER = option_group("Server")
 REFERENCE = option_group("Reference")

@@ -6,9 +6,9 @@ import json
 
 import click
 
-from specdec.command.settings import as_options
 from specdec.command.stages import stage_command
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.options import as_options
 
 from .settings import BenchSettings
 

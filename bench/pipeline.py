@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import as_options, require
+from specdec.command.settings import require
 from specdec.errors import SpecDecError
 from specdec.files.staging import check_output_dir
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.options import as_options
 
 from .machine import LoadMeter, describe_load, describe_machine, measure_memory
 from .settings import BenchSettings, read_counts

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import as_options, name_flag
 from specdec.files.reading import read_json
 from specdec.files.staging import write_whole
 from specdec.methods.draft_target import DraftTargetTune
+from specdec.options import as_options, name_flag
 
 from .methods.base import Candidate
 from .settings import TuneSettings

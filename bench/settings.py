@@ -6,11 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, like, option_group, require, setting
+from specdec.command.settings import require
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options, name_options
 from specdec.model.bounds import MAX_DRAFT_TOKENS
+from specdec.options import add_options, like, option_group, setting
 
 ENGINE_PROMPTS = option_group("Engine and prompts")
 MEASUREMENT = option_group("Measurement")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import list_given, name_flag, require
+from specdec.command.settings import require
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
@@ -25,6 +25,7 @@ from specdec.files.staging import check_output_file
 from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
+from specdec.options import list_given, name_flag
 
 from .combine import list_combined
 from .engine import Bench, Pass, open_bench

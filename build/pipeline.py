@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import get_flags, make_unknown_error, name_flag, require, to_plain
+from specdec.command.settings import make_unknown_error, require, to_plain
 from specdec.errors import UsageError
 from specdec.files.manifest import check_sources, describe_file, write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
+from specdec.options import get_flags, name_flag
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
 

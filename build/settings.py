@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.command.settings import Other, option_group, setting
+from specdec.command.settings import Other
 from specdec.methods import list_modes
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_SIZE
+from specdec.options import option_group, setting
 from specdec.trtllm.facts import LABELS
 
 FOLDERS = option_group("Folders")

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import name_flag, need
+from specdec.command.settings import need
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
+from specdec.options import name_flag
 from specdec.trtllm.engine_folder import (
     BACKEND,
     EXTERNAL,

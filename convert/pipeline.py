@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import name_flag, need, require, to_plain
+from specdec.command.settings import need, require, to_plain
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.casts import FLOATS
 from specdec.files.folders import is_hub_id
@@ -36,6 +36,7 @@ from specdec.model.tensors import (
     list_rank_names,
     list_target_tensors,
 )
+from specdec.options import name_flag
 from specdec.threads import count_usable_cores
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.layouts import find_layout_problems

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, option_group, setting
 from specdec.methods import list_options
 from specdec.model.bounds import MAX_RANKS
+from specdec.options import add_options, option_group, setting
 
 MODELS = option_group("Models")
 CHECKPOINT = option_group("Checkpoint")

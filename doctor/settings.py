@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import option_group, setting
+from specdec.options import option_group, setting
 
 ENGINE = option_group("Engine")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, like, name_flag, option_group, require, setting
+from specdec.command.settings import require
 from specdec.errors import UsageError
 from specdec.methods import METHODS
+from specdec.options import add_options, like, name_flag, option_group, setting
 
 MODELS = option_group("Models")
 FORMAT = option_group("Format")

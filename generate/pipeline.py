@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import get_flags
 from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
 from specdec.methods import METHODS
+from specdec.options import get_flags
 
 from .cache import EngineCache, measure_folder
 from .settings import DRAFTER_FOLDERS, DRAFTS, GenerateSettings

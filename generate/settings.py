@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import add_options, get_flags, like, name_flag, option_group, setting
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
 from specdec.methods import METHODS
+from specdec.options import add_options, get_flags, like, name_flag, option_group, setting
 
 MODELS = option_group("Models")
 ENGINE = option_group("Engine", rare=True)

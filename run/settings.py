@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import option_group, setting
 from specdec.decode.settings import DecodeSettings
+from specdec.options import option_group, setting
 
 ENGINE_PROMPTS = option_group("Engine and prompts")
 OUTPUT = option_group("Output")

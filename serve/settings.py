@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, like, option_group
 from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
+from specdec.options import add_options, like, option_group
 
 ADDRESS = option_group("Address")
 ENGINE = option_group("Engine")

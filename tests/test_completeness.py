@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from specdec.command.settings import SECTIONS, get_flags, resolve_settings
+from specdec.command.settings import SECTIONS, resolve_settings
 from specdec.command.stages import STAGES
 from specdec.convert.quantize.sections import METHODS as METHODS_READ
 from specdec.convert.quantize.sections import SOURCE_FORMATS
 from specdec.methods import METHODS, Method
+from specdec.options import get_flags
 from tests.conftest import ROOT
 from tests.mutants import BREAKS
 

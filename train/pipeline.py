@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import list_given, name_flag, require
+from specdec.command.settings import require
 from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.staging import check_output_dir, list_local, stage_folder
 from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
+from specdec.options import list_given, name_flag
 
 from .job import Job, list_inputs, make_drafter, prepare_job, start_accelerator
 from .settings import TRAINABLE, TrainSettings

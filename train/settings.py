@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, option_group, setting
 from specdec.methods import METHODS, list_options
+from specdec.options import add_options, option_group, setting
 
 MODELS_DATA = option_group("Models and data")
 LENGTH_SPEED = option_group("Length and speed")

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import name_flag, to_plain
+from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError
 from specdec.files.reading import parse_json, read_json, write_json
 from specdec.logs import get_logger
+from specdec.options import name_flag
 
 from .settings import TrainSettings
 

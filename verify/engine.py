@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from specdec import logs
-from specdec.command.settings import as_options, need
+from specdec.command.settings import need
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.manifest import check_hashes
 from specdec.methods import METHODS
 from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.options import as_options
 from specdec.pretrained import load_config
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend

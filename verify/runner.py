@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from specdec.command.settings import as_options, need, to_arguments
+from specdec.command.settings import need, to_arguments
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import list_options
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.options import as_options
 from specdec.processes import call_run
 from specdec.tokenizer import find_tokenizer
 

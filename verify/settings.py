@@ -5,18 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import (
-    add_options,
-    get_flags,
-    list_given,
-    name_flag,
-    option_group,
-    require,
-    setting,
-)
+from specdec.command.settings import require
 from specdec.errors import UsageError
 from specdec.methods import list_options
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.options import add_options, get_flags, list_given, name_flag, option_group, setting
 
 CHECKPOINT_FILES = option_group("A checkpoint's files")
 ENGINE_TEXT = option_group("An engine's text")

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from specdec.command.settings import as_options, list_given
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.engine.decoder import Decoder
 from specdec.methods.draft_target import METHOD, DraftTargetTokens, DraftTargetTune
+from specdec.options import as_options, list_given
 
 from .base import Candidate, Trial, call_build
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from specdec.command.settings import as_options
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.files.reading import read_json, write_json
 from specdec.methods.redrafter import ReDrafterTune
+from specdec.options import as_options
 
 from ..settings import read_counts
 from .base import Candidate, Trial

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import list_given, name_flag
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method
+from specdec.options import list_given, name_flag
 
 from .base import DrafterConverter
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec import logs
-from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.dflash import ARCHITECTURE, METHOD, DFlashConvert, DFlashParams, make_net
 from specdec.model.bounds import MAX_DRAFT_TOKENS
@@ -26,6 +25,7 @@ from specdec.model.tensors import (
     MARKOV_HEAD,
     OFFSETS,
 )
+from specdec.options import as_options
 
 from ..families import qwen2, qwen3
 from ..families.base import ROTARY_BUFFERS, read_decoder

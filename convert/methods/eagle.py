@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.command.settings import as_options
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
@@ -30,6 +29,7 @@ from specdec.methods.eagle import (
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS, find_first_copy
+from specdec.options import as_options
 
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder

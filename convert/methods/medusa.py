@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import as_options
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods.medusa import METHOD, MedusaConvert, MedusaParams
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
+from specdec.options import as_options
 
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder

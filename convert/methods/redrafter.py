@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import as_options
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.methods.redrafter import METHOD, ReDrafterConvert, ReDrafterParams
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
+from specdec.options import as_options
 
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder

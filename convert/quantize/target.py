@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdec import logs
-from specdec.command.settings import name_flag, need
+from specdec.command.settings import need
 from specdec.documents import check_data_file
 from specdec.errors import Problems, UsageError
 from specdec.files.tensor_file import DTYPES
@@ -18,6 +18,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.quantization import FP8
 from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
+from specdec.options import name_flag
 
 from ..hf import HfFolder
 from ..plan import Part, RankPlan, count_elements, plan_tensors

@@ -9,11 +9,12 @@ import subprocess
 import sys
 
 from specdec import logs
-from specdec.command.settings import as_options, to_arguments
+from specdec.command.settings import to_arguments
 from specdec.command.stdout import find_stdout
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.mpi import find_world
+from specdec.options import as_options
 from specdec.processes import end_family, make_environment
 from specdec.trtllm.engine_folder import read_engine_folder
 

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 import specdec
-from specdec.command.settings import Flag, get_flags
 from specdec.methods import METHODS, Method
+from specdec.options import Flag, get_flags
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,44 +1,17 @@
-"""Stage settings: one dataclass field is one flag, one recipe key, one default, one help text."""
+"""A command's settings: from its defaults, a recipe and the flags that were typed."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
-import functools
-import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.errors import UsageError, shorten, suggest
+from specdec.errors import UsageError, suggest
+from specdec.options import check_value, get_flags, name_flag
 
 T = TypeVar("T")
 SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
-# How a field is given, by its type, without `| None`; a bool that may be None: enable or disable.
-KINDS = {
-    "str": "str", "int": "int", "float": "float", "Path": "path", "bool": "flag",
-    "bool | None": "enable", "list[str]": "list",
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Flag:
-    """How a settings field appears on the command line and in a recipe."""
-
-    help: str
-    kind: str = ""  # one of KINDS, by the field's type
-    choices: tuple[str, ...] = ()
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # value -> its command
-    minimum: float | None = None
-    maximum: float | None = None
-    metavar: str | None = None
-    hidden: bool = False
-    group: str = ""  # the title in --help; none for the general options and those of methods
-    rare: bool = False  # explained by --all only
-    is_argument: bool = False  # the words that belong to no option; a list
-    required: bool = False  # `require` refuses settings without it, so that its type is never None
-    folder: str | None = None  # the kind of folder it names, one of files/folders.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,86 +20,6 @@ class Other:
 
     words: tuple[str, ...]
     recipe: Path | None = None  # None: the command line
-
-
-def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
-    """Declare a settings field; see `Flag` for the keywords."""
-    return _declare(default, {"flag": Flag(help=help, **flag)})
-
-
-def option_group(title: str, *, rare: bool = False) -> Callable[..., Any]:
-    """`setting` for the options of a group; see `Flag`."""
-    return functools.partial(setting, group=title, rare=rare)
-
-
-def like(
-    kind: type, name: str, help: str | None = None, *, group: str | None = None,
-    rare: bool = False, **metadata: Any,
-) -> Any:  # fmt: skip
-    """Declare a field as other settings have it. metadata: what else is to be known of it.
-
-    help, group: other ones than there; rare belongs to a group.
-    """
-    flag, default = get_flags(kind)[name]
-    if help is not None:
-        flag = dataclasses.replace(flag, help=help)
-    if group is not None:
-        flag = dataclasses.replace(flag, group=group, rare=rare)
-    return _declare(default, {"flag": flag, **metadata})
-
-
-def _declare(default: Any, metadata: dict[str, Any]) -> Any:
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
-    """Map each field of a settings class to (flag, default); its module postpones annotations."""
-    flags = {}
-    for field in dataclasses.fields(settings_class):
-        if "flag" in field.metadata:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
-            written = str(field.type)
-            kind = KINDS.get(written) or KINDS[written.removesuffix(" | None")]
-            flag = dataclasses.replace(field.metadata["flag"], kind=kind)
-            flags[field.name] = (flag, default)
-    return flags
-
-
-def add_options(*kinds: type) -> Callable[[type[T]], type[T]]:
-    """Decorate a settings class: it gains the fields of others, such as the methods' options.
-
-    A type checker sees only the class's own fields; `as_options` gives the others their types.
-    """
-
-    def decorate(own: type[T]) -> type[T]:
-        namespace = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-        return dataclasses.make_dataclass(
-            own.__name__, [], bases=(*reversed(kinds), own), namespace=namespace,
-            frozen=True, kw_only=True,
-        )  # fmt: skip
-
-    return decorate
-
-
-def as_options(settings: object, kind: type[T]) -> T:
-    """Return settings as one of the classes that `add_options` added to them."""
-    assert isinstance(settings, kind)
-    return settings
-
-
-def list_given(settings: Any, kind: type) -> list[str]:
-    """Names of the options of `kind` that are not at their default."""
-    flags = get_flags(kind).items()
-    return [name for name, (_, default) in flags if getattr(settings, name) != default]
-
-
-def name_flag(name: str) -> str:
-    """Return a settings field's name on the command line."""
-    return "--" + name.replace("_", "-")
 
 
 # What other tools call an option -> what it is called here, where a command has one of these.
@@ -182,85 +75,6 @@ def make_unknown_error(settings_class: type, section: str, name: str, other: Oth
     return UsageError(
         f"no such option {shown}{suggest_option(name, known)}", "--help lists the options"
     )
-
-
-def check_value(name: str, value: Any, flag: Flag) -> Any:
-    """Return a recipe or command-line value as the flag's type, or raise UsageError."""
-
-    def wrong(expected: str) -> UsageError:
-        return UsageError(
-            f"{name}: expected {expected}, got {shorten(value, 200)}", f"give {name} {expected}"
-        )
-
-    if value is None:
-        return None
-    if flag.kind == "flag":
-        if not isinstance(value, bool):
-            raise wrong("true or false")
-        return value
-    if flag.kind == "enable":
-        if isinstance(value, bool):
-            return value
-        if value not in ("enable", "disable"):
-            raise wrong("enable or disable")
-        return value == "enable"
-    if flag.kind == "list":
-        values = list(value) if isinstance(value, (list, tuple)) else [value]
-        if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
-            raise wrong("a text or a list of texts")
-        if not all(_is_whole(str(v)) for v in values):
-            raise wrong("text of whole characters, in UTF-8")
-        return [str(v) for v in values]
-    if flag.kind in ("int", "float"):
-        try:
-            if isinstance(value, bool) or (flag.kind == "int" and isinstance(value, float)):
-                raise ValueError
-            value = int(value) if flag.kind == "int" else float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise wrong("a whole number" if flag.kind == "int" else "a number") from None
-        if flag.kind == "float" and not math.isfinite(value):
-            raise wrong("a finite number")
-        if flag.minimum is not None and not value >= flag.minimum:
-            raise wrong(f"at least {flag.minimum}")
-        if flag.maximum is not None and not value <= flag.maximum:
-            raise wrong(f"at most {flag.maximum}")
-        return value
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
-        raise wrong("a text")
-    text = str(value)
-    if not _is_whole(text):
-        raise wrong("text of whole characters, in UTF-8")
-    if flag.kind == "path" and (not text or "\0" in text):
-        raise wrong("a path")  # Path("") would be the current folder
-    if flag.kind == "path" and _leads_in_circles(text):
-        raise wrong("a path without a circle of links")
-    same = {choice.replace("_", "-"): choice for choice in flag.choices}
-    text = same.get(text.replace("_", "-"), text)
-    if text in flag.elsewhere:
-        raise UsageError(
-            f"{name}: {text} is not one of {', '.join(flag.choices)}: another command makes it",
-            f"{text}: {flag.elsewhere[text]}",
-        )
-    if flag.choices and text not in flag.choices:
-        choices = ", ".join(flag.choices)
-        raise UsageError(
-            f"{name}: {text!r} is not one of {choices}{suggest(text, flag.choices)}",
-            f"choose one of {choices}",
-        )
-    return Path(text) if flag.kind == "path" else text
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _leads_in_circles(path: str) -> bool:
-    try:
-        os.stat(path)
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
 
 
 def _refuse_twins(mapping: Any) -> None:

@@ -18,17 +18,10 @@ from click.core import ParameterSource
 
 from specdec import __version__, logs
 from specdec.command import help
-from specdec.command.settings import (
-    SECTIONS,
-    Flag,
-    get_flags,
-    name_flag,
-    resolve_settings,
-    suggest_option,
-    takes_others,
-)
+from specdec.command.settings import SECTIONS, resolve_settings, suggest_option, takes_others
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
 from specdec.methods import METHODS
+from specdec.options import Flag, get_flags, name_flag
 from specdec.threads import calm_threads
 
 ALL = "--all"  # with --help or without

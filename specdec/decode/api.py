@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdec import logs
-from specdec.command.settings import as_options, check_value, get_flags
 from specdec.decode.engine import TorchEngine
 from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loading import load_engine
@@ -42,6 +41,7 @@ from specdec.errors import (
     suggest,
 )
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.options import as_options, check_value, get_flags
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.command.settings import add_options, option_group
 from specdec.methods import list_options
+from specdec.options import add_options, option_group
 
 ENGINE_PROMPTS = option_group("Engine and prompts")
 TEXT = option_group("Text")

@@ -7,8 +7,8 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.command.settings import get_flags, name_flag
 from specdec.errors import SpecDecError, UsageError
+from specdec.options import get_flags, name_flag
 
 from . import dflash, draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter, suffix
 from .base import DrafterParams, Method

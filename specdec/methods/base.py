@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
-from specdec.command.settings import get_flags
 from specdec.errors import Problems, SpecDecError, UsageError, shorten
 from specdec.model.bounds import MAX_MODULES
+from specdec.options import get_flags
 
 if TYPE_CHECKING:
     from specdec.model.config import ModelConfig

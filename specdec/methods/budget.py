@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from specdec.command.settings import as_options, setting
 from specdec.errors import UsageError
+from specdec.options import as_options, setting
 
 from .draft_target import DraftTargetDraft
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Container
 from typing import Any
 
-from specdec.command.settings import as_options, setting
 from specdec.errors import UsageError
+from specdec.options import as_options, setting
 
 FORM = "suffix,redrafter: one or the other, whichever promises more; suffix+redrafter: one tree"
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.command.settings import as_options, list_given, setting
 from specdec.errors import Problems
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
@@ -24,6 +23,7 @@ from specdec.model.tensors import (
     list_norm,
     list_target_tensors,
 )
+from specdec.options import as_options, list_given, setting
 
 from .base import (
     Method,

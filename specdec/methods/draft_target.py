@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import as_options, like, name_flag, setting
 from specdec.errors import UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS
+from specdec.options import as_options, like, name_flag, setting
 
 from .base import Method, is_device_list, read_literal
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.command.settings import as_options, setting
 from specdec.errors import Problems, UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
+from specdec.options import as_options, setting
 
 from .base import (
     Choices,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from specdec.command.settings import as_options, name_flag, setting
 from specdec.errors import UsageError
+from specdec.options import as_options, name_flag, setting
 
 from .base import Method, is_device_list, read_literal
 from .chain import ChainDraft

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import as_options, list_given, name_flag, setting
 from specdec.errors import UsageError
+from specdec.options import as_options, list_given, name_flag, setting
 
 from .base import Method
 

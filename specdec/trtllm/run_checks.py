@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from specdec import logs
-from specdec.command.settings import list_given, name_flag
 from specdec.decode.devices import check_count
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import Problems, UsageError
@@ -18,6 +17,7 @@ from specdec.methods.chain import ChainDraft
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.redrafter import ReDrafterDraft
+from specdec.options import list_given, name_flag
 from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment

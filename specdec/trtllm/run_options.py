@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from specdec.command.settings import list_given, name_flag
 from specdec.decode.drafters import eagle, medusa
 from specdec.decode.drafters.lookahead import choose_lookahead, fit_lookahead
 from specdec.decode.drafters.trees import grow_choices
@@ -18,6 +17,7 @@ from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.lookahead import read_options as read_lookahead_config
 from specdec.methods.medusa import MedusaDraft, MedusaParams
 from specdec.methods.medusa import read_options as read_medusa_tree
+from specdec.options import list_given, name_flag
 from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.run_checks import EAGLE, MEDUSA, RuntimeSettings
 from specdec.trtllm.runner import has_orchestrator

@@ -25,9 +25,9 @@ from specdec.command.help import (
     list_sections,
     name_option,
 )
-from specdec.command.settings import get_flags
 from specdec.command.stages import STAGES, group, load_command, print_error, stage_command
 from specdec.methods import METHODS
+from specdec.options import get_flags
 from tests.conftest import ROOT, read_error_lines, run_cli
 from tests.core.toy import ToySettings
 from tests.engines import run_cli_here

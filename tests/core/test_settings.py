@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from specdec.command.settings import (
-    check_value,
-    get_flags,
-    name_flag,
-    read_recipe,
-    require,
-    resolve_settings,
-    setting,
-    to_plain,
-)
+from specdec.command.settings import read_recipe, require, resolve_settings, to_plain
 from specdec.command.stages import STAGES, load_command
 from specdec.errors import Problems, SpecDecError, UsageError, suggest
+from specdec.options import check_value, get_flags, name_flag, setting
 from specdec.train.data.settings import DataSettings
 
 

@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 
-from specdec.command.settings import setting, to_plain
+from specdec.command.settings import to_plain
 from specdec.command.stages import run_command, stage_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.logs import get_logger, show_progress
+from specdec.options import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -206,8 +206,8 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
 
     from benchmarks import run_all
     from benchmarks.side_by_side.command import make_parser
-    from specdec.command.settings import get_flags
     from specdec.command.stages import STAGES
+    from specdec.options import get_flags
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--all", "--config", "--debug", "--version", "--help", *OTHERS_FLAGS}

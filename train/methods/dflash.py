@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.command.settings import as_options
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import SpecDecError
 from specdec.methods.dflash import DFlashTrain
 from specdec.model.config import ModelConfig
+from specdec.options import as_options
 
 from ..features import Features
 from ..loss import compute_loss, measure_positions

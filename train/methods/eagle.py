@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, smooth_l1_loss
 
-from specdec.command.settings import as_options, name_flag
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.errors import UsageError
@@ -38,6 +37,7 @@ from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import get_kind
+from specdec.options import as_options, name_flag
 
 from ..features import Features, OutputHead
 from ..loss import compute_loss

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.command.settings import as_options
 from specdec.methods.medusa import MedusaTrain
+from specdec.options import as_options
 
 from ..features import Features, OutputHead
 from ..loss import compute_loss

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from specdec.command.settings import as_options
 from specdec.methods.redrafter import ReDrafterTrain
+from specdec.options import as_options
 
 from ..features import Features, TargetShape
 from ..loss import compute_loss, measure_positions

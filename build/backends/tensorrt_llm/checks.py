@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.command.settings import name_flag
 from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
@@ -18,6 +17,7 @@ from specdec.model.experts import name_shared
 from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
+from specdec.options import name_flag
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import Facts
 from specdec.trtllm.layouts import find_layout_problems

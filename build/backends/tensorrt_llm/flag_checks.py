@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.command.settings import name_flag
 from specdec.errors import Problems
+from specdec.options import name_flag
 from specdec.trtllm.facts import BuildFlag
 
 from .checks import Build

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import get_flags, name_flag
 from specdec.errors import UsageError, suggest
+from specdec.options import get_flags, name_flag
 from specdec.trtllm.facts import Facts, list_lines_with
 
 from ...settings import BuildSettings

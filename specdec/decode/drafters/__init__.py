@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from specdec import logs
-from specdec.command.settings import list_given, name_flag
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
+from specdec.options import list_given, name_flag
 
 from .base import DraftContext, Drafter, EngineHandle
 from .budget import bind
