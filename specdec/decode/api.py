@@ -12,11 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from specdec import logs
 from specdec.decode.engine import TorchEngine
 from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loading import load_engine
-from specdec.decode.loop import Batch, Options, fit_batch
+from specdec.decode.loop import Batch, Options
 from specdec.decode.prompts import check_values, find_end_ids, make_requests
 from specdec.decode.requests import (
     ActiveRequest,
@@ -106,7 +108,8 @@ class Output:
     "bonus", the target's own token behind a draft; "plain", a token for which nothing was drafted.
     finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
     logprobs: one a token where the prompt asks for them, else empty. prompt_logprobs: the same of
-    the prompt's tokens, None of the first.
+    the prompt's tokens, None of the first. logits: [tokens, V] in float32, where `generate` was to
+    keep them.
     """
 
     prompt: str
@@ -118,6 +121,7 @@ class Output:
     stats: RequestStats
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
+    logits: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,13 +201,40 @@ class Engine:
         Raises SpecDecError where the engine cannot be loaded; UsageError, which is one, for options
         that are unknown or have no effect with it.
         """
+        if logs.get_launched_rank() is not None and not is_launched:
+            raise SpecDecError(
+                "this process was started by a launcher, and an Engine starts its ranks itself",
+                "start one process, without torchrun or mpirun",
+            )
         settings = read_options(options, {
             "engine_dir": Path(path), "device": device, "no_speculation": not speculation,
             "draft_engine_dir": None if draft is None else Path(draft),
         })  # fmt: skip
-        if read_backend(Path(path)) == TENSORRT_LLM:
+        if isinstance(tokenizer, (str, Path)):
+            settings, tokenizer = dataclasses.replace(settings, tokenizer_dir=str(tokenizer)), None
+        return cls.open(
+            settings, tokenizer, max_batch_size=max_batch_size, max_seq_len=max_seq_len,
+            prompt_chunk=prompt_chunk,
+        )  # fmt: skip
+
+    @classmethod
+    def open(
+        cls,
+        settings: DecodeSettings,
+        tokenizer: Any = None,
+        *,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        prompt_chunk: int | Literal["auto"] | None = None,
+    ) -> Engine:
+        """What `load` does, by the settings of a command that decodes.
+
+        tokenizer: a transformers tokenizer; None is that of the settings, or the engine's own. In
+        a process of a launcher, this is rank 0, which the others follow.
+        """
+        if read_backend(settings.engine_dir) == TENSORRT_LLM:
             raise SpecDecError(
-                f"{path} is an engine of TensorRT-LLM, which Engine cannot load",
+                f"{settings.engine_dir} is an engine of TensorRT-LLM, which Engine cannot load",
                 "run it with specdec-run, or build it with --backend torch",
             )
         if prompt_chunk not in (None, "auto") and not (
@@ -212,14 +243,8 @@ class Engine:
             raise UsageError(
                 f"prompt_chunk is {prompt_chunk!r}", 'give a number from 1 on, "auto", or None'
             )
-        if logs.get_launched_rank() is not None and not is_launched:
-            raise SpecDecError(
-                "this process was started by a launcher, and an Engine starts its ranks itself",
-                "start one process, without torchrun or mpirun",
-            )
-        if tokenizer is None or isinstance(tokenizer, (str, Path)):
-            given = None if tokenizer is None else str(tokenizer)
-            folder = find_tokenizer(Path(path), given)
+        if tokenizer is None:
+            folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
             settings = dataclasses.replace(settings, tokenizer_dir=folder)
             tokenizer = None if folder is None else load_tokenizer(folder)
         end_ids = find_end_ids(settings, tokenizer)
@@ -254,6 +279,11 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype, quantization and tp_size."""
         return self._get_core().describe()
+
+    @property
+    def core(self) -> TorchEngine:
+        """The loaded parts, for whoever measures them one by one."""
+        return self._get_core()
 
     @property
     def is_lost(self) -> bool:
@@ -296,6 +326,7 @@ class Engine:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         end_ids: Collection[int] | None = None,
+        keep_logits: bool = False,
     ) -> list[Output]:
         """Continue prompts, several at once; return their outputs in the same order.
 
@@ -303,7 +334,8 @@ class Engine:
         most new tokens. temperature: 0 decodes greedily; None is 1 with top_k or top_p, else 0.
         top_k: 0 keeps all tokens. top_p: 1 keeps all. seed: equal seeds give equal texts, in any
         batch. stop: texts that end an output. end_ids: tokens that end it; None is those of the
-        model, empty is none.
+        model, empty is none. keep_logits: let the outputs have the logits that their tokens were
+        chosen by; not while streams are open.
 
         Raises PromptError that lists every prompt beyond the engine's limits, before anything is
         decoded; EngineBusyError and EngineLostError as their names say.
@@ -319,15 +351,30 @@ class Engine:
                 return []
             batch = self._batch
             if batch is None or not batch.is_busy:
-                self._batch = None  # its memory is free for this one
-                batch = fit_batch(
-                    core.decoder, core.proposer, requests, self._make_options(core), core.timing
+                self._batch = None  # its memory is free for this call
+                options = self._make_options(core)
+                options = dataclasses.replace(options, keep_logits=keep_logits)
+                results = core.generate(requests, options)
+            elif keep_logits:
+                raise EngineBusyError(
+                    "streams are open, whose steps keep no logits", "close them first"
                 )
-            active = [batch.submit(request) for request in requests]
-            for request in active:
-                while request.finish_reason is None:
-                    self._step(batch)
-        return [_describe(request.make_result(), self.tokenizer) for request in active]
+            else:
+                active = [batch.submit(request) for request in requests]
+                for request in active:
+                    while request.finish_reason is None:
+                        self._step(batch)
+                results = [request.make_result() for request in active]
+        return [_describe(result, self.tokenizer) for result in results]
+
+    def run(self, requests: Sequence[Request], **kept: Any) -> list[Result]:
+        """Decode prepared requests, without streams beside them; `generate` for commands.
+
+        kept: fields of the loop's `Options`. Raises Interrupted on Ctrl-C, with what there is.
+        """
+        with self._use() as core:
+            self._batch = None
+            return core.generate(requests, dataclasses.replace(self._make_options(core), **kept))
 
     def prepare(self, prompt: AnyPrompt, *, max_output_len: int | None = 100) -> Request:
         """Tokenize and check a prompt, for `stream`; any thread may call this at any time.
@@ -641,6 +688,7 @@ def _describe(result: Result, tokenizer: Any) -> Output:
         origins=list(result.origins),
         logprobs=result.logprobs,
         prompt_logprobs=result.prompt_logprobs,
+        logits=result.logits,
         finish_reason=result.finish_reason,
         stats=result.stats,
     )
