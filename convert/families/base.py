@@ -52,18 +52,26 @@ class Layout:
         return self.pp_size == 1 and not (splits_columns and self.tp_size > 1)
 
 
-def list_keys(model: ModelConfig, *names: str) -> dict[str, Any]:
-    """Return keys of a checkpoint's config.json that are fields of `ModelConfig` too."""
-    return {name: getattr(model, name) for name in names}
-
-
+Describe = Callable[[ModelConfig, dict[str, Any]], dict[str, Any]]
 BIASES = ("mlp_bias", "attn_bias")
 ROTARY = ("rotary_base", "rotary_scaling")
 
 
-def describe_rotary(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys that an architecture of our own needs: biases and the rotary embedding."""
-    return config | list_keys(model, *BIASES, *ROTARY, "rotary_pct")
+def add_keys(*names: str, base: Describe | None = None, **constants: Any) -> Describe:
+    """Return what adds keys to a checkpoint's config.json.
+
+    base: what adds others first; names: of fields of `ModelConfig`; constants: the same for all.
+    """
+
+    def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+        config = config if base is None else base(model, config)
+        return config | {name: getattr(model, name) for name in names} | constants
+
+    return describe
+
+
+# What an architecture of our own needs.
+describe_rotary = add_keys(*BIASES, *ROTARY, "rotary_pct")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +107,7 @@ class Family:
     written_as: str = ""
     prepare: Callable[[HfFolder, str], HfFolder] = lambda folder, dtype: folder
     read_config: Callable[[ConfigReader, Layout], dict[str, Any]]
-    describe: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = describe_rotary
+    describe: Describe = describe_rotary
     find_problem_014: Callable[[ModelConfig], tuple[str, str] | None] = lambda model: None
 
     def read_model(self, folder: HfFolder, layout: Layout) -> tuple[ModelConfig, bool]:
@@ -239,10 +247,11 @@ def tie_head(
 def read_decoder(
     reader: ConfigReader,
     *,
-    norm_epsilon: tuple[str, float],
+    norm_epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
     max_positions: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
+    absent_head_dim: int | None = None,
     rotary_fraction: float | None = None,
     rotary_base: float = 10000.0,
     local_base: float | None = None,
@@ -251,9 +260,12 @@ def read_decoder(
     """Read the fields of a rotary model as `ModelConfig` names them, problems into `reader`.
 
     The arguments are what transformers takes for an absent field; `norm_epsilon` has the field's
-    name too. rotary_fraction: None where the family rotates whole heads. local_base: None where
-    sliding layers have the rotary embedding of the others.
+    name too. head_dim: also for null; absent_head_dim: not for null, which then means the hidden
+    size over the heads. rotary_fraction: None where the family rotates whole heads. local_base:
+    None where sliding layers have the rotary embedding of the others.
     """
+    if "head_dim" not in reader.config:
+        head_dim = head_dim or absent_head_dim
     num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
     if reader.config.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
         reader.refuse(
@@ -307,6 +319,28 @@ def read_decoder(
             )
         values["rope_local_base_freq"] = rotary.local_base or local_base
     return values
+
+
+def decoder(*more: More, **absent: Any) -> Callable[[ConfigReader, Layout], dict[str, Any]]:
+    """Return a `read_config`: what `read_decoder` reads, then what each of `more` adds."""
+
+    def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
+        values = read_decoder(reader, **absent)
+        for read in more:
+            values |= read(reader, layout, values)
+        return values
+
+    return read_config
+
+
+# Reads further fields of `ModelConfig`, given those that were read before.
+More = Callable[[ConfigReader, Layout, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def read_biases(reader: ConfigReader, _: Layout, __: Mapping[str, Any]) -> dict[str, Any]:
+    """Read whether the attention and the MLP have biases."""
+    names = {"attn_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+    return {name: reader.get_bool(own, False) for name, own in names.items()}
 
 
 def read_experts(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
 from ..plan import Part
-from .base import Family, Layout, name_activation, refuse_unless
+from .base import Family, Layout, add_keys, name_activation, refuse_unless
 
 _SELF = "transformer.h.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -56,25 +55,7 @@ def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     }
 
 
-def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys of TensorRT-LLM's GPT config."""
-    return config | {
-        "gpt_variant": "gpt2",
-        "bias": True,
-        "q_scaling": 1,
-        "embedding_scale": None,
-        "apply_query_key_layer_scaling": False,
-        "rotary_pct": 1.0,
-        "rotary_base": 10000.0,
-        "rotary_scaling": None,
-        "inner_layernorm": False,
-        "norm_before_bmm1": False,
-        "moe": MOE_014 | {"normalization_mode": 1},
-        "position_embedding_type": "learned_absolute",
-    }
-
-
-FAMILY = Family(
+GPT2 = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
     modules=MODULES,
@@ -82,5 +63,10 @@ FAMILY = Family(
     ignored=("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
     is_tied_by_default=True,
     read_config=read_config,
-    describe=describe,
-)
+    describe=add_keys(
+        gpt_variant="gpt2", bias=True, q_scaling=1, embedding_scale=None,
+        apply_query_key_layer_scaling=False, rotary_pct=1.0, rotary_base=10000.0,
+        rotary_scaling=None, inner_layernorm=False, norm_before_bmm1=False,
+        moe=MOE_014 | {"normalization_mode": 1}, position_embedding_type="learned_absolute",
+    ),
+)  # fmt: skip

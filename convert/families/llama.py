@@ -1,61 +1,139 @@
-"""Llama 1 to 3.x, Vicuna, TinyLlama."""
+"""Llama and what has its tensor names: Mistral, Ministral, Mixtral, Granite."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
-from .base import BIASES, ROTARY, Family, Layout, list_keys, read_decoder
+from ..hf import HfFolder
+from ..plan import Part
+from .base import (
+    BIASES,
+    ROTARY,
+    Family,
+    Layout,
+    More,
+    add_keys,
+    decoder,
+    get_window,
+    read_biases,
+    read_experts,
+    read_windows,
+)
 
-_SELF = "model.layers.{layer}."
-_OURS = "transformer.layers.{layer}."
-
-MODULES = {
+SELF, OURS = "model.layers.{layer}.", "transformer.layers.{layer}."
+Modules = dict[str, tuple[str | Part, ...]]
+BESIDE_MLP: Modules = {
     "transformer.vocab_embedding": ("model.embed_tokens",),
-    _OURS + "input_layernorm": (_SELF + "input_layernorm",),
-    _OURS + "attention.qkv": (
-        _SELF + "self_attn.q_proj", _SELF + "self_attn.k_proj", _SELF + "self_attn.v_proj",
-    ),
-    _OURS + "attention.dense": (_SELF + "self_attn.o_proj",),
-    _OURS + "post_layernorm": (_SELF + "post_attention_layernorm",),
-    _OURS + "mlp.fc": (_SELF + "mlp.gate_proj",),
-    _OURS + "mlp.gate": (_SELF + "mlp.up_proj",),
-    _OURS + "mlp.proj": (_SELF + "mlp.down_proj",),
+    OURS + "input_layernorm": (SELF + "input_layernorm",),
+    OURS + "attention.qkv": tuple(f"{SELF}self_attn.{part}_proj" for part in "qkv"),
+    OURS + "attention.dense": (SELF + "self_attn.o_proj",),
+    OURS + "post_layernorm": (SELF + "post_attention_layernorm",),
     "transformer.ln_f": ("model.norm",),
     "lm_head": ("lm_head",),
-}  # fmt: skip
+}
+MODULES: Modules = BESIDE_MLP | {
+    OURS + "mlp.fc": (SELF + "mlp.gate_proj",),
+    OURS + "mlp.gate": (SELF + "mlp.up_proj",),
+    OURS + "mlp.proj": (SELF + "mlp.down_proj",),
+}
+describe = add_keys(
+    *BIASES, *ROTARY, residual_mlp=False, disable_weight_only_quant_plugin=False,
+    moe=dict(MOE_014), remove_duplicated_kv_heads=False,
+)  # fmt: skip
 
-
-def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
-    """Read a Llama config.json; an absent optional field has the value transformers gives it."""
-    values = read_decoder(reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
-    return values | {
-        "attn_bias": reader.get_bool("attention_bias", False),
-        "mlp_bias": reader.get_bool("mlp_bias", False),
-    }
-
-
-def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys of TensorRT-LLM's Llama config."""
-    return (
-        config
-        | list_keys(model, *BIASES, *ROTARY)
-        | {
-            "residual_mlp": False,
-            "disable_weight_only_quant_plugin": False,
-            "moe": dict(MOE_014),
-            "remove_duplicated_kv_heads": False,
-        }
-    )
-
-
-FAMILY = Family(
+LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     modules=MODULES,
-    read_config=read_config,
+    read_config=decoder(read_biases, max_positions=2048),
     describe=describe,
 )
+
+
+def window(default: int | None, pattern: int | None = None) -> More:
+    """Return what reads a window; default: an absent field's; pattern: see `read_windows`."""
+
+    def read(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
+        size, num_layers = get_window(reader, default), values["num_hidden_layers"]
+        return read_windows(reader, num_layers, size, pattern=pattern)
+
+    return read
+
+
+MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    modules=MODULES,
+    read_config=decoder(window(4096), max_positions=131072, num_kv_heads=8),
+    describe=describe,
+)
+# Its layers may differ in their window.
+MINISTRAL = dataclasses.replace(
+    MISTRAL, name="ministral", architectures=("MinistralForCausalLM",),
+    written_as="MistralForCausalLM",
+)  # fmt: skip
+
+
+def experts(**absent: Any) -> More:
+    """Return what reads a mixture of experts; see `read_experts`."""
+    return lambda reader, layout, values: read_experts(reader, layout, values, **absent)
+
+
+def restore_names(folder: HfFolder, dtype: str) -> HfFolder:
+    """Undo what transformers 5 calls Mixtral's experts in memory, and where it fuses them."""
+    names = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in folder.tensors}
+    folder.rename(names, left_out=())
+    return folder
+
+
+_EXPERTS = SELF + "block_sparse_moe."
+_EXPERT = _EXPERTS + "experts.{expert}."
+MIXTRAL = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    modules=BESIDE_MLP | {
+        OURS + "mlp.router": (_EXPERTS + "gate",),
+        # Of each expert what is multiplied, then what is activated.
+        OURS + "mlp.fc": (_EXPERT + "w3", _EXPERT + "w1"),
+        OURS + "mlp.proj": (_EXPERT + "w2",),
+    },
+    prepare=restore_names,
+    read_config=decoder(
+        window(None), experts(num=8, top_k=2, renormalizes=True),
+        norm_epsilon=("rms_norm_eps", 1e-5), max_positions=131072, num_kv_heads=8, rotary_base=1e6,
+    ),
+    describe=describe,
+)  # fmt: skip
+
+
+def read_multipliers(
+    reader: ConfigReader, _: Layout, values: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Read what Granite multiplies embeddings, scores, residuals and logits by."""
+    # TensorRT-LLM has that of scores beside 1 / sqrt(head_size). Its own converter takes an
+    # attention_multiplier of 1 for none, and scores are then divided.
+    attention = reader.get_float("attention_multiplier", 1.0) * math.sqrt(values["head_size"])
+    return {
+        "embedding_multiplier": reader.get_float("embedding_multiplier", 1.0),
+        "attention_multiplier": attention,
+        "residual_multiplier": reader.get_float("residual_multiplier", 1.0),
+        "output_multiplier_scale": 1.0 / reader.get_float("logits_scaling", 1.0),
+    }
+
+
+GRANITE = Family(  # the dense ones of Granite 3
+    name="granite",
+    architectures=("GraniteForCausalLM",),
+    modules=MODULES,
+    read_config=decoder(read_biases, read_multipliers, max_positions=2048),
+    describe=add_keys(
+        "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+        "output_multiplier_scale", base=describe,
+    ),
+)  # fmt: skip

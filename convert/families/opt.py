@@ -101,8 +101,8 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
     head. Both are matrices only, so either may be multiplied with the table: as TensorRT-LLM's
     converter does it, in `dtype` first, then in float32 by torch, to the same bytes.
     """
-    found = [name for name in FAMILY.prefixes if f"{name}embed_tokens.weight" in folder.tensors]
-    prefix = found[0] if found else FAMILY.prefixes[0]
+    found = [name for name in OPT.prefixes if f"{name}embed_tokens.weight" in folder.tensors]
+    prefix = found[0] if found else OPT.prefixes[0]
     table, inward, outward = (
         f"{prefix}{name}.weight" for name in ("embed_tokens", "project_in", "project_out")
     )
@@ -110,7 +110,7 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
     if width in (None, size) or table not in folder.tensors:
         return folder
     is_tied = folder.config.get("tie_word_embeddings") is not False
-    is_tied = is_tied and not FAMILY.stores_other_head(folder)
+    is_tied = is_tied and not OPT.stores_other_head(folder)
     head = table if is_tied or HEAD not in folder.tensors else HEAD
     shapes = {
         inward: (size, width), outward: (width, size),
@@ -155,7 +155,7 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
     return folded
 
 
-FAMILY = Family(
+OPT = Family(
     name="opt",
     architectures=("OPTForCausalLM",),
     modules=MODULES,

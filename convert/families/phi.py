@@ -1,58 +1,100 @@
-"""Phi-1, Phi-1.5 and Phi-2."""
+"""Phi-1, 1.5 and 2; Phi-3 and 3.5 mini and medium, Phi-4 and Phi-4 mini."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
+from specdec.model.rotary_scaling import get_kind
 
-from .base import ROTARY, Family, Layout, list_keys, name_activation, read_decoder, refuse_unless
-
-_SELF = "model.layers.{layer}."
-_OURS = "transformer.layers.{layer}."
-
-MODULES = {
-    "transformer.vocab_embedding": ("model.embed_tokens",),
-    _OURS + "input_layernorm": (_SELF + "input_layernorm",),
-    _OURS + "attention.qkv": (
-        _SELF + "self_attn.q_proj", _SELF + "self_attn.k_proj", _SELF + "self_attn.v_proj",
-    ),
-    _OURS + "attention.dense": (_SELF + "self_attn.dense",),
-    _OURS + "mlp.fc": (_SELF + "mlp.fc1",),
-    _OURS + "mlp.proj": (_SELF + "mlp.fc2",),
-    "transformer.ln_f": ("model.final_layernorm",),
-    "lm_head": ("lm_head",),
-}  # fmt: skip
+from ..plan import Part
+from .base import ROTARY, Family, Layout, add_keys, decoder, name_activation, refuse_unless
+from .llama import BESIDE_MLP, OURS, SELF, window
 
 
-def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
-    """Read a Phi config.json; an absent optional field has the value transformers gives it."""
-    values = read_decoder(
-        reader, norm_epsilon=("layer_norm_eps", 1e-5), max_positions=2048, rotary_fraction=0.5,
-        hidden_act="gelu_new",
-    )  # fmt: skip
-    values["hidden_act"] = name_activation(reader, values["hidden_act"])
+def read_phi(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Read Phi's activation; note norms of queries and keys."""
+    activation = name_activation(reader, values["hidden_act"])
     refuse_unless(
         reader, "qk_layernorm", False,
         remedy="TensorRT-LLM's Phi does not normalize queries and keys",
     )  # fmt: skip
-    return values
+    return {"hidden_act": activation}
 
 
-def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys of TensorRT-LLM's Phi config.
-
-    Its `partial_rotary_factor` is left out: no version since 0.14 reads it, and its loader sets it
-    to 0.4 for every model.
-    """
-    return config | list_keys(model, *ROTARY, "rotary_pct")
-
-
-FAMILY = Family(
+# TensorRT-LLM's Phi config has a `partial_rotary_factor`, which is left out: no version since 0.14
+# reads it, and its loader sets it to 0.4 for every model.
+describe = add_keys(*ROTARY, "rotary_pct")
+PHI = Family(
     name="phi",
     architectures=("PhiForCausalLM",),
-    modules=MODULES,
-    read_config=read_config,
+    modules={name: own for name, own in BESIDE_MLP.items() if "post_layernorm" not in name} | {
+        OURS + "attention.dense": (SELF + "self_attn.dense",),
+        OURS + "mlp.fc": (SELF + "mlp.fc1",),
+        OURS + "mlp.proj": (SELF + "mlp.fc2",),
+        "transformer.ln_f": ("model.final_layernorm",),
+    },
+    read_config=decoder(
+        read_phi, norm_epsilon=("layer_norm_eps", 1e-5), max_positions=2048, rotary_fraction=0.5,
+        hidden_act="gelu_new",
+    ),
     describe=describe,
-)
+)  # fmt: skip
+
+
+def read_phi3(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name Phi-3's activation, and a scaling of the rotary embedding, as TensorRT-LLM does."""
+    found: dict[str, Any] = {}
+    if values["hidden_act"] == "silu":
+        found["hidden_act"] = "swiglu"  # of the two halves of one product
+    if values["rotary_scaling"] is not None:
+        # TensorRT-LLM does not know the name that the first Phi-3 models used.
+        found["rotary_scaling"] = {
+            key: "longrope" if key in ("type", "rope_type") and value == "su" else value
+            for key, value in values["rotary_scaling"].items()
+        }
+    return found
+
+
+def describe3(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys of TensorRT-LLM's Phi-3 config."""
+    config = describe(model, config)
+    scaling = model.rotary_scaling
+    if scaling is not None and get_kind(scaling) == "longrope":
+        config |= {
+            "position_embedding_type": "long_rope",
+            "longrope_scaling_short_factors": scaling["short_factor"],
+            "longrope_scaling_long_factors": scaling["long_factor"],
+        }
+    return config
+
+
+def find_problem_014(model: ModelConfig) -> tuple[str, str] | None:
+    """That line rotates whole heads of a Phi-3 model."""
+    if model.rotary_pct == 1:
+        return None
+    return (
+        f"partial_rotary_factor is {model.rotary_pct:g}, which TensorRT-LLM 0.14's Phi-3 ignores",
+        "convert for 1.2",
+    )
+
+
+_GATE_UP = SELF + "mlp.gate_up_proj"
+PHI3 = Family(
+    name="phi3",
+    architectures=("Phi3ForCausalLM",),
+    modules=BESIDE_MLP | {
+        OURS + "attention.qkv": (SELF + "self_attn.qkv_proj",),
+        # The source is [gate; up], TensorRT-LLM's swiglu takes [up; gate].
+        OURS + "mlp.fc": (Part(_GATE_UP, share=1, num_shares=2), Part(_GATE_UP, num_shares=2)),
+        OURS + "mlp.proj": (SELF + "mlp.down_proj",),
+    },
+    read_config=decoder(
+        window(None), read_phi3, norm_epsilon=("rms_norm_eps", 1e-5), max_positions=4096,
+        rotary_fraction=1.0,
+    ),
+    describe=describe3,
+    find_problem_014=find_problem_014,
+)  # fmt: skip

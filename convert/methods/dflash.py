@@ -27,7 +27,7 @@ from specdec.model.tensors import (
 )
 from specdec.options import as_options
 
-from ..families import qwen2, qwen3
+from ..families import qwen
 from ..families.base import ROTARY_BUFFERS, read_decoder
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
@@ -80,7 +80,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
         head_dim=None if "head_dim" in net_reader.config else 128,
     )  # fmt: skip
     values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
-    values |= qwen2.read_window(net_reader, values)
+    values |= qwen.read_window(net_reader, None, values)
     values["attn_bias"] = net_reader.get_bool("attention_bias", False)
     has_window = values["sliding_window"] is not None
     if is_speculators:
@@ -280,7 +280,7 @@ def find_sources(
         for name in canonical
         if name not in beside
     }
-    found = qwen3.FAMILY.find_sources(names.values())
+    found = qwen.QWEN3.find_sources(names.values())
     sources = {name: beside[name] for name in canonical if name in beside}
     for name, other in names.items():
         parts = found[other]

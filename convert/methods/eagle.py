@@ -348,7 +348,7 @@ def find_sources(
     if params.eagle3 is not None:
         beside |= {f"drafter.{name}": name for name in params.eagle3.list_read_norms()}
         beside[MASK_HIDDEN] = MASK_HIDDEN.removeprefix("drafter.")
-    found = llama.FAMILY.find_sources(decoder[n] for n in canonical if first[n] not in beside)
+    found = llama.LLAMA.find_sources(decoder[n] for n in canonical if first[n] not in beside)
     is_only = any(name.startswith(ONLY_LAYER) for name in folder.tensors)
 
     def rename(part: Part) -> Part:
