@@ -59,6 +59,11 @@ class Problems(list[tuple[str, str]]):
         self.append((fact, remedy))
         return self
 
+    @classmethod
+    def where(cls, *rows: tuple[object, str, str]) -> Problems:
+        """The facts and remedies of a table's rows (is wrong, fact, remedy) that are wrong."""
+        return cls((fact, remedy) for is_wrong, fact, remedy in rows if is_wrong)
+
     def raise_all(self) -> None:
         """Raise one error that lists every pair once; do nothing where there is none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +81,7 @@ class TorchPlan:
     """A checked build: the rank files to read, the files to write, whether to compile.
 
     needs_kernels: whether the build fails where the compiler does. packs: whether the weights are
-    stored as the kernels read them, too.
+    also stored as the kernels read them. draft_tokens: of `choose_tokens`.
     """
 
     sources: list[TensorFile]
@@ -102,18 +103,13 @@ class TorchPlan:
     def num_bytes(self) -> int:
         return sum(info.num_bytes for file in self.files.values() for info in file.values())
 
-    @property
-    def num_tensors(self) -> int:
-        return sum(map(len, self.files.values()))
-
 
 def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
-    """The bytes of the matrices that are stored packed besides."""
+    """The bytes of the matrices that are also stored packed."""
     from .packing import list_packed
 
-    if not plan.packs:
-        return 0
-    return sum(f[name].num_bytes for f in plan.files.values() for name in list_packed(f, model))
+    files = plan.files.values() if plan.packs else ()
+    return sum(file[name].num_bytes for file in files for name in list_packed(file, model))
 
 
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
@@ -138,14 +134,12 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         file: plan_tensors(shapes, model.dtype, quantized if algorithm == FP8 else set())
         for file, shapes in list_engine_files(model, drafter).items()
     }
-    if settings.quantization == INT8:
-        names = list_integers(model)
-        files = {file: plan_int8(tensors, names) for file, tensors in files.items()}
-    if settings.quantization == INT4:
-        group_size = settings.group_size or DEFAULT_GROUP_SIZE
-        files = {
-            file: plan_layers_int4(tensors, model, group_size) for file, tensors in files.items()
-        }
+    for file, tensors in files.items():
+        if settings.quantization == INT8:
+            files[file] = plan_int8(tensors, list_integers(model))
+        if settings.quantization == INT4:
+            group_size = settings.group_size or DEFAULT_GROUP_SIZE
+            files[file] = plan_layers_int4(tensors, model, group_size)
     draft_tokens = choose_tokens(settings, model, drafter)
     drafter_weights = settings.drafter_weights if settings.drafter_weights != SAME else None
     if drafter_weights is not None or draft_tokens is not None:
@@ -153,8 +147,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         check_drafter(own, quantized, model, has_tokens=draft_tokens is not None)
         size = None if draft_tokens is None else len(draft_tokens)
         for file, tensors in files.items():
-            drafters = {name: info for name, info in tensors.items() if name in own}
-            if drafters:
+            if drafters := {name: info for name, info in tensors.items() if name in own}:
                 files[file] = tensors | plan_drafter(drafters, drafter_weights, size)
     if algorithm in int4.INT4_ALGORITHMS:
         for rank, source in enumerate(sources):
@@ -182,83 +175,64 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
     """List the settings and the parts of a checkpoint that the torch backend does not take."""
     from specdec.engine.layers import ACTIVATIONS
 
-    model, drafter = checkpoint.model, checkpoint.drafter
-    problems = Problems()
-    if settings.kv_cache_type == "paged":
-        problems.add(
-            "the torch backend has a continuous KV cache only", "leave --kv-cache-type out"
-        )
-    if model.pp_size != 1:
-        problems.add(
-            f"the checkpoint is split for pp_size={model.pp_size}; the torch backend has no"
-            " pipeline stages",
-            "convert it again with --pp-size 1",
-        )
-    if model.hidden_act not in ACTIVATIONS:
-        problems.add(
-            f"hidden_act={model.hidden_act!r}",
-            f"the torch backend executes {', '.join(ACTIVATIONS)}",
-        )
-    algorithm = checkpoint.quantization.quant_algo
-    if algorithm not in EXECUTED:
-        problems.add(
-            f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
-            f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
-            " this one use --backend tensorrt-llm, or convert a published model with --dequantize",
-        )
-    if settings.quantization is not None and checkpoint.quantization.is_quantized:
-        problems.add(
-            f"--quantization {settings.quantization}: the checkpoint is quantized already"
-            f" ({algorithm or checkpoint.quantization.kv_cache_quant_algo})",
-            "leave it out, or convert the model without --quantization",
-        )
-    if settings.packed_weights and settings.optimize == "none":
-        problems.add(
-            "--packed-weights enable: weights are packed for native kernels, and --optimize none"
-            " leaves these out",
-            "leave out one of the two",
-        )
-    if settings.group_size is not None and settings.quantization != INT4:
-        problems.add("--group-size without --quantization int4", "leave it out")
-    if settings.drafter_weights != SAME and drafter is None:
-        problems.add(
-            f"--drafter-weights {settings.drafter_weights}: the checkpoint has no drafter",
-            "leave it out; a draft model is built by itself, with --quantization",
-        )
-    if settings.group_size not in (None, *int4.ENGINE_GROUPS):
-        problems.add(f"--group-size {settings.group_size}", "use 32, 64 or 128")
-    if settings.quantization == INT4 and model.experts is not None:
-        problems.add(
-            f"--quantization {INT4}: {model.architecture} is a mixture of experts",
-            f"use {INT8}, or leave it out: experts have no four-bit form yet",
-        )
-    return problems
+    model, wanted, size = checkpoint.model, settings.quantization, settings.group_size
+    quantization, algorithm = checkpoint.quantization, checkpoint.quantization.quant_algo
+    return Problems.where(
+        (settings.kv_cache_type == "paged",
+         "the torch backend has a continuous KV cache only", "leave --kv-cache-type out"),
+        (model.pp_size != 1,
+         f"the checkpoint is split for pp_size={model.pp_size}; the torch backend has no pipeline"
+         " stages", "convert it again with --pp-size 1"),
+        (model.hidden_act not in ACTIVATIONS,
+         f"hidden_act={model.hidden_act!r}",
+         f"the torch backend executes {', '.join(ACTIVATIONS)}"),
+        (algorithm not in EXECUTED,
+         f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
+         f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
+         " this one use --backend tensorrt-llm, or convert a published model with --dequantize"),
+        (wanted is not None and quantization.is_quantized,
+         f"--quantization {wanted}: the checkpoint is quantized already"
+         f" ({algorithm or quantization.kv_cache_quant_algo})",
+         "leave it out, or convert the model without --quantization"),
+        (settings.packed_weights and settings.optimize == "none",
+         "--packed-weights enable: weights are packed for native kernels, and --optimize none"
+         " leaves these out", "leave out one of the two"),
+        (size is not None and wanted != INT4,
+         "--group-size without --quantization int4", "leave it out"),
+        (settings.drafter_weights != SAME and checkpoint.drafter is None,
+         f"--drafter-weights {settings.drafter_weights}: the checkpoint has no drafter",
+         "leave it out; a draft model is built by itself, with --quantization"),
+        (size not in (None, *int4.ENGINE_GROUPS), f"--group-size {size}", "use 32, 64 or 128"),
+        (wanted == INT4 and model.experts is not None,
+         f"--quantization {INT4}: {model.architecture} is a mixture of experts",
+         f"use {INT8}, or leave it out: experts have no four-bit form yet"),
+    )  # fmt: skip
 
 
 def will_compile(settings: BuildSettings) -> bool:
     """Whether kernels are to be compiled; raise SpecDecError where they cannot, and are needed."""
     from specdec.engine.native import find_compiler
 
-    if settings.optimize == "auto" and find_compiler() is None:
-        if settings.packed_weights:
-            raise SpecDecError(
-                "--packed-weights enable: weights are packed for native kernels, and no C++"
-                " compiler was found",
-                "install g++, or leave --packed-weights out",
-            )
-        logger.warning(
-            "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
+    if settings.optimize != "auto" or find_compiler() is not None:
+        return settings.optimize != "none"
+    if settings.packed_weights:
+        raise SpecDecError(
+            "--packed-weights enable: weights are packed for native kernels, and no C++ compiler"
+            " was found",
+            "install g++, or leave --packed-weights out",
         )
-        return False
-    return settings.optimize != "none"
+    logger.warning(
+        "no C++ compiler found: the engine will run on torch's own operators, slower on a CPU"
+    )
+    return False
 
 
 def check_drafter(
     own: Mapping[str, tuple[int, ...]], quantized: set[str], model: ModelConfig, *, has_tokens: bool
 ) -> None:
-    """Raise SpecDecError for a drafter that cannot be rounded, or draft some tokens alone.
+    """Raise SpecDecError for a drafter that cannot be rounded, or draft only some tokens.
 
-    own: its tensors. has_tokens: whether it is to draft some alone.
+    own: its tensors. has_tokens: whether it is to draft only some tokens.
     """
     if float8 := sorted(quantized & set(own)):
         raise SpecDecError(
@@ -307,27 +281,21 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
             if name.rpartition(".")[2] in KV_SCALES and is_scale(name, specs)
         }  # fmt: skip
     check_inventory(source, expected, "checkpoint")
-    wrong = find_contradictions(
-        checkpoint.quantization,
-        [*list_linears(model), "lm_head"],
-        {name: info.dtype for name, info in source.tensors.items()},
-    )
+    dtypes = {name: info.dtype for name, info in source.tensors.items()}
+    wrong = find_contradictions(checkpoint.quantization, [*list_linears(model), "lm_head"], dtypes)
     if wrong:
         raise SpecDecError(
             f"{source.path}: {len(wrong)} linears are not quantized as config.json says:"
             f" {'; '.join(wrong[:4])}",
             "config.json and the tensors must come from one run: convert again",
         )
-    found = sorted(
-        {
-            source.tensors[name].dtype for name in specs
-            if name not in quantized
-            and source.tensors[name].dtype != get_stored_dtype(name, model.dtype)
-        }
-    )  # fmt: skip
-    if found:
+    others = {
+        dtypes[name] for name in specs
+        if name not in quantized and dtypes[name] != get_stored_dtype(name, model.dtype)
+    }  # fmt: skip
+    if others:
         raise SpecDecError(
-            f"config.json says dtype={model.dtype}, the tensors are {', '.join(found)}",
+            f"config.json says dtype={model.dtype}, the tensors are {', '.join(sorted(others))}",
             "target and drafter must be converted with one --dtype",
         )
     check_copies(source, specs)
@@ -342,19 +310,18 @@ def add_scales(
     Scales have one element, the weight's of a stacked gate_up two.
     """
     expected = dict(shapes)
-    for name in shapes:
-        if name in stored and stored[name].dtype in FLOAT8_STORAGE:
-            for kind in SCALES:
-                scale = f"{name.removesuffix('.weight')}.{kind}"
-                info = stored.get(scale)
-                is_one = info is not None and math.prod(info.shape) == 1
-                is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in name
-                expected[scale] = info.shape if info and is_one else ((2,) if is_pair else (1,))
+    float8 = [name for name in shapes if name in stored and stored[name].dtype in FLOAT8_STORAGE]
+    for name, kind in itertools.product(float8, SCALES):
+        scale = f"{name.removesuffix('.weight')}.{kind}"
+        info = stored.get(scale)
+        is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in name
+        is_one = info is not None and math.prod(info.shape) == 1
+        expected[scale] = info.shape if info and is_one else (2,) if is_pair else (1,)
     return expected
 
 
 def check_copies(source: TensorFile, names: Iterable[str]) -> None:
-    """Raise SpecDecError where EAGLE nets that are to be copies differ: the first alone is run."""
+    """Raise SpecDecError where EAGLE nets that are to be copies differ: only the first is run."""
     for name in names:
         first = find_first_copy(name)
         if first != name and not np.array_equal(source.read(name), source.read(first)):
@@ -400,16 +367,13 @@ def find_int4(source: TensorFile, names: Iterable[str]) -> set[str]:
 
 def check_twins(source: TensorFile, stored: set[str]) -> None:
     """Raise SpecDecError where fc is quantized and gate is not, or the other way round."""
-    for name in stored:
-        if ".mlp." in name:
-            for one, other in ((".fc.", ".gate."), (".gate.", ".fc.")):
-                twin = name.replace(one, other)
-                if twin in source.tensors and twin not in stored:
-                    raise SpecDecError(
-                        f"{source.path}: {name} is quantized, {twin} is"
-                        f" {source.tensors[twin].dtype}",
-                        "the torch backend stacks the two: quantize both, or neither",
-                    )
+    for name, (one, other) in itertools.product(stored, ((".fc.", ".gate."), (".gate.", ".fc."))):
+        twin = name.replace(one, other) if ".mlp." in name else name
+        if twin in source.tensors and twin not in stored:
+            raise SpecDecError(
+                f"{source.path}: {name} is quantized, {twin} is {source.tensors[twin].dtype}",
+                "the torch backend stacks the two: quantize both, or neither",
+            )
 
 
 def plan_tensors(
@@ -418,12 +382,12 @@ def plan_tensors(
     """Plan the engine's tensors; those of `float8` keep their bytes, with their scales."""
     tensors = {}
     for name, shape in shapes.items():
-        is_stacked = ".mlp.gate_up." in name
         if name.replace(".gate_up.", ".fc.") not in float8:
             tensors[name] = TensorInfo(get_stored_dtype(name, dtype), shape)
             continue
         module = name.removesuffix(".weight")
-        num_scales = 2 if is_stacked and name.replace(".gate_up.", ".gate.") in float8 else 1
+        is_pair = ".mlp.gate_up." in name and name.replace(".gate_up.", ".gate.") in float8
+        num_scales = 2 if is_pair else 1
         tensors[name] = TensorInfo(FLOAT8, shape)
         tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (num_scales,))
         tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
@@ -478,15 +442,12 @@ def plan_four_bits(
 def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
     """What stacked matrices have beside their codes, by kind; they must read their inputs alike."""
     first = parts[0]
-    has_zeros = any(part.has_zeros for part in parts)
+
+    def list_inputs(part: int4.Int4Matrix) -> list[Any]:
+        return [part.num_groups, part.read_input_scale(), part.read_permutation()]
+
     for part in parts[1:]:
-        own: tuple[Any, ...] = (part.num_groups, part.read_input_scale(), part.read_permutation())
-        wanted: tuple[Any, ...] = (
-            first.num_groups,
-            first.read_input_scale(),
-            first.read_permutation(),
-        )
-        if not all(np.array_equal(a, b) for a, b in zip(own, wanted, strict=True)):
+        if not all(map(np.array_equal, list_inputs(part), list_inputs(first))):
             raise SpecDecError(
                 f"{first.module} and {part.module} have other groups, input scales or orders of"
                 " inputs; the torch backend stacks the two",
@@ -498,13 +459,13 @@ def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict
         int4.INPUT_SCALE: first.read_input_scale(),
         int4.PERMUTATION: first.read_permutation(),
     }
-    if has_zeros:
-        zeros = [part.read_zeros(0, part.shape[0]) for part in parts]
-        usual = [np.full(own.shape, int4.SYMMETRIC_ZERO, np.uint8) for own in scales]
-        found[int4.ZERO_POINT] = stack_parts(
-            [one if own is None else own for own, one in zip(zeros, usual, strict=True)],
-            model, first.module,
-        )  # fmt: skip
+    if any(part.has_zeros for part in parts):
+        zeros = []
+        for part, own in zip(parts, scales, strict=True):
+            usual = np.full(own.shape, int4.SYMMETRIC_ZERO, np.uint8)
+            stored = part.read_zeros(0, part.shape[0])
+            zeros.append(usual if stored is None else stored)
+        found[int4.ZERO_POINT] = stack_parts(zeros, model, first.module)
     return {kind: array for kind, array in found.items() if array is not None}
 
 
@@ -525,26 +486,18 @@ def write_engine(
     native kernels.
     """
     kernels = write_kernels(plan, checkpoint, folder) if plan.compile_kernels else None
-    hashes = {
-        name: write_tensor_file(
-            folder / name,
-            tensors,
+    hashes = {}
+    for name, tensors in plan.files.items():
+        reader, metadata = (
             make_reader(plan, checkpoint, name),
             make_metadata(name, build_id, tensors),
         )
-        for name, tensors in plan.files.items()
-    }
+        hashes[name] = write_tensor_file(folder / name, tensors, reader, metadata)
     config = EngineConfig(
-        version=__version__,
-        checkpoint=checkpoint,
-        build=limits,
-        build_id=build_id,
-        prepack=plan.prepack,
-        kernels=kernels,
-        quantization=plan.quantization,
-        drafter_weights=plan.drafter_weights,
-        draft_vocab_size=plan.draft_vocab_size,
-    )
+        version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
+        prepack=plan.prepack, kernels=kernels, quantization=plan.quantization,
+        drafter_weights=plan.drafter_weights, draft_vocab_size=plan.draft_vocab_size,
+    )  # fmt: skip
     write_json(folder / "config.json", encode_engine_config(config))
     if plan.packs and kernels is not None:
         from specdec.engine.native import load_kernels
@@ -694,7 +647,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
         "drafter_weights": plan.drafter_weights,
         "draft_vocab_size": plan.draft_vocab_size,
         "weights_bytes": plan.num_bytes,
-        "num_tensors": plan.num_tensors,
+        "num_tensors": sum(map(len, plan.files.values())),
         "weight_files": list(plan.files),
         "build_config": dataclasses.asdict(limits),
     }
