@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Speculation over plain decoding by batch size: every method as set, and with a budget.
 
-    python benchmarks/batches.py [--size full|small|pycode] [--prepare] [--record]
-                                 [--batch-sizes 1,2,4,8,16] [--repeat 1] [--into FILE]
+    python benchmarks/batches.py [--size full|small|pycode] [--prepare]
+                                 [--batch-sizes 1,2,4,8,16] [--repeat 1]
                                  [--max-output-len 48] [--only NAME...]
                                  [--more METHOD-NAME=FOLDER...]
 
@@ -13,15 +13,14 @@ benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are
 not there, or by --prepare, which ends then: some minutes that need no quiet machine. Build them
 anew after a change of the engine. --more measures further drafters of the pycode target beside,
 such as one that a recipe has just trained.
-Writes batches-SIZE.json and batches.png into --output-dir, or with --record into benchmarks/results
-and docs; fails where a text differs from plain decoding's.
+Writes batches-SIZE.json and batches.png into --output-dir; fails where a text differs from plain
+decoding's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,6 +54,7 @@ from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.files.reading import write_json
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import DEFAULT_NGRAM_SIZE, LookupOptions
 from specdec.methods.suffix import SuffixOptions
@@ -207,17 +207,6 @@ def measure(
     return found
 
 
-def merge(earlier: dict[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier report with the rows of a newer one in place of its own; both must have them."""
-    for name, rows in newer["methods"].items():
-        own = {row["batch_size"]: at for at, row in enumerate(earlier["methods"][name])}
-        for row in rows:
-            earlier["methods"][name][own[row["batch_size"]]] = row
-    told = {key: value for key, value in newer.items() if key != "methods"}
-    earlier.setdefault("measured_again", []).append(told | {"methods": [*newer["methods"]]})
-    return earlier
-
-
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """A line for each method, broken for the same one within a budget."""
     from matplotlib.figure import Figure
@@ -289,10 +278,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
                         help="models, as of benchmarks/peers.py")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "batches")
-    parser.add_argument("--into", type=Path, help="a report whose rows are replaced by those of"
-                        " this run, as of some sizes with --repeat")  # fmt: skip
-    parser.add_argument("--record", action="store_true",
-                        help="write benchmarks/results and docs")  # fmt: skip
     args = parser.parse_args()
     args.batch_sizes = [int(size) for size in args.batch_sizes.split(",")]
     if max(args.batch_sizes) > models.MAX_BATCH_SIZE:
@@ -330,14 +315,9 @@ def main() -> None:
         "batch_sizes": args.batch_sizes, "repeat": args.repeat,
         "max_output_len": args.max_output_len, "methods": methods,
     }  # fmt: skip
-    if args.into is not None:
-        report = merge(json.loads(args.into.read_text()), report)
-    results, docs = ROOT / "benchmarks" / "results", ROOT / "docs"
-    if not args.record:
-        results = docs = args.output_dir
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-    (results / f"batches-{args.size}.json").write_text(json.dumps(report, indent=2) + "\n")
-    draw(report, docs / "batches.png")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(args.output_dir / f"batches-{args.size}.json", report)
+    draw(report, args.output_dir / "batches.png")
     print(format_table(report), format_costs(report), sep="\n\n")
     different = [
         f"{name} at batch {row['batch_size']}"

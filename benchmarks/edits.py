@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast edits are written: lookups, a draft model and chains of both over plain decoding.
 
-    python benchmarks/edits.py [--size full|small|pycode] [--only NAME...] [--record]
+    python benchmarks/edits.py [--size full|small|pycode] [--only NAME...]
 
 The target of benchmarks/peers.py is held to the references of examples/pycode/edits.jsonl, as in
 examples/pycode/edits.py, with and without drafts: all passes run, and what is emitted is the
@@ -11,7 +11,7 @@ that writes these edits. Drafters that learned what another target writes have n
 Each way has a batch of one row, as a server would, and what it has learned it keeps from text to
 text; every text is decoded by all ways in turn before the next one is. Prompts are counted, and
 left out in a second figure. Engines are those that peers.py or batches.py left, or new ones.
-Writes edits-SIZE.json into --output-dir, or with --record into benchmarks/results.
+Writes edits-SIZE.json into --output-dir.
 """
 
 from __future__ import annotations
@@ -180,7 +180,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
                         help="models, as of benchmarks/peers.py")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "edits")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results")
     args = parser.parse_args()
     log = args.folder / "logs" / "edits.log"
     found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
@@ -219,9 +218,8 @@ def main() -> None:
         "size": args.size, "dtype": DTYPE,
         "lines": {**Counter(kinds), ALL: len(kinds)}, "ways": ways,
     }  # fmt: skip
-    folder = ROOT / "benchmarks" / "results" if args.record else args.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"edits-{args.size}.json", report)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(args.output_dir / f"edits-{args.size}.json", report)
     print(format_table(report))
     bench.engine.close()
 

@@ -8,8 +8,9 @@ Random weights in bfloat16, the same for every way, one request at a time, no ne
 the report. Measured: what the memory can be read at; plain decoding, with graphs and without, and
 transformers' `generate` with its dynamic and its static cache, taking turns; what a verify step
 costs by its tokens; the parts of a ReDrafter step; and where the time of a plain step goes, by
-kernel. Writes gpu-DATE.json and gpu-DATE.md. A shape takes a few minutes, most of them transformers
-compiling for its static cache: --shapes 1b, then --shapes 7b, where a command has ten.
+kernel. Prints a JSON object and writes gpu-SHAPES-DATE.json. A shape takes a few minutes, most of
+them transformers compiling for its static cache: --shapes 1b, then --shapes 7b, where a command has
+ten.
 """
 
 from __future__ import annotations
@@ -44,13 +45,12 @@ from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraph
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
+from specdec.files.reading import write_json
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
 
 SIZES = (1, 4, 8, 16, 32)
-# Goals: share of the memory's limit; a step of 16 tokens over one of 1; ReDrafter's overhead.
-LEAST_SHARE, MOST_VERIFY, MOST_OVERHEAD = 0.7, 1.15, 0.10
 MAX_KERNELS = 15  # listed
 
 
@@ -392,77 +392,6 @@ def measure_shape(
     }
 
 
-def list_goals(result: dict[str, Any]) -> list[tuple[str, float, bool]]:
-    """What was asked of a GPU, what was found with the fastest way, and whether it is enough."""
-    way = "graphs" if "graphs" in result["verify"] else "eager"
-    share = result["share_of_limit"][way]
-    cost = result["verify"][way]["relative"][16]
-    overhead = result["redrafter"][way]["overhead"]
-    return [
-        (f"plain decoding, share of the memory's limit, {LEAST_SHARE} or more", share,
-         share >= LEAST_SHARE),
-        (f"16 tokens over one, {MOST_VERIFY} or less", cost, cost <= MOST_VERIFY),
-        (f"overhead of a ReDrafter step, under {MOST_OVERHEAD}", overhead,
-         overhead < MOST_OVERHEAD),
-    ]  # fmt: skip
-
-
-def format_markdown(report: dict[str, Any]) -> str:
-    """The report as a section with tables."""
-    machine = report["machine"]
-    lines = [f"# {machine.get('gpu', machine['processor'])}, {machine['date']}", ""]
-    lines += [f"{key}: {value}  " for key, value in machine.items()]
-    for name, result in report["shapes"].items():
-        shape = result["shape"]
-        lines += [
-            "", f"## {name}", "",
-            f"{shape['layers']} layers, hidden {shape['hidden']}, {shape['dtype']}; memory is read"
-            f" at {result['read_gb_per_second']} GB/s, a step reads {result['step_gb']} GB;"
-            f" {shape['prompt']} + {shape['output']} tokens.",
-            "", "| plain decoding | tokens/s | ms a step | share of the limit | equal tokens |",
-            "| --- | --- | --- | --- | --- |",
-        ]  # fmt: skip
-        plain = result["plain"]
-        for way, rate in plain["tokens_per_second"].items():
-            step, share = plain["step_ms"].get(way, ""), result["share_of_limit"].get(way, "")
-            equal = plain["equal_leading_tokens"][way]
-            lines.append(f"| {way} | {rate} | {step} | {share} | {equal} |")
-        sizes = " | ".join(f"{size}" for size in SIZES)
-        lines += ["", f"| ms of a step by tokens | {sizes} |", "| --- |" + " --- |" * len(SIZES)]
-        for way, costs in result["verify"].items():
-            cells = [f"{costs['ms'][n]} ({costs['relative'][n]}x)" for n in SIZES]
-            lines.append(f"| {way} | {' | '.join(cells)} |")
-        lines += [
-            "", "| ReDrafter, ms | a step | draft | verify | accept | other | overhead | waits |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]  # fmt: skip
-        for way, found in result["redrafter"].items():
-            parts = " | ".join(str(value) for value in found["part_ms"].values())
-            ends = f"{found['overhead']} | {found['waits_per_step']}"
-            lines.append(f"| {way} | {found['step_ms']} | {parts} | {ends} |")
-        if name != "toy":  # the goals are for real sizes
-            lines += ["", "| goal | found | |", "| --- | --- | --- |"]
-            lines += [
-                f"| {goal} | {found} | {'met' if is_met else 'missed'} |"
-                for goal, found, is_met in list_goals(result)
-            ]
-        kernels = result["kernels"]
-        if "longest" in kernels:
-            lines += [
-                "", f"A plain step is {kernels['num_kernels']} kernels,"
-                f" {kernels['device_us']} us on the device:",
-                "", "| kernel | calls | us |", "| --- | --- | --- |",
-            ]  # fmt: skip
-            lines += [f"| `{k['kernel']}` | {k['calls']} | {k['us']} |" for k in kernels["longest"]]
-        for way, reason in plain["not_run"].items():
-            lines += ["", f"{way} was not run: {reason}"]
-        if result["graphs"] is not None:
-            lines += ["", f"Graphs: `{json.dumps(result['graphs'])}`"]
-    for key, value in report["not_measured"].items():
-        lines += ["", f"{key}: {value}"]
-    return "\n".join(lines) + "\n"
-
-
 def measure(args: argparse.Namespace, recorder: GraphRecorder | None = None) -> dict[str, Any]:
     """Run what was asked for; recorder: of graphs, on a device that has none of its own."""
     name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -514,13 +443,11 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None, recorder: GraphRecorder | None = None) -> dict[str, Any]:
     args = parse_args(words)
     report = measure(args, recorder)
-    text = format_markdown(report)
-    print(text)
+    print(json.dumps(report, indent=2))
     if args.output_dir is not None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        stem = f"gpu-{'-'.join(report['shapes'])}-{report['machine']['date']}"
-        (args.output_dir / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
-        (args.output_dir / f"{stem}.md").write_text(text)
+        name = f"gpu-{'-'.join(report['shapes'])}-{report['machine']['date']}.json"
+        write_json(args.output_dir / name, report)
     return report
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Our engine beside transformers, llama.cpp and OpenVINO GenAI: one machine, one run.
 
-    python benchmarks/peers.py [--size full|small|pycode] [--peers NAME...] [--threads 2] [--record]
+    python benchmarks/peers.py [--size full|small|pycode] [--peers NAME...] [--threads 2]
 
 The same Hugging Face folders, prompts and output lengths for all, greedy, in bfloat16, one request
 at a time. Each peer is installed from the package index into a virtual environment of its own, runs

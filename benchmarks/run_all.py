@@ -6,8 +6,8 @@
 
 Each is a process of its own. One that fails stops no other: it is named at the end, and the exit
 status is then 1. DIR gets the reports, what each step printed as STEP.log, and steps.json with
-every step's command, seconds and exit status. Models and environments stay in --folder and in
-out/contexts for the next run. peers.py decodes prompts whose texts do not loop.
+every step's command, seconds and exit status. Models and environments stay in --folder for the next
+run. peers.py decodes prompts whose texts do not loop.
 """
 
 from __future__ import annotations
@@ -65,16 +65,11 @@ def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
         "-m", "examples.pycode.methods", "--work-dir", str(out / "methods"),
         "--output-dir", str(out),
     ]  # fmt: skip
-    size = [] if args.size == "full" else ["--quick"]
-    steps["convert"] = script("convert", *size, *report("convert"))
-    steps["memory"] = script("memory")
     steps["busy-core"] = script("busy_core")
-    steps["quality"] = script("quality", *report("quality"))
     steps["serve-costs"] = script("serve", "costs", *served, *report("serve-costs"))
     if LLAMA_CPP in args.peers:  # which peers.py has compiled
         program = args.folder / "environments" / LLAMA_CPP / "build" / "bin" / "llama-server"
         server = ["--llama-server", str(program)]
-        steps["contexts"] = script("contexts", *server, *report("contexts"))
         steps["serve-load"] = script("serve", "load", *served, *server, *report("serve-load"))
     if has_gpu:
         steps["gpu"] = script("gpu", "--output-dir", out)

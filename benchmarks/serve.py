@@ -1,19 +1,17 @@
 #!/usr/bin/env python3
-"""Our server under load: beside others, what HTTP costs, its memory, and whether texts are right.
+"""Our server under load: compared with others, what HTTP costs, and whether texts are right.
 
     python benchmarks/serve.py load [--size full|pycode] [--llama-server PROGRAM]
-        [--vllm-python PYTHON] [--concurrency 1 4 16] [--record]
+        [--vllm-python PYTHON] [--concurrency 1 4 16]
     python benchmarks/serve.py costs [--size full|pycode]
-    python benchmarks/serve.py memory [--requests 10000]
     python benchmarks/serve.py exact [--requests 500] [--dtypes bfloat16 float32]
 
 load: `specdec serve`, llama.cpp's llama-server and vLLM on the CPU, with the same weights and the
 same draft model, each at the fastest of its settings. --size full grows the models to 986M
 parameters; all servers take 20 GB of memory together. costs: what HTTP, tokens as text and
-streaming take of a step, and what 200 requests a second of /health take. memory: resident memory
-after 100 requests and after so many. exact: mixed requests at concurrency 32 beside what
-specdec-run and the API give each alone; pycode, as memory. --output FILE writes the figures as
-JSON; --record writes them into benchmarks/results, and the table of `load` into RESULTS.md.
+streaming take of a step, and what 200 requests per second of /health take. exact: mixed requests at
+concurrency 32 compared with what specdec-run and the API give each without others; pycode. --output
+FILE writes the figures as JSON.
 """
 
 from __future__ import annotations
@@ -43,39 +41,32 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     modes = parser.add_subparsers(dest="mode", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--output", type=Path, help="of the figures, as JSON")
-    common.add_argument("--record", action="store_true", help="write into benchmarks/results")
     compare.add_options(modes.add_parser("load", parents=[common]))
     costs.add_options(modes.add_parser("costs", parents=[common]))
-    for name, requests, dtypes in (("memory", 10000, ["bfloat16"]),
-                                   ("exact", 500, ["bfloat16", "float32"])):  # fmt: skip
-        mode = modes.add_parser(name, parents=[common])
-        mode.add_argument("--requests", type=int, default=requests)
-        mode.add_argument("--dtypes", nargs="+", default=dtypes, choices=("bfloat16", "float32"))
+    mode = modes.add_parser("exact", parents=[common])
+    mode.add_argument("--requests", type=int, default=500)
+    dtypes = ["bfloat16", "float32"]
+    mode.add_argument("--dtypes", nargs="+", default=dtypes, choices=dtypes)
     return parser.parse_args(words)
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The figures, and whether what must hold at any time does."""
-    from benchmarks.under_load import compare, costs, exact, memory
+    from benchmarks.under_load import compare, costs, exact
     from specdec.bench.machine import describe_machine
 
     if args.mode == "load":
         return compare.measure(args), True
     if args.mode == "costs":
         return costs.measure(args), True
-    machine = describe_machine()
-    if args.mode == "memory":
-        found = [memory.measure(args.requests, dtype) for dtype in args.dtypes]
-        return machine | {"memory": found}, all(one["is_met"] for one in found)
     found = [exact.measure(args.requests, dtype) for dtype in args.dtypes]
     differing = sum(
         one["different_from_the_api"] + one["different_from_specdec_run"] for one in found
     )
-    return machine | {"exact": found}, not differing
+    return describe_machine() | {"exact": found}, not differing
 
 
 def main(words: list[str] | None = None) -> None:
-    from benchmarks.side_by_side.report import put_section
     from benchmarks.under_load import compare
 
     args = parse_args(words)
@@ -90,14 +81,8 @@ def main(words: list[str] | None = None) -> None:
     print(json.dumps(report, indent=2))
     if args.output is not None:
         write_json(args.output, report)
-    if args.record:
-        name = f"{args.mode}-{args.size}" if "size" in args else args.mode
-        write_json(ROOT / "benchmarks" / "results" / f"serve-{name}.json", report)
     if "load" in report:
-        section = compare.format_markdown(report)
-        print(section)
-        if args.record:
-            put_section(ROOT / "benchmarks" / "RESULTS.md", section)
+        print(compare.format_markdown(report))
     if not holds:
         raise SystemExit(1)
 

@@ -12,7 +12,7 @@ two limits, both measured in the same run: reading as many bytes, and as many pr
 by many tokens at a time. The report has the time over the larger one, and --chart draws the three.
 
 --contexts: positions in the cache, each its own table; the limits are of the first. --prompt: the
-time to read so many tokens. benchmarks/contexts.py holds both against llama.cpp's.
+time to read so many tokens.
 
 With --experts it is a mixture, whose experts have the size --intermediate: beside each step's time
 stand the experts a layer that its tokens read, and the bytes of all that is read.

@@ -18,15 +18,13 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 
 from . import models
-from .goals import list_goals
 from .install import install_peer
 from .models import DTYPE, PYCODE, ROOT, SIZES, Models
 from .processes import PeerError, Worker, count_group_seconds
-from .report import format_markdown, put_section
+from .report import format_markdown
 from .rounds import Measured, Work, describe_ways, measure_batches, measure_ways
 from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, SearchShape, Way, list_ways
 
-RESULTS = ROOT / "benchmarks" / "results"
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
 STEP_SIZES = [1, 4, 8, 16, 32]
 PAST_LEN = 256
@@ -48,14 +46,11 @@ def main(description: str, words: Sequence[str] | None = None) -> None:
         report = json.loads(args.report.read_text()) if args.report else measure(args)
     except SpecDecError as error:
         raise SystemExit(f"error: {error.message}\nhint: {error.hint}") from None
-    section = format_markdown(report)
-    print(section)
+    print(format_markdown(report))
     if not args.report:
-        folder = RESULTS if args.record else args.output_dir or args.folder
+        folder = args.output_dir or args.folder
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"peers-{args.size}.json", report)
-    if args.record:
-        put_section(ROOT / "benchmarks" / "RESULTS.md", section)
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -90,8 +85,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
                         help="environments, models and logs; kept for the next run")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, help="of the report; --folder if not given")
     parser.add_argument("--report", type=Path, help="print a written report and measure nothing")
-    parser.add_argument("--record", action="store_true",
-                        help="write benchmarks/results and RESULTS.md")  # fmt: skip
     parser.add_argument("--anyway", action="store_true", help="though memory or disk are short")
     return parser
 
@@ -277,13 +270,12 @@ def measure_workers(
     meter, began, own_seconds = LoadMeter(), time.monotonic(), count_group_seconds(groups)
 
     def finish(report: dict[str, Any]) -> dict[str, Any]:
-        """Add what others did meanwhile, and the goals."""
+        """Add what others did meanwhile."""
         others = meter.measure()
         if others is not None:
             ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
             others = round(max(0.0, others - ours), 2)
-        report |= {"processors_used_by_others": others, "warnings": describe_load(others)}
-        return report | {"goals": [goal.to_json() for goal in list_goals(report)]}
+        return report | {"processors_used_by_others": others, "warnings": describe_load(others)}
 
     measured = measure_ways(ways, workers, errors, work)
     report = head | {

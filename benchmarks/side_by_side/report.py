@@ -1,15 +1,12 @@
-"""A report as Markdown: the machine, the ways side by side, and the goals."""
+"""A report as Markdown: the machine, and the ways side by side."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.bench.report import format_spread
 
-from .goals import Goal, list_goals
 from .ways import describe_setting
 
 HEADING = "## Beside others, {size}: `peers.py`"
@@ -22,7 +19,6 @@ def format_markdown(report: Mapping[str, Any]) -> str:
         format_conditions(report),
         format_ways(report),
         format_peers(report),
-        format_goals(list_goals(report)),
         *format_steps(report),
         *(f"**Doubtful:** {warning}." for warning in report["warnings"]),
     ]
@@ -104,17 +100,6 @@ def format_peers(report: Mapping[str, Any]) -> str:
     return lay_out(("peer", "versions", "computes in", "load, s", "with its start, s"), rows)
 
 
-def format_goals(goals: Iterable[Goal]) -> str:
-    rows = [
-        [
-            goal.name, goal.wanted, "" if goal.measured is None else f"{goal.measured:.2f}",
-            goal.verdict if goal.verdict == "met" else f"**{goal.verdict}**", goal.evidence,
-        ]
-        for goal in goals
-    ]  # fmt: skip
-    return lay_out(("goal", "wanted", "measured", "verdict", "because"), rows)
-
-
 def format_steps(report: Mapping[str, Any]) -> list[str]:
     """What verification costs, and the batches, where they were measured."""
     blocks = []
@@ -136,17 +121,3 @@ def format_steps(report: Mapping[str, Any]) -> list[str]:
         head = ("batch", "way", "setting", "plain, tokens/s", "with it", "ratio", "tokens a step")
         blocks.append(lay_out(head, rows))
     return blocks
-
-
-def put_section(path: Path, section: str) -> None:
-    """Put a section in place of the one with the same heading, or before the last one."""
-    text = path.read_text(encoding="utf-8")
-    heading = section.split("\n", 1)[0]
-    found = re.search(rf"^{re.escape(heading)}\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if found:
-        text = text[: found.start()] + section + "\n" + text[found.end() :]
-    else:
-        last = text.rfind("\n## ") + 1  # 0 where there is no section yet
-        at = last or len(text)
-        text = text[:at] + section + "\n" + text[at:]
-    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.side_by_side.goals import Goal, judge
 from benchmarks.side_by_side.install import install_peer
 from benchmarks.side_by_side.models import (
     DTYPE,
@@ -27,9 +26,9 @@ from benchmarks.side_by_side.models import (
     read_commit,
 )
 from benchmarks.side_by_side.processes import PeerError, count_group_seconds, run_logged
-from benchmarks.side_by_side.report import format_goals, lay_out
+from benchmarks.side_by_side.report import lay_out
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine
-from specdec.bench.measure import divide, summarize
+from specdec.bench.measure import summarize
 
 from .client import Body, Reply, ask_all
 from .figures import describe
@@ -59,7 +58,6 @@ DRAFT_SHAPE = ("--layers", "3", "--hidden", "144", "--intermediate", "384", "--h
 REQUESTS = {1: 3, 4: 8}  # of a round, by concurrency; else twice the concurrency
 FIGURES = ("ttft", "itl", "gap")
 SETTLING = 3.0  # seconds before a turn: other servers' threads spin on, ended ones free memory
-LEAST_RATIO, MOST_RATIO = 1.2, 1.1  # of the best peer's tokens a second; of its times
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -229,7 +227,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         report |= {"processors_used_by_others": others, "warnings": describe_load(others)}
     finally:
         field.end()
-    return report | {"start_seconds": field.start_seconds, "goals": list_goals(report)}
+    return report | {"start_seconds": field.start_seconds}
 
 
 # Tokens a second of each setting that was tried, by concurrency and server.
@@ -312,34 +310,8 @@ def count_equal(runs: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, A
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
 
 
-def list_goals(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each figure of ours beside the best peer's, at each concurrency."""
-    goals = []
-    for concurrency in dict.fromkeys(row["concurrency"] for row in report["load"]):
-        rows = [row for row in report["load"] if row["concurrency"] == concurrency]
-        ours = next((row for row in rows if row["server"] == OURS), None)
-        peers = [row for row in rows if row["server"] != OURS]
-        if ours is None or not peers:
-            continue
-        fastest = max(peers, key=lambda row: row["tokens_per_second"]["median"])
-        ratio = divide(ours["rates"], fastest["rates"])["median"]
-        goals.append(
-            judge(f"{concurrency} at a time: tokens/s of the best peer", "at least", LEAST_RATIO,
-                  ratio, fastest["setting"])
-        )  # fmt: skip
-        for name in ("ttft_ms", "itl_ms"):
-            for part in ("median", "p99"):
-                best = min(peers, key=lambda row: row[name][part])
-                ratio = ours[name][part] / best[name][part] if best[name][part] else None
-                goals.append(
-                    judge(f"{concurrency} at a time: {name.removesuffix('_ms')} {part} of the best"
-                          " peer", "at most", MOST_RATIO, ratio, best["setting"])
-                )  # fmt: skip
-    return [goal.to_json() for goal in goals]
-
-
 def format_markdown(report: Mapping[str, Any]) -> str:
-    """The section for RESULTS.md."""
+    """The conditions and the table."""
     others = report["processors_used_by_others"]
     blocks = [
         HEADING.format(size=report["size"]),
@@ -366,7 +338,6 @@ def format_markdown(report: Mapping[str, Any]) -> str:
         for row in report["load"]
     ]  # fmt: skip
     blocks.append(lay_out(head, rows))
-    blocks.append(format_goals(Goal(**goal) for goal in report["goals"]))
     blocks += [f"Not measured: {key}: {error}." for key, error in report["errors"].items()]
     blocks += [f"**Doubtful:** {warning}." for warning in report["warnings"]]
     return "\n\n".join(blocks) + "\n"

@@ -89,8 +89,6 @@ def test_all_methods(
         *(f"{row['step_ms'][part]:.1f}" for part in ("draft", "verify")),
     ]
     assert f"| draft model, 8 | {' | '.join(cells)} | " in costs
-    earlier = tmp_path / "earlier.json"
-    shutil.copy(out / "batches-pycode.json", earlier)
     monkeypatch.setattr(
         "sys.argv", ["batches.py", *words, "--only", "EAGLE-1, budget", "lookahead"]
     )
@@ -98,21 +96,7 @@ def test_all_methods(
     report = json.loads((out / "batches-pycode.json").read_text())
     chosen = [label for label in expected if label.startswith(("lookahead", "EAGLE-1, budget"))]
     assert list(report["methods"]) == chosen
-    words = [*words, "--repeat", "2", "--into", str(earlier)]
-    words[words.index("1,2")] = "2"
-    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--only", "EAGLE-1, budget"])
-    batches.main()
-    report = json.loads((out / "batches-pycode.json").read_text())
-    assert list(report["methods"]) == expected
-    for label, rows in report["methods"].items():
-        again = label == "EAGLE-1, budget auto"
-        assert [(row["batch_size"], row["rounds"]) for row in rows] == [(1, 1), (2, 1 + again)]
-    assert report["batch_sizes"] == [1, 2]
-    (told,) = report["measured_again"]
-    assert (told["batch_sizes"], told["repeat"]) == ([2], 2)
-
     more = make_eagle_drafter(tmp_path, seed=9, name="another")
-    words = words[: words.index("--repeat")]
     monkeypatch.setattr("sys.argv", ["batches.py", *words, "--more", f"eagle={more}"])
     with pytest.raises(SystemExit, match=r"--more eagle=.*: wanted is METHOD-NAME=FOLDER"):
         batches.main()

@@ -38,21 +38,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["graphs"]["replayed"] > result["graphs"]["recorded"] > 0
     assert written["machine"]["torch"]
     assert written["machine"]["transformers"]
-    text = capsys.readouterr().out
-    assert text.strip() == path.with_suffix(".md").read_text().strip()
-    for way in ways:
-        assert f"| {way} | {plain['tokens_per_second'][way]} |" in text
-    assert "Apple" in text
-
-
-def test_goals() -> None:
-    result = {
-        "share_of_limit": {"eager": 0.2, "graphs": 0.71},
-        "verify": {"eager": {"relative": {16: 1.5}}, "graphs": {"relative": {16: 1.16}}},
-        "redrafter": {"eager": {"overhead": 0.3}, "graphs": {"overhead": 0.09}},
-    }
-    found = [(value, is_met) for _, value, is_met in gpu.list_goals(result)]
-    assert found == [(0.71, True), (1.16, False), (0.09, True)]
+    assert json.loads(capsys.readouterr().out) == written
 
 
 def test_real_sizes_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_every_benchmark_is_a_step_and_takes_its_flags(size: str, tmp_path: Path
 
 def test_without_llama_cpp_nothing_is_beside_it() -> None:
     steps = list_steps(parse_args(["--peers", "specdec"]), has_gpu=False)
-    assert not {"contexts", "serve-load", "gpu"} & set(steps)
+    assert not {"serve-load", "gpu"} & set(steps)
     assert "peers" in steps
 
 
@@ -63,8 +63,8 @@ def test_a_failing_step_is_named_and_stops_no_other(
 def test_unknown_steps_are_named_and_commands_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"no step wrong\nhint: batches, edits"):
         main(["--only", "wrong", "peers"])
-    main(["--only", "memory", "--list"])
-    assert capsys.readouterr().out == f"memory: {BENCHMARKS / 'memory.py'}\n"
+    main(["--only", "busy-core", "--list"])
+    assert capsys.readouterr().out == f"busy-core: {BENCHMARKS / 'busy_core.py'}\n"
 
 
 def test_sigterm_ends_the_step_under_way_and_keeps_what_it_printed(tmp_path: Path) -> None:

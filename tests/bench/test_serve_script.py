@@ -1,4 +1,4 @@
-"""benchmarks/serve.py without any peer: figures of replies, settings chosen, goals, the table."""
+"""benchmarks/serve.py without any peer: figures of replies, settings chosen, the table."""
 
 from __future__ import annotations
 
@@ -150,21 +150,18 @@ def report(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     tried = compare.try_settings(args, field, prompts, settings, errors)
     assert errors == {"vLLM: broken": "ended with status 1: no such model"}
     assert field.kept[-1] == {setting.key for setting in settings[:4]}, "each is best somewhere"
-    made = {
+    return {
         "load": compare.run_rounds(args, field, prompts, tried), "errors": errors,
         "processors_used_by_others": 0.0, "warnings": [], "size": "full", "date": "d",
         "processor": "p", "usable_cores": 2, "specdec": "0", "commit": "c", "threads": 2,
         "target_gb": 2.0, "dtype": "bfloat16", "max_tokens": 16, "rounds": 2,
     }  # fmt: skip
-    return made | {"goals": compare.list_goals(made)}
 
 
 def test_each_server_is_measured_at_its_best(report: dict[str, Any]) -> None:
     assert [row["setting"] for row in report["load"]] == [
         "specdec: draft 4", "llama.cpp: draft 4", "specdec: plain", "llama.cpp: plain",
     ]  # fmt: skip
-    assert [goal["verdict"] for goal in report["goals"]] == ["met"] * 10
-    assert {goal["measured"] for goal in report["goals"]} == {2.0, 0.5}
     section = compare.format_markdown(report)
     assert section.startswith("## Servers under load, full: `serve.py load`\n")
     assert "| 1 | specdec: draft 4 | 60.0 (60.0-60.0) | 2.0 / 4.0 |" in section
@@ -188,7 +185,6 @@ def test_mixed_requests_have_all_kinds() -> None:
 def test_options_of_each_mode() -> None:
     assert serve.parse_args(["load", "--size", "pycode"]).concurrency == [1, 4, 16]
     assert serve.parse_args(["costs"]).health == 200
-    assert serve.parse_args(["memory"]).requests == 10000
     assert serve.parse_args(["exact"]).dtypes == ["bfloat16", "float32"]
 
 
