@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -22,14 +21,10 @@ from .install import install_peer
 from .models import DTYPE, PYCODE, ROOT, SIZES, Models
 from .processes import PeerError, Worker, count_group_seconds
 from .report import format_markdown
-from .rounds import Measured, Work, describe_ways, measure_batches, measure_ways
+from .rounds import Work, describe_ways, measure_ways
 from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, SearchShape, Way, list_ways
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
-STEP_SIZES = [1, 4, 8, 16, 32]
-PAST_LEN = 256
-STEP_REPEAT = 15
-BATCH_ROUNDS = 2
 # llama.cpp decodes quantized weights in a form for AMX where the processor has it, and ends with a
 # segmentation fault (0.3.36's, and its newest of November 2026). This leaves out all such forms.
 NO_REPACK = "--no-repack"
@@ -41,7 +36,7 @@ MODULES = {
 
 
 def main(description: str, words: Sequence[str] | None = None) -> None:
-    args = parse_args(description, words)
+    args = make_parser(description).parse_args(words)
     try:
         report = json.loads(args.report.read_text()) if args.report else measure(args)
     except SpecDecError as error:
@@ -77,7 +72,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
                         help="draft lengths that every peer chooses from")  # fmt: skip
     parser.add_argument("--draft-trees", type=read_lengths, default="15,31",
                         help="tokens of trees that our draft model chooses from, too")  # fmt: skip
-    parser.add_argument("--batch-sizes", type=read_lengths, default="1,4,16")
     parser.add_argument("--build-flags", nargs="*", default=[], metavar="FLAG=VALUE",
                         help="of specdec-build, without the dashes, as optimize=none")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer")
@@ -87,14 +81,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--report", type=Path, help="print a written report and measure nothing")
     parser.add_argument("--anyway", action="store_true", help="though memory or disk are short")
     return parser
-
-
-def parse_args(description: str, words: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser(description)
-    args = parser.parse_args(words)
-    if max(args.batch_sizes) > models.MAX_BATCH_SIZE:
-        parser.error(f"--batch-sizes end at {models.MAX_BATCH_SIZE}")
-    return args
 
 
 def read_trees(text: str) -> list[SearchShape]:
@@ -255,27 +241,18 @@ def measure_workers(
     args: argparse.Namespace, head: dict[str, Any], found: Models, ways: Sequence[Way],
     workers: Mapping[str, Worker], errors: Mapping[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """All that needs running workers; what the rounds say is written before our engine goes on."""
+    """All that needs running workers."""
     size = SIZES[args.size]
     end_id = json.loads((found.target / "config.json").read_text())["eos_token_id"]
-    num_prompts = max(args.prompts or size.num_prompts, *args.batch_sizes)
-    prompts = models.read_prompts(args.prompt_file, found.target, num_prompts)
+    num_prompts = args.prompts or size.num_prompts
     work = Work(
-        prompts=prompts[: args.prompts or size.num_prompts],
+        prompts=models.read_prompts(args.prompt_file, found.target, num_prompts),
         long_prompt=models.make_long_prompt(args.prompt_file, found.target, args.long_prompt),
         max_output_len=args.max_output_len or size.max_output_len,
         end_id=end_id, rounds=args.rounds,
     )  # fmt: skip
     groups = [worker.group for worker in workers.values()]
     meter, began, own_seconds = LoadMeter(), time.monotonic(), count_group_seconds(groups)
-
-    def finish(report: dict[str, Any]) -> dict[str, Any]:
-        """Add what others did meanwhile."""
-        others = meter.measure()
-        if others is not None:
-            ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
-            others = round(max(0.0, others - ours), 2)
-        return report | {"processors_used_by_others": others, "warnings": describe_load(others)}
 
     measured = measure_ways(ways, workers, errors, work)
     report = head | {
@@ -286,44 +263,8 @@ def measure_workers(
         "max_output_len": work.max_output_len, "long_prompt_tokens": len(work.long_prompt),
         "build_flags": args.build_flags, "ways": describe_ways(measured),
     }  # fmt: skip
-    write_json(args.folder / f"peers-{args.size}.json", finish(report))
-    more = dataclasses.replace(work, prompts=prompts)
-    return finish(report | measure_ours(args, measured, workers, more))
-
-
-def measure_ours(
-    args: argparse.Namespace, measured: Sequence[Measured], workers: Mapping[str, Worker],
-    work: Work,
-) -> dict[str, Any]:  # fmt: skip
-    """The cost of a verify step, and the batches, of our engine.
-
-    work: with as many prompts as the largest batch needs.
-    """
-    found: dict[str, Any] = {}
-    if "specdec" in workers:
-        print("the cost of verification", file=sys.stderr, flush=True)
-        try:
-            found["verify_ms"] = workers["specdec"].call(
-                "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
-            )
-        except PeerError as error:
-            found["verify_error"] = str(error)
-    for name in QUANTIZED:
-        if name in workers and QUANTIZED[name][0] == OURS:
-            try:
-                found.setdefault("quantized_verify_ms", {})[name] = workers[name].call(
-                    "time_steps", sizes=STEP_SIZES, past_len=PAST_LEN, repeat=STEP_REPEAT
-                )
-            except PeerError as error:
-                found.setdefault("quantized_verify_error", {})[name] = str(error)
-    ours = [one for one in measured if one.way.peer == "specdec" and one.error is None]
-    pairs = [(one.way, one.setting) for one in ours if one.way.name == "redrafter"]
-    pairs += [(one.way, {"length": "auto"}) for one in ours if one.way.name == "draft-target"]
-    if pairs:
-        print(f"batches of {args.batch_sizes}", file=sys.stderr, flush=True)
-        batches = dataclasses.replace(work, rounds=BATCH_ROUNDS)
-        try:
-            found["batches"] = measure_batches(pairs, workers, args.batch_sizes, batches)
-        except PeerError as error:
-            found["batches_error"] = str(error)
-    return found
+    others = meter.measure()
+    if others is not None:
+        ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
+        others = round(max(0.0, others - ours), 2)
+    return report | {"processors_used_by_others": others, "warnings": describe_load(others)}

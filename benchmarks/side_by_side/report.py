@@ -19,7 +19,6 @@ def format_markdown(report: Mapping[str, Any]) -> str:
         format_conditions(report),
         format_ways(report),
         format_peers(report),
-        *format_steps(report),
         *(f"**Doubtful:** {warning}." for warning in report["warnings"]),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -98,26 +97,3 @@ def format_peers(report: Mapping[str, Any]) -> str:
             ]
         )
     return lay_out(("peer", "versions", "computes in", "load, s", "with its start, s"), rows)
-
-
-def format_steps(report: Mapping[str, Any]) -> list[str]:
-    """What verification costs, and the batches, where they were measured."""
-    blocks = []
-    if times := report.get("verify_ms"):
-        rows = [
-            ["ms", *(f"{ms:.2f}" for ms in times.values())],
-            ["times one token", *(f"{ms / times['1']:.2f}" for ms in times.values())],
-        ]
-        blocks.append(lay_out(("verify step of our engine, tokens", *times), rows))
-    if batches := report.get("batches"):
-        rows = [
-            [
-                str(row["batch_size"]), row["way"], describe_setting(row["setting"]),
-                format_spread(row["plain"]), format_spread(row["tokens_per_second"]),
-                format_spread(row["ratio"]), f"{row['acceptance_length']:.2f}",
-            ]
-            for row in batches
-        ]  # fmt: skip
-        head = ("batch", "way", "setting", "plain, tokens/s", "with it", "ratio", "tokens a step")
-        blocks.append(lay_out(head, rows))
-    return blocks

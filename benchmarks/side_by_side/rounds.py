@@ -8,13 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from specdec.bench.measure import divide, summarize
+from specdec.bench.measure import summarize
 
 from .processes import PeerError
 from .ways import PLAIN, Setting, Way
 
 PARTS = ("draft", "verify", "accept", "other")
-LEAST_PROMPTS = 4
 
 
 class Caller(Protocol):
@@ -114,50 +113,12 @@ def measure_round(one: Measured, worker: Caller, work: Work) -> None:
         one.first_token_seconds.append(run(one.way, one.setting, worker, brief)["seconds"])
 
 
-def run(way: Way, setting: Setting, worker: Caller, work: Work, **extra: Any) -> dict[str, Any]:
+def run(way: Way, setting: Setting, worker: Caller, work: Work) -> dict[str, Any]:
     """Decode all prompts once."""
     return worker.call(
         "run", way=way.name, setting=setting, prompts=work.prompts,
-        max_output_len=work.max_output_len, end_id=work.end_id, **extra,
+        max_output_len=work.max_output_len, end_id=work.end_id,
     )  # fmt: skip
-
-
-def measure_batches(
-    pairs: Sequence[tuple[Way, Setting]], workers: Mapping[str, Caller], sizes: Sequence[int],
-    work: Work,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Speculation and plain decoding on the same engine, by batch size, by turns.
-
-    Every batch is full: as many prompts as its size, and a few where that is small.
-    """
-    rows = []
-    for size in sizes:
-        full = dataclasses.replace(work, prompts=work.prompts[: max(size, LEAST_PROMPTS)])
-        for way, setting in pairs:
-            worker = workers[way.worker]
-            plain = dataclasses.replace(way, name=PLAIN)
-            rates: dict[str, list[float]] = {PLAIN: [], way.name: []}
-            lengths = []
-            for number in range(work.rounds + 1):
-                turn = [(plain, Setting()), (way, setting)]
-                for each, chosen in turn if number % 2 == 0 else turn[::-1]:
-                    answer = run(each, chosen, worker, full, batch_size=size)
-                    if number:  # the first round warms up
-                        rates[each.name].append(answer["num_tokens"] / answer["seconds"])
-                    if each is way:
-                        lengths.append(answer["acceptance_length"])
-            rows.append(
-                {
-                    "batch_size": size,
-                    "way": way.name,
-                    "setting": setting,
-                    "plain": summarize(rates[PLAIN]),
-                    "tokens_per_second": summarize(rates[way.name]),
-                    "ratio": divide(rates[way.name], rates[PLAIN]),
-                    "acceptance_length": statistics.median(lengths),
-                }
-            )
-    return rows
 
 
 def describe_ways(measured: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -14,21 +14,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.side_by_side.processes import Worker, count_group_seconds
+from benchmarks.side_by_side.processes import count_group_seconds
 from specdec.bench.machine import LoadMeter, describe_load, describe_machine
-from specdec.bench.measure import divide, summarize
+from specdec.bench.measure import summarize
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.errors import SpecDecError
 
 from . import compare
 from .client import Body, Reply, ask_all, make_head
 from .figures import join_bursts
-from .servers import OURS, Server, Weights, list_ours
+from .servers import OURS, Server, list_ours
 
 PROBE_SECONDS = 1.0
 
@@ -47,33 +47,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """Tokens a second, and processor milliseconds a token, of the engine's process.
+    """Tokens per second, and processor milliseconds per token, of the server's process.
 
     http_share: of its processor time, what others than the engine's threads took.
     """
 
     rate: float
     busy_ms: float
-    http_share: float = 0.0
-
-
-def describe_engine(weights: Weights, args: argparse.Namespace) -> dict[str, Any]:
-    """What a worker with our engine is started with."""
-    return {
-        "engine_dir": str(weights.engines["target"]), "beams": [1], "threads": args.threads,
-        "draft_engine_dir": str(weights.engines["draft"]), "max_length": max(args.lengths),
-        "tokenizer_dir": str(weights.tokenizer),
-    }  # fmt: skip
+    http_share: float
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Two ways by turns: the engine in a process of its own, and as a server; then /health.
+    """The share of HTTP in the server's processor time, then what /health takes.
 
-    The engine alone takes prompts as tokens and gives tokens. What clients take of the processors
-    counts as serving's and as /health's, where they are all in use.
+    What clients take of the processors counts as /health's, where they are all in use.
     """
-    from tokenizers import Tokenizer
-
     args.servers, args.lengths = [OURS], [max(1, args.length)]
     weights = compare.prepare(args)
     name = f"draft {args.length}" if args.length else "plain"
@@ -81,35 +69,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     setting = next(
         one for one in list_ours(weights, args.lengths, rows, args.threads) if one.name == name
     )
-    tokenizer = Tokenizer.from_file(str(weights.tokenizer / "tokenizer.json"))
     machine: dict[str, Any] = describe_machine()
     log = args.folder.resolve() / "logs"
     with contextlib.ExitStack() as stack:
         server = Server(setting, log / "costs-server.log")
         stack.callback(server.end)
-        worker = Worker(
-            "engine", [sys.executable, "-m", "side_by_side.workers.engine"],
-            describe_engine(weights, args), log / "costs-engine.log", threads=args.threads,
-            timeout=1800,
-        )  # fmt: skip
-        stack.callback(worker.end)
         prompts = compare.Prompts(1, args.max_tokens)
         meter, began = LoadMeter(), time.monotonic()
-        groups = [server.group, worker.group]
         program = make_prober(args.folder.resolve())
-        own = count_group_seconds(groups)
-
-        def run_engine(bodies: list[Body], concurrency: int) -> Run:
-            ids = [tokenizer.encode(body["prompt"]).ids for body in bodies]
-            busy = count_group_seconds([worker.group])
-            answer = worker.call(
-                "run", way="draft-target" if args.length else "plain", prompts=ids, end_id=0,
-                setting={"length": args.length} if args.length else {},
-                max_output_len=args.max_tokens, batch_size=concurrency,
-            )  # fmt: skip
-            busy = count_group_seconds([worker.group]) - busy
-            count = answer["num_tokens"]
-            return Run(count / answer["seconds"], 1000 * busy / count)
+        own = count_group_seconds([server.group])
 
         def run_server(bodies: list[Body], concurrency: int) -> Run:
             busy, began = count_group_seconds([server.group]), time.perf_counter()
@@ -121,19 +89,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             count = sum(reply.num_tokens for reply in replies)
             return Run(count / seconds, 1000 * busy / count, share)
 
-        ways: dict[str, Callable[[list[Body], int], Run]] = {
-            "engine": run_engine, "served": run_server,
-        }  # fmt: skip
         table = []
         for concurrency in args.concurrency:
-            runs: dict[str, list[Run]] = {name: [] for name in ways}
-            for number in range(args.rounds + 1):
-                bodies = prompts.make_bodies(concurrency * (4 if concurrency == 1 else 1))
-                for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
-                    made = ways[name](bodies, concurrency)
-                    if number:  # the first warms up
-                        runs[name].append(made)
-            count = args.health_rounds * concurrency * (4 if concurrency == 1 else 1)
+            per_round = concurrency * (4 if concurrency == 1 else 1)
+            # The first round warms up.
+            runs = [
+                run_server(prompts.make_bodies(per_round), concurrency)
+                for _ in range(args.rounds + 1)
+            ][1:]
+            count = args.health_rounds * per_round
             health = run_probed(
                 program, server.address, prompts.make_bodies(count), concurrency, args.health
             )
@@ -141,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
         others = meter.measure()
         if others is not None:
-            ours = (count_group_seconds(groups) - own) / (time.monotonic() - began)
+            ours = (count_group_seconds([server.group]) - own) / (time.monotonic() - began)
             others = round(max(0.0, others - ours), 2)
     return machine | {
         "size": args.size, "setting": setting.key, "health_per_second": args.health,
@@ -240,20 +204,10 @@ def share_of_http(before: dict[str, float], after: dict[str, float], threads: in
     return sum(spent[: max(0, len(spent) - threads)]) / sum(spent)
 
 
-def describe(runs: dict[str, list[Run]]) -> dict[str, Any]:
-    """Figures by way, and what each addition takes: of tokens a second, and of processor time."""
-    found: dict[str, Any] = {
-        name: {
-            "tokens_per_second": summarize([run.rate for run in made]),
-            "processor_ms_per_token": summarize([run.busy_ms for run in made]),
-            "http_share": round(statistics.median(run.http_share for run in made), 4),
-        }
-        for name, made in runs.items()
-    }  # fmt: skip
-    rates = divide([run.rate for run in runs["served"]], [run.rate for run in runs["engine"]])
-    busy = divide([run.busy_ms for run in runs["served"]], [run.busy_ms for run in runs["engine"]])
-    found["serving takes"] = {
-        "of_tokens_per_second": round(1 - rates["median"], 4),
-        "of_processor_time": round(busy["median"] - 1, 4),
+def describe(runs: Sequence[Run]) -> dict[str, Any]:
+    """The figures of several rounds."""
+    return {
+        "tokens_per_second": summarize([run.rate for run in runs]),
+        "processor_ms_per_token": summarize([run.busy_ms for run in runs]),
+        "http_share": round(statistics.median(run.http_share for run in runs), 4),
     }
-    return found

@@ -49,8 +49,6 @@ class FakeWorker:
         self.num_calls += 1
         if self.dies_at is not None and self.num_calls >= self.dies_at:
             raise PeerError("ended with status -9: Killed")
-        if name == "time_steps":
-            return {str(size): 1.0 + size / 32 for size in settings["sizes"]}
         prompts, limit = settings["prompts"], settings["max_output_len"]
         self.seen.append(f"{settings['way']} {limit}")
         length = settings["setting"].get("length", 1)
@@ -222,7 +220,7 @@ def test_quantized_llama_cpp_where_amx_is(
         command, "make_starter", lambda name, _, __, settings, ___: given.setdefault(name, settings)
     )
     words = ["--peers", peer, "--folder", str(tmp_path)]
-    assert command.prepare(command.parse_args("", words))[2] == {}
+    assert command.prepare(command.make_parser("").parse_args(words))[2] == {}
     started: list[list[str]] = []
 
     class NoServer:
@@ -261,8 +259,6 @@ def test_our_engine_and_transformers_as_workers(
     assert tree["texts"] == texts
     assert tree["num_tokens"] == sum(map(len, texts)) + 1, "the end is a token too"
     assert min(tree["step_ms"].values()) > 0
-    steps = calls["time_steps"]([1, 4], past_len=8, repeat=1)
-    assert set(steps) == {"1", "4"}
     about, calls = engine_worker.start(
         engine_dir=str(pair[0]), draft_engine_dir=str(pair[1]),
         tokenizer_dir=str(folder / "target"), beams=[], sizes=[3], max_length=3,
@@ -309,7 +305,7 @@ def make_report(**changes: Any) -> dict[str, Any]:
         "instructions": [], "specdec": "0", "commit": "abc", "threads": 2, "load_average": 0.1,
         "processors_used_by_others": 0.0, "warnings": [], "dtype": "bfloat16", "num_prompts": 4,
         "max_output_len": 64, "rounds": 2, "size": "full", "target_gb": 1.97,
-        "long_prompt_tokens": 512, "verify_ms": {"1": 10.0, "8": 13.0, "16": 18.0},
+        "long_prompt_tokens": 512,
         "ways": [
             way("specdec", "plain", 10.0, step_ms=alone),
             way("specdec", "redrafter", 20.0, step_ms=dict(step)),
@@ -323,14 +319,6 @@ def make_report(**changes: Any) -> dict[str, Any]:
                 "start_seconds": 5.0,
             },
         },
-        "batches": [
-            {
-                "batch_size": size, "way": "draft-target", "setting": {"length": "auto"},
-                "plain": summarize([10.0]), "tokens_per_second": summarize([10.0]),
-                "ratio": summarize([1.0]), "acceptance_length": 1.5,
-            }
-            for size in (1, 16)
-        ],
     }  # fmt: skip
     return report | changes
 
@@ -376,7 +364,7 @@ def test_the_command(
         command, "make_starter", lambda name, *_: lambda: FakeWorker([], dies_at.get(name))
     )
     words = ["--size", "pycode", "--folder", str(tmp_path), "--prompt-file", str(prompts),
-             "--long-prompt", "8", "--batch-sizes", "1,4", "--lengths", "2,4", "--prompts", "2",
+             "--long-prompt", "8", "--lengths", "2,4", "--prompts", "2",
              "--rounds", "2"]  # fmt: skip
     command.main("", words)
     printed = capsys.readouterr().out
@@ -387,7 +375,6 @@ def test_the_command(
     assert by_way["llama.cpp: plain"]["error"] == "ended with status -9: Killed"
     assert by_way["specdec: draft-target"]["setting"] == {"length": 4}
     assert report["peers"]["openvino"] == {"error": "No matching distribution found"}
-    assert [row["batch_size"] for row in report["batches"]] == [1, 1, 4, 4]
     assert "No matching distribution found" in printed
     command.main("", ["--report", str(tmp_path / "peers-pycode.json")])
     assert capsys.readouterr().out == printed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import http.server
-import inspect
 import os
 import threading
 from collections.abc import Collection, Sequence
@@ -15,20 +14,18 @@ import pytest
 
 from benchmarks import serve
 from benchmarks.side_by_side.processes import PeerError
-from benchmarks.side_by_side.workers import engine
 from benchmarks.under_load import compare
 from benchmarks.under_load.client import Body, Reply
 from benchmarks.under_load.costs import (
     compare_steps,
     count_thread_seconds,
-    describe_engine,
     make_prober,
     share_of_http,
     start_prober,
 )
 from benchmarks.under_load.exact import mix_bodies
 from benchmarks.under_load.figures import count_tokens, describe, join_bursts
-from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting, Weights
+from benchmarks.under_load.servers import LLAMA_CPP, OURS, VLLM, Setting
 
 
 class Words:
@@ -186,11 +183,3 @@ def test_options_of_each_mode() -> None:
     assert serve.parse_args(["load", "--size", "pycode"]).concurrency == [1, 4, 16]
     assert serve.parse_args(["costs"]).health == 200
     assert serve.parse_args(["exact"]).dtypes == ["bfloat16", "float32"]
-
-
-def test_the_engine_alone_is_started_with_what_its_worker_takes() -> None:
-    names = {"target": Path("target"), "draft": Path("draft")}
-    args = serve.parse_args(["costs"])
-    args.lengths = [args.length]
-    settings = describe_engine(Weights(Path(), names, names, names), args)
-    assert inspect.signature(engine.start).bind(**settings).arguments == settings

@@ -13,7 +13,6 @@ import specdec
 from specdec.bench.engine import PARTS, open_bench
 from specdec.bench.methods.draft_target import list_lengths, list_trees
 from specdec.bench.methods.redrafter import list_searches
-from specdec.bench.steps import time_steps
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.suffix import SuffixProposer
@@ -88,11 +87,6 @@ class Engine:
             },
         }
 
-    def time_steps(self, sizes: list[int], past_len: int, repeat: int) -> dict[str, Any]:
-        """Milliseconds of a verify step by its tokens."""
-        found = time_steps(self.bench.engine.decoder, sizes, past_len=past_len, repeat=repeat)
-        return {str(size): 1000 * seconds for size, seconds in found.items()}
-
 
 def start(
     engine_dir: str, draft_engine_dir: str | None, tokenizer_dir: str, beams: list[int],
@@ -108,7 +102,7 @@ def start(
         ),
         "compiled_kernels": engine.bench.engine.decoder.kernels is not None,
     }
-    return about, {"run": engine.run, "time_steps": engine.time_steps}
+    return about, {"run": engine.run}
 
 
 if __name__ == "__main__":
