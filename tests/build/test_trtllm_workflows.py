@@ -12,10 +12,10 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from specdec.command.stages import load_command
 from specdec.errors import SpecDecError
 from specdec.trtllm.facts import LABELS, load_facts
 from tests.conftest import make_drafter, make_llama, make_tokenizer
@@ -25,130 +25,79 @@ from tests.trtllm.double import H100, install_double, parse_arguments
 from tests.trtllm.runtime_double import free_memory, install_runtime
 from tests.trtllm.worlds import forget_runtime
 
+PROGRAMS = {
+    "convert_checkpoint.py": "convert", "quantize.py": "convert", "trtllm-build": "build",
+    "run.py": "run",
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command of a page, and ours for it."""
+    """A command of a page; ours has the program's name replaced, and what `changes` says."""
 
     original: str
-    ours: str
+    changes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def ours(self) -> str:
+        program, _, words = self.original.partition(" ")
+        for old, new in self.changes:
+            words = words.replace(old, new)
+        return f"{PROGRAMS[program]} {words}"
 
 
+FROM_CHECKPOINT = ((" --speculative_decoding_mode explicit_draft_tokens", ""),)
 REDRAFTER_FP16 = (
-    Step(
-        "convert_checkpoint.py --model_dir ./vicuna-7b-v1.3 --output_dir ./vicuna-7b-v1.3-ckpt"
-        " --dtype float16",
-        "convert --model_dir ./vicuna-7b-v1.3 --output_dir ./vicuna-7b-v1.3-ckpt --dtype float16",
-    ),
-    Step(
-        "convert_checkpoint.py --base_model_checkpoint_dir ./vicuna-7b-v1.3-ckpt"
-        " --drafter_model_dir ./vicuna-7b-drafter --output_dir ./tllm_checkpoint_1gpu_redrafter"
-        " --dtype float16 --redrafter_num_beams 4 --redrafter_draft_len_per_beam 5",
-        "convert --base_model_checkpoint_dir ./vicuna-7b-v1.3-ckpt"
-        " --drafter_model_dir ./vicuna-7b-drafter --output_dir ./tllm_checkpoint_1gpu_redrafter"
-        " --dtype float16 --redrafter_num_beams 4 --redrafter_draft_len_per_beam 5",
-    ),
-    Step(
-        "trtllm-build --checkpoint_dir ./tllm_checkpoint_1gpu_redrafter"
-        " --output_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/ --gemm_plugin float16"
-        " --speculative_decoding_mode explicit_draft_tokens --max_batch_size 4",
-        "build --checkpoint_dir ./tllm_checkpoint_1gpu_redrafter"
-        " --output_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/ --gemm_plugin float16"
-        " --max_batch_size 4",
-    ),
-    Step(
-        "run.py --engine_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/"
-        " --tokenizer_dir ./vicuna-7b-v1.3/ --max_output_len=100"
-        " --input_text 'Once upon' 'The basic idea of a Transformer model is'",
-        "run --engine_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/"
-        " --tokenizer_dir ./vicuna-7b-v1.3/ --max_output_len=100"
-        " --input_text 'Once upon' 'The basic idea of a Transformer model is'",
-    ),
-)
+    Step("convert_checkpoint.py --model_dir ./vicuna-7b-v1.3 --output_dir ./vicuna-7b-v1.3-ckpt"
+         " --dtype float16"),
+    Step("convert_checkpoint.py --base_model_checkpoint_dir ./vicuna-7b-v1.3-ckpt"
+         " --drafter_model_dir ./vicuna-7b-drafter --output_dir ./tllm_checkpoint_1gpu_redrafter"
+         " --dtype float16 --redrafter_num_beams 4 --redrafter_draft_len_per_beam 5"),
+    Step("trtllm-build --checkpoint_dir ./tllm_checkpoint_1gpu_redrafter"
+         " --output_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/ --gemm_plugin float16"
+         " --speculative_decoding_mode explicit_draft_tokens --max_batch_size 4", FROM_CHECKPOINT),
+    Step("run.py --engine_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/"
+         " --tokenizer_dir ./vicuna-7b-v1.3/ --max_output_len=100"
+         " --input_text 'Once upon' 'The basic idea of a Transformer model is'"),
+)  # fmt: skip
 REDRAFTER_FP8 = (
-    Step(
-        "quantize.py --model_dir ./Qwen2.5-7B-Instruct/ --dtype bfloat16 --qformat fp8"
-        " --output_dir ./qwen_checkpoint_1gpu_fp8 --calib_size 1024",
-        "convert --model_dir ./Qwen2.5-7B-Instruct/ --dtype bfloat16 --quantization fp8"
-        " --output_dir ./qwen_checkpoint_1gpu_fp8 --calib_size 1024"
-        " --calibration-data texts.jsonl --calib-batch-size 64",
-    ),
-    Step(
-        "convert_checkpoint.py --base_model_checkpoint_dir ./qwen_checkpoint_1gpu_fp8"
-        " --drafter_model_dir ./qwen-7b-drafter --output_dir ./tllm_checkpoint_1gpu_fp8"
-        " --dtype bfloat16 --redrafter_num_beams 1 --redrafter_draft_len_per_beam 3",
-        "convert --base_model_checkpoint_dir ./qwen_checkpoint_1gpu_fp8"
-        " --drafter_model_dir ./qwen-7b-drafter --output_dir ./tllm_checkpoint_1gpu_fp8"
-        " --dtype bfloat16 --redrafter_num_beams 1 --redrafter_draft_len_per_beam 3",
-    ),
-    Step(
-        "trtllm-build --checkpoint_dir ./tllm_checkpoint_1gpu_fp8 --output_dir ./engine_outputs"
-        " --gemm_plugin fp8 --speculative_decoding_mode explicit_draft_tokens"
-        " --max_beam_width 1 --max_batch_size 4",
-        "build --checkpoint_dir ./tllm_checkpoint_1gpu_fp8 --output_dir ./engine_outputs"
-        " --gemm_plugin fp8 --speculative_decoding_mode explicit_draft_tokens"
-        " --max_beam_width 1 --max_batch_size 4",
-    ),
-)
+    Step("quantize.py --model_dir ./Qwen2.5-7B-Instruct/ --dtype bfloat16 --qformat fp8"
+         " --output_dir ./qwen_checkpoint_1gpu_fp8 --calib_size 1024",
+         (("--qformat", "--quantization"),
+          ("_size 1024", "_size 1024 --calibration-data texts.jsonl --calib-batch-size 64"))),
+    Step("convert_checkpoint.py --base_model_checkpoint_dir ./qwen_checkpoint_1gpu_fp8"
+         " --drafter_model_dir ./qwen-7b-drafter --output_dir ./tllm_checkpoint_1gpu_fp8"
+         " --dtype bfloat16 --redrafter_num_beams 1 --redrafter_draft_len_per_beam 3"),
+    Step("trtllm-build --checkpoint_dir ./tllm_checkpoint_1gpu_fp8 --output_dir ./engine_outputs"
+         " --gemm_plugin fp8 --speculative_decoding_mode explicit_draft_tokens"
+         " --max_beam_width 1 --max_batch_size 4"),
+)  # fmt: skip
 REDRAFTER_FROM_HF = (
-    Step(
-        "convert_checkpoint.py --model_dir ./vicuna-7b-v1.3 --drafter_model_dir ./vicuna-7b-drafter"
-        " --output_dir ./tllm_checkkpoint_1gpu_redrafter --dtype float16 --redrafter_num_beams 4"
-        " --redrafter_draft_len_per_beam 5",
-        "convert --model_dir ./vicuna-7b-v1.3 --drafter_model_dir ./vicuna-7b-drafter"
-        " --output_dir ./tllm_checkkpoint_1gpu_redrafter --dtype float16 --redrafter_num_beams 4"
-        " --redrafter_draft_len_per_beam 5",
-    ),
-    Step(
-        "trtllm-build --checkpoint_dir ./tllm_checkkpoint_1gpu_redrafter"
-        " --output_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/ --gemm_plugin float16"
-        " --speculative_decoding_mode explicit_draft_tokens --max_batch_size 4",
-        "build --checkpoint_dir ./tllm_checkkpoint_1gpu_redrafter"
-        " --output_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/ --gemm_plugin float16"
-        " --max_batch_size 4",
-    ),
+    Step("convert_checkpoint.py --model_dir ./vicuna-7b-v1.3 --drafter_model_dir"
+         " ./vicuna-7b-drafter --output_dir ./tllm_checkkpoint_1gpu_redrafter --dtype float16"
+         " --redrafter_num_beams 4 --redrafter_draft_len_per_beam 5"),
+    Step("trtllm-build --checkpoint_dir ./tllm_checkkpoint_1gpu_redrafter"
+         " --output_dir ./tmp/redrafter/7B/trt_engines/fp16/1-gpu/ --gemm_plugin float16"
+         " --speculative_decoding_mode explicit_draft_tokens --max_batch_size 4", FROM_CHECKPOINT),
     REDRAFTER_FP16[-1],
-)
+)  # fmt: skip
 DRAFT_TARGET = (
-    Step(
-        "convert_checkpoint.py --model_dir=./llama-7b --output_dir=./ckpt-draft --dtype=float16",
-        "convert --model_dir=./llama-7b --output_dir=./ckpt-draft --dtype=float16",
-    ),
-    Step(
-        "convert_checkpoint.py --model_dir=./llama-13b --output_dir=./ckpt-target --dtype=float16",
-        "convert --model_dir=./llama-13b --output_dir=./ckpt-target --dtype=float16",
-    ),
-    Step(
-        "trtllm-build --checkpoint_dir ./ckpt-draft --output_dir=./draft-engine"
-        " --gemm_plugin=float16 --use_paged_context_fmha=enable --max_batch_size=4"
-        " --max_input_len=3200 --max_seq_len=4800",
-        "build --checkpoint_dir ./ckpt-draft --output_dir=./draft-engine"
-        " --gemm_plugin=float16 --use_paged_context_fmha=enable --max_batch_size=4"
-        " --max_input_len=3200 --max_seq_len=4800",
-    ),
-    Step(
-        "trtllm-build --checkpoint_dir=./ckpt-target --output_dir=./target-engine"
-        " --gemm_plugin=float16 --use_paged_context_fmha=enable"
-        " --speculative_decoding_mode=draft_tokens_external --max_draft_len=10 --max_batch_size=4"
-        " --max_input_len=3200 --max_seq_len=4800",
-        "build --checkpoint_dir=./ckpt-target --output_dir=./target-engine"
-        " --gemm_plugin=float16 --use_paged_context_fmha=enable"
-        " --speculative_decoding_mode=draft_tokens_external --max_draft_len=10 --max_batch_size=4"
-        " --max_input_len=3200 --max_seq_len=4800",
-    ),
-    Step(
-        "run.py --tokenizer_dir ./llama-7b --draft_engine_dir ./draft-engine"
-        " --engine_dir ./target-engine --draft_target_model_config='[4,[0],[1],True]'"
-        " --max_output_len=256 --kv_cache_enable_block_reuse"
-        " --kv_cache_free_gpu_memory_fraction=0.4 --output_generation_logits"
-        " --input_text='How does Draft-Sampling work?'",
-        "run --tokenizer_dir ./llama-7b --draft_engine_dir ./draft-engine"
-        " --engine_dir ./target-engine --draft_target_model_config='[4,[0],[1],True]'"
-        " --max_output_len=256 --kv_cache_enable_block_reuse"
-        " --kv_cache_free_gpu_memory_fraction=0.4 --output_generation_logits"
-        " --input_text='How does Draft-Sampling work?'",
-    ),
-)
+    Step("convert_checkpoint.py --model_dir=./llama-7b --output_dir=./ckpt-draft --dtype=float16"),
+    Step("convert_checkpoint.py --model_dir=./llama-13b --output_dir=./ckpt-target"
+         " --dtype=float16"),
+    Step("trtllm-build --checkpoint_dir ./ckpt-draft --output_dir=./draft-engine"
+         " --gemm_plugin=float16 --use_paged_context_fmha=enable --max_batch_size=4"
+         " --max_input_len=3200 --max_seq_len=4800"),
+    Step("trtllm-build --checkpoint_dir=./ckpt-target --output_dir=./target-engine"
+         " --gemm_plugin=float16 --use_paged_context_fmha=enable"
+         " --speculative_decoding_mode=draft_tokens_external --max_draft_len=10 --max_batch_size=4"
+         " --max_input_len=3200 --max_seq_len=4800"),
+    Step("run.py --tokenizer_dir ./llama-7b --draft_engine_dir ./draft-engine"
+         " --engine_dir ./target-engine --draft_target_model_config='[4,[0],[1],True]'"
+         " --max_output_len=256 --kv_cache_enable_block_reuse"
+         " --kv_cache_free_gpu_memory_fraction=0.4 --output_generation_logits"
+         " --input_text='How does Draft-Sampling work?'"),
+)  # fmt: skip
 WORKFLOWS = [
     pytest.param(REDRAFTER_FP16, "1.2", id="redrafter-fp16"),
     pytest.param(REDRAFTER_FP8, "1.2", id="redrafter-fp8-base"),
@@ -201,15 +150,22 @@ def test_commands_of_the_page_have_their_equivalents(
                 stage, *ours, "--backend", "tensorrt-llm", "--trtllm-version", label, "--dry-run",
                 "--json",
             )  # fmt: skip
-            report = json.loads(capsys.readouterr().out.splitlines()[-1])
-            (command,) = report["commands"]
+            (command,) = json.loads(capsys.readouterr().out.splitlines()[-1])["commands"]
             assert command["argv"][0] == program
-            emitted, _ = parse_arguments(load_facts(label), command["argv"][1:])
-            wanted, _ = parse_arguments(load_facts(label), original)
-            assert normalize(emitted) == normalize(wanted)
+            emitted, wanted = (
+                parse_arguments(load_facts(label), words)[0]
+                for words in (command["argv"][1:], original)
+            )
+            for folder in ("checkpoint_dir", "output_dir"):
+                assert os.path.normpath(emitted.pop(folder)) == os.path.normpath(wanted.pop(folder))
+            assert emitted == wanted
         else:
-            assert (stage, program) == ("run", "run.py")
-            assert read_options("run", ours) == read_options("run", original)
+            command = load_command("run")
+            read, wanted = (
+                command.make_context("specdec-run", list(words)).params
+                for words in (ours, original)
+            )
+            assert read == wanted
 
 
 # The commands that the pages run, on engines that the pages build.
@@ -275,18 +231,3 @@ def test_draft_targets_page_runs_with_logits_gathered(
     assert len(report["outputs"][0]["output_ids"]) == 9
     assert report["stats"]["method"] == "draft_target"
     assert "generation_logits" not in report
-
-
-def normalize(values: dict[str, Any]) -> dict[str, Any]:
-    """Compare folders as folders."""
-    paths = ("checkpoint_dir", "output_dir")
-    return {k: os.path.normpath(v) if k in paths else v for k, v in values.items()}
-
-
-def read_options(stage: str, words: list[str]) -> dict[str, Any]:
-    """What a stage's parser makes of a command line; an unknown option is an error."""
-    import importlib
-
-    command = importlib.import_module(f"specdec.{stage}.cli").command
-    params: dict[str, Any] = command.make_context(f"specdec-{stage}", list(words)).params
-    return params
