@@ -19,7 +19,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file, read_json
 from specdec.trtllm.facts import LABELS, load_facts
 from tests.conftest import ROOT, read_error_lines, run_cli
-from tests.engines import call
+from tests.engines import call, run_cli_here
 from tests.trtllm.checkpoints import DRAFT_LENGTHS, METHOD_MODES, CheckpointStore, list_mode_flags
 from tests.trtllm.double import (
     DRIVER,
@@ -55,23 +55,35 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return do
 
 
+def find_program(environment: dict[str, str]) -> Path:
+    """The double's trtllm-build."""
+    return Path(environment["PATH"].split(os.pathsep)[0]) / "trtllm-build"
+
+
+def list_words(checkpoint: Path, engine: Path, *flags: object) -> list[object]:
+    return ["build", "--backend", "tensorrt-llm", "--checkpoint-dir", checkpoint, "--output-dir",
+            engine, *flags]  # fmt: skip
+
+
 def build(checkpoint: Path, engine: Path, *flags: object) -> None:
-    call(
-        "build", "--backend", "tensorrt-llm", "--checkpoint-dir", checkpoint,
-        "--output-dir", engine, *flags,
-    )  # fmt: skip
+    call(*list_words(checkpoint, engine, *flags))  # type: ignore[arg-type]
 
 
 def plan(checkpoint: Path, *flags: object) -> dict[str, Any]:
     """What --dry-run --json prints, on a machine with nothing installed."""
-    done = run_cli(
-        "build", "--backend", "tensorrt-llm", "--checkpoint-dir", checkpoint, "--output-dir",
-        checkpoint.parent / "never", "--dry-run", "--json", *flags,
-    )  # fmt: skip
+    never = checkpoint.parent / "never"
+    done = run_cli_here(*list_words(checkpoint, never, "--dry-run", "--json", *flags))
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
-    assert not (checkpoint.parent / "never").exists()
+    assert not never.exists()
     return report
+
+
+def run_script(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [script], cwd=script.parent, env={**os.environ, **environment}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -139,8 +151,7 @@ def test_manifest_records_the_machine_and_the_checkpoint(
 def test_another_record_than_predicted_is_told(
     store: CheckpointStore, install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environment = install("1.2")
-    program = Path(environment["PATH"].split(os.pathsep)[0]) / "trtllm-build"
+    program = find_program(install("1.2"))
     real = program.rename(program.with_name("real"))
     write_script(
         program,
@@ -164,18 +175,13 @@ def test_dry_run_needs_nothing_installed(store: CheckpointStore) -> None:
     assert command["shell"] == f"{prefix} {shlex.join(command['argv'])}"
     assert any("not checked: the GPU" in note for note in report["notes"])
     assert any("max_seq_len 524 = 512 + max_draft_len 12" in note for note in report["notes"])
-    assert report["weights_bytes"] == [sum(info for info in report["weights_bytes"])], (
-        "one rank, one number"
-    )
+    assert len(report["weights_bytes"]) == 1, "one rank, one number"
 
 
 def test_without_tensorrt_llm_a_build_ends_in_one_sentence(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
-    done = run_cli(
-        "build", "--backend", "tensorrt-llm", "--checkpoint-dir", store.get("plain"),
-        "--output-dir", tmp_path / "engine",
-    )  # fmt: skip
+    done = run_cli(*list_words(store.get("plain"), tmp_path / "engine"))
     assert done.returncode == 1
     fact, hint = read_error_lines(done.stderr)
     assert fact == "TensorRT-LLM is not installed here, and nothing else can build its engines"
@@ -186,10 +192,9 @@ def test_without_tensorrt_llm_a_build_ends_in_one_sentence(
 
 
 def test_package_without_its_command_is_told(
-    store: CheckpointStore, install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, install: Any, tmp_path: Path
 ) -> None:
-    environment = install("1.2")
-    (Path(environment["PATH"].split(os.pathsep)[0]) / "trtllm-build").unlink()
+    find_program(install("1.2")).unlink()
     with pytest.raises(SpecDecError, match="trtllm-build of TensorRT-LLM 1.2.0 is not installed"):
         build(store.get("plain"), tmp_path / "engine")
 
@@ -238,48 +243,34 @@ def test_stated_version_must_be_the_installed_one(
     assert report["trtllm_version"] == "0.14"
 
 
-# Scripts
-
-
 @pytest.mark.parametrize("launcher", ["local", "mpirun", "srun"])
 def test_script_is_valid_shell_and_builds(
     store: CheckpointStore, tmp_path: Path, launcher: str
 ) -> None:
     environment = install_double(tmp_path / "double", "1.2", gpus=[H100, H100])
-    binaries = Path(environment["PATH"].split(os.pathsep)[0])
     # Both launchers start the command once a rank, with the numbers that MPI or Slurm give.
-    counts = {"mpirun": "-n 2", "srun": "--ntasks=2"}
-    for name, flag in counts.items():
+    for name, flag in (("mpirun", "-n 2"), ("srun", "--ntasks=2")):
         write_script(
-            binaries / name,
+            find_program(environment).with_name(name),
             f'#!/bin/bash\ncase "$*" in *"{flag} "*) ;; *) exit 9;; esac\n'
             'while [ "$1" != trtllm-build ]; do shift; done\n'
             "for rank in 0 1; do\n"
             '  OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$rank "$@" || exit 1\ndone\n',
         )
-    script = tmp_path / "scripts" / "build me.sh"
-    checkpoint = store.get("redrafter", tp_size=2)
-    done = run_cli(
-        "build", "--backend", "tensorrt-llm", "--checkpoint-dir", checkpoint, "--output-dir",
-        tmp_path / "it's an engine", "--emit-script", script, "--launcher", launcher, "--json",
-    )  # fmt: skip
+    script, engine = tmp_path / "scripts" / "build me.sh", tmp_path / "it's an engine"
+    flags = ["--emit-script", script, "--launcher", launcher, "--json"]
+    done = run_cli_here(*list_words(store.get("redrafter", tp_size=2), engine, *flags))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["script"] == str(script)
     subprocess.run(["bash", "-n", script], check=True)
-    assert not (tmp_path / "it's an engine").exists(), "a script builds nothing yet"
+    assert not engine.exists(), "a script builds nothing yet"
     assert [path.name for path in script.parent.iterdir()] == [script.name]
-    ran = subprocess.run(
-        [script], cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    ran = run_script(script, environment)
     assert ran.returncode == 0, ran.stderr
-    engine = tmp_path / "it's an engine"
-    assert sorted(p.name for p in engine.iterdir()) == [
-        "config.json", "rank0.engine", "rank1.engine",
-    ]  # fmt: skip
-    assert not (tmp_path / "model.cache").exists(), "the timing cache is not left behind"
-    again = subprocess.run([script], capture_output=True, text=True, check=False,
-                           env={**os.environ, **environment})  # fmt: skip
+    written = ["config.json", "rank0.engine", "rank1.engine"]
+    assert sorted(p.name for p in engine.iterdir()) == written
+    assert not [*tmp_path.rglob("model.cache")], "the timing cache is not left behind"
+    again = run_script(script, environment)
     assert again.returncode == 1
     assert "exists" in again.stderr
 
@@ -288,8 +279,7 @@ def test_script_leaves_nothing_of_a_failed_build(store: CheckpointStore, tmp_pat
     environment = install_double(tmp_path / "double", "0.14")  # which knows no ReDrafter of 1.2
     script, engine = tmp_path / "build.sh", tmp_path / "engine"
     build(store.get("redrafter"), engine, "--emit-script", script)
-    ran = subprocess.run([script], capture_output=True, text=True, check=False, cwd=tmp_path,
-                         env={**os.environ, **environment})  # fmt: skip
+    ran = run_script(script, environment)
     assert ran.returncode == 1
     assert "Unsupported model architecture" in ran.stderr
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("engine")]
@@ -301,28 +291,23 @@ def test_script_keeps_an_engine_that_appears_meanwhile(
     environment = install_double(tmp_path / "double", "1.2", gpus=[H100])
     script, engine = tmp_path / "build.sh", tmp_path / "engine"
     build(store.get("plain"), engine, "--emit-script", script)
-    binaries = Path(environment["PATH"].split(os.pathsep)[0])
-    (binaries / "trtllm-build").rename(binaries / "real-build")
+    program = find_program(environment)
+    program.rename(program.with_name("real-build"))
     write_script(
-        binaries / "trtllm-build",
+        program,
         f'#!/bin/bash\nmkdir "{engine}"; echo precious > "{engine}/x"; exec real-build "$@"\n',
     )
-    ran = subprocess.run([script], capture_output=True, text=True, check=False, cwd=tmp_path,
-                         env={**os.environ, **environment})  # fmt: skip
+    ran = run_script(script, environment)
     assert ran.returncode == 1, ran.stderr
     assert [path.name for path in engine.iterdir()] == ["x"]
 
 
 def test_script_for_several_nodes(store: CheckpointStore, tmp_path: Path) -> None:
-    checkpoint = store.copy(tmp_path / "ckpt", "plain")
-    mapping = read_json(checkpoint / "config.json")["mapping"]
-    source = store.get("plain", tp_size=2)
-    for name in ("config.json", "rank0.safetensors", "rank1.safetensors"):
-        (checkpoint / name).write_bytes((source / name).read_bytes())
+    checkpoint = shutil.copytree(store.get("plain", tp_size=2), tmp_path / "ckpt")
     config = read_json(checkpoint / "config.json")
+    assert config["mapping"]["gpus_per_node"] == 8
     config["mapping"] |= {"gpus_per_node": 1}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    assert mapping["gpus_per_node"] == 8
     script = tmp_path / "build.sh"
     build(checkpoint, tmp_path / "engine", "--emit-script", script, "--launcher", "srun")
     text = script.read_text()
@@ -362,10 +347,8 @@ def test_existing_script_needs_force(store: CheckpointStore, tmp_path: Path) -> 
 MESSAGES = [
     ("trtllm-build: error: unrecognized arguments: --foo", "does not know a flag or value: --foo"),
     ("AssertionError: Unsupported model architecture: XForY", "has no architecture XForY"),
-    (
-        "TypeError: Mapping.__init__() got an unexpected keyword argument 'cp_config'",
-        "the key cp_config, which this TensorRT-LLM does not know",
-    ),
+    ("TypeError: Mapping.__init__() got an unexpected keyword argument 'cp_config'",
+     "the key cp_config, which this TensorRT-LLM does not know"),
     ("KeyError: 'eagle_nets.0.drafter.fc.bias'", "lacks the tensor eagle_nets.0.drafter.fc.bias"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "the GPU's memory is full"),
     ("Requested amount of GPU memory (7 bytes) could not be allocated", "the GPU's memory is full"),
@@ -373,23 +356,20 @@ MESSAGES = [
     ("OSError: [Errno 28] No space left on device", "the disk is full"),
     ("ValueError: max_workers must be greater than 0", "found no usable GPU or driver"),
     ("[TRT] [E] Could not find any implementation for node {A}.", "no kernel for {A}."),
-    (
-        "ImportError: libmpi.so.40: cannot open shared object file: No such file",
-        "a library is missing: libmpi.so.40",
-    ),
+    ("ImportError: libmpi.so.40: cannot open shared object file: No such file",
+     "a library is missing: libmpi.so.40"),
     ("ModuleNotFoundError: No module named 'mpi4py'", "lacks the module mpi4py"),
     ("RuntimeError: something new\n  at line 3", "raised RuntimeError: something new"),
     ("gibberish", "failed with status 3"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "fact"), MESSAGES, ids=[fact[:24] for _, fact in MESSAGES])
 def test_failure_is_explained(
     store: CheckpointStore, install: Any, tmp_path: Path, message: str, fact: str
 ) -> None:
-    environment = install("1.2")
-    program = Path(environment["PATH"].split(os.pathsep)[0]) / "trtllm-build"
-    write_script(program, f"#!/bin/sh\ncat <<'EOF'\nfirst line\n{message}\nEOF\nexit 3\n")
+    script = f"#!/bin/sh\ncat <<'EOF'\nfirst line\n{message}\nEOF\nexit 3\n"
+    write_script(find_program(install("1.2")), script)
     with pytest.raises(SpecDecError) as caught:
         build(store.get("plain"), tmp_path / "engine")
     assert fact in caught.value.message
@@ -411,21 +391,16 @@ def test_full_disk_is_told_before_the_build(
         build(store.get("plain"), tmp_path / "engine")
 
 
-def test_killed_child_is_explained(store: CheckpointStore, install: Any, tmp_path: Path) -> None:
-    environment = install("1.2")
-    program = Path(environment["PATH"].split(os.pathsep)[0]) / "trtllm-build"
-    write_script(program, "#!/bin/sh\nkill -9 $$\n")
-    with pytest.raises(SpecDecError, match="was killed, as the system does when memory is full"):
-        build(store.get("plain"), tmp_path / "engine")
-
-
-def test_child_that_writes_no_engine_is_an_error(
-    store: CheckpointStore, install: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [("kill -9 $$", "was killed, as the system does when memory is full"),
+     ("exit 0", "without config.json, rank0.engine")],
+)  # fmt: skip
+def test_child_that_is_killed_or_writes_no_engine(
+    store: CheckpointStore, install: Any, tmp_path: Path, line: str, match: str
 ) -> None:
-    environment = install("1.2")
-    program = Path(environment["PATH"].split(os.pathsep)[0]) / "trtllm-build"
-    write_script(program, "#!/bin/sh\nexit 0\n")
-    with pytest.raises(SpecDecError, match="without config.json, rank0.engine"):
+    write_script(find_program(install("1.2")), f"#!/bin/sh\n{line}\n")
+    with pytest.raises(SpecDecError, match=match):
         build(store.get("plain"), tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
 
@@ -440,8 +415,8 @@ def test_interrupt_ends_the_child_and_its_workers(store: CheckpointStore, tmp_pa
         "echo started\nwait\n",
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "specdec", "build", "--backend", "tensorrt-llm",
-         "--checkpoint-dir", store.get("plain"), "--output-dir", tmp_path / "engine"],
+        [sys.executable, "-m", "specdec",
+         *map(str, list_words(store.get("plain"), tmp_path / "engine"))],
         cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     worker = tmp_path / "worker"
