@@ -45,58 +45,47 @@ PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[^"#]+|"')
 WORD = re.compile(r"[\w.+-]+", re.ASCII)
 
 # The variables of each model's template, as of TensorRT-LLM 2a9abd95, 808059da, 89fd9b74, bff88ea8.
-KNOWN: dict[str, tuple[str, ...]] = {
+# A template without one with an asterisk is of no release that is known here.
+_VARIABLES = {
     "preprocessing": (
-        "triton_max_batch_size", "max_queue_delay_microseconds", "max_queue_size", "tokenizer_dir",
-        "add_special_tokens", "multimodal_model_path", "visual_model_path", "engine_dir",
-        "max_num_images", "preprocessing_instance_count", "tokenizer_type",
+        "triton_max_batch_size* max_queue_delay_microseconds max_queue_size tokenizer_dir* "
+        "add_special_tokens multimodal_model_path visual_model_path engine_dir max_num_images "
+        "preprocessing_instance_count* tokenizer_type"
     ),
     TARGET: (
-        "triton_backend", "triton_max_batch_size", "decoupled_mode", "max_queue_delay_microseconds",
-        "max_queue_size", "encoder_input_features_data_type", "logits_datatype",
-        "prompt_embedding_table_data_type", "max_beam_width", "batching_strategy", "engine_dir",
-        "encoder_engine_dir", "max_tokens_in_paged_kv_cache", "max_attention_window_size",
-        "sink_token_length", "batch_scheduler_policy", "kv_cache_free_gpu_mem_fraction",
-        "cross_kv_cache_fraction", "kv_cache_host_memory_bytes", "kv_cache_onboard_blocks",
-        "enable_trt_overlap", "exclude_input_in_output", "cancellation_check_period_ms",
-        "stats_check_period_ms", "iter_stats_max_iterations", "request_stats_max_iterations",
-        "enable_kv_cache_reuse", "normalize_log_probs", "enable_chunked_context", "gpu_device_ids",
-        "participant_ids", "num_nodes", "lora_cache_optimal_adapter_size",
-        "lora_cache_max_adapter_size", "lora_cache_gpu_memory_fraction",
-        "lora_cache_host_memory_bytes", "lora_prefetch_dir", "decoding_mode",
-        "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
-        "medusa_choices", "eagle_choices", "gpu_weights_percent", "enable_context_fmha_fp32_acc",
-        "multi_block_mode", "cuda_graph_mode", "cuda_graph_cache_size",
-        "speculative_decoding_fast_logits", "tokenizer_dir", "guided_decoding_backend",
-        "xgrammar_tokenizer_info_path",
+        "triton_backend triton_max_batch_size* decoupled_mode* max_queue_delay_microseconds "
+        "max_queue_size encoder_input_features_data_type logits_datatype "
+        "prompt_embedding_table_data_type max_beam_width* batching_strategy* engine_dir* "
+        "encoder_engine_dir max_tokens_in_paged_kv_cache max_attention_window_size "
+        "sink_token_length batch_scheduler_policy kv_cache_free_gpu_mem_fraction* "
+        "cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks "
+        "enable_trt_overlap exclude_input_in_output* cancellation_check_period_ms "
+        "stats_check_period_ms iter_stats_max_iterations request_stats_max_iterations "
+        "enable_kv_cache_reuse* normalize_log_probs enable_chunked_context gpu_device_ids* "
+        "participant_ids num_nodes lora_cache_optimal_adapter_size lora_cache_max_adapter_size "
+        "lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes lora_prefetch_dir "
+        "decoding_mode lookahead_window_size lookahead_ngram_size lookahead_verification_set_size "
+        "medusa_choices eagle_choices gpu_weights_percent enable_context_fmha_fp32_acc "
+        "multi_block_mode cuda_graph_mode cuda_graph_cache_size speculative_decoding_fast_logits "
+        "tokenizer_dir guided_decoding_backend xgrammar_tokenizer_info_path"
     ),
     "postprocessing": (
-        "triton_max_batch_size", "tokenizer_dir", "skip_special_tokens", "tokenizer_type",
-        "postprocessing_instance_count",
+        "triton_max_batch_size* tokenizer_dir* skip_special_tokens tokenizer_type "
+        "postprocessing_instance_count*"
     ),
-    "ensemble": ("triton_max_batch_size", "logits_datatype"),
+    "ensemble": "triton_max_batch_size* logits_datatype",
     BLS: (
-        "triton_max_batch_size", "decoupled_mode", "logits_datatype", "accumulate_tokens",
-        "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "multimodal_encoders_name",
-        "bls_instance_count", "prompt_embedding_table_data_type",
+        "triton_max_batch_size* decoupled_mode* logits_datatype accumulate_tokens* "
+        "tensorrt_llm_model_name* tensorrt_llm_draft_model_name* multimodal_encoders_name "
+        "bls_instance_count* prompt_embedding_table_data_type"
     ),
 }  # fmt: skip
-# Without these a template is of no release that is known here.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "preprocessing": ("triton_max_batch_size", "tokenizer_dir", "preprocessing_instance_count"),
-    TARGET: (
-        "triton_max_batch_size", "decoupled_mode", "max_beam_width", "batching_strategy",
-        "engine_dir", "kv_cache_free_gpu_mem_fraction", "enable_kv_cache_reuse", "gpu_device_ids",
-        "exclude_input_in_output",
-    ),
-    "postprocessing": ("triton_max_batch_size", "tokenizer_dir", "postprocessing_instance_count"),
-    "ensemble": ("triton_max_batch_size",),
-    BLS: (
-        "triton_max_batch_size", "decoupled_mode", "bls_instance_count", "accumulate_tokens",
-        "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name",
-    ),
-}  # fmt: skip
-# What the user alone knows of an engine of these modes.
+KNOWN = {model: text.replace("*", "").split() for model, text in _VARIABLES.items()}
+NEEDED = {
+    model: [name[:-1] for name in text.split() if name.endswith("*")]
+    for model, text in _VARIABLES.items()
+}
+# What only the user knows of an engine of these modes.
 CHOSEN = {
     "medusa": ("medusa_choices",),
     "eagle": ("eagle_choices",),
@@ -171,22 +160,18 @@ def read_templates(settings: BuildSettings) -> Templates:
     chosen = {**(given := parse_parameters(settings))[0], **given[1]}
     found = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
     for model, variables in found.items():
-        if lacking := [name for name in NEEDED[model] if name not in variables]:
-            problems.add(
-                f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
-                "give the templates unfilled, of a release up to TensorRT-LLM 1.2",
-            )
-        if foreign := sorted(variables - set(KNOWN[model]) - set(chosen)):
-            problems.add(
-                f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
-                "say what they are: --triton-parameters NAME=VALUE",
-            )
+        lacking = [name for name in NEEDED[model] if name not in variables]
+        foreign = sorted(variables - set(KNOWN[model]) - set(chosen))
+        problems += Problems.where(
+            (lacking, f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
+             "give the templates unfilled, of a release up to TensorRT-LLM 1.2"),
+            (foreign, f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
+             "say what they are: --triton-parameters NAME=VALUE"),
+        )  # fmt: skip
     everywhere = sorted(set().union(*found.values()))
     for name in sorted(set(chosen) - set(everywhere)):
-        problems.add(
-            f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}",
-            "leave it out",
-        )
+        fact = f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}"
+        problems.add(fact, "leave it out")
     problems.raise_all()
     return Templates(folder, texts)
 
@@ -265,102 +250,85 @@ def read_engine(folder: Path) -> EngineFolder:
 
 
 def find_engine_problems(
-    target: EngineFolder,
-    draft: EngineFolder | None,
-    chosen: Mapping[str, str],
+    target: EngineFolder, draft: EngineFolder | None, chosen: Mapping[str, str],
     of_draft: Mapping[str, str],
-) -> Problems:
+) -> Problems:  # fmt: skip
     """List what keeps these engines from being served as they are asked to be."""
-    problems = Problems()
-    for name, values in ((FRACTION, chosen), (f"draft.{FRACTION}", of_draft)):
-        fraction = read_number(values.get(FRACTION, "1"))
-        if fraction is None or not 0 < fraction <= 1:
-            problems.add(f"{name} is {values[FRACTION]!r}", "give a number above 0, at most 1")
     lacking = [name for name in CHOSEN.get(target.mode or "", ()) if name not in chosen]
-    if lacking:
-        problems.add(
-            f"an engine of mode {target.mode} is served with {join_names(lacking)}",
-            "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking),
-        )
-    problems += find_window_problems(target, chosen)
-    if chosen.get("speculative_decoding_fast_logits", "").lower() in ("true", "1"):
-        problems.add(
-            "speculative_decoding_fast_logits needs participant_ids of each engine's own, and"
-            " a server of as many ranks as both engines and one more",
-            "leave it out; requests with use_draft_logits then pass logits through the server",
-        )
     ours, theirs = chosen.get("gpu_device_ids"), of_draft.get("gpu_device_ids")
-    for flag, devices, engine in (
-        ("gpu_device_ids", ours, target), ("draft.gpu_device_ids", theirs, draft),
-    ):  # fmt: skip
-        if devices is None or engine is None:
-            continue
-        numbers = devices.split(",")
-        if not all(number.isdecimal() for number in numbers) or len(numbers) != engine.world_size:
-            problems.add(
-                f"{flag} is {devices!r}, the engine has {engine.world_size} ranks",
-                "give one device number a rank, as 0,1",
-            )
+    problems = Problems.where(
+        *((not is_fraction(values.get(FRACTION, "1")),
+           f"{name} is {values.get(FRACTION)!r}", "give a number above 0, at most 1")
+          for name, values in ((FRACTION, chosen), (f"draft.{FRACTION}", of_draft))),
+        (lacking, f"an engine of mode {target.mode} is served with {join_names(lacking)}",
+         "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking)),
+        (chosen.get("speculative_decoding_fast_logits", "").lower() in ("true", "1"),
+         "speculative_decoding_fast_logits needs participant_ids of each engine's own, and a"
+         " server of as many ranks as both engines and one more",
+         "leave it out; requests with use_draft_logits then pass logits through the server"),
+        *((devices is not None and not are_devices(devices, engine.world_size),
+           f"{flag} is {devices!r}, the engine has {engine.world_size} ranks",
+           "give one device number a rank, as 0,1")
+          for flag, devices, engine in (("gpu_device_ids", ours, target),
+                                        ("draft.gpu_device_ids", theirs, draft)) if engine),
+    )  # fmt: skip
+    problems += find_window_problems(target, chosen)
     if draft is None:
         return problems
-    for name in sorted(set(FIXED_FOR_PAIRS) & {*chosen, *of_draft}):
-        problems.add(
-            f"--triton-parameters {name} with a draft engine: {FIXED_FOR_PAIRS[name]}",
-            "leave it out",
-        )
-    if target.mode != EXTERNAL:
-        problems.add(
-            f"{target.folder} has mode {target.mode} and takes no drafts of another engine",
-            f"build the target with --speculative-decoding-mode {EXTERNAL}",
-        )
-    if draft.mode is not None:
-        problems.add(f"{draft.folder} has mode {draft.mode}", "draft with a plain engine")
-    for engine in (target, draft):
-        if not engine.has_paged_context_fmha:
-            problems.add(
-                f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
-                "build it with --use-paged-context-fmha enable",
-            )
     shares = set((ours or "0").split(",")) & set((theirs or "0").split(","))
-    if shares and FRACTION not in {*chosen, *of_draft}:
-        problems.add(
-            "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
-            f"give --triton-parameters {FRACTION}=0.4, or gpu_device_ids and draft.gpu_device_ids",
-        )
-    return problems
+    return Problems([*problems, *Problems.where(
+        *((name in {*chosen, *of_draft},
+           f"--triton-parameters {name} with a draft engine: {reason}", "leave it out")
+          for name, reason in sorted(FIXED_FOR_PAIRS.items())),
+        (target.mode != EXTERNAL,
+         f"{target.folder} has mode {target.mode} and takes no drafts of another engine",
+         f"build the target with --speculative-decoding-mode {EXTERNAL}"),
+        (draft.mode is not None,
+         f"{draft.folder} has mode {draft.mode}", "draft with a plain engine"),
+        *((not engine.has_paged_context_fmha,
+           f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
+           "build it with --use-paged-context-fmha enable") for engine in (target, draft)),
+        (shares and FRACTION not in {*chosen, *of_draft},
+         "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
+         f"give --triton-parameters {FRACTION}=0.4, or gpu_device_ids and draft.gpu_device_ids"),
+    )])  # fmt: skip
 
 
-def read_number(text: str) -> float | None:
+def is_fraction(text: str) -> bool:
+    """Whether a text is a number above 0, at most 1."""
     try:
-        return float(text)
+        return 0 < float(text) <= 1
     except ValueError:
-        return None
+        return False
+
+
+def are_devices(text: str, count: int) -> bool:
+    """Whether a text lists so many numbers of devices."""
+    numbers = text.split(",")
+    return len(numbers) == count and all(number.isdecimal() for number in numbers)
 
 
 def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> Problems:
-    """Whether lookahead's window fills the engine's drafts, as the runtime wants it to."""
+    """Whether lookahead's window fills the engine's drafts, as the runtime needs it to."""
     names = CHOSEN["lookahead_decoding"]
     if target.mode != "lookahead_decoding" or not set(names) <= set(chosen):
         return Problems()
     sizes = [chosen[name] for name in names]
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        return Problems().add(
-            f"{join_names(names)} are {', '.join(sizes)}", "give three whole numbers"
-        )
-    count = count_lookahead_tokens(*map(int, sizes))
-    if count == target.max_draft_len:
-        return Problems()
-    return Problems().add(
-        f"lookahead [{','.join(sizes)}] drafts {count} tokens a step, and TensorRT-LLM wants"
-        f" exactly the engine's max_draft_len, {target.max_draft_len}",
-        f"choose others, or build with --max-draft-len {count}",
-    )
+    are_good = all(size.isdecimal() and int(size) > 0 for size in sizes)
+    count = count_lookahead_tokens(*map(int, sizes)) if are_good else 0
+    return Problems.where(
+        (not are_good,
+         f"{join_names(names)} are {', '.join(sizes)}", "give three whole numbers"),
+        (are_good and count != target.max_draft_len,
+         f"lookahead [{','.join(sizes)}] drafts {count} tokens a step, and TensorRT-LLM wants"
+         f" exactly the engine's max_draft_len, {target.max_draft_len}",
+         f"choose others, or build with --max-draft-len {count}"),
+    )  # fmt: skip
 
 
 def fill(text: str, values: Mapping[str, str], path: Path) -> str:
     """Fill a template in; raise SpecDecError where a variable has no value and needs one."""
-    unset = set(VARIABLE.findall(TEXT.sub("", text))) - set(values)
-    if unset:
+    if unset := set(VARIABLE.findall(TEXT.sub("", text))) - set(values):
         raise SpecDecError(
             f"{path} needs a value of {join_names(sorted(unset))}",
             "give --triton-parameters NAME=VALUE",
@@ -426,11 +394,8 @@ def write_repository(settings: BuildSettings, templates: Templates) -> dict[str,
 
 def make_launch(settings: BuildSettings) -> str:
     """Return the command that serves the repository, in NVIDIA's image of Triton."""
-    command = ["python3", "/app/scripts/launch_triton_server.py"]
-    command.append(f"--model_repo={settings.emit_triton}")
-    if settings.triton_draft_engine_dir is not None:
-        command += ["--tensorrt_llm_model_name", f"{TARGET},{DRAFT}", "--multi-model"]
-    else:
-        size = read_engine_folder(settings.output_dir).world_size
-        command.append(f"--world_size={size}")
-    return shlex.join(command)
+    engines = ["--tensorrt_llm_model_name", f"{TARGET},{DRAFT}", "--multi-model"]
+    if settings.triton_draft_engine_dir is None:
+        engines = [f"--world_size={read_engine_folder(settings.output_dir).world_size}"]
+    program = ["python3", "/app/scripts/launch_triton_server.py"]
+    return shlex.join([*program, f"--model_repo={settings.emit_triton}", *engines])

@@ -60,41 +60,35 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
     """What the line's loader makes of the checkpoint's config.json."""
     raw, label = checkpoint.raw, facts.label
     architecture = raw["architecture"]
-    problems = Problems()
     lack = find_lack(label, raw, checkpoint.model.architecture)
-    if lack is not None:
-        problems.add(*lack)
+    problems = Problems() if lack is None else Problems([lack])
+    again = f"convert it with --trtllm-version {label}"
     for section, known in (
         ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
         ("moe", facts.moe_keys),
     ):  # fmt: skip
-        unknown = sorted(set(raw.get(section) or {}) - set(known) - {"rank"})
-        if unknown:
+        if unknown := sorted(set(raw.get(section) or {}) - set(known) - {"rank"}):
             problems.add(
                 f"the checkpoint's {section} has {join_names(unknown)}, which the loader of"
                 f" TensorRT-LLM {label} fails on",
-                f"convert it with --trtllm-version {label}",
+                again,
             )
     experts = checkpoint.model.experts
     if experts is not None and experts.shared_inner and experts.shared_name != name_shared(label):
         problems.add(
             f"the checkpoint's shared experts are named {experts.shared_name}, which TensorRT-LLM"
             f" {label} does not read",
-            f"convert it with --trtllm-version {label}",
+            again,
         )
     problems += find_layout_problems(label, checkpoint.quantization, checkpoint.model)
-    if "qwen" in architecture.lower() and not raw.get("qwen_type"):
-        problems.add(
-            f"the checkpoint is {architecture} and its config.json has no qwen_type, without"
-            " which the engine cannot be run",
-            "convert it again, or add qwen_type",
-        )
-    if raw.get("logits_dtype", "float32") not in ("float16", "float32"):
-        problems.add(
-            f"logits_dtype is {raw['logits_dtype']!r}, the engine's reader takes float16 and"
-            " float32",
-            "give --logits-dtype float32",
-        )
+    problems += Problems.where(
+        ("qwen" in architecture.lower() and not raw.get("qwen_type"),
+         f"the checkpoint is {architecture} and its config.json has no qwen_type, without which"
+         " the engine cannot be run", "convert it again, or add qwen_type"),
+        (raw.get("logits_dtype", "float32") not in ("float16", "float32"),
+         f"logits_dtype is {raw.get('logits_dtype')!r}, the engine's reader takes float16 and"
+         " float32", "give --logits-dtype float32"),
+    )  # fmt: skip
     return problems
 
 
@@ -102,137 +96,100 @@ def find_mode_problems(
     facts: Facts, checkpoint: CheckpointConfig, wanted: str | None, draft_len: int | None
 ) -> Problems:
     """Whether the speculation mode, the draft length and the checkpoint belong together."""
-    drafter, own = checkpoint.drafter, checkpoint.mode
+    drafter, own, method = checkpoint.drafter, checkpoint.mode, checkpoint.method
     mode = own or wanted
-    problems = Problems()
-    if own is not None and checkpoint.method is not None and wanted not in (None, own):
-        problems.add(
-            f"--speculative-decoding-mode {wanted} does not fit a {checkpoint.method.name}"
-            f" checkpoint ({own})",
-            "leave the flag out",
-        )
-    if own is None and wanted is not None and wanted not in PLAIN_MODES:
-        problems.add(
-            f"--speculative-decoding-mode {wanted} needs a checkpoint with a drafter, this one"
-            f" is plain; trtllm-build would not notice",
-            "convert the target with its drafter, or leave the flag out",
-        )
-    if mode is not None and mode not in facts.modes:
-        problems.add(
-            f"TensorRT-LLM {facts.label} has no mode {mode}",
-            "its modes are " + ", ".join(name for name in facts.modes if name != "none"),
-        )
-    if drafter is not None and draft_len not in (None, drafter.max_draft_tokens):
-        problems.add(
-            f"--max-draft-len {draft_len} contradicts the checkpoint: "
-            f"{drafter.draft_len_source}; the engine would take one number to build and"
-            " another to run",
-            "leave the flag out",
-        )
-    if drafter is None and mode in PLAIN_MODES and not draft_len:
-        problems.add(
-            f"--speculative-decoding-mode {mode} with max_draft_len 0: trtllm-build would build"
-            " it, and the run refuse it",
-            "give --max-draft-len, for example 10" if mode == EXTERNAL else
-            "give --max-draft-len, for lookahead's [W,N,G] exactly (W + G) (N - 1) - 1",
-        )  # fmt: skip
-    if drafter is None and mode is None and draft_len:
-        problems.add(
-            f"--max-draft-len {draft_len} without a mode: the engine would get inputs for"
-            " drafts that nothing fills",
-            f"leave it out, or add --speculative-decoding-mode {EXTERNAL}",
-        )
-    return problems
+    return Problems.where(
+        (method is not None and wanted not in (None, own),
+         f"--speculative-decoding-mode {wanted} does not fit a {method and method.name} checkpoint"
+         f" ({own})", "leave the flag out"),
+        (own is None and wanted not in (None, *PLAIN_MODES),
+         f"--speculative-decoding-mode {wanted} needs a checkpoint with a drafter, this one is"
+         " plain; trtllm-build would not notice",
+         "convert the target with its drafter, or leave the flag out"),
+        (mode is not None and mode not in facts.modes,
+         f"TensorRT-LLM {facts.label} has no mode {mode}",
+         "its modes are " + ", ".join(name for name in facts.modes if name != "none")),
+        (drafter is not None and draft_len not in (None, drafter.max_draft_tokens),
+         f"--max-draft-len {draft_len} contradicts the checkpoint:"
+         f" {drafter and drafter.draft_len_source}; the engine would take one number to build and"
+         " another to run", "leave the flag out"),
+        (drafter is None and mode in PLAIN_MODES and not draft_len,
+         f"--speculative-decoding-mode {mode} with max_draft_len 0: trtllm-build would build it,"
+         " and the run refuse it",
+         "give --max-draft-len, for example 10" if mode == EXTERNAL else
+         "give --max-draft-len, for lookahead's [W,N,G] exactly (W + G) (N - 1) - 1"),
+        (drafter is None and mode is None and draft_len,
+         f"--max-draft-len {draft_len} without a mode: the engine would get inputs for drafts that"
+         " nothing fills", f"leave it out, or add --speculative-decoding-mode {EXTERNAL}"),
+    )  # fmt: skip
 
 
 def find_method_problems(build: Build) -> Problems:
-    """What each mode of speculation needs besides."""
+    """What each mode of speculation needs as well."""
     values, given, mode, model = build.values, build.given, build.mode, build.checkpoint.model
-    problems = Problems()
     paged = "use_paged_context_fmha"
-    if mode == EXTERNAL and not build.record.is_on(paged):
-        why = build.record.reasons.get(paged, f"the line {build.label} has it off by default")
-        problems.add(
-            "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
-            f" reused, and each step would compute the whole prompt again ({why})",
-            "give --use-paged-context-fmha enable, for the draft model's engine too",
-        )
-    if mode == REDRAFTER and model.vocab_size % model.tp_size:
-        problems.add(
-            f"vocab_size={model.vocab_size} does not divide by tp_size={model.tp_size}: the"
-            " runtime pads the drafts' logits, the engine does not",
-            "convert with a tp_size that divides it",
-        )
-    if mode == "eagle":
-        for name, limit in (
-            ("max_batch_size", MAX_EAGLE_BATCH), ("max_draft_len", MAX_EAGLE_DRAFT),
-        ):  # fmt: skip
-            if values[name] > limit:
-                problems.add(
-                    f"{name}={values[name]} with EAGLE", f"use {name_flag(name)} {limit} or less"
-                )
-        if given.get(paged) == "disable":
-            problems.add(
-                f"{name_flag(paged)} disable with EAGLE, which trtllm-build would turn on again",
-                f"leave {name_flag(paged)} out",
-            )
-    return problems
+    why = build.record.reasons.get(paged, f"the line {build.label} has it off by default")
+    return Problems.where(
+        (mode == EXTERNAL and not build.record.is_on(paged),
+         "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
+         f" reused, and each step would compute the whole prompt again ({why})",
+         "give --use-paged-context-fmha enable, for the draft model's engine too"),
+        (mode == REDRAFTER and model.vocab_size % model.tp_size,
+         f"vocab_size={model.vocab_size} does not divide by tp_size={model.tp_size}: the runtime"
+         " pads the drafts' logits, the engine does not",
+         "convert with a tp_size that divides it"),
+        *((mode == "eagle" and values[name] > limit,
+           f"{name}={values[name]} with EAGLE", f"use {name_flag(name)} {limit} or less")
+          for name, limit in (("max_batch_size", MAX_EAGLE_BATCH),
+                              ("max_draft_len", MAX_EAGLE_DRAFT))),
+        (mode == "eagle" and given.get(paged) == "disable",
+         f"{name_flag(paged)} disable with EAGLE, which trtllm-build would turn on again",
+         f"leave {name_flag(paged)} out"),
+    )  # fmt: skip
 
 
 def find_quantization_problems(build: Build) -> Problems:
     """Combinations of quantization and attention that 0.14 refuses; 1.x bends them instead."""
     quantization = build.checkpoint.quantization
-    problems = Problems()
+    algorithm, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
     if build.label != "0.14" or not build.record.is_on("use_paged_context_fmha"):
-        return problems
-    cache = quantization.kv_cache_quant_algo
-    if cache == "FP8" and quantization.quant_algo != "FP8":
-        problems.add(
-            "paged context FMHA with an FP8 KV cache needs FP8 weights, these are"
-            f" {quantization.quant_algo or 'not quantized'}",
-            "quantize the weights too, or leave the KV cache unquantized",
-        )
-    if cache == "INT8":
-        problems.add(
-            "paged context FMHA does not work with an INT8 KV cache",
-            "leave --use-paged-context-fmha out, or quantize the cache to FP8",
-        )
-    return problems
+        return Problems()
+    return Problems.where(
+        (cache == "FP8" and algorithm != "FP8",
+         "paged context FMHA with an FP8 KV cache needs FP8 weights, these are"
+         f" {algorithm or 'not quantized'}",
+         "quantize the weights too, or leave the KV cache unquantized"),
+        (cache == "INT8",
+         "paged context FMHA does not work with an INT8 KV cache",
+         "leave --use-paged-context-fmha out, or quantize the cache to FP8"),
+    )  # fmt: skip
 
 
 def find_bent(build: Build) -> Problems:
     """Typed flags that the engine would record otherwise."""
-    problems = Problems()
-    for name, reason in build.record.reasons.items():
-        if name not in build.given or name == "max_seq_len":
-            continue
-        typed, recorded = build.given[name], build.values[name]
-        problems.add(
-            f"{name_flag(name)} {typed} would quietly become {recorded}: {reason}",
-            f"leave {name_flag(name)} out, or give {name_flag(name)} {recorded}",
-        )
-    return problems
+    return Problems(
+        (f"{name_flag(name)} {build.given[name]} would quietly become {build.values[name]}:"
+         f" {reason}",
+         f"leave {name_flag(name)} out, or give {name_flag(name)} {build.values[name]}")
+        for name, reason in build.record.reasons.items()
+        if name in build.given and name != "max_seq_len"
+    )  # fmt: skip
 
 
 def find_length_problems(build: Build) -> Problems:
     """Lengths beyond what the model is for."""
-    model, given = build.checkpoint.model, build.given
-    positions = count_positions(model)
-    asked = given.get("max_seq_len")
-    if asked is not None and asked > positions:
-        return Problems().add(
-            f"max_seq_len={asked} exceeds the model's {positions} positions",
-            f"use --max-seq-len {positions} or less",
-        )
-    deduced = deduce_max_seq_len(model, build.label)
-    if asked is None and deduced > positions:
-        kind = get_kind(model.rotary_scaling or {})
-        return Problems().add(
-            f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions}"
-            f" positions (the line {build.label} multiplies by the factor of {kind!r} scaling)",
-            f"give --max-seq-len {positions} or less",
-        )
-    return Problems()
+    model, asked = build.checkpoint.model, build.given.get("max_seq_len")
+    positions, deduced = count_positions(model), deduce_max_seq_len(model, build.label)
+    return Problems.where(
+        (asked is not None and asked > positions,
+         f"max_seq_len={asked} exceeds the model's {positions} positions",
+         f"use --max-seq-len {positions} or less"),
+        (asked is None and deduced > positions,
+         f"without --max-seq-len trtllm-build takes {deduced}, the model has {positions} positions"
+         f" (the line {build.label} multiplies by the factor of"
+         f" {get_kind(model.rotary_scaling or {})!r} scaling)",
+         f"give --max-seq-len {positions} or less"),
+    )  # fmt: skip
 
 
 def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) -> Problems:
@@ -252,10 +209,8 @@ def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) 
                 f"convert the drafter with --dtype {dtype}",
             )
             continue
-        found = compare_tensors(
-            file.tensors, describe_rank(checkpoint, rank), checkpoint.quantization
-        )
-        for fault in found.list_faults():
+        expected = describe_rank(checkpoint, rank)
+        for fault in compare_tensors(file.tensors, expected, checkpoint.quantization).list_faults():
             problems.add(
                 f"{file.path} {fault}",
                 "config.json and the tensors must come from one run: convert again",
@@ -271,21 +226,18 @@ def find_head_problems(
     stored = {file.tensors[head].dtype for file in files if head in file.tensors}
     if quantization.quant_algo is None or not stored:
         return Problems()
-    is_quantized = bool(stored & set(FLOAT8_STORAGE))
-    if is_quantized and facts.label == "0.14":
-        return Problems().add(
-            f"{head} is {join_names(sorted(stored))}: TensorRT-LLM 0.14 takes it in the model's"
-            f" type alone, {checkpoint.model.dtype}",
-            "quantize without the output head, or build for 1.2",
-        )
-    if not is_quantized and facts.label != "0.14" and quantization.exclude_modules == ():
-        return Problems().add(
-            "quantization.exclude_modules is an empty list, which TensorRT-LLM"
-            f" {facts.label} takes literally: it would read {head}, which is"
-            f" {join_names(sorted(stored))}, as {quantization.quant_algo}",
-            'set it to null, which excludes the output head, or to ["lm_head"]',
-        )
-    return Problems()
+    is_quantized, is_old = bool(stored & set(FLOAT8_STORAGE)), facts.label == "0.14"
+    found = join_names(sorted(stored))
+    return Problems.where(
+        (is_quantized and is_old,
+         f"{head} is {found}: TensorRT-LLM 0.14 takes it in the model's type alone,"
+         f" {checkpoint.model.dtype}", "quantize without the output head, or build for 1.2"),
+        (not is_quantized and not is_old and quantization.exclude_modules == (),
+         "quantization.exclude_modules is an empty list, which TensorRT-LLM"
+         f" {facts.label} takes literally: it would read {head}, which is {found}, as"
+         f" {quantization.quant_algo}",
+         'set it to null, which excludes the output head, or to ["lm_head"]'),
+    )  # fmt: skip
 
 
 def find_gpu_problems(build: Build, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:
@@ -295,36 +247,26 @@ def find_gpu_problems(build: Build, gpus: tuple[Gpu, ...], rank_bytes: int) -> P
             "no GPU is visible, and trtllm-build needs one",
             "build where nvidia-smi lists a GPU; --dry-run and --emit-script need none",
         )
-    problems = Problems()
     gpu, algorithm = gpus[0], build.checkpoint.quantization.quant_algo
     cache = build.checkpoint.quantization.kv_cache_quant_algo
-    needed = MIN_CAPABILITY_FP8 if "FP8" in (algorithm, cache) else MIN_CAPABILITY
-    if gpu.capability < needed:
-        what = "FP8" if needed == MIN_CAPABILITY_FP8 else "TensorRT-LLM's speculation"
-        problems.add(
-            f"{gpu.name} has compute capability {gpu.compute_capability}, {what} needs"
-            f" {needed[0]}.{needed[1]}",
-            "build on a newer GPU"
-            + (", or from an unquantized checkpoint" if what == "FP8" else ""),
-        )
-    first, end = NO_INTEGER_GPUS
+    is_fp8 = "FP8" in (algorithm, cache)
+    needed = MIN_CAPABILITY_FP8 if is_fp8 else MIN_CAPABILITY
+    what = "FP8" if is_fp8 else "TensorRT-LLM's speculation"
     integers = [a for a in (algorithm, cache) if a and ("W8A" in a or "W4A16" in a or a == "INT8")]
-    if build.label != "0.14" and integers and first <= gpu.capability < end:
-        problems.add(
-            f"{integers[0]} is not supported on {gpu.name} (compute capability"
-            f" {gpu.compute_capability})",
-            "use FP8, or another GPU",
-        )
+    first, end = NO_INTEGER_GPUS
     workers = build.given.get("workers", 1)
-    if workers > len(gpus):
-        problems.add(
-            f"--workers {workers} with {len(gpus)} GPU(s), to which it would be cut",
-            f"use --workers {len(gpus)} or fewer",
-        )
-    if 0 < gpu.memory_bytes < rank_bytes:
-        problems.add(
-            f"a rank's weights are {rank_bytes / 1e9:.1f} GB, {gpu.name} has"
-            f" {gpu.memory_bytes / 1e9:.1f} GB",
-            "convert with a larger --tp-size, or quantize",
-        )
-    return problems
+    return Problems.where(
+        (gpu.capability < needed,
+         f"{gpu.name} has compute capability {gpu.compute_capability},"
+         f" {what} needs {needed[0]}.{needed[1]}",
+         f"build on a newer GPU{', or from an unquantized checkpoint' if is_fp8 else ''}"),
+        (build.label != "0.14" and integers and first <= gpu.capability < end,
+         f"{''.join(integers[:1])} is not supported on {gpu.name} (compute capability"
+         f" {gpu.compute_capability})", "use FP8, or another GPU"),
+        (workers > len(gpus),
+         f"--workers {workers} with {len(gpus)} GPU(s), to which it would be cut",
+         f"use --workers {len(gpus)} or fewer"),
+        (0 < gpu.memory_bytes < rank_bytes,
+         f"a rank's weights are {rank_bytes / 1e9:.1f} GB, {gpu.name} has"
+         f" {gpu.memory_bytes / 1e9:.1f} GB", "convert with a larger --tp-size, or quantize"),
+    )  # fmt: skip

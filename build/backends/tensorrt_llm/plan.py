@@ -181,28 +181,23 @@ def make_plan(
 
 
 def find_torch_settings(settings: BuildSettings) -> Problems:
-    """List the settings that are of the torch backend alone."""
-    problems = Problems()
-    if settings.quantization is not None:
-        problems.add(
-            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM"
-            " builds checkpoints that are quantized already",
-            "leave it out and convert with --quantization fp8, or build with --backend torch",
-        )
+    """List the settings that only the torch backend has."""
     packed = {True: "enable", False: "disable", None: None}[settings.packed_weights]
-    for flag, value, usual in (
-        ("--optimize", settings.optimize, "auto"),
-        ("--packed-weights", packed, None),
-        ("--drafter-weights", settings.drafter_weights, SAME),
-        ("--draft-vocab-file", settings.draft_vocab_file, None),
-        ("--draft-vocab-size", settings.draft_vocab_size, None),
-    ):
-        if value != usual:
-            problems.add(
-                f"{flag} {value} has no meaning for TensorRT-LLM",
-                f"leave {flag} out, or build with --backend torch",
-            )
-    return problems
+    return Problems.where(
+        (settings.quantization is not None,
+         f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM builds"
+         " checkpoints that are quantized already",
+         "leave it out and convert with --quantization fp8, or build with --backend torch"),
+        *((value != usual, f"{flag} {value} has no meaning for TensorRT-LLM",
+           f"leave {flag} out, or build with --backend torch")
+          for flag, value, usual in (
+              ("--optimize", settings.optimize, "auto"),
+              ("--packed-weights", packed, None),
+              ("--drafter-weights", settings.drafter_weights, SAME),
+              ("--draft-vocab-file", settings.draft_vocab_file, None),
+              ("--draft-vocab-size", settings.draft_vocab_size, None),
+          )),
+    )  # fmt: skip
 
 
 def list_notes(build: checks.Build, here: Environment | None) -> list[str]:

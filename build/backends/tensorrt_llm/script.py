@@ -46,24 +46,19 @@ echo "engine: $engine" >&2
 
 def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
     """Whether trtllm-build of the line can be started by a launcher."""
+    is_old, workers = plan.label == "0.14", plan.given.get("workers")
     if launcher == "local":
         return Problems()
-    problems = Problems()
-    if plan.label == "0.14" and not (launcher == "srun" and count_nodes(plan) == 1):
-        problems.add(
-            f"--launcher {launcher}: trtllm-build of 0.14 does not use MPI, every process"
-            " would build every rank",
-            "use --launcher local with --workers, on one node",
-        )
-    if "workers" in plan.given and plan.label != "0.14":
-        problems.add(
-            f"--workers {plan.given['workers']} has no effect under {launcher}: each process"
-            " builds its own ranks",
-            "leave --workers out",
-        )
-    if plan.num_ranks == 1 and plan.label != "0.14":
-        problems.add(f"--launcher {launcher} for one rank", "use --launcher local")
-    return problems
+    return Problems.where(
+        (is_old and not (launcher == "srun" and count_nodes(plan) == 1),
+         f"--launcher {launcher}: trtllm-build of 0.14 does not use MPI, every process would build"
+         " every rank", "use --launcher local with --workers, on one node"),
+        (not is_old and workers is not None,
+         f"--workers {workers} has no effect under {launcher}: each process builds its own ranks",
+         "leave --workers out"),
+        (not is_old and plan.num_ranks == 1,
+         f"--launcher {launcher} for one rank", "use --launcher local"),
+    )  # fmt: skip
 
 
 def count_nodes(plan: TensorRTPlan) -> int:
