@@ -134,8 +134,8 @@ def read_prompts(settings: AuditSettings) -> list[AnyPrompt]:
     path = settings.prompts
     if path is None:
         return list(TEXTS)
-    from specdec.decode.prompts import read_entries, read_line, read_lines
+    from specdec.decode.prompts import SOURCES
+    from specdec.decode.prompts import read_prompts as read_file
 
-    entries = read_entries(path, read_lines(path, "--prompts"), path.suffix, read_line)
-    kinds = ("prompt", "messages", "input_ids")
-    return [next(entry[kind] for kind in kinds if kind in entry) for entry in entries if entry]
+    given = [line.prompt.list_given() for line in read_file(path, "--prompts")]
+    return [next(one[kind] for kind in SOURCES.values() if kind in one) for one in given]

@@ -165,7 +165,9 @@ def list_suspects(
     """Causes that no time tells."""
     engine = bench.engine
     folder = Path(tokenizer_dir or "")
-    num_messages = sum("messages" in prompt.entry or bool(prompt.turns) for prompt in prompts)
+    num_messages = sum(
+        prompt.asked.messages is not None or bool(prompt.turns) for prompt in prompts
+    )
     found = (
         find_overflow(bench.dtype, observed.largest),
         find_wrong_tokenizer(

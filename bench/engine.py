@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specdec.command.settings import need, require
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.engine import TorchEngine
-from specdec.decode.loading import load_engine
+from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.prompts import make_requests, read_entries, read_line, read_lines
+from specdec.decode.prompts import Line, make_requests, read_prompts
+from specdec.decode.prompts import Prompt as Asked
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
@@ -31,10 +31,10 @@ BUILT_IN = (
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One entry of a set: a request line of specdec-run, or the user's turns of a conversation."""
+    """One entry of a set: a prompt of specdec-run, or the user's turns of a conversation."""
 
     category: str
-    entry: dict[str, Any]
+    asked: Asked
     turns: tuple[str, ...] = ()
 
 
@@ -44,24 +44,22 @@ def read_prompt_set(path: Path | None, batch_size: int = 1) -> list[Prompt]:
         counts = collections.Counter(category for category, _ in BUILT_IN)
         is_enough = batch_size <= min(counts.values())
         return [
-            Prompt(category if is_enough else ONLY_CATEGORY, {"prompt": text})
+            Prompt(category if is_enough else ONLY_CATEGORY, Asked(text=text))
             for category, text in BUILT_IN
         ]
-    read = functools.partial(read_line, more_keys=OWN_KEYS)
-    entries = read_entries(path, read_lines(path, "--prompts"), path.suffix, read)
-    return [_make_prompt(f"{path} line {n}", entry) for n, entry in enumerate(entries, 1) if entry]
+    return [_make_prompt(line) for line in read_prompts(path, "--prompts", OWN_KEYS)]
 
 
-def _make_prompt(where: str, entry: dict[str, Any]) -> Prompt:
-    own = {key: entry.pop(key) for key in OWN_KEYS if key in entry}
-    category, turns = own.get("category", ONLY_CATEGORY), own.get("turns")
+def _make_prompt(line: Line) -> Prompt:
+    where = line.where
+    category, turns = line.others.get("category", ONLY_CATEGORY), line.others.get("turns")
     if not isinstance(category, str) or not category:
         raise SpecDecError(f"{where}: category is {category!r}, not a text", "correct category")
     if turns is None:
-        return Prompt(category, entry)
+        return Prompt(category, line.prompt)
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise SpecDecError(f"{where}: turns is {turns!r}, not a list of texts", "correct turns")
-    return Prompt(category, entry, tuple(turns))
+    return Prompt(category, line.prompt, tuple(turns))
 
 
 def group_requests(
@@ -79,7 +77,7 @@ def group_requests(
         index: [prompt.turns[0]] for index, prompt in enumerate(prompts) if prompt.turns
     }
     entries = {
-        index: dict(prompt.entry) | (_join_talk(talks[index], tokenizer) if prompt.turns else {})
+        index: _join_talk(prompt.asked, talks[index], tokenizer) if prompt.turns else prompt.asked
         for index, prompt in enumerate(prompts)
     }
     number = 0
@@ -99,15 +97,14 @@ def group_requests(
             text = tokenizer.decode(ids, skip_special_tokens=True)
             talk = talks[index]
             talk += [text, prompts[index].turns[len(talk) // 2 + 1]]
-            entries[index] = dict(prompts[index].entry) | _join_talk(talk, tokenizer)
+            entries[index] = _join_talk(prompts[index].asked, talk, tokenizer)
     return grouped
 
 
-def _join_talk(talk: Sequence[str], tokenizer: Any) -> dict[str, Any]:
-    """Return a conversation, the user's turn first and last, as the keys of a request line."""
+def _join_talk(prompt: Asked, talk: Sequence[str], tokenizer: Any) -> Asked:
+    """Return a prompt of a conversation, the user's turn first and last."""
     if tokenizer is None or not tokenizer.chat_template:
-        return {"prompt": "\n".join(talk)}
+        return dataclasses.replace(prompt, text="\n".join(talk))
     roles = ("user", "assistant")
-    return {
-        "messages": [{"role": roles[place % 2], "content": text} for place, text in enumerate(talk)]
-    }
+    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(talk)]
+    return dataclasses.replace(prompt, messages=messages)

@@ -23,12 +23,13 @@ from specdec.trtllm.engine_folder import read_backend
 from .settings import RunSettings
 
 if TYPE_CHECKING:
+    from specdec import Engine, Prompt
     from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request, Result
 
     from .backends.tensorrt_llm import TensorRTEngine
 
-    Engine = TorchEngine | TensorRTEngine
+    Core = TorchEngine | TensorRTEngine
 
 logger = logs.get_logger(__name__)
 
@@ -43,7 +44,6 @@ def run_engine(
     engine are other processes, the first of which has written everything, or is doing so.
     """
     check_flags(settings)
-    is_typical = settings.acceptance == "typical"
     is_tensorrt = read_backend(settings.engine_dir) == TENSORRT_LLM
     if is_tensorrt:
         from specdec.trtllm.run_checks import check_acceptance
@@ -63,9 +63,7 @@ def run_engine(
     from specdec.pretrained import load_tokenizer
     from specdec.tokenizer import find_tokenizer
 
-    from .prompts import read_prompts
-
-    prompts = read_prompts(settings)
+    prompts = list_prompts(settings)
     folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
@@ -75,27 +73,27 @@ def run_engine(
             "--streaming needs a tokenizer, and the engine holds none",
             "give the base model's folder as --tokenizer-dir, here or to specdec-build",
         )
-    engine = load_any_engine(settings, draft_options, tokenizer)
-    about = engine.describe()
+    engine, core = load_any_engine(settings, draft_options, tokenizer)
+    about = core.describe()
     if settings.show_drafts:
-        check_shows_drafts(settings, engine, about["method"], tokenizer)
-    engine.check_requests(requests)
-    if is_typical:
-        from specdec.decode.typical import check_typical
+        check_shows_drafts(settings, core, about["method"], tokenizer)
+    core.check_requests(requests)
+    if settings.acceptance == "typical":
+        from specdec.decode.typical import refuse_greedy
 
-        uses_logits = draft_options is not None and draft_options.use_logits
-        check_typical(about, requests, use_logits=uses_logits)
+        refuse_greedy(requests)
     if settings.dry_run:
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
-    engine.load()
+    if is_tensorrt:
+        core.load()  # type: ignore[union-attr]
     logger.info("generating for %d prompt%s", len(requests), "" if len(requests) == 1 else "s")
     began = time.perf_counter()
-    results, is_interrupted = generate(engine, requests, settings, tokenizer, write)
+    results, is_interrupted = generate(engine, requests, settings, write)
     seconds = time.perf_counter() - began
     report: dict[str, Any] = {
         "outputs": [describe_result(r, tokenizer, settings) for r in results],
-        "stats": {**about, **describe_stats(engine, results, seconds, settings)},
+        "stats": {**about, **describe_stats(core, results, seconds, settings)},
     }
     if settings.writes_logits:
         write_logits(settings, results, report)
@@ -143,13 +141,27 @@ def check_flags(settings: RunSettings) -> None:
         logger.info("logits decide what is accepted, and are not written: give --output-file")
 
 
-def check_shows_drafts(settings: RunSettings, engine: Engine, method: str, tokenizer: Any) -> None:
+def list_prompts(settings: RunSettings) -> list[Prompt]:
+    """The prompts of --input-text or --input-file."""
+    from specdec.decode.prompts import Prompt, read_prompts
+
+    if bool(settings.input_text) == (settings.input_file is not None):
+        raise UsageError(
+            "give exactly one of --input-text and --input-file",
+            'for example --input-text "def main():"',
+        )
+    if settings.input_file is None:
+        return [Prompt(text=text) for text in settings.input_text]
+    return [line.prompt for line in read_prompts(settings.input_file, "--input-file")]
+
+
+def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:
     """Raise UsageError where --show-drafts has nothing to show."""
     if method == "plain":
         raise UsageError(
             "--show-drafts has no effect with an engine that runs plain", "leave it out"
         )
-    if not engine.tells_origins:
+    if not core.tells_origins:
         raise UsageError(
             f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
             "leave it out, or build the engine with --backend torch",
@@ -161,8 +173,10 @@ def check_shows_drafts(settings: RunSettings, engine: Engine, method: str, token
         )
 
 
-def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokenizer: Any) -> Engine:
-    """Return what executes the engine folder, and the one that drafts for it."""
+def load_any_engine(
+    settings: RunSettings, options: DraftOptions | None, tokenizer: Any
+) -> tuple[Engine | TensorRTEngine, Core]:
+    """Return what executes the engine folder, and what tells of it."""
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         from .backends.tensorrt_llm import TensorRTEngine
 
@@ -173,41 +187,37 @@ def load_any_engine(settings: RunSettings, options: DraftOptions | None, tokeniz
                 " drafts at every step",
                 "leave it out",
             )
-        return TensorRTEngine(settings, options, tokenizer)
+        runtime = TensorRTEngine(settings, options, tokenizer)
+        return runtime, runtime
     if settings.kv_cache_free_gpu_memory_fraction is not None:
         logger.warning(
             "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose"
             " cache is as large as the requests need"
         )
-    from specdec.decode.loading import load_engine
+    from specdec import Engine
 
-    return load_engine(settings, tokenizer)
+    engine = Engine.open(settings, tokenizer)
+    return engine, engine.core
 
 
 def generate(
-    engine: Engine,
+    engine: Engine | TensorRTEngine,
     requests: Sequence[Request],
     settings: RunSettings,
-    tokenizer: Any,
     write: Callable[[str], None] | None,
 ) -> tuple[list[Result], bool]:
     """Return the results, and whether Ctrl-C came before they were complete."""
-    from specdec.decode.loop import Interrupted, Options
+    from specdec.decode.loop import Interrupted
 
     from .streaming import JsonPrinter, StreamPrinter
 
-    options = Options(
-        tokenizer=tokenizer,
-        reuse_blocks=settings.kv_cache_enable_block_reuse,
-        keep_logits=settings.writes_logits,
-        keep_rejected=settings.show_drafts,
-    )
+    kept = {"keep_logits": settings.writes_logits, "keep_rejected": settings.show_drafts}
     try:
         if settings.streaming and write is not None:
             printer = JsonPrinter(write) if settings.json else StreamPrinter(write, requests)
-            options = dataclasses.replace(options, follow_text=True, on_progress=printer.show)
             try:
-                return engine.generate(requests, options), False
+                options = {"follow_text": True, "on_progress": printer.show}
+                return engine.run(requests, **options, **kept), False
             except Interrupted:
                 printer.close()
                 raise
@@ -216,14 +226,14 @@ def generate(
             def count_finished(active: Sequence[ActiveRequest]) -> None:
                 advance(sum(r.finish_reason is not None for r in active))
 
-            options = dataclasses.replace(options, on_progress=count_finished)
-            return engine.generate(requests, options), False
+            options = {"follow_text": False, "on_progress": count_finished}
+            return engine.run(requests, **options, **kept), False
     except Interrupted as interrupted:
         return interrupted.results, True
 
 
 def describe_stats(
-    engine: Engine, results: Sequence[Result], seconds: float, settings: RunSettings
+    core: Core, results: Sequence[Result], seconds: float, settings: RunSettings
 ) -> dict[str, Any]:
     """The counts and times of `stats`."""
     from specdec.decode.requests import sum_stats
@@ -236,16 +246,16 @@ def describe_stats(
         **totals,
         "generate_seconds": round(seconds, 4),
         "tokens_per_second": round(num_tokens / seconds, 2),
-        "load_seconds": round(engine.load_seconds, 4),
+        "load_seconds": round(core.load_seconds, 4),
         "acceptance": settings.acceptance,
         "lossy": settings.acceptance != "exact",
     }
     if settings.kv_cache_enable_block_reuse:
-        stats["num_reused_tokens"] = engine.num_reused_tokens
+        stats["num_reused_tokens"] = core.num_reused_tokens
     if settings.run_profiling:
         stats["profile_seconds"] = {
             name: None if value is None else round(value, 4)
-            for name, value in engine.describe_profile().items()
+            for name, value in core.describe_profile().items()
         }
     return stats
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.decode.api import Engine, Event, Output, Prompt, Stream
+    from specdec.decode.api import Engine, Event, Output, Stream
+    from specdec.decode.prompts import Prompt
     from specdec.decode.requests import RequestStats
     from specdec.errors import (
         EngineBusyError,
@@ -33,9 +34,10 @@ if (_checkout / "pyproject.toml").is_file() and str(_checkout) not in __path__:
     __path__.append(str(_checkout))
 
 _MODULES = {
+    "Prompt": "specdec.decode.prompts",
     "RequestStats": "specdec.decode.requests",
     **{name: "specdec.errors" for name in __all__ if name.endswith("Error")},
-    **dict.fromkeys(("Engine", "Event", "Output", "Prompt", "Stream"), "specdec.decode.api"),
+    **dict.fromkeys(("Engine", "Event", "Output", "Stream"), "specdec.decode.api"),
 }
 
 if not TYPE_CHECKING:  # else a checker would believe that every name is here

@@ -33,7 +33,32 @@ class UsageError(SpecDecError):
 
 
 class PromptError(SpecDecError):
-    """A prompt, or what it asks for, cannot be used with this engine; others can."""
+    """A prompt, or what it asks for, cannot be used with this engine; others can.
+
+    field: the field of `Prompt` that is to blame, where one is. reason: what is wrong with its
+    value, without its name.
+    """
+
+    def __init__(
+        self, message: str, hint: str, *, problems: Sequence[tuple[str, str]] = (),
+        field: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message, hint, problems=problems)
+        fault = next((p for p in self.problems if isinstance(p, Fault)), None)
+        self.field = field if fault is None else fault.field
+        self.reason = None if fault is None else fault.reason
+
+
+class Fault(tuple[str, str]):
+    """A pair of `Problems` that is about a field of a prompt; see `PromptError`."""
+
+    field: str
+    reason: str | None
+
+    def __new__(cls, fact: str, remedy: str, field: str, reason: str | None = None) -> Fault:
+        fault = super().__new__(cls, (fact, remedy))
+        fault.field, fault.reason = field, reason
+        return fault
 
 
 class EngineBusyError(SpecDecError):
@@ -54,9 +79,11 @@ MAX_PROBLEMS = 20  # in one message
 class Problems(list[tuple[str, str]]):
     """What is wrong, as (fact, remedy) pairs, collected so that one error tells all of it."""
 
-    def add(self, fact: str, remedy: str) -> Problems:
-        """Note one more; return them all."""
-        self.append((fact, remedy))
+    def add(
+        self, fact: str, remedy: str, field: str | None = None, reason: str | None = None
+    ) -> Problems:
+        """Note one more; return them all. field, reason: see `PromptError`."""
+        self.append((fact, remedy) if field is None else Fault(fact, remedy, field, reason))
         return self
 
     @classmethod
@@ -67,13 +94,15 @@ class Problems(list[tuple[str, str]]):
     def raise_all(self) -> None:
         """Raise one error that lists every pair once; do nothing where there is none.
 
-        A remedy that several share is told once.
+        A remedy that several share is told once. With a Fault among them it is a PromptError.
         """
         different = list(dict.fromkeys(self))
         if not different:
             return
+        is_prompt = any(isinstance(problem, Fault) for problem in different)
+        kind = PromptError if is_prompt else SpecDecError
         if len(different) == 1:
-            raise SpecDecError(*different[0])
+            raise kind(*different[0], problems=different)
         shown = different[:MAX_PROBLEMS]
         facts = [f"({i}) {fact}" for i, (fact, _) in enumerate(shown, 1)]
         if len(different) > len(shown):
@@ -84,7 +113,7 @@ class Problems(list[tuple[str, str]]):
         remedies = [f"({', '.join(which)}) {remedy}" for remedy, which in numbers.items()]
         if len(remedies) == 1:
             remedies = list(numbers)
-        raise SpecDecError(
+        raise kind(
             f"{len(different)} problems: {'; '.join(facts)}",
             "; ".join(remedies),
             problems=different,

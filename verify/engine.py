@@ -200,7 +200,7 @@ def run_greedy(
     flags = ["--max-output-len", str(settings.max_output_len), "--temperature", "0"]
     tokenizer_dir = settings.model_dir if has_tokenizer else None
     num_alone = min(settings.num_alone, len(prompts.requests))
-    calls = [("batch", 0, prompts.lines)]
+    calls = [("batch", 0, prompts.requests)]
     calls += [("alone", i, [line]) for i, line in enumerate(prompts.requests[:num_alone])]
     texts: list[Text] = []
     stats: dict[str, Any] = {}

@@ -10,35 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from specdec.decode.prompts import read_entries, read_lines
+from specdec.decode.prompts import SOURCES
+from specdec.decode.prompts import read_prompts as read_file
 from specdec.engine.layout import BuildConfig
 from specdec.errors import SpecDecError
 from specdec.files.folders import has_tokenizer
-from specdec.files.reading import parse_json
 from specdec.pretrained import load_tokenizer
 from specdec.texts import TEXTS
 
 from .settings import VerifySettings
 
 LENGTHS = (1, 4, 11, 24, 8, 47)  # of prompts in token ids, where there is no tokenizer
-# How a request is decoded is what is under test here, not the file's to say.
-IGNORED_KEYS = ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Lines of a .jsonl file, empty ones kept so that their numbers stay the user's.
+    """Lines of a .jsonl file.
 
     expected: each prompt's token ids, None where only specdec-run knows them.
     """
 
-    lines: list[str]
+    requests: list[str]
     expected: list[list[int] | None]
-
-    @property
-    def requests(self) -> list[str]:
-        """The lines that are requests."""
-        return [line for line in self.lines if line]
 
 
 def load_model_tokenizer(model_dir: str) -> Any:
@@ -55,7 +48,7 @@ def make_prompts(
     """Read --prompts, or choose those of our own that the engine has room for."""
     if settings.prompts is not None:
         entries = read_prompts(settings.prompts)
-        if tokenizer is None and any(e and "input_ids" not in e for e in entries):
+        if tokenizer is None and any("input_ids" not in e for e in entries):
             raise SpecDecError(
                 f"{settings.prompts} holds texts, and {settings.model_dir} has no tokenizer",
                 'give token ids, {"input_ids": [...]} a line of a .jsonl file',
@@ -70,8 +63,8 @@ def make_prompts(
                 f" {settings.max_output_len} of output: none of the built-in prompts is so short",
                 "lower --max-output-len, or give --prompts",
             )
-    lines = [json.dumps(entry) if entry else "" for entry in entries]
-    return Prompts(lines, [_encode(entry, tokenizer) for entry in entries if entry])
+    lines = [json.dumps(entry) for entry in entries]
+    return Prompts(lines, [_encode(entry, tokenizer) for entry in entries])
 
 
 def _encode(entry: dict[str, Any], tokenizer: Any) -> list[int] | None:
@@ -93,15 +86,6 @@ def choose_prompts(longest: int, vocab_size: int, tokenizer: Any) -> Sequence[di
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Read a file as specdec-run does, without what it says of decoding; empty lines are {}."""
-    return read_entries(path, read_lines(path, "--prompts"), path.suffix, _read_line)
-
-
-def _read_line(where: str, line: str) -> dict[str, Any]:
-    try:
-        entry = parse_json(line.encode())
-    except ValueError as error:
-        raise SpecDecError(f"{where} is not JSON: {error}", "write one object a line") from None
-    if not isinstance(entry, dict) or not (set(entry) - set(IGNORED_KEYS)):
-        raise SpecDecError(f"{where} holds no prompt", 'write {"prompt": "..."}')
-    return {key: value for key, value in entry.items() if key not in IGNORED_KEYS}
+    """Read a file as specdec-run does, without what it says of decoding, which is tested here."""
+    given = [line.prompt.list_given() for line in read_file(path, "--prompts")]
+    return [{key: one[field] for key, field in SOURCES.items() if field in one} for one in given]

@@ -29,8 +29,8 @@ from examples.pycode.methods import VARIANTS, CallStage, make_engine
 from examples.pycode.recipe import Recipe
 from specdec.bench.settings import BenchSettings
 from specdec.command.settings import resolve_settings
+from specdec.decode.engine import load_engine
 from specdec.decode.grammar import Grammar, GrammarState
-from specdec.decode.loading import load_engine
 from specdec.decode.requests import Request
 from specdec.engine.tree import Tree
 from specdec.pretrained import load_tokenizer

@@ -5,7 +5,6 @@ Everything is checked before the engine is loaded, which may take minutes.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -165,13 +164,16 @@ class TensorRTEngine:
             self._drafter = self._make_drafter(shared | placement[1] | gathers)
         self.load_seconds = time.perf_counter() - began
 
-    def generate(self, requests: Sequence[Request], options: Options | None = None) -> list[Result]:
-        """Decode all requests, those of equal settings together: a call takes one setting."""
+    def run(self, requests: Sequence[Request], **kept: Any) -> list[Result]:
+        """Decode all requests, those of equal settings together: a call takes one setting.
+
+        kept: fields of the loop's `Options`.
+        """
         self.check_requests(requests)
         self.load()
         assert self._runner is not None
         limits = [self.folder.max_batch_size] + ([self.draft.max_batch_size] if self.draft else [])
-        options = dataclasses.replace(options or Options(), max_batch_size=min(limits))
+        options = Options(max_batch_size=min(limits), tokenizer=self._tokenizer, **kept)
         results: dict[int, Result] = {}
         groups = list(group_requests(requests, self.folder.mode == EXTERNAL, min(limits)))
         if len(groups) > 1:

@@ -15,11 +15,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from specdec import logs
-from specdec.decode.engine import TorchEngine
+from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.grammar import GrammarCompiler
-from specdec.decode.loading import load_engine
 from specdec.decode.loop import Batch, Options
-from specdec.decode.prompts import check_values, find_end_ids, make_requests
+from specdec.decode.prompts import Prompt, check_prompt, find_end_ids, make_requests
 from specdec.decode.requests import (
     ActiveRequest,
     DraftTree,
@@ -42,8 +41,8 @@ from specdec.errors import (
     UsageError,
     suggest,
 )
-from specdec.methods.draft_target import DraftTargetDraft
-from specdec.options import as_options, check_value, get_flags
+from specdec.methods.draft_target import read_options as read_pair
+from specdec.options import check_value, get_flags
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
@@ -56,44 +55,6 @@ NO_OPTIONS = (
     "apply_chat_template", "max_output_len", "temperature", "top_k", "top_p", "random_seed",
     "stop_words", "end_id",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt with its own settings; None leaves a setting to `generate` or `stream`.
-
-    Exactly one of text, token_ids and messages is given. messages: a conversation of
-    {"role", "content"}, put into the tokenizer's chat template. end_ids: tokens that end the
-    output; empty for none. min_p: least share of the likeliest token's probability.
-    logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
-    in prompt or output, the two others of those in the output. logprobs: how many of the likeliest
-    tokens to tell of beside each new one; None tells nothing. prompt_logprobs: whether to tell of
-    the prompt's tokens, too, which takes reading it whole. speculation: False drafts nothing
-    for this prompt. keep_trees: let the events of a stream have the tree of each step. grammar:
-    what the text keeps to: {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or
-    {"lark": "..."}.
-    """
-
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    max_output_len: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    end_ids: Collection[int] | None = None
-    min_p: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logprobs: int | None = None
-    prompt_logprobs: bool | None = None
-    speculation: bool | None = None
-    keep_trees: bool | None = None
-    grammar: Mapping[str, Any] | None = None
 
 
 AnyPrompt = str | Sequence[int] | Prompt
@@ -252,11 +213,8 @@ class Engine:
         try:
             core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
             if settings.acceptance == "typical":
-                check_typical(
-                    core.describe(),
-                    None,
-                    use_logits=as_options(settings, DraftTargetDraft).use_logits,
-                )
+                pair = read_pair(settings)
+                check_typical(core.method, use_logits=pair is not None and pair.use_logits)
         except BaseException:
             core.close()
             raise
@@ -490,44 +448,23 @@ class Engine:
     def _make_requests(
         self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt
     ) -> list[Request]:
-        try:
-            return self._read_prompts(core, prompts, defaults)
-        except UsageError:
-            raise
-        except SpecDecError as error:
-            raise PromptError(error.message, error.hint, problems=error.problems) from None
-
-    def _read_prompts(
-        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt
-    ) -> list[Request]:
-        given = [_to_prompt(prompt) for prompt in prompts]
-        entries = []
-        for index, prompt in enumerate(given):
-            sources = (prompt.text, prompt.token_ids, prompt.messages)
-            if sum(source is not None for source in sources) != 1:
-                raise SpecDecError(
-                    f"prompt {index} has not exactly one of text, token_ids and messages",
-                    "give one of them",
+        checked = []
+        for index, prompt in enumerate(map(_to_prompt, prompts)):
+            given = prompt.list_given()
+            if "grammar" in given and "end_ids" in given:
+                raise PromptError(
+                    f"prompt {index} has both grammar and end_ids",
+                    "leave one out: a text that keeps to a grammar ends as the model's do",
+                    field="grammar",
                 )
-            entry = _to_entry(defaults) | _to_entry(prompt)
-            check_values(f"prompt {index}", entry)
-            if prompt.grammar is not None:
-                if prompt.end_ids is not None:
-                    raise SpecDecError(
-                        f"prompt {index} has both grammar and end_ids",
-                        "leave one out: a text that keeps to a grammar ends as the model's do",
-                    )
-                entry["grammar"] = self._grammars.compile(prompt.grammar)
-            entries.append(entry)
-        made = make_requests(entries, self._settings, self.tokenizer, self._end_ids)
-        requests = []
-        for request, prompt in zip(made, given, strict=True):
-            ends = defaults.end_ids if prompt.end_ids is None else prompt.end_ids
-            if prompt.grammar is not None:
-                ends = None
-            if ends is not None:
-                request = dataclasses.replace(request, end_ids=frozenset(map(int, ends)))
-            requests.append(request)
+            filled = defaults.list_given() | given
+            if "grammar" in given:
+                filled.pop("end_ids", None)
+            checked.append(check_prompt(index, Prompt(**filled)))
+        requests = make_requests(
+            checked, self._settings, self.tokenizer, self._end_ids,
+            lambda grammar: self._grammars.compile(grammar),
+        )  # fmt: skip
         core.check_requests(requests)
         return requests
 
@@ -654,25 +591,6 @@ def _to_prompt(prompt: AnyPrompt) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
-
-
-def _to_entry(prompt: Prompt) -> dict[str, Any]:
-    """The request object of a prompt, as a line of a .jsonl file has it."""
-    entry = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
-    ids, messages, stop = entry.pop("token_ids"), prompt.messages, prompt.stop
-    entry |= {
-        "prompt": entry.pop("text"),
-        "input_ids": None if ids is None else [_to_int(token) for token in ids],
-        "messages": None if messages is None else [dict(message) for message in messages],
-        "stop": stop if stop is None or isinstance(stop, str) else list(stop),
-        "logit_bias": None if prompt.logit_bias is None else dict(prompt.logit_bias),
-    }
-    return {key: value for key, value in entry.items() if value is not None}
-
-
-def _to_int(token: Any) -> Any:
-    """A token id as an int, also from numpy; what is no whole number is left to be refused."""
-    return int(token) if isinstance(token, numbers.Integral) else token
 
 
 def _describe(result: Result, tokenizer: Any) -> Output:

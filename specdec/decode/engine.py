@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
+from specdec.decode.drafters import (
+    Drafting,
+    choose_methods,
+    make_proposer,
+    name_methods,
+    read_drafting,
+    refuse_others,
+)
 from specdec.decode.drafters.base import Drafter, EngineHandle
 from specdec.decode.loop import Options, Timing, generate
 from specdec.decode.ranks.leader import lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
 from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import Request, Result, find_problems
+from specdec.decode.settings import DecodeSettings
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
@@ -127,7 +135,7 @@ class TorchEngine:
             length = len(request.input_ids)
             table, total = self.decoder.rotary, length + request.max_output_len
             if table is not None and (found := table.check_request(length, total)):
-                problems.add(f"prompt {request.index}: {found[0]}", found[1])
+                problems.add(f"prompt {request.index}: {found[0]}", found[1], "text")
         problems.raise_all()
 
     def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
@@ -207,9 +215,6 @@ class TorchEngine:
         """Return the seconds of each part of a step."""
         return {**self.timing.list_seconds()}
 
-    def load(self) -> None:
-        """Nothing: an engine of torch is loaded when it is made."""
-
     @property
     def max_seq_len(self) -> int:
         """Tokens of a prompt and its output, by the shorter of the engine and its draft engine."""
@@ -233,3 +238,20 @@ class TorchEngine:
     def num_reused_tokens(self) -> int:
         """Prompt tokens taken from the cache."""
         return self.timing.num_reused_tokens
+
+
+def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
+    """Load an engine of torch, and the one that drafts for it.
+
+    tokenizer: to compare with that of --draft-tokenizer-dir; None where there is none.
+    """
+    drafting = read_drafting(settings, tokenizer)
+    if settings.no_speculation:
+        refuse_others(drafting, (), speculates=False)
+    return TorchEngine(
+        settings.engine_dir,
+        device=settings.device,
+        devices=drafting.target_devices,
+        speculate=not settings.no_speculation,
+        drafting=drafting,
+    )

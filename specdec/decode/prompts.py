@@ -1,69 +1,148 @@
-"""Request objects, as of a .jsonl line: read, checked, and tokenized into requests."""
+"""Prompts with their settings: from a file or the flags, checked by one table, and tokenized."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import numbers
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
-from specdec.errors import Problems, SpecDecError, UsageError, shorten, suggest, summarize
-from specdec.files.reading import parse_json
+from specdec.errors import (
+    Problems,
+    PromptError,
+    SpecDecError,
+    UsageError,
+    shorten,
+    suggest,
+    summarize,
+)
+from specdec.files.reading import parse_json, read_json
 
-SOURCE_KEYS = ("prompt", "input_ids", "messages")
-REQUEST_KEYS = (*SOURCE_KEYS, "max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
-# What a caller of the Python API may also say of a prompt, beside `logit_bias` and `logprobs`.
-SHAPING_KEYS = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+if TYPE_CHECKING:
+    from specdec.decode.grammar import Grammar
+
+STDIN = Path("-")
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
+SHAPING = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+# Fields of a prompt by their keys in a line of a .jsonl file; messages of errors name the keys.
+SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
+LINE_FIELDS = SOURCES | {
+    key: key for key in ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
+}
+FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
+FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
 
 
-def read_lines(path: Path, flag: str) -> list[str]:
-    """Return the lines of a text file that a flag names, without a byte order mark before them."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt with its own settings; None leaves a setting to `generate` or `stream`.
+
+    Exactly one of text, token_ids and messages is given. messages: a conversation of
+    {"role", "content"}, put into the tokenizer's chat template. end_ids: tokens that end the
+    output; empty for none. min_p: least share of the likeliest token's probability.
+    logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
+    in prompt or output, the two others of those in the output. logprobs: for how many of the
+    likeliest tokens to return log-probabilities, besides each new one's; None returns none.
+    prompt_logprobs: whether to return those of the prompt's tokens too, which takes reading it
+    whole. speculation: False drafts nothing for this prompt. keep_trees: let the events of a
+    stream have the tree of each step. grammar: what the text keeps to: {"json_schema": {...}},
+    {"json_object": True}, {"regex": "..."} or {"lark": "..."}.
+    """
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    max_output_len: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    end_ids: Collection[int] | None = None
+    min_p: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool | None = None
+    speculation: bool | None = None
+    keep_trees: bool | None = None
+    grammar: Mapping[str, Any] | None = None
+
+    def list_given(self) -> dict[str, Any]:
+        """The settings that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A prompt of a file. where: the file and the line. others: what else the line says."""
+
+    where: str
+    prompt: Prompt
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[Line]:
+    """Read a file of prompts that a flag names: .txt or .jsonl, or stdin for "-".
+
+    more_keys: other keys that a line of .jsonl may have; `turns` stands for the prompt. Raises
+    SpecDecError that lists what is wrong of all lines.
+    """
+    lines = _read_lines(path, flag)
+    suffix = path.suffix
+    if path == STDIN:
+        first = next((line for line in lines if line.strip()), "")
+        suffix = ".jsonl" if first.lstrip().startswith("{") else ".txt"
+    if suffix not in (".txt", ".jsonl"):
+        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    found, problems = [], Problems()
+    for number, line in enumerate(lines, 1):
+        where = f"{path} line {number}"
+        if not line.strip():
+            continue
+        if suffix == ".txt":
+            found.append(Line(where, Prompt(text=line)))
+            continue
+        try:
+            found.append(read_line(where, line, more_keys))
+        except SpecDecError as error:
+            problems += error.problems
+    problems.raise_all()
+    if not found:
+        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
+    return found
+
+
+def _read_lines(path: Path, flag: str) -> list[str]:
+    """The lines of a file or of stdin, without a byte order mark before them."""
+    name, remedy = path if path != STDIN else "stdin", "the file " if path != STDIN else "it "
     try:
-        # Not splitlines(): U+2028 and its like may stand inside a JSON text.
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        if path == STDIN:
+            text = sys.stdin.read().removeprefix("\ufeff")
+            text.encode()  # in some locales Python lets other bytes through
+        else:
+            text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except IsADirectoryError:
         raise SpecDecError(f"{path} is a folder", f"give {flag} a .txt or .jsonl file") from None
-    except UnicodeDecodeError:
-        raise SpecDecError(f"{path} is not UTF-8 text", "convert the file to UTF-8") from None
+    except UnicodeError:
+        raise SpecDecError(f"{name} is not UTF-8 text", f"convert {remedy}to UTF-8") from None
+    return text.split("\n")  # not splitlines(): U+2028 and its like may stand inside a JSON text
 
 
-def read_entries(
-    path: Path, lines: Sequence[str], suffix: str, read: Callable[[str, str], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the request object of each line of a .txt or .jsonl file, {} for an empty line.
-
-    read: makes it from where a line of .jsonl stands and the line, as `read_line` does.
-    """
-    if suffix == ".txt":
-        entries: list[dict[str, Any]] = [{"prompt": line} if line.strip() else {} for line in lines]
-    elif suffix == ".jsonl":
-        entries, problems = [], Problems()
-        for n, line in enumerate(lines, 1):
-            try:
-                entries.append(read(f"{path} line {n}", line) if line.strip() else {})
-            except SpecDecError as error:
-                problems += error.problems
-        problems.raise_all()
-    else:
-        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
-    if not any(entries):
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
-    return entries
-
-
-def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the request object of a line; `more_keys` may be there too, and are not checked.
-
-    One of them, `turns`, may stand for the prompt.
-    """
+def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
+    """Read a line of .jsonl; see `read_prompts`."""
     try:
         entry = parse_json(line.encode())
     except ValueError as error:
@@ -72,58 +151,87 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> dict[str,
         ) from None
     if not isinstance(entry, dict):
         raise SpecDecError(f"{where} is not a JSON object", 'write {"prompt": "..."}')
-    known = (*REQUEST_KEYS, *more_keys)
-    sources = (*SOURCE_KEYS, *({"turns"} & set(more_keys)))
+    known = (*LINE_FIELDS, *more_keys)
     for key in entry:
         if key not in known:
             raise SpecDecError(
                 f"{where}: unknown key {shorten(key)}{suggest(key[:100], known)}",
                 f"this release knows {', '.join(known)}",
             )
+    sources = (*SOURCES, *({"turns"} & set(more_keys)))
     if sum(key in entry for key in sources) != 1:
         raise SpecDecError(
             f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
-    check_values(where, entry)
-    return entry
+    values = {LINE_FIELDS[key]: value for key, value in entry.items() if key in LINE_FIELDS}
+    find_faults(values, f"{where}: ").raise_all()
+    others = {key: value for key, value in entry.items() if key not in LINE_FIELDS}
+    return Line(where, Prompt(**values), others)
 
 
-def check_values(where: str, entry: Mapping[str, Any]) -> None:
-    """Raise SpecDecError that lists the keys of a request object whose values are of no use."""
-    Problems(
-        (f"{where}: {key} is {shorten(entry[key])}, not {expected}", f"give {key} {expected}")
-        for key, (is_good, expected) in CHECKS.items()
-        if key in entry and not is_good(entry[key])
-    ).raise_all()
+def find_faults(
+    values: Mapping[str, Any], where: str = "", names: Mapping[str, str] = FIELD_KEYS
+) -> Problems:
+    """List which of a prompt's settings have values of no use; names: what they are called."""
+    problems = Problems()
+    for field, (is_good, expected) in CHECKS.items():
+        if field in values and not is_good(values[field]):
+            name, reason = names.get(field, field), f"is {shorten(values[field])}, not {expected}"
+            problems.add(f"{where}{name} {reason}", f"give {name} {expected}", field, reason)
+    return problems
 
 
-def _is_number(value: Any) -> bool:
+def check_prompt(index: int, prompt: Prompt) -> Prompt:
+    """Return a prompt with plain values; PromptError for one that is of no use."""
+    given = {name: _make_plain(value) for name, value in prompt.list_given().items()}
+    if sum(source in given for source in SOURCES.values()) != 1:
+        raise PromptError(
+            f"prompt {index} has not exactly one of text, token_ids and messages",
+            "give one of them",
+        )
+    find_faults(given, f"prompt {index}: ").raise_all()
+    return Prompt(**given)
+
+
+def _make_plain(value: Any) -> Any:
+    """A list, dict or int for what is like one, as an array of token ids is; else the value."""
+    if isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return [_make_plain(one) for one in value] if isinstance(value, Iterable) else value
+
+
+def _is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
     try:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and math.isfinite(value) and low <= value <= high
     except OverflowError:  # a whole number that no float can hold
         return False
 
 
-def _is_penalty(value: Any) -> bool:
-    return _is_number(value) and -2 <= value <= 2
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value <= MAX_COUNT
+def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    return isinstance(value, str) and value != ""
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and _is_text(value.get("role")) and "content" in value
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# The one table of what a prompt's settings may be: for files, flags, Python and HTTP.
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (_is_text, "a text"),
-    "input_ids": (
-        lambda v: isinstance(v, list) and all(_is_count(i, 0) for i in v),
+    "text": (lambda v: isinstance(v, str), "a text"),
+    "token_ids": (
+        lambda v: isinstance(v, list) and all(map(_is_count, v)),
         f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
     ),
     "messages": (
@@ -131,41 +239,38 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a list of {"role", "content"}',
     ),
     "max_output_len": (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
-    "temperature": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
-    "top_k": (lambda v: _is_count(v, 0), f"a whole number from 0 to {MAX_COUNT}"),
-    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
-    "seed": (lambda v: type(v) is int and 0 <= v < 2**64, "a whole number from 0 to 2**64 - 1"),
+    "temperature": (lambda v: _is_number(v, 0), "a number of at least 0"),
+    "top_k": (_is_count, f"a whole number from 0 to {MAX_COUNT}"),
+    "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number above 0 and at most 1"),
+    "seed": (lambda v: _is_count(v, 0, 2**64 - 1), "a whole number from 0 to 2**64 - 1"),
     "stop": (
-        lambda v: (
-            (_is_text(v) and v != "")
-            or (isinstance(v, list) and all(_is_text(w) and w != "" for w in v))
-        ),
+        lambda v: _is_text(v) or (isinstance(v, list) and all(map(_is_text, v))),
         "a text or a list of texts, none empty",
     ),
-    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    # Beyond these, logits can leave the range of float32.
-    "repetition_penalty": (
-        lambda v: _is_number(v) and 0.001 <= v <= 1000,
-        "a number from 0.001 to 1000",
+    "end_ids": (
+        lambda v: isinstance(v, list) and all(map(_is_count, v)),
+        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
     ),
-    "frequency_penalty": (_is_penalty, "a number from -2 to 2"),
-    "presence_penalty": (_is_penalty, "a number from -2 to 2"),
+    "min_p": (lambda v: _is_number(v, 0, 1), "a number from 0 to 1"),
+    # Beyond these, logits can leave the range of float32.
+    "repetition_penalty": (lambda v: _is_number(v, 0.001, 1000), "a number from 0.001 to 1000"),
+    "frequency_penalty": (lambda v: _is_number(v, -2, 2), "a number from -2 to 2"),
+    "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number from -2 to 2"),
     "logit_bias": (
         lambda v: (
             isinstance(v, dict)
-            and all(_is_count(k, 0) and _is_number(b) and abs(b) <= 100 for k, b in v.items())
+            and all(_is_count(k) and _is_number(bias, -100, 100) for k, bias in v.items())
         ),
         "numbers from -100 to 100 by token id",
     ),
-    **{
-        name: (lambda v: isinstance(v, bool), "true or false")
-        for name in ("speculation", "keep_trees", "prompt_logprobs")
-    },
     "logprobs": (
-        lambda v: _is_count(v, 0) and v <= MAX_LOGPROBS,
-        f"a whole number from 0 to {MAX_LOGPROBS}",
+        lambda v: _is_count(v, 0, MAX_LOGPROBS), f"a whole number from 0 to {MAX_LOGPROBS}"
     ),
-}
+    **dict.fromkeys(
+        ("speculation", "keep_trees", "prompt_logprobs"), (_is_bool, "true or false")
+    ),
+    "grammar": (lambda v: isinstance(v, dict), "an object"),
+}  # fmt: skip
 
 
 def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
@@ -175,8 +280,6 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     if settings.tokenizer_dir is not None:
         path = Path(settings.tokenizer_dir) / "generation_config.json"
         if path.is_file():
-            from specdec.files.reading import read_json
-
             ids = read_json(path).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]
             if all(type(i) is int for i in ids):
@@ -186,133 +289,146 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
+def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:
+    """What the flags say of each prompt; UsageError for values of no use."""
+    values: dict[str, Any] = {
+        "top_p": settings.top_p, "seed": settings.random_seed, "stop": settings.stop_words,
+    }  # fmt: skip
+    for fact, remedy in find_faults(values, names=FLAGS):
+        raise UsageError(fact, remedy)
+    shared = Prompt(max_output_len=settings.max_output_len, top_k=settings.top_k, **values)
+    if settings.temperature is None:
+        return [shared] * num_prompts
+    try:
+        temperatures = [float(part) for part in settings.temperature.split(",")]
+    except ValueError:
+        temperatures = [math.nan]
+    if not all(map(CHECKS["temperature"][0], temperatures)):
+        raise UsageError(
+            f"--temperature is {settings.temperature!r}", "give numbers of at least 0, as 0.7,1"
+        )
+    if len(temperatures) not in (1, num_prompts):
+        raise UsageError(
+            f"--temperature has {len(temperatures)} values for {num_prompts} prompts",
+            "give one for all, or one each",
+        )
+    if len(temperatures) == 1:
+        temperatures *= num_prompts
+    return [dataclasses.replace(shared, temperature=value) for value in temperatures]
+
+
 def make_requests(
-    prompts: Sequence[dict[str, Any]],
+    prompts: Sequence[Prompt],
     settings: DecodeSettings,
     tokenizer: Any,
     end_ids: frozenset[int] | None = None,
+    compile_grammar: Callable[[Mapping[str, Any]], Grammar] | None = None,
 ) -> list[Request]:
-    """Tokenize prompts; a prompt's own settings win over the flags.
+    """Tokenize prompts that are checked already; a prompt's own settings win over the flags.
 
-    end_ids: tokens that end a request, where they are known already.
+    end_ids: tokens that end a request, where they are known already. compile_grammar: needed for
+    prompts that have a grammar.
     """
     if end_ids is None:
         end_ids = find_end_ids(settings, tokenizer)
-    temperatures = read_temperatures(settings, len(prompts))
     typical = read_typical_rule(settings)
-    if not 0 < settings.top_p <= 1:
-        raise UsageError(f"--top-p is {settings.top_p}", "give a number above 0 and at most 1")
-    if settings.random_seed >= 2**64:
-        raise UsageError(f"--random-seed is {settings.random_seed}", "give one below 2**64")
-    if "" in settings.stop_words:
-        raise UsageError("--stop-words holds an empty text", "leave it out")
     requests = []
-    for index, prompt in enumerate(prompts):
-        text, ids = encode_prompt(prompt, settings, tokenizer)
-        stop = prompt.get("stop", settings.stop_words)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    for index, (own, flags) in enumerate(
+        zip(prompts, read_flags(settings, len(prompts)), strict=True)
+    ):
+        text, ids = encode_prompt(own, settings, tokenizer)
+        prompt = dataclasses.replace(flags, **own.list_given())
+        stop = prompt.stop or ()
         if stop and tokenizer is None:
             raise UsageError(
                 "stop words need a tokenizer, and the engine holds none",
                 "give the base model's folder as --tokenizer-dir, here or to specdec-build",
             )
-        if prompt.get("prompt_logprobs") and "logprobs" not in prompt:
-            raise SpecDecError(
+        if prompt.prompt_logprobs and prompt.logprobs is None:
+            raise PromptError(
                 f"prompt {index} has prompt_logprobs and no logprobs",
                 "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
+                field="prompt_logprobs",
             )
-        top_k, top_p = prompt.get("top_k", settings.top_k), prompt.get("top_p", settings.top_p)
-        default = temperatures[index] if temperatures else float(top_k > 0 or top_p < 1)
+        grammar = None
+        if prompt.grammar is not None and compile_grammar is not None:
+            try:
+                grammar = compile_grammar(prompt.grammar)
+            except SpecDecError as error:
+                raise PromptError(error.message, error.hint, field="grammar") from None
+        top_k, top_p, temperature = prompt.top_k or 0, prompt.top_p, prompt.temperature
+        assert prompt.max_output_len is not None
+        assert prompt.seed is not None
+        assert top_p is not None
+        if temperature is None:
+            temperature = float(top_k > 0 or top_p < 1)
+        shaping = {name: getattr(prompt, name) for name in SHAPING}
         requests.append(
             Request(
                 index=index,
                 input_text=text,
                 input_ids=ids,
-                max_output_len=prompt.get("max_output_len", settings.max_output_len),
-                end_ids=end_ids,
+                max_output_len=prompt.max_output_len,
+                end_ids=end_ids if prompt.end_ids is None else frozenset(prompt.end_ids),
                 sampling=SamplingParams(
-                    temperature=float(prompt.get("temperature", default)),
+                    temperature=float(temperature),
                     top_k=top_k,
                     top_p=float(top_p),
-                    seed=prompt.get("seed", settings.random_seed),
+                    seed=prompt.seed,
                     typical=typical,
-                    logit_bias=tuple(prompt.get("logit_bias", {}).items()),
-                    **{name: float(prompt[name]) for name in SHAPING_KEYS if name in prompt},
+                    logit_bias=tuple((prompt.logit_bias or {}).items()),
+                    **{name: float(v) for name, v in shaping.items() if v is not None},
                 ),
-                stop=stop,
-                num_logprobs=prompt.get("logprobs"),
-                wants_prompt_logprobs=prompt.get("prompt_logprobs", False),
-                drafts=prompt.get("speculation", True),
-                keep_trees=prompt.get("keep_trees", False),
-                grammar=prompt.get("grammar"),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                num_logprobs=prompt.logprobs,
+                wants_prompt_logprobs=bool(prompt.prompt_logprobs),
+                drafts=prompt.speculation is not False,
+                keep_trees=bool(prompt.keep_trees),
+                grammar=grammar,
             )
         )
     return requests
 
 
-def read_temperatures(settings: DecodeSettings, num_prompts: int) -> list[float] | None:
-    """Return --temperature for each prompt, or None where it was not given."""
-    if settings.temperature is None:
-        return None
-    parts = settings.temperature.split(",")
-    try:
-        values = [float(part) for part in parts]
-        if not all(0 <= value < math.inf for value in values):
-            raise ValueError
-    except ValueError:
-        raise UsageError(
-            f"--temperature is {settings.temperature!r}", "give numbers of at least 0, as 0.7,1"
-        ) from None
-    if len(values) not in (1, num_prompts):
-        raise UsageError(
-            f"--temperature has {len(values)} values for {num_prompts} prompts",
-            "give one for all, or one each",
-        )
-    return values * num_prompts if len(values) == 1 else values
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    """The text of a prompt that was given as token ids, empty without a tokenizer."""
-    if tokenizer is None:
-        return ""
-    try:
-        return str(tokenizer.decode(ids))
-    except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
-        raise SpecDecError(
-            f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
-            "use the tokenizer that belongs to the model",
-        ) from None
-
-
 def encode_prompt(
-    prompt: dict[str, Any], settings: DecodeSettings, tokenizer: Any
+    prompt: Prompt, settings: DecodeSettings, tokenizer: Any
 ) -> tuple[str, list[int]]:
-    """Return a prompt as text and as token ids."""
-    ids = prompt.get("input_ids")
-    if ids is not None:
-        return _decode(tokenizer, ids), ids
+    """Return a prompt as text, empty without a tokenizer, and as token ids."""
+    if prompt.token_ids is not None:
+        ids = list(prompt.token_ids)
+        if tokenizer is None:
+            return "", ids
+        try:
+            return str(tokenizer.decode(ids)), ids
+        except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+            raise PromptError(
+                f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
+                "use the tokenizer that belongs to the model",
+                field="token_ids",
+            ) from None
     if tokenizer is None:
         raise UsageError(
             "text prompts need a tokenizer, and the engine holds none",
             "give the base model's folder as --tokenizer-dir, here or to specdec-build",
         )
-    text = prompt.get("prompt", "")
-    messages = prompt.get("messages")
+    text, messages = prompt.text or "", prompt.messages
     if messages is None and settings.apply_chat_template:
         messages = [{"role": "user", "content": text}]
     if messages is None:
         return text, tokenizer(text, verbose=False)["input_ids"]
     if not tokenizer.chat_template:
-        raise SpecDecError(
+        raise PromptError(
             f"the tokenizer in {settings.tokenizer_dir} has no chat template",
             "leave --apply-chat-template out, or give the instruction-tuned model's tokenizer",
+            field="messages",
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
-        raise SpecDecError(
+        raise PromptError(
             f"the chat template refuses the messages: {summarize(error)}",
             "check the roles and their order",
+            field="messages",
         ) from None
     # The template writes the special tokens itself.
     return text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

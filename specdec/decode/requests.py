@@ -284,11 +284,12 @@ def find_problems(
     length, where = len(request.input_ids), f"prompt {request.index}"
     problems = Problems()
     if length == 0:
-        problems.add(f"{where} is empty", "give at least one token")
+        problems.add(f"{where} is empty", "give at least one token", "text")
     if length > max_input_len:
         problems.add(
             f"{where} has {length} tokens, the engine's max_input_len is {max_input_len}",
             "shorten it, or build with a larger --max-input-len",
+            "text",
         )
     elif length + request.max_output_len > max_seq_len:
         problems.add(
@@ -296,12 +297,14 @@ def find_problems(
             f" engine's max_seq_len is {max_seq_len}",
             f"lower --max-output-len to {max_seq_len - length}, or build with a larger"
             " --max-seq-len",
+            "max_output_len",
         )
     bad = [t for t in request.input_ids if not 0 <= t < vocab_size]
     if bad:
         problems.add(
             f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
             "use the tokenizer that belongs to the model",
+            "text",
         )
     biased = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
     if biased:
@@ -309,6 +312,7 @@ def find_problems(
             f"{where} has a logit_bias for token {biased[0]}, the model's vocabulary has"
             f" {vocab_size}",
             "leave it out",
+            "logit_bias",
         )
     return problems
 

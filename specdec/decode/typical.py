@@ -7,7 +7,7 @@ Legend: T tree nodes, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -82,14 +82,9 @@ def read_typical_rule(settings: DecodeSettings) -> TypicalRule | None:
     return TypicalRule(**values)
 
 
-def check_typical(
-    about: dict[str, Any], requests: Sequence[Request] | None, *, use_logits: bool
-) -> None:
-    """Raise UsageError where an engine, or every request, is decoded without the rule.
-
-    about: what the engine tells of itself. requests: None where they are not known yet.
-    """
-    if about["method"] == "plain":
+def check_typical(method: str, *, use_logits: bool) -> None:
+    """Raise UsageError where an engine of a method decodes without the rule."""
+    if method == "plain":
         raise UsageError(
             "--acceptance typical has no effect with an engine that runs plain", "leave it out"
         )
@@ -98,10 +93,14 @@ def check_typical(
             "--acceptance typical and use of the draft model's logits are two accept rules",
             "leave one of them out",
         )
-    if requests is not None and all(request.sampling.is_greedy for request in requests):
+    logger.warning("--acceptance typical is lossy: sampled text is not distributed as the target's")
+
+
+def refuse_greedy(requests: Sequence[Request]) -> None:
+    """Raise UsageError where every request is decoded without the rule."""
+    if all(request.sampling.is_greedy for request in requests):
         raise UsageError(
             "--acceptance typical has no effect on greedy requests: where only the likeliest token"
             " has any probability",
             "give --temperature, such as 0.7",
         )
-    logger.warning("--acceptance typical is lossy: sampled text is not distributed as the target's")

@@ -20,8 +20,7 @@ from specdec.decode.drafters.chain import (
     join_candidates,
     merge_candidates,
 )
-from specdec.decode.engine import TorchEngine
-from specdec.decode.loading import load_engine
+from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams

@@ -23,8 +23,7 @@ from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_dra
 from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pacing import DraftLength, DraftPlan
-from specdec.decode.engine import TorchEngine
-from specdec.decode.loading import load_engine
+from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams

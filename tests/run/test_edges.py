@@ -214,7 +214,8 @@ def test_every_bit_of_a_seed_counts(bit: int) -> None:
 @pytest.mark.parametrize("seed", [2**16, 2**32 + 5, 2**64 - 1])
 def test_a_seed_arrives_whole(seed: int) -> None:
     """By the flag, and by a request of its own."""
-    prompts = [{"input_ids": [5]}, read_line("l", json.dumps({"input_ids": [5], "seed": seed - 1}))]
+    lines = [{"input_ids": [5]}, {"input_ids": [5], "seed": seed - 1}]
+    prompts = [read_line("line", json.dumps(line)).prompt for line in lines]
     requests = make_requests(prompts, RunSettings(random_seed=seed), None)
     assert [request.sampling.seed for request in requests] == [seed, seed - 1]
 

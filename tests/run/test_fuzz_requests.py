@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdec.decode.prompts import make_requests, read_line
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.prompts import read_prompts
+from specdec.run.pipeline import list_prompts
 from specdec.run.settings import RunSettings
 from specdec.verify import prompts as verify_prompts
 from tests.conftest import make_tokenizer
@@ -66,7 +66,7 @@ def make_entry(draw: st.DrawFn) -> dict[str, Any]:
 
 def take(line: str, tokenizer: Any) -> list[Request]:
     """What specdec-run does with a line before an engine sees it."""
-    requests = make_requests([read_line("f line 1", line)], RunSettings(), tokenizer)
+    requests = make_requests([read_line("f line 1", line).prompt], RunSettings(), tokenizer)
     for request in requests:
         find_problems(request, max_input_len=50, max_seq_len=60, vocab_size=128)
     return requests
@@ -105,7 +105,7 @@ def test_damaged_lines(data: st.DataObject, tokenizer: Any, tmp_path: Path) -> N
     settings = RunSettings(input_file=path)
 
     def work() -> list[Request]:
-        return make_requests(read_prompts(settings), settings, tokenizer)
+        return make_requests(list_prompts(settings), settings, tokenizer)
 
     attempt(work)
     attempt(lambda: verify_prompts.read_prompts(path))
@@ -153,7 +153,7 @@ def test_stdin_in_a_locale_that_lets_bytes_through(monkeypatch: pytest.MonkeyPat
         sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), "ascii", "surrogateescape")
     )
     with pytest.raises(SpecDecError, match="stdin is not UTF-8"):
-        read_prompts(RunSettings(input_file=Path("-")))
+        list_prompts(RunSettings(input_file=Path("-")))
 
 
 def test_a_tokenizer_that_cannot_decode_is_told() -> None:

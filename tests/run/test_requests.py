@@ -25,7 +25,7 @@ from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
 from specdec.decode.prefill import PromptReader
-from specdec.decode.prompts import make_requests
+from specdec.decode.prompts import Prompt, make_requests, read_line
 from specdec.decode.requests import ActiveRequest, Request, Result
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
@@ -33,7 +33,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
-from specdec.run.prompts import read_prompts
+from specdec.run.pipeline import list_prompts
 from specdec.run.settings import RunSettings
 from tests.conftest import (
     make_dflash_drafter,
@@ -330,8 +330,8 @@ def test_interruption_while_prompts_are_run(
 
 def make(prompts: list[dict[str, Any]], tokenizer: Any = None, **flags: Any) -> list[Request]:
     settings = RunSettings(engine_dir=Path("e"), **flags)
-    requests: list[Request] = make_requests(prompts, settings, tokenizer)
-    return requests
+    read = [read_line("line", json.dumps(prompt)).prompt for prompt in prompts]
+    return make_requests(read, settings, tokenizer)
 
 
 def test_flags_and_lines_become_settings() -> None:
@@ -370,7 +370,7 @@ class FakeTokenizer:
         ({"top_p": 0.0}, "--top-p is 0.0"),
         ({"top_p": 1.5}, "--top-p is 1.5"),
         ({"random_seed": 2**64}, "--random-seed is 18446744073709551616"),
-        ({"stop_words": [""]}, "holds an empty text"),
+        ({"stop_words": [""]}, "none empty"),
         ({"stop_words": ["a"]}, "stop words need a tokenizer"),
     ],
 )
@@ -401,14 +401,14 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
 def test_wrong_lines(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(SpecDecError) as caught:
-        read_prompts(RunSettings(input_file=tmp_path / "p.jsonl"))
+        list_prompts(RunSettings(input_file=tmp_path / "p.jsonl"))
     assert "line 2" in caught.value.message
     assert message in caught.value.message
 
 
 def test_line_separators_inside_a_text(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b"}\r\n\n', encoding="utf-8")
-    assert read_prompts(RunSettings(input_file=tmp_path / "p.jsonl")) == [{"prompt": "a\u2028b"}]
+    assert list_prompts(RunSettings(input_file=tmp_path / "p.jsonl")) == [Prompt(text="a\u2028b")]
 
 
 def test_chat_template(folder: Path, tokenizer: Any) -> None:
