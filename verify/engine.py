@@ -2,47 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from specdec import logs
 from specdec.command.settings import need
+from specdec.comparison import DIFFERS, find_verdict
+from specdec.decode.api import Engine, Output
+from specdec.decode.prompts import SOURCES, Prompt, read_prompts
+from specdec.decode.requests import sum_stats
+from specdec.decode.settings import DecodeSettings
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
+from specdec.files.folders import has_tokenizer
 from specdec.files.manifest import check_hashes
-from specdec.methods import METHODS
+from specdec.methods import METHODS, find_mode, name_options
 from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
-from specdec.pretrained import load_config
+from specdec.pretrained import load_config, load_tokenizer
+from specdec.texts import TEXTS
 from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
 from specdec.trtllm.engine_folder import read_backend
 
 from .greedy import (
     SPACINGS,
-    Comparison,
     Divergence,
+    Text,
+    compare_logits,
     compare_text,
     find_wrong_end,
-    judge_again,
+    judge_in_float32,
 )
-from .prompts import Prompts, load_model_tokenizer, make_prompts
-from .quantized import Text, compare_with_plain, measure_distance, refuse_sampling
+from .quantized import compare_with_plain, measure_distance
 from .reference import Reference, check_pair, load_reference, read_end_ids
-from .runner import run_engine
-from .sampling import NUM_PROMPTS, make_requests, verify_sampling
+from .sampling import NUM_PROMPTS, list_samples, verify_sampling
 from .settings import VerifySettings, check_flags
 
 logger = logs.get_logger(__name__)
 
-MAX_DOUBT = 4  # bounds, up to which the model's own rounding may make a margin
-EXACT, NEAR_TIES, DIFFERS = "exact", "near-ties", "differs"
 LOSSY = "lossy"  # speculation leaves the engine's text as it is, but that is not the model's
+LENGTHS = (1, 4, 11, 24, 8, 47)  # of built-in prompts in token ids, where there is no tokenizer
+
+
+@dataclasses.dataclass(kw_only=True)
+class Written:
+    """What the engine wrote. stats: of the batch, with the engine's device and method.
+
+    plain: the batch again without speculation, of a quantized engine. sampled: of `samples`;
+    unspeculated: the same seeds without speculation, None where they may give other texts.
+    """
+
+    stats: dict[str, Any] = dataclasses.field(default_factory=dict)
+    texts: list[Text] = dataclasses.field(default_factory=list)
+    plain: list[Text] = dataclasses.field(default_factory=list)
+    sampled: list[list[int]] = dataclasses.field(default_factory=list)
+    unspeculated: list[list[int]] | None = None
+
+    @property
+    def batch(self) -> list[Text]:
+        return [text for text in self.texts if text.run == "batch"]
 
 
 def verify_engine(settings: VerifySettings) -> dict[str, Any]:
@@ -63,57 +89,91 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             check_hashes(folder)
     config = load_config(model_dir)
     check_pair(engine, engine_dir, config, model_dir)
-    settings = draft_always(settings, engine)
-    if engine.quantization is not None:
-        refuse_sampling(settings, engine.quantization)
-    model = engine.checkpoint.model
-    tokenizer = load_model_tokenizer(model_dir)
-    prompts = make_prompts(settings, engine.build, model.vocab_size, tokenizer)
-
-    # The engine has its turn first, so that the two never share the memory.
+    if engine.quantization is not None and settings.sampling:
+        raise SpecDecError(
+            f"{engine_dir} has {engine.quantization} weights: its sampled text follows its own"
+            " distribution, which transformers does not run",
+            "leave --sampling out, or verify an engine built without --quantization",
+        )
+    dtype = engine.checkpoint.model.dtype
+    has_texts = not Path(model_dir).is_dir() or has_tokenizer(Path(model_dir))
+    tokenizer = load_tokenizer(model_dir, "--model-dir") if has_texts else None
+    prompts = list_prompts(settings, engine, tokenizer)
+    num_alone = min(settings.num_alone, len(prompts))
     logger.info(
         "the engine writes %d prompts' texts at once and %d of them again alone, then transformers"
         " writes them, and each differing token is explained",
-        len(prompts.requests), min(settings.num_alone, len(prompts.requests)),
+        len(prompts), num_alone,
     )  # fmt: skip
-    texts, stats = run_greedy(settings, prompts, has_tokenizer=tokenizer is not None)
-    tokens = [output["input_ids"] for run, _, output, _ in texts if run == "batch"]
-    check_tokens(prompts, tokens)
-    if engine.quantization is not None:
-        ends = read_end_ids(model_dir, config, tokenizer)
-        report = verify_quantized(settings, engine, prompts, texts, stats, tokenizer, ends)
-        return report | {"verify_seconds": round(time.monotonic() - began, 2)}
-    sampled_prompts = tokens[:NUM_PROMPTS] if settings.sampling else []
-    sampled = run_sampled(settings, sampled_prompts, stats["method"])
-
-    device = stats["device"]
+    # The engine has its turn first, so that the two never share the memory.
+    written = write_texts(draft_always(settings, engine), engine, prompts, tokenizer)
     with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
-        reference = load_reference(model_dir, model.dtype, device)
-        comparisons = compare_texts(reference, texts, model.dtype, model_dir, tell)
-    divergences = [found for comparison in comparisons for found in comparison.divergences]
+        reference = load_reference(model_dir, dtype, written.stats["device"])
+        if engine.quantization is None:
+            divergences, found = compare_with_model(reference, settings, written, dtype, tell)
+        else:
+            divergences, found = compare_with_plain(written.texts, written.plain, dtype)
+            distance = measure_distance(reference, written.plain, dtype, tell)
+            for first in distance["first_differences"]:
+                first |= name_tokens(tokenizer, first)
+            found |= {"quantization": engine.quantization, "distance": distance}
+    divergences = judge_in_float32(reference, divergences, written.texts)
     ends = read_end_ids(model_dir, config, tokenizer)
-    wrong_ends = find_wrong_ends(texts, settings.max_output_len, *ends)
-    sampling = None
-    if settings.sampling:
-        sampling = verify_sampling(
-            reference, sampled_prompts, *sampled, settings=settings, dtype=model.dtype
-        )
-    divergences = judge_in_float32(reference, divergences, texts)
-    is_wrong = any(not found.near_tie for found in divergences) or bool(wrong_ends)
-    is_wrong |= sampling is not None and sampling["verdict"] == DIFFERS
-    worst = max(comparisons, key=lambda c: c.logit_difference / (c.logit_bound or math.inf))
+    wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in written.texts]
+    found["wrong_ends"] += [wrong for wrong in wrong_ends if wrong]
+    verdict = find_verdict(divergence.kind for divergence in divergences)
+    if found["wrong_ends"] or (found["sampling"] or {}).get("verdict") == DIFFERS:
+        verdict = DIFFERS
+    batch = {text.prompt: text.output_ids for text in written.batch}
+    is_same = [t.output_ids == batch[t.prompt] for t in written.texts if t.run == "alone"]
     return {
-        "verdict": DIFFERS if is_wrong else NEAR_TIES if divergences else EXACT,
-        "lossy": False,
-        "prompts": len(tokens),
-        "divergences": [name_tokens(tokenizer, found.to_json()) for found in divergences],
-        **describe_run(settings, model.dtype, stats, texts),
-        "wrong_ends": wrong_ends,
-        "logit_difference": worst.logit_difference,
-        "logit_bound": worst.logit_bound,
-        "sampling": sampling,
+        "verdict": LOSSY if found["lossy"] and verdict != DIFFERS else verdict,
+        "prompts": len(batch),
+        "divergences": [d.to_json() | name_tokens(tokenizer, d.to_json()) for d in divergences],
+        "engine_dir": str(engine_dir),
+        "model_dir": model_dir,
+        **{key: written.stats[key] for key in ("method", "device")},
+        "dtype": dtype,
+        "max_output_len": settings.max_output_len,
+        "num_tokens": sum(len(text.output_ids) for text in written.texts),
+        **{key: written.stats[key] for key in ("acceptance_length", "num_drafted_steps")},
+        "alone": {"prompts": len(is_same), "same": sum(is_same)},
+        "near_tie_spacings": SPACINGS[dtype],
+        **found,
         "verify_seconds": round(time.monotonic() - began, 2),
     }
+
+
+def compare_with_model(
+    reference: Reference, settings: VerifySettings, written: Written, dtype: str,
+    tell: Callable[[str], None],
+) -> tuple[list[Divergence], dict[str, Any]]:  # fmt: skip
+    """Compare every text with the model's, and sampled ones with its distribution."""
+    divergences, distances = [], []
+    for number, text in enumerate(written.texts, 1):
+        tell(f"text {number} of {len(written.texts)}")
+        known = reference.continue_greedily(text.input_ids, len(text.output_ids))
+        logits = reference.score(text.input_ids, text.output_ids)
+        distances.append(compare_logits(text.logits, logits, dtype))
+        if not math.isfinite(distances[-1][1]):
+            raise SpecDecError(
+                f"the logits of {settings.model_dir} after prompt {text.prompt} are not finite in"
+                f" {dtype}",
+                "convert the model with another --dtype: there is no text to compare with",
+            )
+        divergences += compare_text(text, known, logits, dtype)
+    difference, bound = max(distances, key=lambda found: found[0] / (found[1] or math.inf))
+    sampling = None
+    if settings.sampling:
+        prompts = [text.input_ids for text in written.batch[:NUM_PROMPTS]]
+        sampling = verify_sampling(
+            reference, prompts, written.sampled, written.unspeculated, settings=settings,
+            dtype=dtype,
+        )  # fmt: skip
+    return divergences, {
+        "lossy": False, "wrong_ends": [], "logit_difference": difference, "logit_bound": bound,
+        "sampling": sampling,
+    }  # fmt: skip
 
 
 def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettings:
@@ -123,199 +183,118 @@ def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettin
     if pair.draft_len == "auto" or (pair.draft_engine_dir is not None and length is None):
         return settings  # such a length follows what is accepted
     starters = [method.starter for method in METHODS.values() if method.starter is not None]
+    drafts = engine.checkpoint.method or find_mode(engine.build.speculative_decoding_mode)
     is_asked = any(getattr(settings, name) is not None for name in starters)
-    if as_options(settings, BudgetDraft).draft_budget or not (is_asked or engine.checkpoint.method):
+    if as_options(settings, BudgetDraft).draft_budget or not (is_asked or drafts):
         return settings
     always: dict[str, Any] = {"draft_budget": "fixed"}
     return dataclasses.replace(settings, **always)
 
 
-def verify_quantized(
-    settings: VerifySettings,
-    engine: EngineConfig,
-    prompts: Prompts,
-    texts: Sequence[Text],
-    stats: dict[str, Any],
-    tokenizer: Any,
-    ends: tuple[set[int], set[int]],
-) -> dict[str, Any]:
-    """Compare a quantized engine's texts with its own without drafts; measure the distance."""
-    model_dir = need(settings.model_dir)
-    dtype, device = engine.checkpoint.model.dtype, stats["device"]
-    plain, _ = run_greedy(
-        dataclasses.replace(settings, num_alone=0), prompts,
-        has_tokenizer=tokenizer is not None, speculate=False,
-    )  # fmt: skip
-    found, wrong_ends = compare_with_plain(texts, {text[1]: text for text in plain}, dtype)
-    wrong_ends += find_wrong_ends(texts, settings.max_output_len, *ends)
-    with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
-        distance = measure_distance(load_reference(model_dir, dtype, device), plain, tell)
-    is_wrong = any(not divergence.near_tie for divergence in found) or bool(wrong_ends)
-    distance["first_differences"] = [
-        name_tokens(tokenizer, entry) for entry in distance["first_differences"]
-    ]
-    return {
-        "verdict": DIFFERS if is_wrong else LOSSY,
-        "lossy": True,
-        "prompts": len(plain),
-        "divergences": [name_tokens(tokenizer, divergence.to_json()) for divergence in found],
-        **describe_run(settings, dtype, stats, texts),
-        "quantization": engine.quantization,
-        "wrong_ends": wrong_ends,
-        "distance": distance,
-        "sampling": None,
-    }
+def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any) -> list[Prompt]:
+    """Read --prompts, or choose those of our own that the engine has room for.
 
-
-def describe_run(
-    settings: VerifySettings, dtype: str, stats: dict[str, Any], texts: Sequence[Text]
-) -> dict[str, Any]:
-    """What was run, how, and how much came out."""
-    return {
-        "engine_dir": str(settings.engine_dir),
-        "model_dir": settings.model_dir,
-        "method": stats["method"],
-        "dtype": dtype,
-        "device": stats["device"],
-        "max_output_len": settings.max_output_len,
-        "num_tokens": sum(len(output["output_ids"]) for _, _, output, _ in texts),
-        "acceptance_length": stats["acceptance_length"],
-        "num_drafted_steps": stats["num_drafted_steps"],
-        "alone": compare_alone(texts),
-        "near_tie_spacings": SPACINGS[dtype],
-    }
-
-
-def name_tokens(tokenizer: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Add the texts of a difference's two tokens."""
-    return entry | {
-        f"{whose}_text": decode(tokenizer, entry[f"{whose}_token"]) for whose in ("engine", "model")
-    }
-
-
-def run_greedy(
-    settings: VerifySettings, prompts: Prompts, *, has_tokenizer: bool, speculate: bool = True
-) -> tuple[list[Text], dict[str, Any]]:
-    """Run all prompts in one call, then the first few in a call each; return texts and stats."""
-    flags = ["--max-output-len", str(settings.max_output_len), "--temperature", "0"]
-    tokenizer_dir = settings.model_dir if has_tokenizer else None
-    num_alone = min(settings.num_alone, len(prompts.requests))
-    calls = [("batch", 0, prompts.requests)]
-    calls += [("alone", i, [line]) for i, line in enumerate(prompts.requests[:num_alone])]
-    texts: list[Text] = []
-    stats: dict[str, Any] = {}
-    for run, first, lines in calls:
-        what = f"{len(prompts.requests)} prompts" if run == "batch" else f"prompt {first} alone"
-        what += "" if speculate else ", without speculation"
-        with logs.show_waiting(f"running {settings.engine_dir}: {what}", logger):
-            report, logits = run_engine(
-                settings, lines, *flags, tokenizer_dir=tokenizer_dir, speculate=speculate,
-                keep_logits=True,
-            )  # fmt: skip
-        stats = stats or report["stats"]
-        texts += [
-            (run, first + at, output, torch.from_numpy(logits[at]))
-            for at, output in enumerate(report["outputs"])
-        ]
-    return texts, stats
-
-
-def check_tokens(prompts: Prompts, tokens: Sequence[list[int]]) -> None:
-    """Raise SpecDecError where specdec-run did not read a prompt as its tokenizer does."""
-    for index, (own, expected) in enumerate(zip(tokens, prompts.expected, strict=True)):
-        if expected is not None and own != expected:
-            raise SpecDecError(
-                f"specdec-run read prompt {index} as {len(own)} tokens, {own[:8]}, the model's"
-                f" tokenizer as {len(expected)}, {expected[:8]}",
-                "this is a fault in specdec; report it with the prompt",
-            )
-
-
-def run_sampled(
-    settings: VerifySettings, prompts: Sequence[Sequence[int]], method: str
-) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Return the sampled texts, and the same seeds' without speculation where they must agree."""
-    if not prompts:
-        return [], None
-    lines = make_requests(settings, prompts)
-    label = f"running {settings.engine_dir}: {len(lines)} sampled requests"
-    with logs.show_waiting(label, logger):
-        sampled = _list_outputs(run_engine(settings, lines)[0])
-    if as_options(settings, DraftTargetDraft).use_logits or method == "plain":
-        return sampled, None
-    with logs.show_waiting(f"{label}, without speculation", logger):
-        return sampled, _list_outputs(run_engine(settings, lines, speculate=False)[0])
-
-
-def _list_outputs(report: dict[str, Any]) -> list[list[int]]:
-    return [output["output_ids"] for output in report["outputs"]]
-
-
-def compare_texts(
-    reference: Reference, texts: Sequence[Text], dtype: str, model_dir: str,
-    tell: Callable[[str], None],
-) -> list[Comparison]:  # fmt: skip
-    """Compare every text with the model's; `tell` takes how far it is."""
-    comparisons = []
-    for number, (run, index, output, logits) in enumerate(texts, 1):
-        tell(f"text {number} of {len(texts)}")
-        comparison = compare_text(
-            reference, output["input_ids"], output["output_ids"], logits,
-            index=index, run=run, dtype=dtype,
-        )  # fmt: skip
-        if not math.isfinite(comparison.logit_bound):
-            raise SpecDecError(
-                f"the logits of {model_dir} after prompt {index} are not finite in {dtype}",
-                "convert the model with another --dtype: there is no text to compare with",
-            )
-        comparisons.append(comparison)
-    return comparisons
-
-
-def judge_in_float32(
-    reference: Reference, divergences: Sequence[Divergence], texts: Sequence[Text]
-) -> list[Divergence]:
-    """Ask the model again, in float32, where its own logits say that the engine computes others.
-
-    The model rounds in half precision too, and may be the one that is wrong. It stays in float32,
-    which takes twice the memory; so nothing is asked where one margin is out of all proportion.
+    How a text is decoded is what is under test here, not the file's to say.
     """
-    doubtful = [found for found in divergences if found.cause == "logits"]
-    if not doubtful or any(found.margin > MAX_DOUBT * found.bound for found in doubtful):
-        return list(divergences)
-    outputs = {(run, index): output for run, index, output, _ in texts}
-    label = "running the model in float32, where its logits differ from the engine's"
-    with logs.show_waiting(label, logger):
-        reference.widen()
-        logits = {
-            key: reference.score(outputs[key]["input_ids"], outputs[key]["output_ids"])
-            for key in {(found.run, found.prompt) for found in doubtful}
-        }
-    return [
-        judge_again(found, logits[found.run, found.prompt][found.position])
-        if found.cause == "logits"
-        else found
-        for found in divergences
-    ]
+    if settings.prompts is not None:
+        given = [line.prompt for line in read_prompts(settings.prompts, "--prompts")]
+        if tokenizer is None and any(prompt.token_ids is None for prompt in given):
+            raise SpecDecError(
+                f"{settings.prompts} holds texts, and {settings.model_dir} has no tokenizer",
+                'give token ids, {"input_ids": [...]} a line of a .jsonl file',
+            )
+        sources = SOURCES.values()
+        return [Prompt(**{name: getattr(prompt, name) for name in sources}) for prompt in given]
+    build = engine.build
+    longest = min(build.max_input_len, build.max_seq_len - settings.max_output_len)
+    if tokenizer is None:
+        drawn = np.random.Generator(np.random.Philox(key=0)).integers(
+            0, engine.checkpoint.model.vocab_size, (len(LENGTHS), max(LENGTHS))
+        )
+        ids = [row[:length].tolist() for row, length in zip(drawn, LENGTHS, strict=True)]
+        prompts = [Prompt(token_ids=row) for row in ids if len(row) <= longest]
+    else:
+        fitting = [text for text in TEXTS if 0 < len(tokenizer(text)["input_ids"]) <= longest]
+        prompts = [Prompt(text=text) for text in fitting]
+    if not prompts:
+        raise SpecDecError(
+            f"max_seq_len {build.max_seq_len} and max_input_len {build.max_input_len} of the"
+            f" engine leave {max(0, longest)} tokens for a prompt beside"
+            f" {settings.max_output_len} of output: none of the built-in prompts is so short",
+            "lower --max-output-len, or give --prompts",
+        )
+    return prompts
 
 
-def find_wrong_ends(
-    texts: Sequence[Text], length: int, must_end: set[int], may_end: set[int]
-) -> list[str]:
-    """List what is wrong with the places at which the texts end."""
-    ends = (find_wrong_end(output, length, must_end, may_end) for _, _, output, _ in texts)
-    return [wrong for wrong in ends if wrong]
+def write_texts(
+    settings: VerifySettings, engine: EngineConfig, prompts: Sequence[Prompt], tokenizer: Any
+) -> Written:
+    """Let the engine write all prompts at once, the first few alone, and what is sampled."""
+    written = Written()
+    num_prompts = f"{len(prompts)} prompts"
+    with open_engine(settings, tokenizer) as (about, write):
+        outputs = write(num_prompts, prompts, is_greedy=True)
+        written.stats = {**about, **sum_stats(outputs)}
+        written.texts = [describe_text("batch", at, output) for at, output in enumerate(outputs)]
+        for at, prompt in enumerate(prompts[: settings.num_alone]):
+            (output,) = write(f"prompt {at} alone", [prompt], is_greedy=True)
+            written.texts.append(describe_text("alone", at, output))
+        sampled = [text.input_ids for text in written.batch[:NUM_PROMPTS]]
+        samples = list_samples(settings, sampled) if settings.sampling else []
+        num_samples = f"{len(samples)} sampled requests"
+        if samples:
+            written.sampled = [output.token_ids for output in write(num_samples, samples)]
+    uses_logits = as_options(settings, DraftTargetDraft).use_logits
+    if engine.quantization is not None:
+        with open_engine(settings, tokenizer, speculate=False) as (_, write):
+            outputs = write(num_prompts, prompts, is_greedy=True)
+        written.plain = [describe_text("batch", at, output) for at, output in enumerate(outputs)]
+    elif samples and not uses_logits and about["method"] != "plain":
+        with open_engine(settings, tokenizer, speculate=False) as (_, write):
+            written.unspeculated = [output.token_ids for output in write(num_samples, samples)]
+    return written
 
 
-def compare_alone(texts: Sequence[Text]) -> dict[str, int]:
-    """Count the prompts that were also run alone, and those with the same text as in the batch."""
-    batch = {index: output["output_ids"] for run, index, output, _ in texts if run == "batch"}
-    same = [
-        output["output_ids"] == batch[index] for run, index, output, _ in texts if run == "alone"
-    ]
-    return {"prompts": len(same), "same": sum(same)}
+@contextlib.contextmanager
+def open_engine(
+    settings: VerifySettings, tokenizer: Any, *, speculate: bool = True
+) -> Iterator[tuple[dict[str, Any], Callable[..., list[Output]]]]:
+    """Load the engine; yield what it is, and what continues prompts."""
+    options = {name: getattr(settings, name) for name in name_options("draft")}
+    decode = DecodeSettings(
+        engine_dir=need(settings.engine_dir), device=settings.device,
+        tokenizer_dir=None if tokenizer is None else settings.model_dir,
+        no_speculation=not speculate, **options if speculate else {},
+    )  # fmt: skip
+    with Engine.open(decode, tokenizer) as engine:
+
+        def write(what: str, prompts: Sequence[Prompt], *, is_greedy: bool = False) -> list[Output]:
+            label = f"running {settings.engine_dir}: {what}"
+            label += "" if speculate else ", without speculation"
+            with logs.show_waiting(label, logger):
+                return engine.generate(
+                    prompts, max_output_len=settings.max_output_len, temperature=0.0,
+                    # Sampled texts, and those without a tokenizer, go on to their limits.
+                    end_ids=None if is_greedy and tokenizer is not None else (),
+                    keep_logits=is_greedy,
+                )  # fmt: skip
+
+        yield engine.describe(), write
 
 
-def decode(tokenizer: Any, token: int) -> str | None:
-    """Return a token's text, None without a tokenizer."""
-    return None if tokenizer is None else str(tokenizer.decode([token]))
+def describe_text(run: str, prompt: int, output: Output) -> Text:
+    """An output as what is compared. prompt: its number."""
+    assert output.logits is not None
+    return Text(
+        run=run, prompt=prompt, input_ids=output.prompt_ids, output_ids=output.token_ids,
+        logits=output.logits, finish_reason=output.finish_reason,
+    )  # fmt: skip
+
+
+def name_tokens(tokenizer: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts of a difference's two tokens; None without a tokenizer."""
+    tokens = {whose: entry[f"{whose}_token"] for whose in ("engine", "model")}
+    return {
+        f"{whose}_text": None if tokenizer is None else str(tokenizer.decode([token]))
+        for whose, token in tokens.items()
+    }

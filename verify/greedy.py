@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec import logs
+from specdec.comparison import DIFFERS, NEAR_TIE, find_difference, judge_margin
+
 from .reference import Reference
+
+logger = logs.get_logger(__name__)
 
 # Bits of a logit, and how many spacings of the largest one two logits may lie apart and still tie:
 # the order of the sums, which differs between programs, moves logits by a few of them. A float32
@@ -20,12 +25,25 @@ from .reference import Reference
 # summed in float32 and rounded at the end of every layer's steps.
 BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 SPACINGS = {"bfloat16": 8, "float16": 8, "float32": 128}
+MAX_DOUBT = 4  # bounds, up to which the model's own rounding may make a margin
 
 
 def compute_bound(logits: Tensor, dtype: str) -> Tensor:
     """Return for logits [..., V] the margin [...] up to which two of them nearly tie."""
     bounds: Tensor = logits.abs().amax(-1) * (SPACINGS[dtype] / 2 ** BITS[dtype])
     return bounds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """What the engine wrote. run: "batch" or "alone". logits: [N, V], those it was chosen by."""
+
+    run: str
+    prompt: int
+    input_ids: list[int]
+    output_ids: list[int]
+    logits: Tensor
+    finish_reason: str | None = "length"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,97 +64,92 @@ class Divergence:
     model_token: int
     margin: float
     bound: float
-    near_tie: bool
     cause: str
     is_first: bool
 
+    @property
+    def near_tie(self) -> bool:
+        return self.cause == "rounding"
+
+    @property
+    def kind(self) -> str:
+        """The difference in the words of `specdec.comparison`."""
+        return NEAR_TIE if self.near_tie else DIFFERS
+
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"near_tie": self.near_tie}
 
 
-def judge_token(*, margin: float, bound: float, is_choice: bool, **facts: Any) -> Divergence:
-    """Tell a near-tie from a fault; is_choice: the engine's own logits prefer its token.
+def compare_text(text: Text, known: Sequence[int], logits: Tensor, dtype: str) -> list[Divergence]:
+    """Compare an engine's text with `known`, what the model writes by itself.
 
-    facts: the other fields of a Divergence.
+    logits: [n, V], those by which the model would choose each of the first n tokens after the
+    engine's own text. The first difference is that between the two texts. Behind it, and nowhere
+    else, the model is asked what it would write after the engine's text.
     """
-    near_tie = is_choice and abs(margin) <= bound
-    cause = "rounding" if near_tie else "logits" if is_choice else "choice"
-    return Divergence(margin=margin, bound=bound, near_tie=near_tie, cause=cause, **facts)
-
-
-def judge_again(found: Divergence, exact: Tensor) -> Divergence:
-    """Judge by logits [V] of the same weights in float32: a near-tie where the engine's is one."""
-    margin = float(exact[found.model_token] - exact[found.engine_token])
-    if margin > found.bound:
-        return found
-    return dataclasses.replace(found, margin=margin, near_tie=True, cause="rounding")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One output against the model. logit_difference: the largest one; bound: where it is."""
-
-    divergences: list[Divergence]
-    logit_difference: float
-    logit_bound: float
-
-
-def compare_text(
-    reference: Reference,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    own_logits: Tensor,
-    *,
-    index: int,
-    run: str,
-    dtype: str,
-) -> Comparison:
-    """Compare an engine's output with the text that the model itself writes.
-
-    The first difference is that between the two texts. Behind it, and nowhere else, the model is
-    asked what it would write after the engine's text. own_logits: [N, V], the engine's own.
-    """
-    known = reference.continue_greedily(prompt, len(output))
-    logits = reference.score(prompt, output)  # [N, V]
-    bounds = compute_bound(logits, dtype)
-    wanted = logits.argmax(-1).tolist()
-    length = len(output)
-    first = next((i for i in range(length) if output[i] != known[i]), length)
-    highest = own_logits.amax(-1)
+    output = text.output_ids[: len(logits)]
+    bounds, wanted = compute_bound(logits, dtype), logits.argmax(-1).tolist()
+    first = find_difference(output, known[: len(output)])
     divergences = []
     for at, token in enumerate(output):
-        expected = known[at] if at <= first else wanted[at]
-        is_choice = bool(own_logits[at, token] == highest[at])
+        expected = known[at] if first is None or at <= first else wanted[at]
+        is_choice = bool(text.logits[at, token] == text.logits[at].max())
         if token == expected and is_choice:
             continue
+        margin, bound = float(logits[at, expected] - logits[at, token]), float(bounds[at])
+        near_tie = judge_margin(margin, bound) == NEAR_TIE
         divergences.append(
-            judge_token(
-                prompt=index,
-                run=run,
-                position=at,
-                engine_token=token,
-                model_token=expected,
-                margin=float(logits[at, expected] - logits[at, token]),
-                bound=float(bounds[at]),
-                is_choice=is_choice,
-                is_first=at == first,
+            Divergence(
+                prompt=text.prompt, run=text.run, position=at, engine_token=token,
+                model_token=expected, margin=margin, bound=bound, is_first=at == first,
+                cause="choice" if not is_choice else "rounding" if near_tie else "logits",
             )
-        )
-    differences = (own_logits - logits).abs().amax(-1)
+        )  # fmt: skip
+    return divergences
+
+
+def compare_logits(own: Tensor, logits: Tensor, dtype: str) -> tuple[float, float]:
+    """The difference of an engine's logits [N, V] from the model's, and the bound, where it is
+    largest compared with the bound."""
+    differences, bounds = (own - logits).abs().amax(-1), compute_bound(logits, dtype)
     worst = int((differences / bounds.clamp(min=torch.finfo(torch.float32).tiny)).argmax())
-    return Comparison(
-        divergences=divergences,
-        logit_difference=float(differences[worst]),
-        logit_bound=float(bounds[worst]),
-    )
+    return float(differences[worst]), float(bounds[worst])
 
 
-def find_wrong_end(
-    output: dict[str, Any], length: int, must_end: set[int], may_end: set[int]
-) -> str | None:
-    """Return what is wrong with the place at which an output ends, None where nothing is."""
-    tokens, reason = output["output_ids"], output["finish_reason"]
-    where = f"prompt {output['index']}"
+def judge_in_float32(
+    reference: Reference, divergences: Sequence[Divergence], texts: Sequence[Text]
+) -> list[Divergence]:
+    """Ask the model again, in float32, where its own logits say that the engine computes others.
+
+    The model rounds in half precision too, and may be the one that is wrong. It stays in float32,
+    which takes twice the memory; so nothing is asked where one margin is out of all proportion.
+    """
+    doubtful = [found for found in divergences if found.cause == "logits"]
+    if not doubtful or any(found.margin > MAX_DOUBT * found.bound for found in doubtful):
+        return list(divergences)
+    asked = {(found.run, found.prompt) for found in doubtful}
+    label = "running the model in float32, where its logits differ from the engine's"
+    with logs.show_waiting(label, logger):
+        reference.widen()
+        exact = {
+            (text.run, text.prompt): reference.score(text.input_ids, text.output_ids)
+            for text in texts
+            if (text.run, text.prompt) in asked
+        }
+
+    def judge(found: Divergence) -> Divergence:
+        logits = exact[found.run, found.prompt][found.position]
+        margin = float(logits[found.model_token] - logits[found.engine_token])
+        if margin > found.bound:
+            return found
+        return dataclasses.replace(found, margin=margin, cause="rounding")
+
+    return [judge(found) if found.cause == "logits" else found for found in divergences]
+
+
+def find_wrong_end(text: Text, length: int, must_end: set[int], may_end: set[int]) -> str | None:
+    """Return what is wrong with the place at which a text ends, None where nothing is."""
+    tokens, reason, where = text.output_ids, text.finish_reason, f"prompt {text.prompt}"
     passed = next((i for i, token in enumerate(tokens[:-1]) if token in must_end), None)
     if passed is not None:
         return f"{where} goes on after the end token {tokens[passed]} at position {passed}"

@@ -9,106 +9,65 @@ Legend: N tokens of all texts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from specdec.errors import SpecDecError
+from specdec.comparison import find_difference
 
-from .greedy import Divergence, compute_bound, judge_token
+from .greedy import Divergence, Text, compare_text
 from .reference import Reference
-from .settings import VerifySettings
-
-# (run, index of the prompt, entry of specdec-run's `outputs`, its logits)
-Text = tuple[str, int, dict[str, Any], Tensor]
-
-
-def refuse_sampling(settings: VerifySettings, quantization: str) -> None:
-    """Raise SpecDecError for --sampling: there is no distribution to test against."""
-    if settings.sampling:
-        raise SpecDecError(
-            f"{settings.engine_dir} has {quantization} weights: its sampled text follows its own"
-            " distribution, which transformers does not run",
-            "leave --sampling out, or verify an engine built without --quantization",
-        )
 
 
 def compare_with_plain(
-    texts: Sequence[Text], plain: Mapping[int, Text], dtype: str
-) -> tuple[list[Divergence], list[str]]:
+    texts: Sequence[Text], plain: Sequence[Text], dtype: str
+) -> tuple[list[Divergence], dict[str, Any]]:
     """Compare texts with those of the same engine without speculation, by prompt.
 
-    Returns the first difference of each, in which `model` stands for the engine without drafts, and
-    what is wrong with the ends of texts that are equal up to there.
+    Returns the differences up to the first one of each text, in which `model` stands for the engine
+    without drafts, and a part of the report: `wrong_ends`, of texts that are equal up to there.
     """
     divergences, wrong_ends = [], []
-    for run, index, output, logits in texts:
-        tokens, (_, _, plain_output, plain_logits) = output["output_ids"], plain[index]
-        expected = plain_output["output_ids"]
-        length = min(len(tokens), len(expected))
-        at = next((i for i in range(length) if tokens[i] != expected[i]), None)
-        if at is None:
-            if len(tokens) != len(expected):
-                wrong_ends.append(
-                    f"prompt {index} ends after {len(tokens)} tokens, without drafts after"
-                    f" {len(expected)}"
-                )
-            continue
-        divergences.append(
-            judge_token(
-                prompt=index,
-                run=run,
-                position=at,
-                engine_token=tokens[at],
-                model_token=expected[at],
-                margin=float(plain_logits[at, expected[at]] - plain_logits[at, tokens[at]]),
-                bound=float(compute_bound(plain_logits[at], dtype)),
-                is_choice=bool(logits[at, tokens[at]] == logits[at].max()),
-                is_first=True,
+    by_prompt = {text.prompt: text for text in plain}
+    for text in texts:
+        own, known = text.output_ids, by_prompt[text.prompt].output_ids
+        length = min(len(own), len(known))
+        at = find_difference(own[:length], known[:length])
+        if at is None and len(own) != len(known):
+            wrong_ends.append(
+                f"prompt {text.prompt} ends after {len(own)} tokens, without drafts after"
+                f" {len(known)}"
             )
-        )
-    return divergences, wrong_ends
+        logits = by_prompt[text.prompt].logits[: length if at is None else at + 1]
+        divergences += compare_text(text, known, logits, dtype)
+    return divergences, {"lossy": True, "wrong_ends": wrong_ends, "sampling": None}
 
 
 def measure_distance(
-    reference: Reference, plain: Sequence[Text], tell: Callable[[str], None]
+    reference: Reference, plain: Sequence[Text], dtype: str, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """How far the logits of an engine's own texts are from the model's after the same tokens.
 
     Of the model's distribution P and the engine's Q: KL(P || Q) in nats, where both have the same
     most probable token, and the first token of each text that is not the model's.
     """
-    divergences, agreements, num_same = [], [], 0
-    first_differences = []
-    for number, (_, index, output, own) in enumerate(plain, 1):
+    divergences, agreements, firsts = [], [], []
+    for number, text in enumerate(plain, 1):
         tell(f"text {number} of {len(plain)}")
-        prompt, tokens = output["input_ids"], output["output_ids"]
-        logits = reference.score(prompt, tokens)
-        wanted, found = logits.log_softmax(-1), own.log_softmax(-1)
+        logits = reference.score(text.input_ids, text.output_ids)
+        wanted, found = logits.log_softmax(-1), text.logits.log_softmax(-1)
         divergences.append((wanted.exp() * (wanted - found)).sum(-1))
-        agreements.append(logits.argmax(-1) == own.argmax(-1))
-        known = reference.continue_greedily(prompt, len(tokens))
-        at = next((i for i, token in enumerate(tokens) if token != known[i]), None)
-        if at is None:
-            num_same += 1
-        else:
-            first_differences.append(
-                {
-                    "prompt": index,
-                    "position": at,
-                    "engine_token": tokens[at],
-                    "model_token": known[at],
-                    "margin": float(logits[at, known[at]] - logits[at, tokens[at]]),
-                }
-            )
+        agreements.append(logits.argmax(-1) == text.logits.argmax(-1))
+        known = reference.continue_greedily(text.input_ids, len(text.output_ids))
+        firsts += [d for d in compare_text(text, known, logits, dtype) if d.is_first]
     divergence, agreement = torch.cat(divergences), torch.cat(agreements)
+    told = ("prompt", "position", "engine_token", "model_token", "margin")
     return {
         "num_tokens": len(divergence),
         "mean_divergence": float(divergence.mean()),
         "largest_divergence": float(divergence.max()),
         "same_choice": int(agreement.sum()),
-        "same_texts": num_same,
-        "first_differences": first_differences,
+        "same_texts": len(plain) - len(firsts),
+        "first_differences": [{name: getattr(first, name) for name in told} for first in firsts],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.comparison import name_token
 from specdec.errors import SpecDecError
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
@@ -112,8 +113,7 @@ def describe_divergence(
 
 
 def _name(found: dict[str, Any], whose: str) -> str:
-    token, text = found[f"{whose}_token"], found[f"{whose}_text"]
-    return str(token) if text is None else f"{token} {text!r}"
+    return name_token(found[f"{whose}_token"], found[f"{whose}_text"])
 
 
 def format_sampling(sampling: dict[str, Any]) -> list[str]:

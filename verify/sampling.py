@@ -6,7 +6,6 @@ Legend: R rows, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.decode.prompts import Prompt
 from specdec.errors import SpecDecError
 
 from .chi_square import FALSE_ALARM_RATE, POWER, find_detectable_distance, fit_counts
@@ -38,18 +38,16 @@ class Context:
     edge: frozenset[int]
 
 
-def make_requests(settings: VerifySettings, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Return request lines: every prompt with seeds of its own."""
-    lines: list[str] = []
-    for prompt in prompts:
-        for _ in range(settings.num_samples):
-            request = {
-                "input_ids": list(prompt), "max_output_len": NUM_TOKENS,
-                "temperature": settings.temperature, "top_k": settings.top_k,
-                "seed": settings.random_seed + len(lines),
-            }  # fmt: skip
-            lines.append(json.dumps(request))
-    return lines
+def list_samples(settings: VerifySettings, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+    """Return every prompt as many times as it is sampled, with seeds of their own."""
+    repeated = [prompt for prompt in prompts for _ in range(settings.num_samples)]
+    return [
+        Prompt(
+            token_ids=prompt, max_output_len=NUM_TOKENS, temperature=settings.temperature,
+            top_k=settings.top_k, seed=seed,
+        )
+        for seed, prompt in enumerate(repeated, settings.random_seed)
+    ]  # fmt: skip
 
 
 def list_contexts(
@@ -162,7 +160,7 @@ def verify_sampling(
     settings: VerifySettings,
     dtype: str,
 ) -> dict[str, Any]:
-    """Test sampled texts, in the order of `make_requests`; return the report's part on sampling.
+    """Test sampled texts, in the order of `list_samples`; return the report's part on sampling.
 
     unspeculated: the same requests' without speculation, None where they may be others.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -317,7 +317,14 @@ def find_problems(
     return problems
 
 
-def sum_stats(results: Sequence[Result]) -> dict[str, float | None]:
+class Counted(Protocol):
+    """A result, or an output of the API."""
+
+    @property
+    def stats(self) -> RequestStats: ...
+
+
+def sum_stats(results: Sequence[Counted]) -> dict[str, float | None]:
     """Acceptance over all requests' verify steps, and the number of tokens."""
     tokens = sum(r.stats.num_output_tokens for r in results)
     steps = sum(r.stats.num_verify_steps for r in results)

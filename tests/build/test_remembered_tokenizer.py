@@ -102,17 +102,15 @@ def test_a_copy_that_lacks_something_is_noticed(tmp_path: Path) -> None:
         copy_tokenizer(tmp_path / "source", tmp_path / "engine")
 
 
-def test_verify_lets_no_remembered_tokenizer_end_a_text(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_lets_no_remembered_tokenizer_end_a_text(folder: Path, tmp_path: Path) -> None:
     """Of a model that has no tokenizer, prompts are token ids, and texts go on to their limit."""
-    from specdec.verify import runner
+    from specdec.verify.engine import open_engine
     from specdec.verify.settings import VerifySettings
 
-    monkeypatch.setattr(runner, "call_run", run_here)
-    settings = VerifySettings(engine_dir=folder / "engine", model_dir=str(tmp_path), device="cpu")
-    line = json.dumps({"input_ids": [5, 9, 77], "max_output_len": 60})
-    report, _ = runner.run_engine(settings, [line])
-    (output,) = report["outputs"]
-    assert output["finish_reason"] == "length"
-    assert 117 in output["output_ids"]
+    settings = VerifySettings(
+        engine_dir=folder / "engine", model_dir=str(tmp_path), device="cpu", max_output_len=60
+    )
+    with open_engine(settings, None) as (_, write):
+        (output,) = write("a prompt", [[5, 9, 77]], is_greedy=True)
+    assert output.finish_reason == "length"
+    assert 117 in output.token_ids

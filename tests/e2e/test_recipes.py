@@ -25,7 +25,6 @@ from specdec.pretrained import load_tokenizer
 from specdec.train import acceptance
 from specdec.train.data import engine as data_engine
 from specdec.train.settings import TRAINABLE
-from specdec.verify import runner
 from tests.conftest import (
     ROOT,
     make_dflash_drafter,
@@ -57,7 +56,7 @@ def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
 def stages_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stages that call others do so in this process."""
     monkeypatch.setattr(acceptance, "call_stage", call_here)
-    for module in (acceptance, data_engine, runner):
+    for module in (acceptance, data_engine):
         monkeypatch.setattr(module, "call_run", lambda arguments: call_here("run", arguments))
 
 

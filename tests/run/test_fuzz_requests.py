@@ -16,7 +16,6 @@ from specdec.decode.requests import Request, find_problems
 from specdec.errors import SpecDecError, UsageError
 from specdec.run.pipeline import list_prompts
 from specdec.run.settings import RunSettings
-from specdec.verify import prompts as verify_prompts
 from tests.conftest import make_tokenizer
 from tests.convert.fuzzing import attempt, fuzz
 
@@ -108,7 +107,6 @@ def test_damaged_lines(data: st.DataObject, tokenizer: Any, tmp_path: Path) -> N
         return make_requests(list_prompts(settings), settings, tokenizer)
 
     attempt(work)
-    attempt(lambda: verify_prompts.read_prompts(path))
 
 
 BAD = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec.decode.api import Engine, Output
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
-from specdec.files.tensor_file import TensorFile, write_tensor_file
-from specdec.verify import runner
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
-from specdec.verify.engine import judge_in_float32, verify_engine
-from specdec.verify.greedy import compare_text
+from specdec.verify.engine import verify_engine
+from specdec.verify.greedy import Text, compare_logits, compare_text, judge_in_float32
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
@@ -30,17 +31,11 @@ from tests.conftest import (
     make_tokenizer,
     read_error_lines,
 )
-from tests.engines import call, make_engine, run_cli_here, run_here, save_weights
+from tests.engines import call, make_engine, run_cli_here, save_weights
 
 Report = dict[str, Any]
-CALL_RUN = runner.call_run
 HALF = dict.fromkeys(("bfloat16", "float16"), "half precision")
-EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
-
-
-@pytest.fixture(autouse=True)
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "call_run", run_here)
+SAMPLED = {"sampling": True, "num_samples": 100, "num_alone": 0, "max_output_len": 12}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +43,62 @@ def redrafter(parent: Path, drafter: Path) -> Path:
     return make_engine(parent, parent / "target", drafter, beams=3, length=3, optimize="none")
 
 
+def make_plain(parent: Path, name: str, *build: object) -> Path:
+    """An engine of the target alone, in a folder of its own."""
+    (parent / name).mkdir()
+    return make_engine(parent / name, parent / "target", optimize="none", build=build)
+
+
 @pytest.fixture(scope="module")
 def draft_target(parent: Path) -> Path:
-    folder = parent / "pair"
-    folder.mkdir()
-    return make_engine(folder, parent / "target", optimize="none", build=EXTERNAL)
+    mode = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
+    return make_plain(parent, "pair", *mode)
+
+
+@pytest.fixture(scope="module")
+def lookahead(parent: Path) -> Path:
+    mode = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
+    return make_plain(parent, "window", *mode)
 
 
 @pytest.fixture(scope="module")
 def plain(parent: Path) -> Path:
-    return make_engine(parent, parent / "target", optimize="none")
+    return make_plain(parent, "plain")
+
+
+def make_heads_engine(parent: Path, name: str, drafter: Path) -> Path:
+    """A Medusa or EAGLE engine of the target."""
+    checkpoint, engine = parent / f"{name}-ckpt", parent / f"{name}-engine"
+    call(
+        "convert", "--model-dir", parent / "target", f"--{name}-model-dir", drafter,
+        "--output-dir", checkpoint,
+    )  # fmt: skip
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none")
+    return engine
+
+
+@pytest.fixture(scope="module")
+def medusa(parent: Path) -> Path:
+    return make_heads_engine(parent, "medusa", make_medusa_heads(parent))
+
+
+@pytest.fixture(scope="module")
+def eagle(parent: Path) -> Path:
+    return make_heads_engine(parent, "eagle", make_eagle_drafter(parent, scale=2.0))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings of each engine that is opened."""
+    seen: list[Any] = []
+    honest = Engine.open
+
+    def open_engine(settings: DecodeSettings, *args: Any) -> Engine:
+        seen.append(settings)
+        return honest(settings, *args)
+
+    monkeypatch.setattr(Engine, "open", open_engine)
+    return seen
 
 
 def verify(engine: Path, model: Path, **flags: Any) -> Report:
@@ -110,91 +151,56 @@ def test_a_redrafter_engine_is_exact(
         assert 0 < test["detectable_distance"] < 0.4
 
 
-def make_heads_engine(parent: Path, name: str, drafter: Path) -> Path:
-    """A Medusa or EAGLE engine of the target."""
-    checkpoint, engine = parent / f"{name}-ckpt", parent / f"{name}-engine"
-    call(
-        "convert", "--model-dir", parent / "target", f"--{name}-model-dir", drafter,
-        "--output-dir", checkpoint,
-    )  # fmt: skip
-    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none")
-    return engine
+@pytest.mark.parametrize(
+    ("name", "method", "flags"),
+    [
+        ("medusa", "medusa", {"medusa_choices": "[[0],[1]]"}),
+        ("eagle", "eagle", {"eagle_choices": "[[0],[0,0],[2]]"}),
+        ("eagle", "eagle", {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": 2,
+                            "eagle_tree_tokens": 5}),
+        ("draft_target", "prompt_lookup",
+         {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}),
+        ("draft_target", "suffix",
+         {"suffix_max_tokens": 3, "suffix_min_probability": 0.0, "suffix_share_requests": True}),
+        ("lookahead", "lookahead", {}),
+        ("draft_target", "draft_target", {"draft_len": "3"}),
+        ("draft_target", "draft_target", {"draft_len": "3", "use_logits": True}),
+    ],
+)  # fmt: skip
+def test_every_way_to_draft_is_exact(
+    name: str, method: str, flags: dict[str, Any], parent: Path, opened: list[Any],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Greedy and sampled; the engine gets the flags, and drafts in every step.
 
-
-def list_flags(words: Sequence[str]) -> set[str]:
-    return {word.partition("=")[0] for word in words}
-
-
-def argument_of(words: Sequence[str], flag: str) -> str:
-    """What stands behind a flag, empty where it is not given."""
-    joined = " ".join(words).replace("=", " ").split()
-    return joined[joined.index(flag) + 1] if flag in joined else ""
-
-
-SAMPLED = {"sampling": True, "num_samples": 100, "num_alone": 0, "max_output_len": 6}
-
-
-def test_a_medusa_engine_is_exact(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_heads_engine(parent, "medusa", make_medusa_heads(parent))
-    told = watch_runs(monkeypatch)
-    report = verify(engine, parent / "target", **SAMPLED, medusa_choices="[[0],[1]]")
-    assert (report["verdict"], report["method"]) == ("exact", "medusa")
+    The ratio rule draws with other random numbers: only its distribution is that without drafts.
+    """
+    if method == "draft_target":
+        flags = {**flags, "draft_engine_dir": request.getfixturevalue("plain")}
+    engine = request.getfixturevalue(name)
+    opened.clear()
+    report = verify(engine, parent / "target", **SAMPLED, **flags)
+    assert (report["verdict"], report["method"]) == ("exact", method)
     assert report["num_drafted_steps"] > 0
-    assert report["sampling"]["same_seeds"]["different"] == 0
-    flags = [list_flags(run) for run in told]
-    assert [("--medusa-choices" in run, "--no-speculation" in run) for run in flags] == [
-        (True, False), (True, False), (False, True),
-    ]  # fmt: skip
+    by_ratio = "use_logits" in flags
+    assert (report["sampling"]["same_seeds"] is None) == by_ratio
+    assert by_ratio or report["sampling"]["same_seeds"]["different"] == 0
+    assert method != "draft_target" or report["acceptance_length"] > 2
+    assert {name: getattr(opened[0], name) for name in flags} == flags
     # A step without drafts would prove nothing, so none may pause them unless that is asked for.
-    assert ["fixed" in argument_of(run, "--draft-budget") for run in told] == [True, True, False]
-    told.clear()
-    verify(engine, parent / "target", num_alone=0, draft_budget="auto")
-    assert [argument_of(run, "--draft-budget") for run in told] == ["auto"]
-    with pytest.raises(SpecDecError, match="is 4 deep, the engine has 3 Medusa heads"):
-        verify(engine, parent / "target", medusa_choices="[[0],[0,0],[0,0,0],[0,0,0,0]]")
+    assert opened[0].draft_budget == "fixed"
+    assert [settings.no_speculation for settings in opened] == [False, True][: 2 - by_ratio]
 
 
-def watch_runs(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """The list that the arguments of each specdec-run go to."""
-    told: list[Sequence[str]] = []
-
-    def run(arguments: Sequence[str]) -> Report:
-        told.append(arguments)
-        return run_here(arguments)
-
-    monkeypatch.setattr(runner, "call_run", run)
-    return told
-
-
-def test_an_eagle_engine_is_exact_with_every_tree(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_budget_that_is_asked_for_is_kept(
+    medusa: Path, lookahead: Path, parent: Path, opened: list[Any]
 ) -> None:
-    engine = make_heads_engine(parent, "eagle", make_eagle_drafter(parent, scale=2.0))
-    told = watch_runs(monkeypatch)
-    for flags in (
-        {"eagle_choices": "[[0],[0,0],[2]]"},
-        {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": 2, "eagle_tree_tokens": 5},
-    ):
-        report = verify(engine, parent / "target", **SAMPLED, **flags)
-        assert (report["verdict"], report["method"]) == ("exact", "eagle")
-        assert report["sampling"]["same_seeds"]["different"] == 0
-        names = {"--" + name.replace("_", "-") for name in flags}
-        assert all(names <= list_flags(run) for run in told if "--no-speculation" not in run)
-        told.clear()
-
-
-def test_prompt_lookup_is_exact(draft_target: Path, parent: Path) -> None:
-    flags = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
-    report = verify(draft_target, parent / "target", **SAMPLED, **flags)
-    assert (report["verdict"], report["method"]) == ("exact", "prompt_lookup")
-    assert report["sampling"]["same_seeds"]["different"] == 0
-
-
-def test_suffix_decoding_is_exact(draft_target: Path, parent: Path) -> None:
-    flags = {"suffix_max_tokens": 3, "suffix_min_probability": 0.0, "suffix_share_requests": True}
-    report = verify(draft_target, parent / "target", **SAMPLED, **flags)
-    assert (report["verdict"], report["method"]) == ("exact", "suffix")
-    assert report["sampling"]["same_seeds"]["different"] == 0
+    verify(medusa, parent / "target", num_alone=0, draft_budget="auto")
+    assert [settings.draft_budget for settings in opened] == ["auto"]
+    with pytest.raises(SpecDecError, match="is 4 deep, the engine has 3 Medusa heads"):
+        verify(medusa, parent / "target", medusa_choices="[[0],[0,0],[0,0,0],[0,0,0,0]]")
+    with pytest.raises(SpecDecError, match="drafts 83 tokens a step"):
+        verify(lookahead, parent / "target", lookahead_config="[7,7,7]")
 
 
 def test_an_engine_of_two_ranks_is_exact(parent: Path, drafter: Path) -> None:
@@ -207,7 +213,7 @@ def test_an_engine_of_two_ranks_is_exact(parent: Path, drafter: Path) -> None:
 
 
 def test_tokenizers_of_a_pair_are_compared(draft_target: Path, plain: Path, parent: Path) -> None:
-    """In every run, the sampled ones too, whose texts the tokenizer must not end."""
+    """Also for sampled text, which the tokenizer must not end."""
     flags = {**SAMPLED, "draft_engine_dir": plain, "draft_len": "2"}
     own = str(parent / "target")
     report = verify(draft_target, parent / "target", **flags, draft_tokenizer_dir=own)
@@ -215,32 +221,6 @@ def test_tokenizers_of_a_pair_are_compared(draft_target: Path, plain: Path, pare
     other = str(make_tokenizer(parent / "other-tokenizer", vocab=140))
     with pytest.raises(SpecDecError, match="tokenizers differ in 12 tokens"):
         verify(draft_target, parent / "target", **flags, draft_tokenizer_dir=other)
-
-
-def test_lookahead_is_exact(parent: Path) -> None:
-    folder = parent / "window"
-    folder.mkdir()
-    flags = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
-    engine = make_engine(folder, parent / "target", optimize="none", build=flags)
-    report = verify(engine, parent / "target", sampling=True, num_samples=100)
-    assert (report["verdict"], report["method"]) == ("exact", "lookahead")
-    assert report["sampling"]["same_seeds"]["different"] == 0
-    with pytest.raises(SpecDecError, match="drafts 83 tokens a step"):
-        verify(engine, parent / "target", lookahead_config="[7,7,7]")
-
-
-@pytest.mark.parametrize("use_logits", [False, True])
-def test_a_draft_target_pair_is_exact(
-    draft_target: Path, plain: Path, parent: Path, use_logits: bool
-) -> None:
-    flags = {"draft_engine_dir": plain, "draft_len": "3", "use_logits": use_logits}
-    report = verify(
-        draft_target, parent / "target", **flags, num_alone=0, sampling=True, num_samples=200
-    )
-    assert (report["verdict"], report["method"]) == ("exact", "draft_target")
-    assert report["acceptance_length"] > 2
-    # The ratio rule draws with other random numbers: only its distribution is the same.
-    assert (report["sampling"]["same_seeds"] is None) == use_logits
 
 
 def test_token_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
@@ -306,39 +286,35 @@ def test_one_changed_weight_is_found(parent: Path, tmp_path: Path) -> None:
     assert "the engine computes other logits" in error.message
 
 
-def break_output(change: Callable[[Report, int], None]) -> Callable[[Sequence[str]], Report]:
-    """A specdec-run whose every output is changed, but for those without speculation."""
+def break_outputs(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Output, int], Output]
+) -> None:  # fmt: skip
+    """Change every output of an engine that speculates."""
+    honest = Engine.generate
 
-    def run(arguments: Sequence[str]) -> Report:
-        report = run_here(arguments)
-        for index, output in enumerate(report["outputs"]):
-            if "--no-speculation" not in arguments:
-                change(output, index)
-        return report
+    def generate(engine: Engine, *args: Any, **kept: Any) -> list[Output]:
+        outputs = honest(engine, *args, **kept)
+        if engine._settings.no_speculation:
+            return outputs
+        return [change(output, index) for index, output in enumerate(outputs)]
 
-    return run
-
-
-def accept_a_wrong_token(output: Report, index: int) -> None:
-    if len(output["output_ids"]) > 5:
-        output["output_ids"][4] = (output["output_ids"][4] + 1) % 128
+    monkeypatch.setattr(Engine, "generate", generate)
 
 
-def prefer_the_first(output: Report, index: int) -> None:
-    """Every third sampled text repeats its second token: one that may well be possible."""
-    if len(output["output_ids"]) == 3 and index % 3 == 0:
-        output["output_ids"][:] = STICKY.setdefault(
-            tuple(output["input_ids"]), output["output_ids"]
-        )
-
-
-STICKY: dict[tuple[int, ...], list[int]] = {}
+def replace_tokens(output: Output, tokens: list[int]) -> Output:
+    logits = None if output.logits is None else output.logits[: len(tokens)]
+    return dataclasses.replace(output, token_ids=tokens, logits=logits)
 
 
 def test_a_broken_accept_rule_is_found(
     redrafter: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "call_run", break_output(accept_a_wrong_token))
+    def accept_a_wrong_token(output: Output, index: int) -> Output:
+        tokens = list(output.token_ids)
+        tokens[4] = (tokens[4] + 1) % 128
+        return replace_tokens(output, tokens)
+
+    break_outputs(monkeypatch, accept_a_wrong_token)
     report = verify(redrafter, parent / "target", num_alone=0)
     assert report["verdict"] == "differs"
     firsts = [found for found in report["divergences"] if found["is_first"]]
@@ -350,7 +326,16 @@ def test_a_broken_accept_rule_is_found(
 def test_a_broken_rule_of_sampling_is_found(
     redrafter: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "call_run", break_output(prefer_the_first))
+    """Every third sampled text is the prompt's first one: what may well be written."""
+    sticky: dict[tuple[int, ...], list[int]] = {}
+
+    def prefer_the_first(output: Output, index: int) -> Output:
+        if output.logits is not None or index % 3:
+            return output
+        first = sticky.setdefault(tuple(output.prompt_ids), output.token_ids)
+        return replace_tokens(output, first)
+
+    break_outputs(monkeypatch, prefer_the_first)
     flags = {"num_alone": 0, "sampling": True, "num_samples": 200}
     report = verify(redrafter, parent / "target", **flags)
     assert (report["verdict"], report["divergences"]) == ("differs", [])
@@ -365,26 +350,21 @@ def test_a_broken_rule_of_sampling_is_found(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda o, _: o["output_ids"].pop(), "ends by length after 11 tokens, not at 12"),
-        (lambda o, _: o.update(finish_reason="eos"), "which is not one of the model's end tokens"),
+        (
+            lambda r, _: replace_tokens(r, r.token_ids[:-1]),
+            "ends by length after 11 tokens, not at 12",
+        ),
+        (
+            lambda r, _: dataclasses.replace(r, finish_reason="eos"),
+            "which is not one of the model's end tokens",
+        ),
     ],
 )
 def test_a_wrong_end_is_found(
     plain: Path, parent: Path, monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Report, int], None], message: str,
+    change: Callable[[Output, int], Output], message: str,
 ) -> None:  # fmt: skip
-    def run(arguments: Sequence[str]) -> Report:
-        report = break_output(change)(arguments)
-        path = Path(report["generation_logits"])
-        file = TensorFile(path)
-        kept = {name: file.read(name).copy() for name in file.tensors}
-        for index, output in enumerate(report["outputs"]):
-            kept[f"output.{index}"] = kept[f"output.{index}"][: len(output["output_ids"])]
-        infos = {n: type(i)(i.dtype, kept[n].shape) for n, i in file.tensors.items()}
-        write_tensor_file(path, infos, lambda name: kept[name])
-        return report
-
-    monkeypatch.setattr(runner, "call_run", run)
+    break_outputs(monkeypatch, change)
     report = verify(plain, parent / "target", num_alone=0)
     assert report["verdict"] == "differs"
     assert message in report["wrong_ends"][0]
@@ -458,17 +438,8 @@ def test_two_claims_at_once(tmp_path: Path) -> None:
 # ---- The test's own arithmetic, and the command.
 
 
-class KnownModel:
-    """Stands for the model: logits [N, V] of a text, and the text that it writes itself."""
-
-    def __init__(self, text: list[int], logits: torch.Tensor) -> None:
-        self.text, self.logits = text, logits
-
-    def continue_greedily(self, prompt: Sequence[int], length: int) -> list[int]:
-        return self.text[:length]
-
-    def score(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-        return self.logits[: len(output)]
+def make_text(tokens: list[int], logits: torch.Tensor) -> Text:
+    return Text(run="batch", prompt=3, input_ids=[9], output_ids=tokens, logits=logits)
 
 
 @pytest.mark.parametrize(
@@ -480,27 +451,22 @@ def test_near_ties_are_told_from_faults(dtype: str, bound: float) -> None:
     for margin, wanted in ((inside, (True, "rounding")), (outside, (False, "logits"))):
         logits = torch.zeros(3, 4)
         logits[:, 0], logits[:, 1] = 16.0, 16.0 - margin
-        model: Any = KnownModel([0, 0, 0], logits)
         own = logits.clone()
         own[1, 1] = 17.0  # the engine's own logits prefer what it wrote
-        compared = compare_text(model, [9], [0, 1, 0], own, index=5, run="batch", dtype=dtype)
-        (found,) = compared.divergences
+        (found,) = compare_text(make_text([0, 1, 0], own), [0, 0, 0], logits, dtype)
         assert (found.near_tie, found.cause) == wanted
-        assert (found.prompt, found.position, found.engine_token, found.model_token) == (5, 1, 1, 0)
+        assert (found.prompt, found.position, found.engine_token, found.model_token) == (3, 1, 1, 0)
         assert found.is_first
         assert np.isclose(found.margin, margin, rtol=1e-2)
         assert np.isclose(found.bound, bound)
-        assert compared.logit_difference == pytest.approx(1 + margin, rel=1e-3)
+        assert compare_logits(own, logits, dtype)[0] == pytest.approx(1 + margin, rel=1e-3)
     # The engine's own logits prefer token 0: no near-tie excuses that, wherever it comes.
-    model = KnownModel([0, 0, 0], logits)
-    (found,) = compare_text(
-        model, [9], [0, 1, 0], logits, index=0, run="batch", dtype=dtype
-    ).divergences
+    (found,) = compare_text(make_text([0, 1, 0], logits), [0, 0, 0], logits, dtype)
     assert (found.near_tie, found.cause) == (False, "choice")
     own = logits.clone()
     own[:, 1] = 17.0
-    all_found = compare_text(model, [9], [1, 1, 0], own, index=0, run="batch", dtype=dtype)
-    assert [(f.position, f.is_first, f.cause) for f in all_found.divergences] == [
+    all_found = compare_text(make_text([1, 1, 0], own), [0, 0, 0], logits, dtype)
+    assert [(f.position, f.is_first, f.cause) for f in all_found] == [
         (0, True, "logits"), (1, False, "logits"), (2, False, "choice"),
     ]  # fmt: skip
 
@@ -509,25 +475,27 @@ def test_the_model_is_asked_in_float32() -> None:
     """Ten spacings by the model's rounded logits; what float32 says decides."""
     rounded, own = torch.zeros(1, 4), torch.zeros(1, 4)
     rounded[0, 0], rounded[0, 1], own[0, 1] = 16.0, 16.0 - 10 / 16, 17.0
-    texts: Any = [("batch", 3, {"input_ids": [9], "output_ids": [1]}, own)]
+    text = make_text([1], own)
 
-    class RoundingModel(KnownModel):
+    class WideModel:
         def widen(self) -> None:
-            self.logits = exact
+            pass
 
+        def score(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+            return exact
+
+    model: Any = WideModel()
     for below, wanted in ((9.0, "logits"), (7.0, "rounding"), (-2.0, "rounding")):
         exact = rounded.clone()
         exact[0, 1] = 16.0 - below / 16
-        model: Any = RoundingModel([0], rounded)
-        found = compare_text(model, [9], [1], own, index=3, run="batch", dtype="bfloat16")
-        (judged,) = judge_in_float32(model, found.divergences, texts)
+        found = compare_text(text, [0], rounded, "bfloat16")
+        (judged,) = judge_in_float32(model, found, [text])
         assert (judged.cause, judged.near_tie) == (wanted, wanted == "rounding")
         assert judged.margin == pytest.approx((10 if wanted == "logits" else below) / 16)
     # Far beyond the bound nothing is asked.
     rounded[0, 1] = 16.0 - 40 / 16
-    model = KnownModel([0], rounded)
-    found = compare_text(model, [9], [1], own, index=3, run="batch", dtype="bfloat16")
-    assert judge_in_float32(model, found.divergences, texts) == found.divergences
+    found = compare_text(text, [0], rounded, "bfloat16")
+    assert judge_in_float32(None, found, [text]) == found  # type: ignore[arg-type]
 
 
 def test_chi_square() -> None:
@@ -564,10 +532,3 @@ def test_the_command(plain: Path, parent: Path, tmp_path: Path) -> None:
     fact, hint = read_error_lines(done.stderr)
     assert "prompt 0, position 0: the engine wrote " in fact
     assert "from this model" in hint
-
-
-def test_a_failing_process_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="none does not exist") as caught:
-        CALL_RUN(["--engine-dir", str(tmp_path / "none"), "--input-text", "a", "--tokenizer-dir",
-                  str(make_tokenizer(tmp_path / "tokenizer"))])  # fmt: skip
-    assert "specdec-build" in caught.value.hint

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specdec.decode.api import Output
 from specdec.errors import SpecDecError
-from specdec.verify import runner
 from specdec.verify.engine import verify_engine
+from specdec.verify.greedy import Text
 from specdec.verify.quantized import compare_with_plain
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
-from tests.engines import make_engine, run_here
+from tests.engines import make_engine
+from tests.verify.test_verify_engine import break_outputs, replace_tokens
 
 Report = dict[str, Any]
 INT8 = ("--quantization", "int8")
@@ -37,10 +40,7 @@ def verify(engine: Path, parent: Path, **flags: Any) -> Report:
     )
 
 
-def test_a_right_engine_is_lossy(
-    engine: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "call_run", run_here)
+def test_a_right_engine_is_lossy(engine: Path, parent: Path) -> None:
     report = verify(engine, parent, max_output_len=40)
     json.dumps(report)
     assert (report["verdict"], report["quantization"]) == ("lossy", "int8")
@@ -61,41 +61,33 @@ def test_a_right_engine_is_lossy(
     assert f"{distance['same_choice']} of 240 tokens" in text
 
 
-def change_speculative_token(arguments: Sequence[str]) -> Report:
-    """specdec-run with a fault: a token of the first text is another, with speculation only."""
-    report = run_here(arguments)
-    if "--no-speculation" not in arguments:
-        output = report["outputs"][0]
-        output["output_ids"][7] = (output["output_ids"][7] + 1) % 128
-    return report
+def change_a_token(output: Output, index: int) -> Output:
+    tokens = list(output.token_ids)
+    tokens[7] = (tokens[7] + 1) % 128
+    return output if index else replace_tokens(output, tokens)
 
 
-def test_other_text_with_drafts_is_a_fault(
-    engine: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "call_run", change_speculative_token)
+@pytest.mark.parametrize(
+    ("change", "found", "fact"),
+    [
+        (change_a_token, [("batch", 7, "choice"), ("alone", 7, "choice")],
+         "with speculation differs from itself without: prompt 0, position 7"),
+        (lambda r, at: r if at else dataclasses.replace(r, finish_reason="eos"), [],
+         "prompt 0 ends at token"),
+    ],
+)  # fmt: skip
+def test_other_text_or_another_end_with_drafts_is_a_fault(
+    change: Callable[[Output, int], Output], found: list[Any], fact: str, engine: Path,
+    parent: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    break_outputs(monkeypatch, change)
     report = verify(engine, parent)
     assert report["verdict"] == "differs"
-    assert [(f["run"], f["position"], f["cause"]) for f in report["divergences"]] == [
-        ("batch", 7, "choice"), ("alone", 7, "choice"),
-    ]  # fmt: skip
+    assert [(f["run"], f["position"], f["cause"]) for f in report["divergences"]] == found
     error = find_error(report)
     assert error is not None
-    assert "with speculation differs from itself without: prompt 0, position 7" in error.message
+    assert fact in error.message
     assert format_report(report).startswith(f"FAIL: {engine}: differs\n")
-
-
-def test_a_wrong_end_is_found(engine: Path, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end_too_early(arguments: Sequence[str]) -> Report:
-        report = run_here(arguments)
-        report["outputs"][0]["finish_reason"] = "eos"
-        return report
-
-    monkeypatch.setattr(runner, "call_run", end_too_early)
-    report = verify(engine, parent, num_alone=0)
-    error = find_error(report)
-    assert error is not None
-    assert "prompt 0 ends at token" in error.message
 
 
 def test_sampling_is_refused(engine: Path, parent: Path) -> None:
@@ -103,8 +95,8 @@ def test_sampling_is_refused(engine: Path, parent: Path) -> None:
         verify(engine, parent, sampling=True)
 
 
-def make_text(tokens: list[int], logits: torch.Tensor) -> tuple[str, int, Report, torch.Tensor]:
-    return ("batch", 0, {"output_ids": tokens, "input_ids": [1]}, logits)
+def make_text(tokens: list[int], logits: torch.Tensor) -> Text:
+    return Text(run="batch", prompt=0, input_ids=[1], output_ids=tokens, logits=logits)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +108,13 @@ def test_kinds_of_differences(gap: float, own: int, near_tie: bool, cause: str) 
     plain_logits = torch.zeros(3, 4)
     plain_logits[:, 1], plain_logits[:, 2] = 8.0, 8.0 - gap
     logits = torch.zeros(3, 4)
-    logits[:, own] = 8.0
+    logits[0, 1] = logits[1:, own] = 8.0
     plain = make_text([1, 1, 1], plain_logits)
-    ((found,), ends) = compare_with_plain([make_text([1, 2, 3], logits)], {0: plain}, "float32")
+    ((found,), told) = compare_with_plain([make_text([1, 2, 3], logits)], [plain], "float32")
     assert (found.position, found.near_tie, found.cause) == (1, near_tie, cause)
     assert found.margin == pytest.approx(gap, rel=0.1)
-    assert ends == []
-    found_none, ends = compare_with_plain([make_text([1, 1], logits[:2])], {0: plain}, "float32")
+    assert told["wrong_ends"] == []
+    short = make_text([1, 1], plain_logits[:2])
+    found_none, told = compare_with_plain([short], [plain], "float32")
     assert found_none == []
-    assert ends == ["prompt 0 ends after 2 tokens, without drafts after 3"]
+    assert told["wrong_ends"] == ["prompt 0 ends after 2 tokens, without drafts after 3"]
