@@ -10,9 +10,10 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import make_unknown_error, require, to_plain
 from specdec.errors import UsageError
-from specdec.files.manifest import check_sources, describe_file, write_manifest
+from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.inventory import describe_sources
 from specdec.options import get_flags, name_flag
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
@@ -22,7 +23,7 @@ from .settings import BuildSettings
 logger = logs.get_logger(__name__)
 
 
-# Fields of BuildSettings that belong to the TensorRT-LLM backend, with their defaults.
+# Fields of BuildSettings that belong to the TensorRT-LLM backend.
 TENSORRT_FIELDS = ("trtllm_version", "emit_script", "launcher", "emit_triton")
 # And those that say how it computes, not what: command lines from its pages have them.
 TENSORRT_MEANS = ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers")
@@ -33,16 +34,14 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
     from . import triton
 
     triton.check_fields(settings)
-    if settings.emit_triton is not None:
-        require(settings)
-        templates = triton.read_templates(settings)
-        report: dict[str, Any] = {}
-        if settings.checkpoint_dir is not None:
-            report = build_any_engine(settings)
-            if settings.dry_run:  # there is no engine yet to describe
-                return report
-        return report | triton.write_repository(settings, templates)
-    return build_any_engine(settings)
+    if settings.emit_triton is None:
+        return build_any_engine(settings)
+    require(settings)
+    templates = triton.read_templates(settings)
+    report = {} if settings.checkpoint_dir is None else build_any_engine(settings)
+    if report and settings.dry_run:  # there is no engine yet to describe
+        return report
+    return report | triton.write_repository(settings, templates)
 
 
 def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -75,29 +74,21 @@ def refuse_foreign(settings: BuildSettings) -> None:
     """
     from specdec.trtllm.facts import list_lines_with
 
+    flags, remedy = get_flags(BuildSettings), "leave {} out, or give --backend tensorrt-llm"
     for name, other in settings.others.items():
-        if list_lines_with(name):
-            shown = name_flag(name)
-            raise UsageError(
-                f"{shown} is a flag of trtllm-build, which the torch backend has no use for",
-                f"leave {shown} out, or give --backend tensorrt-llm",
-            )
-        raise make_unknown_error(BuildSettings, "build", name, other)
-    flags = get_flags(BuildSettings)
-    given = [
-        name
-        for name in (*TENSORRT_FIELDS, *TENSORRT_MEANS)
-        if getattr(settings, name) != flags[name][1]
-    ]
+        if not list_lines_with(name):
+            raise make_unknown_error(BuildSettings, "build", name, other)
+        shown = name_flag(name)
+        fact = f"{shown} is a flag of trtllm-build, which the torch backend has no use for"
+        raise UsageError(fact, remedy.format(shown))
+    names = (*TENSORRT_FIELDS, *TENSORRT_MEANS)
+    given = [name for name in names if getattr(settings, name) != flags[name][1]]
     if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
         shown = ", ".join(name_flag(name) for name in given)
         logger.warning("no effect on the torch backend, which was chosen here: %s", shown)
     elif given:
         shown = name_flag(given[0])
-        raise UsageError(
-            f"{shown} has no meaning for the torch backend",
-            f"leave {shown} out, or give --backend tensorrt-llm",
-        )
+        raise UsageError(f"{shown} has no meaning for the torch backend", remedy.format(shown))
 
 
 def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -124,9 +115,7 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
         return {"dry_run": True, **report}
     num_bytes = plan.num_bytes + sum_packed(plan, checkpoint.model)
     check_free_space(settings.output_dir, num_bytes, "the engine takes at least")
-    sources = [describe_file(folder / "config.json")]
-    sources += [describe_file(source.path) for source in plan.sources]
-    check_sources(sources)
+    sources = describe_sources(folder, plan.sources)
     sums = [source["sha256"] for source in sources]
     tokens = plan.draft_tokens
     drafted = None if tokens is None else hashlib.sha256(tokens.tobytes()).hexdigest()

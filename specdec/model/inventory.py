@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.tensor_file import TensorInfo
+from specdec.files.manifest import check_sources, describe_file
+from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods import DrafterParams
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
@@ -180,6 +182,13 @@ def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Pa
             "its config.json belongs to another conversion: copy the folder again",
         )
     return [folder / name for name in wanted if name in present], problems
+
+
+def describe_sources(folder: Path, files: Sequence[TensorFile]) -> list[dict[str, Any]]:
+    """Manifest entries of a checkpoint's files; SpecDecError for weights that were changed."""
+    sources = [describe_file(folder / "config.json"), *(describe_file(f.path) for f in files)]
+    check_sources(sources)
+    return sources
 
 
 def _is_float8(name: str, info: TensorInfo, quantization: Quantization) -> bool:

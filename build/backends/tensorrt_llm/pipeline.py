@@ -11,10 +11,11 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, join_names, name_extra
-from specdec.files.manifest import check_sources, describe_file, write_manifest
+from specdec.files.manifest import write_manifest
 from specdec.files.reading import read_json
 from specdec.files.staging import check_free_space, check_output_dir, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.inventory import describe_sources
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environment
 from specdec.vocabulary import read_recorded
@@ -37,12 +38,11 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     if builds:
         check_installed(here)
     facts = choose_facts(settings, here, builds=builds)
-    checkpoint = read_checkpoint_config(settings.checkpoint_dir)
-    check_output_dir(
-        settings.output_dir, force=settings.force, inputs=[settings.checkpoint_dir]
-    )  # fmt: skip
+    folder, script = settings.checkpoint_dir, settings.emit_script
+    checkpoint = read_checkpoint_config(folder)
+    check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
     plan = make_plan(settings, facts, checkpoint, here if builds else None)
-    if settings.emit_script is None and settings.launcher != "local":
+    if script is None and settings.launcher != "local":
         raise SpecDecError(
             f"--launcher {settings.launcher} is for a script", "add --emit-script FILE"
         )
@@ -50,24 +50,20 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     report = plan.describe()
     for note in plan.notes:
         logger.info("%s", note)
-    tokenizer = None
-    if settings.tokenizer_dir is not None:
-        if settings.emit_script is not None:
-            raise SpecDecError(
-                "--tokenizer-dir has no effect on a script, which writes the engine alone",
-                "leave it out, and give --tokenizer-dir to specdec-run",
-            )
-        vocabulary = read_recorded(settings.checkpoint_dir)
-        tokenizer = check_tokenizer(settings.tokenizer_dir, vocabulary)
-    if settings.emit_script is not None:
-        text = format_script(plan, settings.launcher)
-        report["script"] = str(settings.emit_script)
+    if settings.tokenizer_dir is not None and script is not None:
+        raise SpecDecError(
+            "--tokenizer-dir has no effect on a script, which writes the engine alone",
+            "leave it out, and give --tokenizer-dir to specdec-run",
+        )
+    given = settings.tokenizer_dir
+    tokenizer = None if given is None else check_tokenizer(given, read_recorded(folder))
+    if script is not None:
+        report["script"] = str(script)
         if not settings.dry_run:
-            write_script(settings.emit_script, text, force=settings.force)
-            logger.info("script %s: run it where TensorRT-LLM is", settings.emit_script)
+            write_script(script, format_script(plan, settings.launcher), force=settings.force)
+            logger.info("script %s: run it where TensorRT-LLM is", script)
+    if not builds:
         return {"dry_run": settings.dry_run, **report}
-    if settings.dry_run:
-        return {"dry_run": True, **report}
     check_free_space(plan.output_dir, sum(plan.weights_bytes), "the engine takes at least")
     recorded = run_build(plan, settings, here, tokenizer)
     seconds = round(time.monotonic() - began, 2)
@@ -78,16 +74,16 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
 
 def check_installed(here: Environment) -> None:
     """Raise SpecDecError, one clear sentence, where TensorRT-LLM is not here."""
-    missing = "TensorRT-LLM" if here.tensorrt_llm is None else None
-    if missing is None and shutil.which(BUILD_COMMAND) is None:
-        missing = f"{BUILD_COMMAND} of TensorRT-LLM {here.tensorrt_llm}"
-    if missing is not None:
-        raise SpecDecError(
-            f"{missing} is not installed here, and nothing else can build its engines",
-            f"run this in NVIDIA's container, or {name_extra('tensorrt-llm')}; --dry-run and"
-            " --emit-script FILE write the build down for another machine, and --backend"
-            " torch builds for this one",
-        )
+    if here.tensorrt_llm is not None and shutil.which(BUILD_COMMAND) is not None:
+        return
+    missing = f"{BUILD_COMMAND} of TensorRT-LLM {here.tensorrt_llm}"
+    raise SpecDecError(
+        f"{missing if here.tensorrt_llm else 'TensorRT-LLM'} is not installed here, and nothing"
+        " else can build its engines",
+        f"run this in NVIDIA's container, or {name_extra('tensorrt-llm')}; --dry-run and"
+        " --emit-script FILE write the build down for another machine, and --backend torch builds"
+        " for this one",
+    )
 
 
 def run_build(
@@ -96,9 +92,7 @@ def run_build(
     """Run trtllm-build into the engine folder; return the build_config that it recorded."""
     folder, kept = plan.checkpoint_dir.resolve(), settings.output_dir.resolve()
     failed_log = kept.parent / f"{kept.name}.{LOG_NAME}"
-    sources = [describe_file(folder / "config.json")]
-    sources += [describe_file(file.path) for file in plan.files]
-    check_sources(sources)
+    sources = describe_sources(folder, plan.files)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         # It leaves its timing cache in the current folder.
         with tempfile.TemporaryDirectory(prefix="specdec-build-") as scratch:
@@ -114,13 +108,9 @@ def run_build(
             copy_tokenizer(tokenizer, staged)
         manifest = folder / "manifest.json"
         write_manifest(
-            staged, kind="engine", settings=to_plain(settings),
-            sources=sources,
-            backend="tensorrt-llm",
-            trtllm_version=plan.label,
-            environment=here.to_json(),
-            method=plan.method,
-            build_commands=[{"argv": argv, "env": plan.environment}],
+            staged, kind="engine", settings=to_plain(settings), sources=sources,
+            backend="tensorrt-llm", trtllm_version=plan.label, environment=here.to_json(),
+            method=plan.method, build_commands=[{"argv": argv, "env": plan.environment}],
             checkpoint=read_json(manifest) if manifest.is_file() else None,
             vocabulary=read_recorded(folder),
         )  # fmt: skip
@@ -130,8 +120,7 @@ def run_build(
 def check_engine(plan: TensorRTPlan, folder: Path) -> dict[str, Any]:
     """Check that the engine is whole, and tell what it recorded otherwise than was predicted."""
     wanted = ["config.json", *(f"rank{rank}.engine" for rank in range(plan.num_ranks))]
-    absent = [name for name in wanted if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in wanted if not (folder / name).is_file()]:
         raise SpecDecError(
             f"trtllm-build ended without an error and without {join_names(absent)}",
             "read its log above; a worker may have failed",

@@ -29,8 +29,7 @@ TOLD = (
     "max_beam_width", "speculative_decoding_mode", "gemm_plugin", "tokens_per_block",
     "use_paged_context_fmha", "use_fp8_context_fmha", "gather_generation_logits",
 )  # fmt: skip
-# Lines reach the log as they are printed.
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}  # lines reach the log as they are printed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,7 @@ class TensorRTPlan:
 
     @property
     def method(self) -> str:
-        if self.checkpoint.method is not None:
-            return self.checkpoint.method.name
-        method = find_mode(self.mode)
+        method = self.checkpoint.method or find_mode(self.mode)
         return method.name if method is not None else "plain"
 
     @property
@@ -90,27 +87,17 @@ class TensorRTPlan:
     def describe(self) -> dict[str, Any]:
         """Return what `--dry-run` and `--json` report."""
         argv = self.make_argv(self.checkpoint_dir, self.output_dir)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        shell = " ".join([*variables, shlex.join(argv)])
         return {
-            "engine_dir": str(self.output_dir),
-            "method": self.method,
-            "backend": "tensorrt-llm",
-            "trtllm_version": self.label,
-            "tp_size": self.checkpoint.model.tp_size,
+            "engine_dir": str(self.output_dir), "method": self.method, "backend": "tensorrt-llm",
+            "trtllm_version": self.label, "tp_size": self.checkpoint.model.tp_size,
             "pp_size": self.checkpoint.model.pp_size,
-            "commands": [
-                {"argv": argv, "shell": format_command(argv, self.environment),
-                 "env": dict(self.environment)},
-            ],
+            "commands": [{"argv": argv, "shell": shell, "env": dict(self.environment)}],
             "engine_records": {name: self.record.values[name] for name in TOLD},
             "weights_bytes": self.weights_bytes,
-            "kv_cache_bytes_per_sequence": self.kv_cache_bytes,
-            "notes": list(self.notes),
+            "kv_cache_bytes_per_sequence": self.kv_cache_bytes, "notes": list(self.notes),
         }  # fmt: skip
-
-
-def format_command(argv: list[str], environment: dict[str, str]) -> str:
-    """Return a command as one types it into a shell."""
-    return " ".join([f"{k}={shlex.quote(v)}" for k, v in environment.items()] + [shlex.join(argv)])
 
 
 def count_cache_bytes(model: ModelConfig, dtype: str) -> int:
@@ -150,9 +137,7 @@ def make_plan(
     gpus = here.gpus if here is not None else ()
     capability = gpus[0].capability if gpus else None
     record = predict_record(facts, checkpoint, mode, given, capability)
-    build = checks.Build(
-        facts=facts, checkpoint=checkpoint, mode=mode, given=given, record=record
-    )  # fmt: skip
+    build = checks.Build(facts=facts, checkpoint=checkpoint, mode=mode, given=given, record=record)
     for find in (
         find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
         checks.find_length_problems, checks.find_bent,

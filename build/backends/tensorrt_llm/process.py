@@ -19,72 +19,44 @@ END_SECONDS = 10  # that a child has to end after it was told to
 
 # What trtllm-build says when it fails, what that means, what to do. The first that is found counts.
 CAUSES: tuple[tuple[str, str, str], ...] = (
-    (
-        r"unrecognized arguments: (?P<what>.*)|invalid choice: (?P<choice>\S+)",
-        "this trtllm-build does not know a flag or value: {what}{choice}",
-        "it is of another line than --trtllm-version says; `specdec doctor` shows yours",
-    ),
-    (
-        r"Unsupported model architecture: (?P<what>\S+)",
-        "this TensorRT-LLM has no architecture {what}",
-        "convert the checkpoint with the --trtllm-version that is installed",
-    ),
-    (
-        r"(Mapping|QuantConfig)\S* got an unexpected keyword argument '(?P<what>\w+)'",
-        "the checkpoint's config.json has the key {what}, which this TensorRT-LLM does not know",
-        "it was written for a newer line: convert it with --trtllm-version 0.14",
-    ),
-    (
-        r"KeyError: '(?P<what>[^']*fc\.bias|[^']*\.(weight|bias))'",
-        "the checkpoint lacks the tensor {what}",
-        "check it with `specdec verify --checkpoint-dir`, and convert it again",
-    ),
-    (
-        r"(CUDA|cuda|GPU|cudaMalloc)[^\n]*out of memory|OutOfMemory|"
-        r"Requested amount of GPU memory",
-        "the GPU's memory is full",
-        "free the GPU, lower --max-batch-size or --max-num-tokens, or convert with a larger"
-        " --tp-size",
-    ),
-    (
-        r"Cannot allocate memory|MemoryError|Unable to allocate|std::bad_alloc",
-        "this machine's memory is full",
-        "use fewer --workers, or a machine with more memory",
-    ),
-    (
-        r"No space left on device",
-        "the disk is full",
-        "free some space, or choose another output folder",
-    ),
-    (
-        r"(no CUDA-capable device|CUDA driver version is insufficient|"
-        r"Found no NVIDIA driver|max_workers must be greater than 0)",
-        "trtllm-build found no usable GPU or driver",
-        "`specdec doctor` shows what is visible; in a container start it with --gpus all",
-    ),
-    (
-        r"Could not find any implementation for node (?P<what>\S+)",
-        "TensorRT has no kernel for {what} on this GPU",
-        "try --gemm-plugin auto; GPUs newer than the release need a newer TensorRT-LLM",
-    ),
-    (
-        r"error while loading shared libraries: (?P<what>\S+?):|"
-        r"(?P<lib>lib\S+\.so\S*): cannot open shared object file",
-        "a library is missing: {what}{lib}",
-        "install the TensorRT and MPI that belong to this TensorRT-LLM; `specdec doctor` lists"
-        " the pins",
-    ),
-    (
-        r"ModuleNotFoundError: No module named '(?P<what>[\w.]+)'",
-        "TensorRT-LLM's installation lacks the module {what}",
-        "install tensorrt-llm again, or use NVIDIA's container",
-    ),
-    (
-        r"(?P<what>(RuntimeError|AssertionError|ValueError|TypeError|AttributeError): [^\n]+)",
-        "trtllm-build raised {what}",
-        "the log has the traceback",
-    ),
-)
+    (r"unrecognized arguments: (?P<what>.*)|invalid choice: (?P<choice>\S+)",
+     "this trtllm-build does not know a flag or value: {what}{choice}",
+     "it is of another line than --trtllm-version says; `specdec doctor` shows yours"),
+    (r"Unsupported model architecture: (?P<what>\S+)",
+     "this TensorRT-LLM has no architecture {what}",
+     "convert the checkpoint with the --trtllm-version that is installed"),
+    (r"(Mapping|QuantConfig)\S* got an unexpected keyword argument '(?P<what>\w+)'",
+     "the checkpoint's config.json has the key {what}, which this TensorRT-LLM does not know",
+     "it was written for a newer line: convert it with --trtllm-version 0.14"),
+    (r"KeyError: '(?P<what>[^']*fc\.bias|[^']*\.(weight|bias))'",
+     "the checkpoint lacks the tensor {what}",
+     "check it with `specdec verify --checkpoint-dir`, and convert it again"),
+    (r"(CUDA|cuda|GPU|cudaMalloc)[^\n]*out of memory|OutOfMemory|Requested amount of GPU memory",
+     "the GPU's memory is full",
+     "free the GPU, lower --max-batch-size or --max-num-tokens, or convert with a larger"
+     " --tp-size"),
+    (r"Cannot allocate memory|MemoryError|Unable to allocate|std::bad_alloc",
+     "this machine's memory is full", "use fewer --workers, or a machine with more memory"),
+    (r"No space left on device", "the disk is full",
+     "free some space, or choose another output folder"),
+    (r"(no CUDA-capable device|CUDA driver version is insufficient|"
+     r"Found no NVIDIA driver|max_workers must be greater than 0)",
+     "trtllm-build found no usable GPU or driver",
+     "`specdec doctor` shows what is visible; in a container start it with --gpus all"),
+    (r"Could not find any implementation for node (?P<what>\S+)",
+     "TensorRT has no kernel for {what} on this GPU",
+     "try --gemm-plugin auto; GPUs newer than the release need a newer TensorRT-LLM"),
+    (r"error while loading shared libraries: (?P<what>\S+?):|"
+     r"(?P<lib>lib\S+\.so\S*): cannot open shared object file",
+     "a library is missing: {what}{lib}",
+     "install the TensorRT and MPI that belong to this TensorRT-LLM; `specdec doctor` lists the"
+     " pins"),
+    (r"ModuleNotFoundError: No module named '(?P<what>[\w.]+)'",
+     "TensorRT-LLM's installation lacks the module {what}",
+     "install tensorrt-llm again, or use NVIDIA's container"),
+    (r"(?P<what>(RuntimeError|AssertionError|ValueError|TypeError|AttributeError): [^\n]+)",
+     "trtllm-build raised {what}", "the log has the traceback"),
+)  # fmt: skip
 
 
 def run_child(
@@ -139,26 +111,21 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _explain(status: int, lines: list[str], log_path: Path) -> SpecDecError:
-    text = "\n".join(lines)
     shown = " | ".join(line.strip() for line in lines[-NUM_LAST_LINES:] if line.strip())
     said = f"; its last lines: {shown}" if shown else ""
-    where = f"the log is {log_path}"
     if status == -signal.SIGKILL:
         return SpecDecError(
             f"trtllm-build was killed, as the system does when memory is full{said}",
-            f"use fewer --workers, or a machine with more memory; {where}",
+            f"use fewer --workers, or a machine with more memory; the log is {log_path}",
         )
     for pattern, fact, remedy in CAUSES:
-        match = re.search(pattern, text)
-        if match:
+        if match := re.search(pattern, "\n".join(lines)):
             found = {name: value or "" for name, value in match.groupdict().items()}
             return SpecDecError(
                 f"trtllm-build failed (status {status}): {fact.format(**found)}{said}",
-                f"{remedy}; {where}",
+                f"{remedy}; the log is {log_path}",
             )
     return SpecDecError(
-        f"trtllm-build failed with status {status}{said}", f"read {log_path}; {_SEARCH}"
+        f"trtllm-build failed with status {status}{said}",
+        f"read {log_path}; its first line with an error says more than its last",
     )
-
-
-_SEARCH = "its first line with an error says more than its last"
