@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from specdec import Engine, Event, SpecDecError, __version__, logs
@@ -25,17 +25,18 @@ from specdec.decode.requests import Request as InferenceRequest
 from specdec.errors import summarize
 from specdec.files.reading import parse_json
 
-from .answers import Answer
+from .answers import Answer, Choice
 from .errors import make_error
 from .metrics import Metrics
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    TOKENIZE,
     Asked,
     BadRequest,
-    ChatAsked,
-    CompletionAsked,
-    DetokenizeAsked,
-    TokenizeAsked,
+    Parameters,
     check_model,
     find_starts,
     make_requests,
@@ -133,13 +134,13 @@ class Front:
         return app
 
     async def _complete(self, request: Request) -> Response:
-        return await self._generate(request, CompletionAsked)
+        return await self._generate(request, COMPLETION, "prompt")
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatAsked)
+        return await self._generate(request, CHAT, "messages")
 
-    async def _generate(self, http: Request, kind: type[Any]) -> Response:
-        asked, (requests, starts) = await self._read(http, kind, self._prepare)
+    async def _generate(self, http: Request, parameters: Parameters, needed: str) -> Response:
+        asked, (requests, starts) = await self._read(http, parameters, self._prepare, needed)
         most = self._scheduler.max_queue + self._engine.max_batch_size
         if len(requests) > most:
             raise BadRequest(
@@ -147,13 +148,18 @@ class Front:
             )
         changed = asyncio.Event()
         wake = self._bell.make(changed)
-        has_output = asked.max_tokens != 0
-        jobs = [Job(request, wake, has_output=has_output) for request in requests]
-        answer = Answer(asked, self._model, jobs, self._table, starts)
+        jobs = [
+            Choice(
+                at, request, wake, has_output=asked.get("max_tokens") != 0,
+                is_echoed=bool(asked.get("echo")), starts=starts[at],
+            )
+            for at, request in enumerate(requests)
+        ]  # fmt: skip
+        answer = Answer(asked, self._model, jobs, self._table)
         self._scheduler.submit(jobs)
         deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
-        if asked.stream:
+        if asked.get("stream"):
             return EventStream(_format_events(events, answer), jobs, self._scheduler)
         following = asyncio.ensure_future(_exhaust(events))
         leaving = asyncio.ensure_future(_wait_for_leave(http.receive))
@@ -171,8 +177,10 @@ class Front:
     def _prepare(self, asked: Asked) -> tuple[list[InferenceRequest], list[list[int]]]:
         """What is asked for, and where the tokens of prompts begin that are to be told of."""
         requests = make_requests(self._engine, asked)
-        told = requests if asked.wants_prompt_logprobs else []
-        return requests, [find_starts(self._engine, request) for request in told]
+        return requests, [
+            find_starts(self._engine, request) if request.wants_prompt_logprobs else []
+            for request in requests
+        ]
 
     async def _follow(
         self, answer: Answer, changed: asyncio.Event, deadline: float
@@ -187,39 +195,39 @@ class Front:
                     raise TimedOut(f"the request took more than {self._timeout:g} seconds")
                 changed.clear()
                 for choice in answer.choices:
-                    if choice.finish_reason is None and (events := _take(choice.job)):
+                    if choice.finish_reason is None and (events := _take(choice)):
                         for chunk in answer.add(choice, events):
                             yield chunk
         finally:
             timer.cancel()
 
     async def _tokenize(self, http: Request) -> Response:
-        _, ids = await self._read(http, TokenizeAsked, self._find_tokens)
+        _, ids = await self._read(http, TOKENIZE, self._find_tokens)
         return JSONResponse(
             {"count": len(ids), "max_model_len": self._engine.max_seq_len, "tokens": ids}
         )
 
-    def _find_tokens(self, asked: TokenizeAsked) -> list[int]:
-        if asked.messages is not None and asked.prompt is None:
-            chat = ChatAsked(messages=asked.messages, max_tokens=1)
-            return make_requests(self._engine, chat)[0].input_ids
-        if asked.messages is not None or asked.prompt is None:
+    def _find_tokens(self, asked: Asked) -> list[int]:
+        if ("messages" in asked) == ("prompt" in asked):
             raise BadRequest("give exactly one of prompt and messages", "prompt")
-        return list(self._engine.tokenizer(asked.prompt, verbose=False)["input_ids"])
+        if "messages" in asked:
+            chat = {"messages": asked["messages"], "max_tokens": 1}
+            return make_requests(self._engine, chat)[0].input_ids
+        return list(self._engine.tokenizer(asked["prompt"], verbose=False)["input_ids"])
 
     async def _detokenize(self, http: Request) -> Response:
-        _, text = await self._read(http, DetokenizeAsked, self._find_text)
+        _, text = await self._read(http, DETOKENIZE, self._find_text, "tokens")
         return JSONResponse({"prompt": text})
 
-    def _find_text(self, asked: DetokenizeAsked) -> str:
-        tokenizer = self._engine.tokenizer
+    def _find_text(self, asked: Asked) -> str:
+        tokenizer, tokens = self._engine.tokenizer, asked["tokens"]
         try:
-            pieces = tokenizer.convert_ids_to_tokens(asked.tokens)
-            text = str(tokenizer.decode(asked.tokens))
+            pieces = tokenizer.convert_ids_to_tokens(tokens)
+            text = str(tokenizer.decode(tokens))
         except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
             raise BadRequest(f"the tokenizer cannot decode: {summarize(error)}", "tokens") from None
         if None in pieces:
-            unknown = asked.tokens[pieces.index(None)]
+            unknown = tokens[pieces.index(None)]
             raise BadRequest(f"the tokenizer has no token {unknown}", "tokens")
         return text
 
@@ -258,8 +266,9 @@ class Front:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     async def _read(
-        self, http: Request, kind: type[Any], use: Callable[[Any], Any]
-    ) -> tuple[Any, Any]:
+        self, http: Request, parameters: Parameters, use: Callable[[Asked], Any],
+        needed: str | None = None,
+    ) -> tuple[Asked, Any]:  # fmt: skip
         """Read and check a body, in another thread; return it, and what `use` makes of it."""
         body = bytearray()
 
@@ -268,8 +277,8 @@ class Front:
                 document = parse_json(bytes(body))
             except ValueError as error:
                 raise BadRequest(f"the body is not JSON: {summarize(error)}") from None
-            asked = read_asked(kind, document)
-            check_model(asked.model, self._model)
+            asked = read_asked(parameters, document, needed)
+            check_model(asked.get("model"), self._model)
             return asked, use(asked)
 
         try:
@@ -306,36 +315,25 @@ class Front:
                 raise BadRequest("too many bodies are being sent; try again", status=429)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events, until they end or the client leaves; a slow one makes them fewer."""
 
-    def __init__(self, events: AsyncIterator[bytes], jobs: list[Job], scheduler: Scheduler) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        # Of a length that is not known.
-        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
-        self._events, self._jobs, self._scheduler = events, jobs, scheduler
+    def __init__(
+        self, events: AsyncIterator[bytes], jobs: Sequence[Job], scheduler: Scheduler
+    ) -> None:
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._jobs, self._scheduler = jobs, scheduler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write() -> None:
-            start = {"status": 200, "headers": self.raw_headers}
-            await send({"type": "http.response.start", **start})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        tasks = {asyncio.ensure_future(write()), asyncio.ensure_future(_wait_for_leave(receive))}
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                with contextlib.suppress(OSError):  # it left while it was written to
-                    task.result()
+            with contextlib.suppress(OSError):  # the client left while it was written to
+                await super().__call__(scope, receive, send)
         finally:
-            for task in tasks:
-                task.cancel()
             cancel_all(self._scheduler, self._jobs)
 
 
-def cancel_all(scheduler: Scheduler, jobs: list[Job]) -> None:
+def cancel_all(scheduler: Scheduler, jobs: Sequence[Job]) -> None:
     """End the requests that are not over."""
     for job in jobs:
         if not job.is_over:

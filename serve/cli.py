@@ -11,7 +11,7 @@ from specdec.errors import SpecDecError, name_extra
 
 from .settings import ServeSettings
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 @stage_command("serve", ServeSettings)

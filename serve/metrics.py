@@ -100,11 +100,11 @@ class Metrics:
             filled += len(job.request.input_ids)
             if job.stream is not None:
                 filled += job.stream.stats.num_output_tokens
-            if len(event.token_ids) and not job.times.gaps:
+            if event.token_ids and not job.gaps:
                 num_read += len(job.request.input_ids)
             elif event.token_ids:
-                self._histograms["inter_token_latency_seconds"].observe(job.times.gaps[-1])
-            for num_drafted, num_accepted in job.take_steps():
+                self._histograms["inter_token_latency_seconds"].observe(job.gaps[-1])
+            for num_drafted, num_accepted in job.steps[len(job.steps) - job.num_new_steps :]:
                 drafts += num_drafted > 0
                 drafted += num_drafted
                 accepted += num_accepted
@@ -133,23 +133,22 @@ class Metrics:
         if not job.has_output and reason == "eos":
             reason = "length"  # as it is told
         self._success.labels(self._model, FINISHED.get(reason, "error")).inc()
-        times = job.times
-        if times.begun is None or times.first_token is None or times.last_token is None:
+        begun, first, last = job.begun, job.first_token, job.last_token
+        if begun is None or first is None or last is None:
             return
         num_tokens = job.num_output_tokens
         observed = {
-            "time_to_first_token_seconds": times.first_token - times.queued,
-            "e2e_request_latency_seconds": time.perf_counter() - times.queued,
-            "request_queue_time_seconds": times.begun - times.queued,
-            "request_prefill_time_seconds": times.first_token - times.begun,
-            "request_decode_time_seconds": times.last_token - times.first_token,
-            "request_inference_time_seconds": times.last_token - times.begun,
+            "time_to_first_token_seconds": first - job.queued,
+            "e2e_request_latency_seconds": time.perf_counter() - job.queued,
+            "request_queue_time_seconds": begun - job.queued,
+            "request_prefill_time_seconds": first - begun,
+            "request_decode_time_seconds": last - first,
+            "request_inference_time_seconds": last - begun,
             "request_prompt_tokens": len(job.request.input_ids),
             "request_generation_tokens": num_tokens,
         }
         if num_tokens > 1:
-            decoding = times.last_token - times.first_token
-            observed["request_time_per_output_token_seconds"] = decoding / (num_tokens - 1)
+            observed["request_time_per_output_token_seconds"] = (last - first) / (num_tokens - 1)
         for key, value in observed.items():
             self._histograms[key].observe(value)
 
@@ -163,11 +162,11 @@ def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
     columns = itertools.zip_longest(*(s.accepted_histogram for s in stats), fillvalue=0)
     emitted = sum(max(0, s.num_output_tokens - 1) for s in stats)
     num_tokens = sum(job.num_output_tokens for job in jobs)
-    gaps = [gap for job in jobs for gap in job.times.gaps]
-    begun = min((j.times.begun for j in jobs if j.times.begun is not None), default=None)
-    ends = [job.times.last_token for job in jobs if job.times.last_token is not None]
-    queued = min(job.times.queued for job in jobs)
-    firsts = [job.times.first_token for job in jobs if job.times.first_token is not None]
+    gaps = [gap for job in jobs for gap in job.gaps]
+    begun = min((job.begun for job in jobs if job.begun is not None), default=None)
+    ends = [job.last_token for job in jobs if job.last_token is not None]
+    queued = min(job.queued for job in jobs)
+    firsts = [job.first_token for job in jobs if job.first_token is not None]
     generation = max(ends) - min(firsts) if ends and firsts else None
     whole = max(ends) - begun if ends and begun is not None else None
 

@@ -6,7 +6,6 @@ waits for who takes it; who submits or cancels never waits for a step.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
@@ -35,24 +34,11 @@ class Closing(Exception):
     """The server is about to end, and takes no more requests."""
 
 
-@dataclasses.dataclass
-class Times:
-    """When things happened to a request, by time.perf_counter; None where they have not yet.
-
-    begun: its row was given. gaps: seconds between the steps that brought tokens.
-    """
-
-    queued: float
-    begun: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    gaps: list[float] = dataclasses.field(default_factory=list)
-
-
 class Job:
     """A request on its way. Its events are taken by whoever submitted it, whenever they like.
 
-    What waits to be taken is never more than the request's own output.
+    What waits to be taken is never more than the request's own output. Times are those of
+    time.perf_counter, and None where something has not happened yet.
     """
 
     def __init__(
@@ -63,16 +49,20 @@ class Job:
         has_output: whether the tokens that it brings are asked for, not the prompt alone.
         """
         self.request, self.has_output = request, has_output
-        self.times = Times(time.perf_counter())
+        self.queued = time.perf_counter()
+        self.begun: float | None = None  # when its row was given
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.gaps: list[float] = []  # seconds between the steps that brought tokens
         self.stream: Stream | None = None
         self.steps: list[tuple[int, int]] = []  # of each verify step: tokens drafted, accepted
+        self.num_new_steps = 0  # of these, in the newest event
         self.stats: RequestStats | None = None  # once it is over
         self.error: Exception | None = None
         self.is_cancelled = False
         self.on_change = on_change
         self._events: deque[Event] = deque()
-        self._before = 0, 0  # tokens drafted and accepted when the last step was noted
-        self._num_told = 0  # of the steps
+        self._counted = 0, 0  # tokens drafted and accepted in `steps`
 
     @property
     def is_over(self) -> bool:
@@ -90,34 +80,26 @@ class Job:
             raise self.error
         return taken
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Event, stats: RequestStats) -> None:
         """Take down what a step gave, before `give`."""
-        times, now = self.times, time.perf_counter()
+        now = time.perf_counter()
         if event.token_ids:
-            if times.last_token is None:
-                times.first_token = now
+            if self.last_token is None:
+                self.first_token = now
             else:
-                times.gaps.append(now - times.last_token)
-            times.last_token = now
-        if self.stream is not None:
-            self._note_step(self.stream.stats)
+                self.gaps.append(now - self.last_token)
+            self.last_token = now
+        self.num_new_steps = int(stats.num_verify_steps > len(self.steps))
+        if self.num_new_steps:
+            drafted, accepted = self._counted
+            self._counted = stats.num_draft_tokens, stats.num_accepted
+            self.steps.append((self._counted[0] - drafted, self._counted[1] - accepted))
         self.stats = event.stats
 
     def give(self, event: Event) -> None:
         """Let it be taken."""
         self._events.append(event)
         self.on_change()
-
-    def take_steps(self) -> list[tuple[int, int]]:
-        """The steps that came since the last call."""
-        at, self._num_told = self._num_told, len(self.steps)
-        return self.steps[at:]
-
-    def _note_step(self, stats: RequestStats) -> None:
-        if stats.num_verify_steps > len(self.steps):
-            drafted, accepted = stats.num_draft_tokens, stats.num_accepted
-            self.steps.append((drafted - self._before[0], accepted - self._before[1]))
-            self._before = drafted, accepted
 
 
 class Watcher(Protocol):
@@ -251,7 +233,7 @@ class Scheduler:
         self._running = [job for job in self._running if not self._let_go(job)]
         while self._waiting and len(self._running) < self.engine.max_batch_size:
             job = self._waiting.popleft()
-            job.times.begun = time.perf_counter()
+            job.begun = time.perf_counter()
             try:
                 job.stream = self.engine.stream(job.request)
             except Exception as error:  # noqa: BLE001 - it is this request's alone
@@ -270,9 +252,10 @@ class Scheduler:
         given = []
         with self._changed:
             for job in self._running:
-                event = job.stream.take() if job.stream is not None else None
+                assert job.stream is not None
+                event = job.stream.take()
                 if event is not None and not job.is_cancelled:
-                    job.note(event)
+                    job.note(event, job.stream.stats)
                     given.append((job, event))
             if self._watcher is not None:
                 self._watcher.note_step(time.perf_counter() - began, given)
@@ -314,6 +297,6 @@ class Scheduler:
     def _end(self, job: Job, reason: str) -> None:
         """Count a request that is over; the lock is held."""
         job.stream = None  # which holds on to the cache
-        self._seconds += 0.1 * (time.perf_counter() - job.times.queued - self._seconds)
+        self._seconds += 0.1 * (time.perf_counter() - job.queued - self._seconds)
         if self._watcher is not None:
             self._watcher.note_end(job, reason)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 STDIN = Path("-")
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
-SHAPING = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+SHAPING = (
+    "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
 # Fields of a prompt by their keys in a line of a .jsonl file; messages of errors name the keys.
 SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
 LINE_FIELDS = SOURCES | {
@@ -362,7 +364,8 @@ def make_requests(
         assert top_p is not None
         if temperature is None:
             temperature = float(top_k > 0 or top_p < 1)
-        shaping = {name: getattr(prompt, name) for name in SHAPING}
+        given = {name: value for name, value in prompt.list_given().items() if name in SHAPING}
+        bias = tuple(given.pop("logit_bias", {}).items())
         requests.append(
             Request(
                 index=index,
@@ -376,8 +379,8 @@ def make_requests(
                     top_p=float(top_p),
                     seed=prompt.seed,
                     typical=typical,
-                    logit_bias=tuple((prompt.logit_bias or {}).items()),
-                    **{name: float(v) for name, v in shaping.items() if v is not None},
+                    logit_bias=bias,
+                    **{name: float(value) for name, value in given.items()},
                 ),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 num_logprobs=prompt.logprobs,

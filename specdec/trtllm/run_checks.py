@@ -268,34 +268,40 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
                 f"{where} samples with temperature {params.temperature:g}, but"
                 " this engine always decodes greedily",
                 "leave the temperature out, or convert with --redrafter-no-greedy-search",
+                "temperature",
             )
         elif not is_greedy_engine and params.is_greedy:
             problems.add(
                 f"{where} decodes greedily, but this engine always samples: it"
                 " was converted with --redrafter-no-greedy-search",
                 "give --temperature, or convert without that flag",
+                "temperature",
             )
         elif not is_greedy_engine and (params.top_k or params.top_p < 1):
             problems.add(
                 f"{where} has top_k {params.top_k} and top_p {params.top_p:g};"
                 " TensorRT-LLM's ReDrafter knows neither",
                 "leave them out",
+                "top_k",
             )
     elif folder.mode == MEDUSA and not params.is_greedy and params.temperature != 1:
         problems.add(
             f"{where} has temperature {params.temperature:g}, TensorRT-LLM's Medusa only 1",
             "decode greedily, or with --temperature 1",
+            "temperature",
         )
     elif folder.mode == EAGLE and not params.is_greedy:
         problems.add(
             f"{where} samples with temperature {params.temperature:g}, and TensorRT-LLM's EAGLE"
             " decodes greedily unless it accepts typical tokens, which changes the text",
             "leave the temperature out",
+            "temperature",
         )
     if not params.is_greedy and params.top_k > MAX_TOP_K:
         problems.add(
             f"{where} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
             f"give {MAX_TOP_K} or less",
+            "top_k",
         )
     return problems
 

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from specdec.decode.api import Engine, Output, read_options
-from specdec.decode.prompts import find_end_ids
+from specdec.decode.prompts import SHAPING, find_end_ids
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
-from specdec.decode.sampling import SamplingParams
+from specdec.decode.sampling import GREEDY, SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import Problems, SpecDecError, UsageError
 from specdec.methods import METHODS
@@ -201,19 +201,21 @@ class ExecutorCore:
         """Raise SpecDecError that lists every request that the engine cannot do."""
         problems = Problems()
         for request in requests:
-            params = request.sampling
-            for is_asked, what in (
-                (params.is_shaped, "a penalty, a bias or min_p"),
-                (request.grammar is not None, "structured output"),
-                (request.num_logprobs is not None, "log-probabilities"),
-                (request.keep_trees, "draft trees"),
-                (not request.drafts and self.folder.mode is not None, "decoding without drafts"),
+            params, is_plain = request.sampling, self.folder.mode is None
+            shaping = [n for n in SHAPING if getattr(params, n) != getattr(GREEDY, n)]
+            for is_asked, field, what in (
+                (shaping, next(iter(shaping), None), "a penalty, a bias or min_p"),
+                (request.grammar is not None, "grammar", "structured output"),
+                (request.num_logprobs is not None, "logprobs", "log-probabilities"),
+                (request.keep_trees, "keep_trees", "draft trees"),
+                (not request.drafts and not is_plain, "speculation", "decoding without drafts"),
             ):
                 if is_asked:
                     problems.add(
                         f"prompt {request.index} asks for {what}, which is not offered with an"
                         " engine of TensorRT-LLM",
                         "leave it out, or serve an engine of the torch backend",
+                        field,
                     )
         problems.raise_all()
         check_requests(requests, self.folder, None)

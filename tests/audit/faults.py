@@ -60,24 +60,24 @@ def alter_streams(alter: Callable[[Any, list[Any]], list[Any]]) -> Iterator[None
 
 def write_past_stops(asked: Any, document: dict[str, Any]) -> None:
     choice = document["choices"][0]
-    if asked.stop and choice["finish_reason"] == "stop":
-        choice["text"] += asked.stop[0] + " and"
+    if asked.get("stop") and choice["finish_reason"] == "stop":
+        choice["text"] += asked["stop"][0] + " and"
 
 
 def tell_ids_past_stops(asked: Any, document: dict[str, Any]) -> None:
-    if asked.stop and (ids := document["choices"][0].get("token_ids")) is not None:
+    if asked.get("stop") and (ids := document["choices"][0].get("token_ids")) is not None:
         ids += ids[-1:] * 4
 
 
 def tell_logprobs_past_stops(asked: Any, document: dict[str, Any]) -> None:
     told = document["choices"][0].get("logprobs")
-    if asked.stop and told:
+    if asked.get("stop") and told:
         for values in told.values():
             values += values[-1:] * 4
 
 
 def count_past_stops(asked: Any, document: dict[str, Any]) -> None:
-    if asked.stop:
+    if asked.get("stop"):
         document["usage"]["completion_tokens"] += 4
         document["usage"]["total_tokens"] += 4
 

@@ -25,7 +25,8 @@ from specdec.decode.requests import TokenLogprob
 from specdec.http_client import read_key
 from specdec.serve import app, protocol
 from specdec.serve.answers import Answer, Choice
-from specdec.serve.schema import NEUTRAL, CompletionAsked
+from specdec.serve.schema import CHAT as CHAT_PARAMETERS
+from specdec.serve.schema import COMPLETION, NEUTRAL
 from specdec.serve.server import Server, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
@@ -275,8 +276,8 @@ def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
     assert [table.get_text(n) for n in range(4)] == names
     assert table.get_bytes(9) == b"</s>"
     assert table.get_bytes(77) == b""
-    job: Any = SimpleNamespace(has_output=True)
-    choice = Choice(0, job, "")
+    request: Any = SimpleNamespace(num_logprobs=0, input_text="")
+    choice = Choice(0, request)
     shown, counts = [], []
     for token, (text, end) in enumerate([("a", 1), ("", 1), ("€", 2), ("", 2)]):
         told = [TokenLogprob(-1.0, [])]
@@ -287,10 +288,8 @@ def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
         counts.append(len(choice.tokens))
     assert shown == ["a", "a", "a€", "a€"]
     assert counts == [1, 2, 3, 4]
-    asked = CompletionAsked(prompt="", logprobs=0)
-    answer = Answer(asked, MODEL, [], table)
-    told_of: Any = answer._describe_tokens(choice, 0)
-    assert told_of["tokens"] == names
+    told_of = Answer({"prompt": ""}, MODEL, [choice], table)._describe(choice, 0, [])
+    assert told_of["logprobs"]["tokens"] == names
 
 
 def test_the_small_endpoints(url: str, expected: Any) -> None:
@@ -350,10 +349,10 @@ def turn(role: str, content: Any) -> dict[str, Any]:
 
 # What is sent beside a prompt of "x", where not said otherwise; the parameter named; the message.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt": None}, "prompt", "give a text, a list of texts"),
-    ({"prompt": [True]}, "prompt", "give a text"),
-    ({"prompt": [[1], []]}, "prompt", "give a text"),
-    ({"prompt": [-1]}, "prompt", "give a text"),
+    ({"prompt": None}, "prompt", "prompt is missing"),
+    ({"prompt": [True]}, "prompt", "not a text, a list of texts"),
+    ({"prompt": [[1], []]}, "prompt", "not a text"),
+    ({"prompt": [-1]}, "prompt", "not a text"),
     ({"promt": "x"}, "promt", "unknown parameter 'promt' (did you mean prompt?)"),
     ({"tools": [1]}, "tools", "tools is not supported"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
@@ -362,16 +361,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "x"}, "suffix", "suffix is not supported"),
     ({"metadata": {"a": "b"}}, "metadata", "metadata is not supported"),
     ({"service_tier": "flex"}, "service_tier", "not supported"),
-    ({"n": True}, "n", "valid integer"),
-    ({"seed": 1.0}, "seed", "valid integer"),
-    ({"top_k": "1"}, "top_k", "valid integer"),
-    ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than or equal to 0.001"),
-    ({"temperature": True}, "temperature", "valid number"),
-    ({"temperature": -1}, "temperature", "greater than or equal"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
-    ({"n": 10**9}, "n", "less than or equal to 128"),
+    ({"n": True}, "n", "n is True, not a whole number from 1 to 128"),
+    ({"seed": 1.0}, "seed", "seed is 1.0, not a whole number"),
+    ({"top_k": "1"}, "top_k", "top_k is '1', not a whole number"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty", "a number from 0.001 to 1000"),
+    ({"temperature": True}, "temperature", "temperature is True, not a number"),
+    ({"temperature": -1}, "temperature", "a number of at least 0"),
+    ({"top_p": 0}, "top_p", "a number above 0"),
+    ({"n": 10**9}, "n", "from 1 to 128"),
     ({"prompt": ["x"] * 100, "n": 2}, "n", "200 choices, at most 128"),
-    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, not a whole number from 1"),
     ({"max_tokens": 900}, "max_tokens", "asks for 900 more, the engine's max_seq_len is 300"),
     ({"prompt": "x" * 9000}, "prompt", "max_input_len is"),
     ({"prompt": ""}, "prompt", "is empty"),
@@ -380,18 +379,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ""}, "stop", "1 to 1000 characters"),
     ({"stop": ["a", None]}, "stop", "1 to 1000 characters"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias is 'a'"),
-    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "a key of logit_bias is '01'"),
-    ({"logit_bias": {"1": True}}, "logit_bias", "logit_bias.1 is True"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias is {'a': 1}, not numbers"),
+    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "by token id"),
+    ({"logit_bias": {"1": True}}, "logit_bias", "logit_bias is {1: True}"),
     ({"logit_bias": {"500": 1}}, "logit_bias", "logit_bias for token 500"),
-    ({"logprobs": 50}, "logprobs", "less than or equal to 20"),
+    ({"logprobs": 50}, "logprobs", "from 0 to 20"),
     ({"max_tokens": 0}, "max_tokens", "without echo"),
     ({"stream_options": {}}, "stream_options", "only for stream"),
-    ({"stream_options": {"a": 1}, "stream": True}, "stream_options", "unknown parameter stream"),
+    ({"stream_options": {"a": 1}, "stream": True}, "stream_options", "'stream_options.a'"),
     ({"return_trees": True}, "return_trees", "only for stream"),
     ({"model": "gpt-9"}, "model", "'gpt-9' does not exist"),
-    ({"seed": 2**64}, "seed", "less than"),
-    ({"messages": []}, "messages", "at least 1 item"),
+    ({"seed": 2**64}, "seed", "to 2**64 - 1"),
+    ({"messages": []}, "messages", "not a list of messages"),
     (turn("user", 3), "messages", "messages.0.content is 3: give a text"),
     (turn("user", None), "messages", "messages.0.content is missing"),
     ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
@@ -469,7 +468,7 @@ ANY_JSON = st.recursive(
     ),
     max_leaves=8,
 )
-NAMES = sorted({*CompletionAsked.model_fields, "messages", "max_completion_tokens", "top_logprobs"})
+NAMES = sorted({*COMPLETION, *CHAT_PARAMETERS})
 BODIES = (
     st.dictionaries(st.sampled_from(NAMES), ANY_JSON, max_size=4).map(
         lambda body: json.dumps({"prompt": "x", "max_tokens": 2, **body}).encode()

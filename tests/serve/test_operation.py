@@ -36,7 +36,7 @@ LONG = {"prompt": "hello ab", "max_tokens": 250, "temperature": 0, "ignore_eos":
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    with serve_here(folder) as (_, url):
+    with serve_here(folder, draft_budget="fixed") as (_, url):
         yield url
 
 

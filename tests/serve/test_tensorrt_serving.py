@@ -91,13 +91,14 @@ def test_texts_are_the_targets_own(world: World, texts: list[str], method: str) 
 def test_what_the_executor_is_not_asked_for_is_refused(world: World) -> None:
     with serve(world, make_served(world, "redrafter")) as (_, url):
         for given, param, message in (
-            ({"presence_penalty": 1.0}, "prompt", "a penalty, a bias or min_p"),
+            ({"presence_penalty": 1.0}, "presence_penalty", "a penalty, a bias or min_p"),
             ({"logit_bias": {"3": 1}}, "logit_bias", "a penalty, a bias or min_p"),
+            ({"min_p": 0.1}, "min_p", "a penalty, a bias or min_p"),
             ({"guided_regex": "a+"}, "guided_regex", "structured output"),
-            ({"logprobs": 1}, "prompt", "log-probabilities"),
-            ({"speculation": False}, "prompt", "decoding without drafts"),
-            ({"return_trees": True, "stream": True}, "prompt", "draft trees"),
-            ({"temperature": 0.5}, "prompt", "this engine always decodes greedily"),
+            ({"logprobs": 1}, "logprobs", "log-probabilities"),
+            ({"speculation": False}, "speculation", "decoding without drafts"),
+            ({"return_trees": True, "stream": True}, "return_trees", "draft trees"),
+            ({"temperature": 0.5}, "temperature", "this engine always decodes greedily"),
             ({"max_tokens": 900}, "max_tokens", "asks for 900 more"),
         ):
             body = {"prompt": PROMPTS[0], "temperature": 0, **given}
