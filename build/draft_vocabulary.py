@@ -82,24 +82,22 @@ def count_tokens(path: Path, tokenizer_dir: str | None, vocab_size: int) -> Arra
     """How often each token occurs in a file's rows of tokens or texts, [V]."""
     counts = np.zeros(vocab_size, np.int64)
     format_: ChatFormat | None = None
+    is_plain = path.suffix == ".txt"
     for number, line in read_lines(path):
         with name_line(path, number, KEYS):
-            row = {} if path.suffix == ".txt" else parse_object(line)
+            row = {} if is_plain else parse_object(line)
             tokens = row.get("input_ids")
             if tokens is None:
-                document = (
-                    line.decode("utf-8") if path.suffix == ".txt" else read_document(row, KEYS)
-                )
-                if format_ is None and tokenizer_dir is None:
+                document = line.decode("utf-8") if is_plain else read_document(row, KEYS)
+                if tokenizer_dir is None:
                     raise SpecDecError(
                         f"--draft-vocab-file {path} holds text, and a tokenizer is needed",
                         "add --tokenizer-dir, or give rows of input_ids",
                     )
-                format_ = format_ or ChatFormat(load_tokenizer(str(tokenizer_dir)))
+                format_ = format_ or ChatFormat(load_tokenizer(tokenizer_dir))
                 text = document if isinstance(document, str) else format_.render(document)
-                tokens = format_.tokenizer(text, add_special_tokens=False, verbose=False)[
-                    "input_ids"
-                ]
+                encoded = format_.tokenizer(text, add_special_tokens=False, verbose=False)
+                tokens = encoded["input_ids"]
             if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
                 raise ValueError(f"input_ids holds what is no token below {vocab_size}")
             np.add.at(counts, np.array(tokens, np.int64), 1)

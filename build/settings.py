@@ -19,7 +19,6 @@ SIZES = option_group("Sizes")
 TENSORRTLLM = option_group("TensorRT-LLM", rare=True)
 TRITON = option_group("Triton", rare=True)
 
-LAUNCHERS = ("local", "mpirun", "srun")
 SAME = "same"  # of a drafter's weights: as the checkpoint has them
 
 
@@ -27,7 +26,7 @@ SAME = "same"  # of a drafter's weights: as the checkpoint has them
 class BuildSettings:
     """One field is one flag and one recipe key."""
 
-    # Every build requires it; --emit-triton alone, for an engine that is there, does without.
+    # Every build requires it; --emit-triton for an engine that is there does without.
     checkpoint_dir: Path = FOLDERS(help="Folder written by specdec-convert.")
     output_dir: Path = FOLDERS(required=True, help="Engine folder to write.")
     backend: str = ENGINE(
@@ -119,7 +118,7 @@ class BuildSettings:
         metavar="FILE", help="Write the TensorRT-LLM build as a shell script; build nothing here."
     )
     launcher: str = TENSORRTLLM(
-        "local", choices=LAUNCHERS, help="How the script starts trtllm-build."
+        "local", choices=("local", "mpirun", "srun"), help="How the script starts trtllm-build."
     )
     emit_triton: Path | None = TRITON(
         metavar="DIR",

@@ -38,32 +38,39 @@ class Ability:
 
 def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     """List what specdec does, each with what is missing for it here."""
-    packages = machine["packages"]
-    torch = _find_torch_reasons(packages["torch"])
-    transformers = [] if packages["transformers"] else ["transformers is not installed"]
-    no_compiler = [] if machine["compiler"] else ["no C++ compiler is found: install g++"]
-    tensorrt = _find_tensorrt_reasons(machine, here)
-    builds = tensorrt + (
-        [] if machine["trtllm_build"] or here.tensorrt_llm is None
-        else ["trtllm-build is not on PATH"]
-    )  # fmt: skip
-    launcher = machine["mpi"]["launchers"]
-    no_mpi = [] if can_start_ranks(launcher) else ["neither mpirun nor srun is found"]
-    few = ["one GPU is visible"] if len(here.gpus) == 1 else []
-    return [
-        Ability(what="convert checkpoints", reasons=[]),
-        Ability(what="write a TensorRT-LLM build down (--dry-run, --emit-script)", reasons=[]),
-        Ability(what="build and run on the torch backend", reasons=torch + transformers),
-        Ability(what="native CPU kernels of the torch backend", reasons=torch + no_compiler),
-        Ability(what="the torch backend on a GPU", reasons=torch + _find_cuda_reasons(here)),
-        Ability(what="build TensorRT-LLM engines", reasons=builds),
-        Ability(
-            what="build TensorRT-LLM engines of an FP8 checkpoint",
-            reasons=builds + _find_capability_reasons(here, MIN_CAPABILITY_FP8),
+    packages, launchers = machine["packages"], machine["mpi"]["launchers"]
+    torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
+    has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
+    builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
+    reasons: dict[str, list[str]] = {
+        "convert checkpoints": [],
+        "write a TensorRT-LLM build down (--dry-run, --emit-script)": [],
+        "build and run on the torch backend": torch + _choose(
+            (not packages["transformers"], "transformers is not installed")
         ),
-        Ability(what="run TensorRT-LLM engines", reasons=tensorrt),
-        Ability(what="run TensorRT-LLM engines of several ranks", reasons=tensorrt + no_mpi + few),
-    ]
+        "native CPU kernels of the torch backend": torch + _choose(
+            (not machine["compiler"], "no C++ compiler is found: install g++")
+        ),
+        "the torch backend on a GPU": torch + _choose(
+            (here.cuda is None, "the installed torch is built without CUDA"),
+            (not here.gpus, "no GPU is visible"),
+        ),
+        "build TensorRT-LLM engines": builds,
+        "build TensorRT-LLM engines of an FP8 checkpoint": (
+            builds + _find_capability_reasons(here, MIN_CAPABILITY_FP8)
+        ),
+        "run TensorRT-LLM engines": tensorrt,
+        "run TensorRT-LLM engines of several ranks": tensorrt + _choose(
+            (not can_start_ranks(launchers), "neither mpirun nor srun is found"),
+            (len(here.gpus) == 1, "one GPU is visible"),
+        ),
+    }  # fmt: skip
+    return [Ability(what=what, reasons=found) for what, found in reasons.items()]
+
+
+def _choose(*rows: tuple[object, str]) -> list[str]:
+    """The reasons of those rows (is so, reason) that are so."""
+    return [reason for is_so, reason in rows if is_so]
 
 
 def can_start_ranks(launchers: Collection[str]) -> bool:
@@ -74,19 +81,9 @@ def can_start_ranks(launchers: Collection[str]) -> bool:
 def _find_torch_reasons(version: str | None) -> list[str]:
     if version is None:
         return ["torch is not installed"]
-    if order_release(version) < MIN_TORCH:
-        needed = ".".join(map(str, MIN_TORCH))
-        return [f"torch {version} is older than {needed}, the first that loads files safely"]
-    return []
-
-
-def _find_cuda_reasons(here: Environment) -> list[str]:
-    reasons = []
-    if here.cuda is None:
-        reasons.append("the installed torch is built without CUDA")
-    if not here.gpus:
-        reasons.append("no GPU is visible")
-    return reasons
+    needed = ".".join(map(str, MIN_TORCH))
+    fact = f"torch {version} is older than {needed}, the first that loads files safely"
+    return _choose((order_release(version) < MIN_TORCH, fact))
 
 
 def _find_capability_reasons(here: Environment, needed: tuple[int, int]) -> list[str]:
@@ -99,20 +96,21 @@ def _find_capability_reasons(here: Environment, needed: tuple[int, int]) -> list
 
 
 def _find_tensorrt_reasons(machine: dict[str, Any], here: Environment) -> list[str]:
-    reasons = []
-    if here.tensorrt_llm is None:
-        reasons.append("TensorRT-LLM is not installed")
-    elif find_facts(here.tensorrt_llm) is None:
-        reasons.append(explain_unknown(here.tensorrt_llm)[0])
-    if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
-        reasons.append("mpi4py is not installed, and TensorRT-LLM does not load without it")
-    if not here.gpus:
-        reasons.append("no GPU is visible")
-    reasons += _find_capability_reasons(here, MIN_CAPABILITY)
-    runtime, driver = machine["cuda"]["runtime"], here.cuda_driver
-    if runtime and driver and parse_capability(driver) < parse_capability(runtime):
-        reasons.append(f"the driver runs CUDA {driver} at most, torch is built for {runtime}")
-    return reasons
+    version, runtime, driver = here.tensorrt_llm, machine["cuda"]["runtime"], here.cuda_driver
+    reasons = _choose((version is None, "TensorRT-LLM is not installed"))
+    if version is not None and find_facts(version) is None:
+        reasons.append(explain_unknown(version)[0])
+    is_old = runtime and driver and parse_capability(driver) < parse_capability(runtime)
+    return [
+        *reasons,
+        *_choose(
+            (version is not None and machine["packages"].get("mpi4py") is None,
+             "mpi4py is not installed, and TensorRT-LLM does not load without it"),
+            (not here.gpus, "no GPU is visible"),
+        ),
+        *_find_capability_reasons(here, MIN_CAPABILITY),
+        *_choose((is_old, f"the driver runs CUDA {driver} at most, torch is built for {runtime}")),
+    ]  # fmt: skip
 
 
 def list_pins() -> list[dict[str, Any]]:
@@ -152,27 +150,20 @@ def list_clashes() -> list[str]:
 
 
 def find_pin_problems(machine: dict[str, Any], here: Environment) -> list[str]:
-    """List what is installed beside TensorRT-LLM in another version than belongs to it."""
+    """List what is installed with TensorRT-LLM in another version than belongs to it."""
     facts = find_facts(here.tensorrt_llm) if here.tensorrt_llm else None
-    if facts is None or facts.label != _get_exact_label(here.tensorrt_llm, facts):
+    # The pins are those of the line's own release; an earlier 1.x had others.
+    release = ".".join(map(str, order_release(here.tensorrt_llm or "")))
+    if facts is None or facts.label != release:
         return []
-    installed = {
-        "python": machine["python"], "cuda": here.cuda, **machine["packages"],
-    }  # fmt: skip
+    installed = {"python": machine["python"], "cuda": here.cuda, **machine["packages"]}
     problems = []
     for name, pinned in facts.pins.items():
         version = installed.get(name)
-        if version is None:
-            continue
-        if not any(order_release(version) == order_release(one) for one in pinned.split(", ")):
+        known = [order_release(one) for one in pinned.split(", ")]
+        if version is not None and order_release(version) not in known:
             problems.append(
                 f"TensorRT-LLM {here.tensorrt_llm} goes with {name}"
                 f" {pinned.replace(', ', ' or ')}, here is {version}"
             )
     return problems
-
-
-def _get_exact_label(version: str | None, facts: Facts) -> str:
-    """The pins are those of the line's own release; an earlier 1.x had others."""
-    first, second = order_release(version or "")
-    return facts.label if facts.label == f"{first}.{second}" else ""

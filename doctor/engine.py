@@ -8,14 +8,15 @@ from typing import Any
 from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
-from specdec.errors import Problems, SpecDecError, join_names
+from specdec.errors import Problems, join_names
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import CHANGED_HINT, NAME, find_changes
 from specdec.files.reading import read_json
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.trtllm.defects import list_defects
+from specdec.trtllm.engine_folder import list_mode_names, refuse_config
 from specdec.trtllm.environment import Environment, compare_environments
-from specdec.trtllm.facts import DEFAULT_LABEL, load_facts, order_release
+from specdec.trtllm.facts import order_release
 
 from .abilities import MIN_TORCH, can_start_ranks
 
@@ -25,10 +26,7 @@ def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> di
     expect_folder(folder, ENGINE, "--engine-dir")
     document = read_json(folder / "config.json")
     if not isinstance(document.get("build_config"), dict):
-        raise SpecDecError(
-            f"{folder} is not an engine: its config.json has no build_config",
-            "run specdec-build on the checkpoint first",
-        )
+        raise refuse_config(folder)
     backend = document.get("backend", "tensorrt-llm")
     pretrained = document.get("pretrained_config")
     checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
@@ -71,28 +69,23 @@ def _check_torch(
     if config.kernels is None and not on_gpu:
         notes.append("it has no native kernels: it runs on torch's own operators")
     elif config.kernels is not None and not on_gpu:
-        is_kept = config.kernels.get("cpu") == describe_cpu() and find_kept(config.kernels)
-        if not is_kept and machine["compiler"]:
-            notes.append("its native kernels are not kept here: the first run compiles them")
-        elif not is_kept:
+        if config.kernels.get("cpu") != describe_cpu() or not find_kept(config.kernels):
             notes.append(
-                "its native kernels are not kept here and there is no C++ compiler: it runs on"
+                "its native kernels are not kept here: the first run compiles them"
+                if machine["compiler"]
+                else "its native kernels are not kept here and there is no C++ compiler: it runs on"
                 " torch's own operators, slower"
             )
     problems += find_engine_problems(folder, config)
-    weights = sorted(folder.glob("*.safetensors"))
-    size = sum(path.stat().st_size for path in weights)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    ranks, cores = checkpoint.model.tp_size, machine["cpu"]["cores"] or 1
     if on_gpu:
-        room, where = here.gpus[0].memory_bytes, here.gpus[0].name
-        size = -(-size // checkpoint.model.tp_size)
-    else:
-        room, where = machine["cpu"]["available_bytes"] or 0, "this machine"
-    problems += _check_memory(size, room, where)
-    if checkpoint.model.tp_size > 1:
-        ranks, cores = checkpoint.model.tp_size, machine["cpu"]["cores"] or 1
-        if on_gpu and len(here.gpus) < ranks:
+        problems += _check_memory(-(-size // ranks), here.gpus[0].memory_bytes, here.gpus[0].name)
+        if len(here.gpus) < ranks:
             notes.append(f"its {ranks} ranks will not have a GPU each: {len(here.gpus)} visible")
-        elif not on_gpu and cores < ranks:
+    else:
+        problems += _check_memory(size, machine["cpu"]["available_bytes"] or 0, "this machine")
+        if cores < ranks > 1:
             notes.append(f"its {ranks} ranks share {cores} cores")
     return problems, notes
 
@@ -105,8 +98,7 @@ def _check_tensorrt(
     problems = Problems()
     notes: list[str] = []
     files = [folder / f"rank{rank}.engine" for rank in range(num_ranks)]
-    absent = [path.name for path in files if not path.is_file()]
-    if absent:
+    if absent := [path.name for path in files if not path.is_file()]:
         problems.add(f"{folder} lacks {join_names(absent)}", "copy the folder again")
     manifest = folder / "manifest.json"
     recorded = read_json(manifest).get("environment") if manifest.is_file() else None
@@ -118,14 +110,15 @@ def _check_tensorrt(
             problems.add(difference.fact, difference.remedy)
         else:
             notes.append(f"{difference.fact}: {difference.remedy}")
-    modes = {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
-    mode = modes.get(document["build_config"].get("speculative_decoding_mode"))
+    mode = list_mode_names().get(document["build_config"].get("speculative_decoding_mode"))
     notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
-    if num_ranks > 1 and not can_start_ranks(machine["mpi"]["launchers"]):
-        problems.add(f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI")
-    if here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None:
-        problems.add("TensorRT-LLM does not load without mpi4py, which is not installed",
-             "pip install mpi4py")  # fmt: skip
+    problems += Problems.where(
+        (num_ranks > 1 and not can_start_ranks(machine["mpi"]["launchers"]),
+         f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI"),
+        (here.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None,
+         "TensorRT-LLM does not load without mpi4py, which is not installed",
+         "pip install mpi4py"),
+    )  # fmt: skip
     if here.gpus and not absent:
         largest = max(path.stat().st_size for path in files)
         problems += _check_memory(largest, here.gpus[0].memory_bytes, here.gpus[0].name)
@@ -133,9 +126,6 @@ def _check_tensorrt(
 
 
 def _check_memory(needed: int, room: int, where: str) -> Problems:
-    if not 0 < room < needed:
-        return Problems()
-    return Problems().add(
-        f"the weights take {needed / 1e9:.1f} GB, {where} has {room / 1e9:.1f} GB",
-        "use a machine with more memory, more ranks or a quantized model",
-    )
+    fact = f"the weights take {needed / 1e9:.1f} GB, {where} has {room / 1e9:.1f} GB"
+    remedy = "use a machine with more memory, more ranks or a quantized model"
+    return Problems.where((0 < room < needed, fact, remedy))

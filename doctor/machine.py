@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -24,11 +25,7 @@ LAUNCHERS = ("mpirun", "mpiexec", "srun")
 MPI_SECONDS = 10
 # Distributions by the name that users know; several where a package has had several.
 PACKAGES = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "numpy": ("numpy",),
-    "safetensors": ("safetensors",),
-    "accelerate": ("accelerate",),
+    **{name: (name,) for name in ("torch", "transformers", "numpy", "safetensors", "accelerate")},
     "tensorrt_llm": ("tensorrt-llm",),
     "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
     "modelopt": ("nvidia-modelopt",),
@@ -44,13 +41,10 @@ def describe_machine() -> tuple[dict[str, Any], Environment]:
     if not is_importable("torch"):
         packages["torch"] = None
     report = {
-        "specdec": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
+        "specdec": __version__, "python": platform.python_version(),
+        "platform": platform.platform(), "packages": packages,
         "cuda": {"runtime": here.cuda, "driver": here.cuda_driver, "driver_version": here.driver},
-        "mpi": describe_mpi(),
-        "trtllm_build": shutil.which(BUILD_COMMAND),
+        "mpi": describe_mpi(), "trtllm_build": shutil.which(BUILD_COMMAND),
         "gpus": here.to_json()["gpus"],
         "cpu": {"cores": os.cpu_count(), "memory_bytes": read_memory("MemTotal"),
                 "available_bytes": read_memory("MemAvailable")},
@@ -74,28 +68,22 @@ def describe_kernels() -> dict[str, str]:
 def describe_mpi() -> dict[str, Any]:
     """Return the launchers that are there, and what the first of MPI's own calls itself."""
     found = {name: path for name in LAUNCHERS if (path := shutil.which(name)) is not None}
-    launcher = found.get("mpirun") or found.get("mpiexec")
-    version = None
+    launcher, version = found.get("mpirun") or found.get("mpiexec"), None
     if launcher is not None:
-        try:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(
                 [launcher, "--version"], capture_output=True, text=True, timeout=MPI_SECONDS,
                 check=False,
             )  # fmt: skip
             version = next(iter(done.stdout.splitlines()), None)
-        except (OSError, subprocess.TimeoutExpired):
-            version = None
     return {"launchers": found, "version": version}
 
 
 def read_memory(key: str) -> int | None:
     """Return an entry of /proc/meminfo in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name == key:
-            return int(rest.split()[0]) << 10
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == key:
+                return int(rest.split()[0]) << 10
     return None

@@ -33,8 +33,8 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     engine = report.get("engine")
     if engine is None or engine["can_run"]:
         return None
-    first = engine["problems"][0]
-    more = len(engine["problems"]) - 1
+    first, *others = engine["problems"]
+    more = len(others)
     also = f", and {more} more reason{'s' if more > 1 else ''}" if more else ""
     return SpecDecError(
         f"{engine['engine_dir']} cannot run here: {first['fact']}{also}", first["remedy"]
@@ -43,38 +43,32 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return the findings as lines of text."""
-    packages, cuda, mpi = report["packages"], report["cuda"], report["mpi"]
-    lines = [f"specdec {report['specdec']}, Python {report['python']}, {report['platform']}"]
-    lines += [f"  {name}: {version or 'not installed'}" for name, version in packages.items()]
-    lines.append(
-        f"  CUDA: runtime {cuda['runtime'] or 'none'}, driver {cuda['driver'] or 'none'}"
-        + (f" ({cuda['driver_version']})" if cuda["driver_version"] else "")
-    )
-    launchers = ", ".join(mpi["launchers"]) or "no launcher"
-    lines.append(f"  MPI: {mpi['version'] or launchers}")
-    for index, gpu in enumerate(report["gpus"]):
-        lines.append(
-            f"  GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']},"
-            f" {gpu['memory_bytes'] / 2**30:.0f} GiB"
-        )
-    if not report["gpus"]:
-        lines.append("  GPU: none is visible")
+    packages, cuda, mpi, kernels = (report[key] for key in ("packages", "cuda", "mpi", "kernels"))
     cpu, disk = report["cpu"], report["disk"]
-    memory = f"{(cpu['memory_bytes'] or 0) / 2**30:.1f} GiB"
-    available = f"{(cpu['available_bytes'] or 0) / 2**30:.1f} GiB"
-    lines.append(f"  CPU: {cpu['cores']} cores, {memory} memory, {available} available")
-    lines.append(f"  C++ compiler: {report['compiler'] or 'none'}")
-    if kernels := report["kernels"]:
-        told = kernels.get("error") or "{bfloat16} for bfloat16 weights, else {others}".format_map(
-            kernels
-        )
+    memory, available = (
+        f"{(cpu[key] or 0) / 2**30:.1f} GiB" for key in ("memory_bytes", "available_bytes")
+    )
+    lines = [
+        f"specdec {report['specdec']}, Python {report['python']}, {report['platform']}",
+        *(f"  {name}: {version or 'not installed'}" for name, version in packages.items()),
+        f"  CUDA: runtime {cuda['runtime'] or 'none'}, driver {cuda['driver'] or 'none'}"
+        + (f" ({cuda['driver_version']})" if cuda["driver_version"] else ""),
+        f"  MPI: {mpi['version'] or ', '.join(mpi['launchers']) or 'no launcher'}",
+        *(f"  GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']},"
+          f" {gpu['memory_bytes'] / 2**30:.0f} GiB" for index, gpu in enumerate(report["gpus"])),
+        *([] if report["gpus"] else ["  GPU: none is visible"]),
+        f"  CPU: {cpu['cores']} cores, {memory} memory, {available} available",
+        f"  C++ compiler: {report['compiler'] or 'none'}",
+    ]  # fmt: skip
+    if kernels:
+        form = "{bfloat16} for bfloat16 weights, else {others}"
+        told = kernels.get("error") or form.format_map(kernels)
         lines.append(f"  arithmetic of the native kernels: {told}")
     lines.append(f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}")
     lines.append("What can be done here:")
     for ability in report["abilities"]:
-        mark = "yes" if ability["can"] else "no "
         because = "" if ability["can"] else ": " + "; ".join(ability["reasons"])
-        lines.append(f"  {mark} {ability['what']}{because}")
+        lines.append(f"  {'yes' if ability['can'] else 'no '} {ability['what']}{because}")
     lines.append("Versions that go together:")
     rows = [list(COLUMNS), *([str(row.get(c, "-")) for c in COLUMNS] for row in report["pins"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
@@ -83,17 +77,11 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append("  " + "  ".join(cells).rstrip())
     lines += [f"  {clash}" for clash in list_clashes()]
     lines += [f"problem: {problem}" for problem in report["problems"]]
-    if "engine" in report:
-        lines += _format_engine(report["engine"])
+    if engine := report.get("engine"):
+        lines.append(
+            f"{engine['engine_dir']} ({engine['backend']}, {engine['method']}, {engine['dtype']},"
+            f" tp_size {engine['tp_size']}): {'can' if engine['can_run'] else 'cannot'} run here"
+        )
+        lines += [f"  {problem['fact']}: {problem['remedy']}" for problem in engine["problems"]]
+        lines += [f"  note: {note}" for note in engine["notes"]]
     return "\n".join(lines)
-
-
-def _format_engine(engine: dict[str, Any]) -> list[str]:
-    verdict = "can run here" if engine["can_run"] else "cannot run here"
-    lines = [
-        f"{engine['engine_dir']} ({engine['backend']}, {engine['method']}, {engine['dtype']},"
-        f" tp_size {engine['tp_size']}): {verdict}"
-    ]
-    lines += [f"  {problem['fact']}: {problem['remedy']}" for problem in engine["problems"]]
-    lines += [f"  note: {note}" for note in engine["notes"]]
-    return lines

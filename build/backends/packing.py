@@ -1,7 +1,4 @@
-"""Writes an engine's folder `packed`: its matrices as the kernels of this machine read them.
-
-specdec/engine/packed.py tells what it is, and takes it at load.
-"""
+"""Writes an engine's folder `packed`, which specdec/engine/packed.py describes and loads."""
 
 from __future__ import annotations
 
@@ -78,9 +75,9 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
         for matrix in list_matrices(tensor):
             if isinstance(matrix, Tensor):
                 yield to_array(kernels.pack_matrix(matrix))
-                continue
-            packed = to_array(matrix.pack(kernels))
-            yield np.pad(packed, (0, round_up(len(packed)) - len(packed)))
+            else:
+                packed = to_array(matrix.pack(kernels))
+                yield np.pad(packed, (0, round_up(len(packed)) - len(packed)))
 
     tensors = {tensor: plan(tensor) for tensor in list_packed(source.tensors, model)}
     part = f"{PACKED_FOLDER}/{name}"

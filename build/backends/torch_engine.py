@@ -159,16 +159,12 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
             settings.quantization or algorithm,
         )
     return TorchPlan(
-        sources=sources,
-        files=files,
-        prepack=settings.optimize != "none",
-        compile_kernels=compile_kernels,
-        needs_kernels=settings.optimize == "native",
+        sources=sources, files=files, prepack=settings.optimize != "none",
+        compile_kernels=compile_kernels, needs_kernels=settings.optimize == "native",
         packs=compile_kernels and settings.packed_weights is not False,
-        quantization=settings.quantization,
-        drafter_weights=drafter_weights,
+        quantization=settings.quantization, drafter_weights=drafter_weights,
         draft_tokens=draft_tokens,
-    )
+    )  # fmt: skip
 
 
 def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Problems:
@@ -399,9 +395,7 @@ def plan_layers_int4(
 ) -> dict[str, TensorInfo]:
     """The tensors of a file in which the matrices of the layers are rounded to int4."""
     planned = dict(tensors)
-    for name in list_integers(model):
-        if name not in tensors:
-            continue
+    for name in (name for name in list_integers(model) if name in tensors):
         num_rows, num_inputs = tensors[name].shape
         if num_inputs % group_size or num_rows % 2:
             fitting = [str(size) for size in int4.ENGINE_GROUPS if num_inputs % size == 0]
@@ -569,15 +563,12 @@ def make_reader(
 
     def make_int8_scales(name: str) -> Tensor:
         """Of whole rows, also where the ranks hold parts of them: tp_size changes no weight."""
-        shard, sources = specs[name].shard if name in specs else None, [own]
+        shard, sources, experts = specs[name].shard if name in specs else None, [own], model.experts
         if shard is Shard.COLUMNS:
             sources = plan.sources
-        elif shard is Shard.EXPERT_COLUMNS and model.experts is not None:
-            experts = model.experts.list_own(ranks[0])
-            sources = [
-                source for rank, source in enumerate(plan.sources)
-                if model.experts.list_own(rank) == experts
-            ]  # fmt: skip
+        elif shard is Shard.EXPERT_COLUMNS and experts is not None:
+            same = experts.list_own(ranks[0])
+            sources = [s for rank, s in enumerate(plan.sources) if experts.list_own(rank) == same]
         largest = [
             torch.stack([int8.find_largest(w) for w in view_matrices(stack(name, source))])
             for source in sources
@@ -639,15 +630,9 @@ def read_scales(source: TensorFile, name: str) -> Array:
 def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
     """What `--dry-run` and `--json` report."""
     return {
-        "backend": "torch",
-        "prepack": plan.prepack,
-        "native_kernels": plan.compile_kernels,
-        "packed_weights": plan.packs,
-        "quantization": plan.quantization,
-        "drafter_weights": plan.drafter_weights,
-        "draft_vocab_size": plan.draft_vocab_size,
-        "weights_bytes": plan.num_bytes,
-        "num_tensors": sum(map(len, plan.files.values())),
-        "weight_files": list(plan.files),
-        "build_config": dataclasses.asdict(limits),
-    }
+        "backend": "torch", "prepack": plan.prepack, "native_kernels": plan.compile_kernels,
+        "packed_weights": plan.packs, "quantization": plan.quantization,
+        "drafter_weights": plan.drafter_weights, "draft_vocab_size": plan.draft_vocab_size,
+        "weights_bytes": plan.num_bytes, "num_tensors": sum(map(len, plan.files.values())),
+        "weight_files": list(plan.files), "build_config": dataclasses.asdict(limits),
+    }  # fmt: skip

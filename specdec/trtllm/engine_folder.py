@@ -93,6 +93,19 @@ def read_backend(folder: Path) -> str:
     return str(read_json(folder / "config.json").get("backend", BACKEND))
 
 
+def refuse_config(folder: Path) -> SpecDecError:
+    """The error for a config.json that describes no engine."""
+    return SpecDecError(
+        f"{folder} is not an engine: its config.json has no build_config",
+        "run specdec-build on the checkpoint first",
+    )
+
+
+def list_mode_names() -> dict[int, str]:
+    """The modes of speculation by their numbers in config.json."""
+    return {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
+
+
 def read_engine_folder(folder: Path) -> EngineFolder:
     """Read an engine's config.json; raise SpecDecError that lists what is missing or of no use."""
     expect_folder(folder, ENGINE)
@@ -100,10 +113,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
     document = read_json(path)
     reader = _Reader(path)
     if "build_config" not in document:
-        raise SpecDecError(
-            f"{folder} is not an engine: its config.json has no build_config",
-            "run specdec-build on the checkpoint first",
-        )
+        raise refuse_config(folder)
     pretrained = reader.get(document, "pretrained_config", dict, {})
     build = reader.get(document, "build_config", dict, {})
     plugins = reader.get(build, "build_config.plugin_config", dict, {})
@@ -111,6 +121,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
     dtype = reader.get(pretrained, "pretrained_config.dtype", str, "")
     mode = reader.find_mode(build)
     cache = str(build.get("kv_cache_type", "CONTINUOUS")).rpartition(".")[2].upper()
+    manifest = folder / "manifest.json"
     found = {
         name: reader.get(build, f"build_config.{name}", int, 0)
         for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
@@ -133,21 +144,19 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         gathers_generation_logits=bool(build.get("gather_generation_logits")),
         lacking=_list_lacking(plugins, cache),
         pretrained=pretrained,
-        manifest=_read_manifest(folder),
+        manifest=read_json(manifest) if manifest.is_file() else None,
         **found,
     )
-    for what, number, most in (
-        ("tp_size x pp_size", engine.world_size, MAX_RANKS),
-        ("draft tokens a step", engine.max_draft_len, MAX_DRAFT_TOKENS),
-    ):
-        if number > most:
-            reader.problems.add(
-                f"{path}: {what} are {number}, more than {most}", "build the engine again"
-            )
+    reader.problems += Problems.where(*(
+        (number > most, f"{path}: {what} are {number}, more than {most}", "build the engine again")
+        for what, number, most in (
+            ("tp_size x pp_size", engine.world_size, MAX_RANKS),
+            ("draft tokens a step", engine.max_draft_len, MAX_DRAFT_TOKENS),
+        )
+    ))  # fmt: skip
     reader.problems.raise_all()
-    missing = [f"rank{r}.engine" for r in range(engine.world_size)]
-    missing = [name for name in missing if not (folder / name).is_file()]
-    if missing:
+    names = [f"rank{rank}.engine" for rank in range(engine.world_size)]
+    if missing := [name for name in names if not (folder / name).is_file()]:
         raise SpecDecError(
             f"{folder} has tp_size {engine.tp_size} and pp_size {engine.pp_size}, and lacks"
             f" {', '.join(missing)}",
@@ -166,11 +175,6 @@ def _list_lacking(plugins: Mapping[str, Any], kv_cache_type: str) -> tuple[str, 
     if kv_cache_type == "CONTINUOUS":
         lacking.append("kv_cache_type CONTINUOUS")
     return tuple(lacking)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    return read_json(path) if path.is_file() else None
 
 
 class _Reader:
@@ -194,7 +198,7 @@ class _Reader:
     def find_mode(self, build: Mapping[str, Any]) -> str | None:
         """Return the mode's name; config.json has its number."""
         number = self.get(build, "build_config.speculative_decoding_mode", int, 1)
-        known = {n: name for name, n in load_facts(DEFAULT_LABEL).modes.items()}
+        known = list_mode_names()
         if number not in known:
             self.problems.add(
                 f"{self.path}: speculative_decoding_mode is {number}",

@@ -19,8 +19,7 @@ from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
 
 from ...settings import SAME, BuildSettings
 from . import checks
-from .flag_checks import find_flag_problems, find_path_problems
-from .flags import collect_flags, list_words
+from .flags import collect_flags, find_flag_problems, find_path_problems, list_words
 from .record import Record, predict_record
 
 # Recorded by the engine and worth telling, as an answer to "what did it make of my flags".

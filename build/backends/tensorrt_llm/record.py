@@ -46,12 +46,9 @@ class Record:
 
 
 def predict_record(
-    facts: Facts,
-    checkpoint: CheckpointConfig,
-    mode: str | None,
-    given: Mapping[str, Any],
+    facts: Facts, checkpoint: CheckpointConfig, mode: str | None, given: Mapping[str, Any],
     capability: tuple[int, int] | None,
-) -> Record:
+) -> Record:  # fmt: skip
     """Work out what trtllm-build will record; capability: of the GPU, None if it is not known."""
     values = {name: flag.default for name, flag in facts.flags.items()} | dict(given)
     record = Record(values)
@@ -63,8 +60,10 @@ def predict_record(
     _bend_num_tokens(record)
     _add_drafts(record, checkpoint, mode)
     _bend_fusions(record, facts, checkpoint)
-    bend_attention = _bend_attention_014 if facts.label == "0.14" else _bend_attention_12
-    bend_attention(record, checkpoint, capability)
+    if facts.label == "0.14":
+        _bend_attention_014(record, checkpoint)
+    else:
+        _bend_attention_12(record, checkpoint, capability)
     if mode == "eagle":
         record.bend("use_paged_context_fmha", ON, "EAGLE needs it, and it is turned on")
     return record
@@ -75,10 +74,9 @@ def deduce_max_seq_len(model: ModelConfig, label: str) -> int:
     scaling = model.rotary_scaling or {}
     kind = scaling.get("type", scaling.get("rope_type"))
     unscaled = ("su", "longrope") if label == "0.14" else ("su", "longrope", "llama3")
-    factor = scaling.get("factor", 1.0) if kind not in unscaled else 1
-    if not isinstance(factor, (int, float)):
-        factor = 1
-    return math.ceil(model.max_position_embeddings * factor)
+    factor: Any = scaling.get("factor") if kind not in unscaled else 1
+    is_number = isinstance(factor, (int, float))
+    return math.ceil(model.max_position_embeddings * (factor if is_number else 1))
 
 
 def _bend_num_tokens(record: Record) -> None:
@@ -147,6 +145,7 @@ def _bend_attention_12(
     quantization = checkpoint.quantization
     has_fp8_cache = quantization.kv_cache_quant_algo == "FP8"
     fp8, paged = "use_fp8_context_fmha", "use_paged_context_fmha"
+    needed = ".".join(map(str, MIN_CAPABILITY_FP8))
     if record.is_on("streamingllm"):
         record.bend(paged, OFF, "StreamingLLM does without it")
     if not record.is_on("context_fmha"):
@@ -157,24 +156,19 @@ def _bend_attention_12(
         if has_fp8_cache:
             record.bend(paged, OFF, "with an FP8 KV cache it needs FP8 weights too")
     elif capability is not None and capability < MIN_CAPABILITY_FP8:
-        needed = ".".join(map(str, MIN_CAPABILITY_FP8))
         record.bend(fp8, OFF, f"it needs compute capability {needed}")
         if has_fp8_cache:
             record.bend(paged, OFF, f"with an FP8 KV cache it needs compute capability {needed}")
+    elif record.is_on(paged) and has_fp8_cache:
+        record.bend(fp8, ON, "paged context FMHA with an FP8 KV cache needs it")
     elif record.is_on(paged):
-        if has_fp8_cache:
-            record.bend(fp8, ON, "paged context FMHA with an FP8 KV cache needs it")
-        else:
-            record.bend(fp8, OFF, "with paged context FMHA it needs an FP8 KV cache")
+        record.bend(fp8, OFF, "with paged context FMHA it needs an FP8 KV cache")
     if quantization.kv_cache_quant_algo == "INT8":
         record.bend(paged, OFF, "it does not work with an INT8 KV cache")
 
 
-def _bend_attention_014(
-    record: Record, checkpoint: CheckpointConfig, capability: tuple[int, int] | None
-) -> None:
-    quantization = checkpoint.quantization
-    fp8 = "use_fp8_context_fmha"
+def _bend_attention_014(record: Record, checkpoint: CheckpointConfig) -> None:
+    quantization, fp8 = checkpoint.quantization, "use_fp8_context_fmha"
     if quantization.quant_algo != "FP8":
         record.bend(fp8, OFF, _tell_weights(checkpoint))
     elif quantization.kv_cache_quant_algo == "FP8" and record.is_on("use_paged_context_fmha"):
