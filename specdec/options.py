@@ -7,7 +7,7 @@ import errno
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,6 +118,18 @@ def list_given(settings: Any, kind: type) -> list[str]:
 def name_flag(name: str) -> str:
     """Return a settings field's name on the command line."""
     return "--" + name.replace("_", "-")
+
+
+# Whether settings contradict one another, and the error: its fact, in which {name} is a setting's
+# value, and its hint.
+Contradiction = tuple[Callable[[Any], object], str, str]
+
+
+def refuse_contradictions(settings: object, rules: Iterable[Contradiction]) -> None:
+    """Raise UsageError for the first of the rules that settings break."""
+    for is_broken, fact, hint in rules:
+        if is_broken(settings):
+            raise UsageError(fact.format_map(vars(settings)), hint)
 
 
 def check_value(name: str, value: Any, flag: Flag) -> Any:

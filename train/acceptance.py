@@ -1,7 +1,8 @@
 """What an engine accepts of a drafter: converted, built and run on held-out prompts.
 
-The three commands run as users run them, each in a process of its own, so that what is measured
-here is what `specdec-run --json` will tell of the finished drafter.
+The three commands run as users run them, each in a process of its own. So this measures what
+`specdec-run --json` will report for the finished drafter, and the training's own process, with its
+launcher, memory and random numbers, is left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.errors import SpecDecError
-from specdec.processes import call_run, call_stage
+from specdec.processes import call_stage
 
 from .output import write_weights
 from .rows import Rows
@@ -95,27 +96,24 @@ class AcceptanceMeter:
             requests = self.folder / "prompts.jsonl"
             lines = [json.dumps({"input_ids": prompt}) + "\n" for prompt in self.prompts]
             requests.write_text("".join(lines), encoding="utf-8")
-            stats = call_run(
+            stats = call_stage(
+                "run",
                 [
                     "--engine-dir", str(engine), "--tokenizer-dir", str(self.settings.model_dir),
                     "--input-file", str(requests), "--max-output-len",
                     str(self.settings.eval_output_len),
-                    "--draft-budget", "fixed",  # what pays on this machine is no question here
-                ]
+                    "--draft-budget", "fixed",  # what the drafter can do, not what is fast here
+                ],
             )["stats"]  # fmt: skip
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+        names = ("num_output_tokens", "num_verify_steps", "acceptance_length", "acceptance_rate")
         return {
             "prompts": len(self.prompts),
             "max_output_len": self.settings.eval_output_len,
             "dtype": self.job.dtype,
-            **{
-                name: stats[name]
-                for name in (
-                    "num_output_tokens", "num_verify_steps", "acceptance_length", "acceptance_rate"
-                )
-            },
-        }  # fmt: skip
+            **{name: stats[name] for name in names},
+        }
 
     def _convert(self, *arguments: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

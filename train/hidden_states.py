@@ -17,12 +17,13 @@ import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.command.settings import need
 from specdec.errors import SpecDecError
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import Array, read_json, write_json
@@ -40,7 +41,10 @@ from specdec.logs import get_logger
 from .features import OutputHead
 from .rows import Rows
 from .state import refuse_changes
-from .target import Batch, LiveTarget, Target, join_rows, make_batch, make_head
+from .target import Batch, LiveTarget, Target, get_name, join_rows, make_batch, make_head
+
+if TYPE_CHECKING:
+    from .job import Setup
 
 KIND = "hidden-states"  # in the manifest
 ANEW = "name another folder, or remove this one: it is then made again"
@@ -117,22 +121,28 @@ def hash_rows(rows: Rows) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """How the target is read: by which processes, in batches of how many rows.
+    """How the target is read. load: loads it. facts: hashes of its files and of the data's.
 
-    in_step: each process holds a part of the target, so that all have to read equally often.
     sources: what the manifest names. inputs: what the folder may not replace.
     """
 
-    accelerator: Any
-    batch_size: int
-    in_step: bool
+    setup: Setup
+    load: Callable[[], LiveTarget]
+    facts: Mapping[str, str]
     sources: list[dict[str, Any]]
     inputs: Sequence[Path]
 
+    @property
+    def accelerator(self) -> Any:
+        return self.setup.accelerator
 
-def write_states(
-    folder: Path, plan: StatesPlan, load: Callable[[], LiveTarget], work: Work
-) -> None:
+    @property
+    def in_step(self) -> bool:
+        """Whether each process holds a part of the target, so that all must read equally often."""
+        return self.setup.settings.shard_target
+
+
+def write_states(folder: Path, plan: StatesPlan, work: Work) -> None:
     """Run the target over the data and write its hidden states into `folder`.
 
     All processes call this and share the work.
@@ -140,7 +150,7 @@ def write_states(
     wait = work.accelerator.wait_for_everyone
     if not work.accelerator.is_main_process:
         wait()  # until the folder is there
-        _write_share(get_partial(folder), plan, load(), work)
+        _write_share(get_partial(folder), plan, work.load(), work)
         wait()  # until all files are
         wait()  # until the folder has its name
         return
@@ -149,13 +159,14 @@ def write_states(
     with stage_folder(folder, force=False, inputs=work.inputs, resume=True) as partial:
         _begin(folder, partial, plan)
         wait()
-        target = load()
+        target = work.load()
         _write_share(partial, plan, target, work)
         _write_target(partial / TARGET_FILE, target)
         wait()
-        hashes = {shard.name: _get_mark(partial, shard).read_text() for shard in plan.shards}
-        for shard in plan.shards:
-            _get_mark(partial, shard).unlink()
+        marks = {shard.name: _get_mark(partial, shard) for shard in plan.shards}
+        hashes = {name: mark.read_text() for name, mark in marks.items()}
+        for mark in marks.values():
+            mark.unlink()
         write_manifest(
             partial, kind=KIND, settings={}, sources=work.sources, hashes=hashes,
             **plan.describe(),
@@ -167,7 +178,6 @@ def write_states(
 def _begin(folder: Path, partial: Path, plan: StatesPlan) -> None:
     """Check what a killed run left, and that the disk has room for the rest."""
     journal = partial / JOURNAL_NAME
-    description = plan.describe()
     if journal.is_file():
         before = read_json(journal)
         refuse_changes(
@@ -176,7 +186,7 @@ def _begin(folder: Path, partial: Path, plan: StatesPlan) -> None:
             {**plan.facts, "layers": list(plan.layers)},
             hint="remove it, or name another folder",
         )
-    write_json(journal, description)
+    write_json(journal, plan.describe())
     missing = [shard for shard in plan.shards if not _is_complete(partial, plan, shard)]
     if len(missing) < len(plan.shards):
         logger.info(
@@ -245,12 +255,12 @@ def _read_shard(
     indices = wanted + [shard.first] * (num_reads - len(wanted))
     start = int(rows.bounds[shard.first])
     with torch.no_grad():
-        for at in range(0, len(indices), work.batch_size):
-            batch = make_batch(rows, indices[at : at + work.batch_size], work.accelerator.device)
+        size = work.setup.settings.batch_size
+        for at in range(0, len(indices), size):
+            batch = make_batch(rows, indices[at : at + size], work.accelerator.device)
             states = target.find_states(batch)
-            for i, (row, length) in enumerate(
-                zip(wanted[at : at + work.batch_size], batch.lengths, strict=False)
-            ):
+            mine = zip(wanted[at : at + size], batch.lengths, strict=False)
+            for i, (row, length) in enumerate(mine):
                 first = int(rows.bounds[row]) - start
                 for array, state in zip(arrays.values(), states, strict=True):
                     array[first : first + length] = to_array(state[i, :length].cpu())
@@ -259,8 +269,7 @@ def _read_shard(
 
 def _write_target(path: Path, target: LiveTarget) -> None:
     """Write what of the target is read beside its hidden states."""
-    table = target.embedding.weight
-    assert isinstance(table, Tensor)
+    table = target.table
     tensors = {"embedding": table}
     head = "none"
     if target.head is not None:
@@ -271,8 +280,8 @@ def _write_target(path: Path, target: LiveTarget) -> None:
             tensors["head_bias"] = target.head.bias
     arrays = {name: to_array(tensor.detach().cpu()) for name, tensor in tensors.items()}
     infos = {
-        name: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
+        name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in tensors.items()
     }
     write_tensor_file(path, infos, arrays.__getitem__, metadata={"head": head})
 
@@ -280,16 +289,7 @@ def _write_target(path: Path, target: LiveTarget) -> None:
 class StoredTarget(Target):
     """A target whose hidden states are read from a folder, mapped, not loaded."""
 
-    def __init__(
-        self,
-        folder: Path,
-        plan: StatesPlan,
-        config: Any,
-        *,
-        name: str,
-        with_head: bool,
-        device: Any,
-    ) -> None:
+    def __init__(self, folder: Path, plan: StatesPlan, setup: Setup) -> None:
         manifest = read_json(folder / "manifest.json")
         absent = sorted(set(plan.layers) - set(manifest["layers"]))
         if absent:
@@ -307,22 +307,21 @@ class StoredTarget(Target):
         self._open = functools.lru_cache(maxsize=MAX_OPEN)(self._open_shard)
         for shard in [shard for shards in self.shards.values() for shard in shards]:
             self._open(shard)
-        embedding, head = self._read_target(config, with_head=with_head, device=device)
-        super().__init__(embedding, config, name=name, head=head, aux_layers=plan.layers)
+        embedding, head = self._read_target(setup)
+        name = get_name(setup.settings.model_dir)
+        super().__init__(embedding, setup.config, name=name, head=head, aux_layers=plan.layers)
 
-    def _read_target(
-        self, config: Any, *, with_head: bool, device: Any
-    ) -> tuple[torch.nn.Embedding, OutputHead | None]:
+    def _read_target(self, setup: Setup) -> tuple[torch.nn.Embedding, OutputHead | None]:
         file = TensorFile(self.folder / TARGET_FILE)
         weights = {
-            name: to_tensor(file.read(name), info.dtype).to(device)
+            name: to_tensor(file.read(name), info.dtype).to(setup.accelerator.device)
             for name, info in file.tensors.items()
         }
         kind = file.metadata["head"]
         size, width = weights["embedding"].shape
         table = torch.nn.Embedding(size, width, _weight=weights["embedding"])
         table.requires_grad_(False)
-        if not with_head:
+        if not setup.needs_head:
             return table, None
         if kind == "none":
             raise SpecDecError(
@@ -330,7 +329,7 @@ class StoredTarget(Target):
                 ANEW,
             )
         weight = weights["head" if kind == "own" else "embedding"]
-        return table, make_head(config, weight, weights.get("head_bias"))
+        return table, make_head(setup.config, weight, weights.get("head_bias"))
 
     def _open_shard(self, shard: StatesFile) -> TensorFile:
         file = TensorFile(self.folder / shard.name)
@@ -357,28 +356,29 @@ class StoredTarget(Target):
         return tuple(join_rows(read[name]).to(batch.tokens.device) for name in names)
 
 
-def open_states(
-    folder: Path,
-    plan: StatesPlan,
-    config: Any,
-    load: Callable[[], LiveTarget],
-    work: Work,
-    *,
-    name: str,
-    with_head: bool,
-) -> StoredTarget:
+def open_states(work: Work, parts: Mapping[str, Rows], vocab_size: int) -> StoredTarget:
     """Return the target by its hidden states; where they are not on disk yet, compute them first.
 
-    The facts of `plan` and the sources count on the main process alone.
+    `work.sources` count on the main process only.
     """
+    setup = work.setup
+    folder = need(setup.settings.hidden_states_dir)
+    hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
+    plan = StatesPlan(
+        facts={"--dtype": setup.dtype, **work.facts, **hashes},
+        parts=parts,
+        layers=setup.method.choose_layers(setup.settings, setup.config),
+        vocab_size=vocab_size,
+        hidden_size=int(setup.config.hidden_size),
+        dtype=setup.dtype,
+    )
     if not (folder / "manifest.json").is_file():
-        write_states(folder, plan, load, work)
+        write_states(folder, plan, work)
         gc.collect()  # the target, which may be large and full of cycles
     elif work.accelerator.is_main_process:
         check_states(folder, plan)
     work.accelerator.wait_for_everyone()
-    device = work.accelerator.device
-    return StoredTarget(folder, plan, config, name=name, with_head=with_head, device=device)
+    return StoredTarget(folder, plan, setup)
 
 
 def check_states(folder: Path, plan: StatesPlan) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.command.settings import need
 from specdec.errors import Problems, SpecDecError, UsageError, name_extra, summarize
 from specdec.files.manifest import describe_file
 from specdec.files.staging import list_local
@@ -33,19 +31,31 @@ PATIENCE = datetime.timedelta(hours=6)
 logger = get_logger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Everything a training works with, loaded and checked. File lists: main process only."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is known before the target is loaded."""
 
     settings: TrainSettings
     accelerator: Any
     method: TrainingMethod
+    config: Any  # the target's
+    dtype: str  # to compute in
+    max_length: int  # tokens of a row
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the target's output layer is read."""
+        return self.method.needs_head or bool(self.settings.self_distillation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(Setup):
+    """Everything a training works with, loaded and checked. File lists: main process only."""
+
     state: TrainingState
     target: Target
     train: Rows
     heldout: Rows
-    dtype: str
-    max_length: int
     target_files: list[dict[str, Any]]
     data_files: list[dict[str, Any]]
 
@@ -59,117 +69,87 @@ class Job:
         return "bfloat16" if get_stored_dtype(self.target.config) == "bfloat16" else "float32"
 
 
-def prepare_job(settings: TrainSettings, accelerator: Any) -> Job:
-    """Load the target, open the training's state, and load or make the rows."""
+def prepare_setup(settings: TrainSettings, accelerator: Any) -> Setup:
+    """Read the target's configuration and choose what follows from it."""
     from .methods import load_method
-    from .state import TrainingState, collect_facts, name_hashes
-    from .target import describe_target, get_name, load_config
+    from .target import load_config
 
-    is_main = bool(accelerator.is_main_process)
-    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
     config = load_config(settings.model_dir)
-    max_length = choose_max_length(settings, config)
-    method = load_method(settings.method)
-    method.check_options(settings)
-    load = functools.partial(open_target, settings, method, config, dtype, accelerator)
-    target: Target | None = None if settings.hidden_states_dir else load()
+    return Setup(
+        settings=settings,
+        accelerator=accelerator,
+        method=load_method(settings.method),
+        config=config,
+        dtype="bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
+        max_length=choose_max_length(settings, config),
+    )
+
+
+def prepare_job(setup: Setup) -> Job:
+    """Load the target, open the training's state, and load or make the rows."""
+    from .state import TrainingState, collect_facts, name_hashes
+    from .target import describe_target
+
+    settings, accelerator, config = setup.settings, setup.accelerator, setup.config
+    target: Target | None = None if settings.hidden_states_dir else load_target(setup)
     state = TrainingState(settings.output_dir)
-    files = [f for f in (settings.data, settings.eval_data) if f and is_main]
-    data_files = [describe_file(f) for f in files]
-    target_files = describe_target(settings.model_dir) if is_main else []
-    if is_main:
+    data_files: list[dict[str, Any]] = []
+    target_files: list[dict[str, Any]] = []
+    if accelerator.is_main_process:
+        data_files = [describe_file(f) for f in (settings.data, settings.eval_data) if f]
+        target_files = describe_target(settings.model_dir)
         facts = collect_facts(
-            settings,
-            dtype=dtype,
-            num_processes=accelerator.num_processes,
-            target_files=target_files,
-            data_files=data_files,
+            settings, setup.dtype, accelerator.num_processes, target_files, data_files
         )
         state.open(facts, resume=settings.resume)
     accelerator.wait_for_everyone()
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
-    train, heldout = load_rows(settings, state, vocab_size, max_length, accelerator)
+    train, heldout = load_rows(setup, state, vocab_size)
     if target is None:
-        from .hidden_states import StatesPlan, Work, hash_rows, open_states
+        from .hidden_states import Work, open_states
 
-        parts = {"train": train, "heldout": heldout}
-        hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
-        plan = StatesPlan(
-            facts={"--dtype": dtype, **name_hashes(target_files, data_files), **hashes},
-            parts=parts,
-            layers=method.choose_layers(settings, config),
-            vocab_size=vocab_size,
-            hidden_size=int(config.hidden_size),
-            dtype=dtype,
-        )
         work = Work(
-            accelerator=accelerator,
-            batch_size=settings.batch_size,
-            in_step=settings.shard_target,
-            sources=[*target_files, *data_files],
-            inputs=list_inputs(settings),
-        )
-        target = open_states(
-            need(settings.hidden_states_dir), plan, config, load, work,
-            name=get_name(settings.model_dir), with_head=needs_head(settings, method),
+            setup=setup, load=lambda: load_target(setup), inputs=list_inputs(settings),
+            facts=name_hashes(target_files, data_files), sources=[*target_files, *data_files],
         )  # fmt: skip
+        target = open_states(work, {"train": train, "heldout": heldout}, vocab_size)
     return Job(
-        settings=settings,
-        accelerator=accelerator,
-        method=method,
-        state=state,
-        target=target,
-        train=train,
-        heldout=heldout,
-        dtype=dtype,
-        max_length=max_length,
-        target_files=target_files,
-        data_files=data_files,
-    )
+        **vars(setup), state=state, target=target, train=train, heldout=heldout,
+        target_files=target_files, data_files=data_files,
+    )  # fmt: skip
 
 
-def open_target(
-    settings: TrainSettings,
-    method: TrainingMethod,
-    config: Any,
-    dtype: str,
-    accelerator: Any,
-) -> LiveTarget:
+def load_target(setup: Setup) -> LiveTarget:
     """Load what the method reads of the target."""
+    from . import target as targets
     from .sharding import make_mesh
-    from .target import load_target
 
+    settings, accelerator = setup.settings, setup.accelerator
     mesh = None
     if settings.shard_target:
         mesh = make_mesh(accelerator.device, accelerator.num_processes)
-    target = load_target(
-        settings.model_dir, config, dtype, accelerator.device,
-        with_head=needs_head(settings, method),
-        aux_layers=method.choose_layers(settings, config), mesh=mesh,
+    target = targets.load_target(
+        settings.model_dir, setup.config, setup.dtype, accelerator.device,
+        with_head=setup.needs_head, mesh=mesh,
+        aux_layers=setup.method.choose_layers(settings, setup.config),
     )  # fmt: skip
     accelerator.wait_for_everyone()
     target.check_head()
     return target
 
 
-def needs_head(settings: TrainSettings, method: TrainingMethod) -> bool:
-    """Tell whether the target's output layer is read."""
-    return method.needs_head or bool(settings.self_distillation)
-
-
-def make_drafter(
-    settings: TrainSettings, accelerator: Any, method: TrainingMethod, target: Target, rows: Rows
-) -> Drafter:
+def make_drafter(setup: Setup, target: Target, rows: Rows) -> Drafter:
     """Make the drafter with fresh weights, the same on every process; rows: what it will learn."""
     import torch
 
+    settings, method = setup.settings, setup.method
     torch.manual_seed(settings.seed)
     target.token_counts = rows.count_tokens(target.shape.vocab_size)
     drafter = method.build(settings, target)
     if settings.start_from is not None:
         path = settings.start_from / method.weights_name
         load_weights(drafter, path, method.list_shared(target), method.new_parts)
-    drafter.to(accelerator.device)
+    drafter.to(setup.accelerator.device)
     return drafter
 
 
@@ -279,22 +259,17 @@ def _has_fast_bf16() -> bool:
     return any(f" {name}" in flags for name in ("avx512_bf16", "amx_bf16"))
 
 
-def load_rows(
-    settings: TrainSettings,
-    state: TrainingState,
-    vocab_size: int,
-    max_length: int,
-    accelerator: Any,
-) -> tuple[Rows, Rows]:
+def load_rows(setup: Setup, state: TrainingState, vocab_size: int) -> tuple[Rows, Rows]:
     """Tokenize on the main process; map the result, from which all processes read."""
     from .rows import Rows, prepare_rows
     from .target import load_tokenizer
 
+    settings, accelerator = setup.settings, setup.accelerator
     if accelerator.is_main_process and not state.has_rows():
         # transformers warns when a process that has used it forks, which ours does not do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         tokenizer = load_tokenizer(settings.model_dir, vocab_size)
-        rows = prepare_rows(settings.data, settings.eval_data, tokenizer, max_length)
+        rows = prepare_rows(settings.data, settings.eval_data, tokenizer, setup.max_length)
         state.data_folder.mkdir(exist_ok=True)
         for name, part in zip(("train", "heldout"), rows, strict=True):
             part.save(state.data_folder, name)

@@ -17,23 +17,70 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.staging import check_output_dir, list_local, stage_folder
 from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
-from specdec.options import list_given, name_flag
+from specdec.methods.eagle import Eagle3Params
+from specdec.options import Contradiction, list_given, name_flag, refuse_contradictions
 
-from .job import Job, list_inputs, make_drafter, prepare_job, start_accelerator
+from .job import Job, list_inputs, make_drafter, prepare_job, prepare_setup, start_accelerator
 from .settings import TRAINABLE, TrainSettings
 
 if TYPE_CHECKING:
     from .loop import Loop
 
 # What accelerate's launcher sets for options that change how a model is trained.
-LAUNCHER_OPTIONS = {
-    "ACCELERATE_USE_FSDP": "--use_fsdp",
-    "ACCELERATE_USE_DEEPSPEED": "--use_deepspeed",
-    "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
-    "ACCELERATE_MIXED_PRECISION": "--mixed_precision",
-    "ACCELERATE_DYNAMO_BACKEND": "--dynamo_backend",
-}
+LAUNCHER_VARIABLES = (
+    "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND",
+)  # fmt: skip
+EAGLE3_OPTIONS = (*Eagle3Params.NEWER, "draft_vocab_size", "parallel", "mask_token_id")
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (
+        lambda s: s.max_steps is not None and s.num_epochs is not None,
+        "both --max-steps and --num-epochs are given", "give one of them",
+    ),
+    (
+        lambda s: s.num_epochs == 0, "--num-epochs is 0",
+        "nothing would be learned: give more than 0",
+    ),
+    (
+        lambda s: s.learning_rate == 0, "--learning-rate is 0",
+        "nothing would be learned: give more than 0",
+    ),
+    (lambda s: s.warmup_ratio > 1, "--warmup-ratio is {warmup_ratio:g}", "give 0 to 1"),
+    (
+        lambda s: s.self_distillation > 1, "--self-distillation is {self_distillation:g}",
+        "give a share, 0 to 1",
+    ),
+    (
+        lambda s: s.stop_at_acceptance is not None and not s.eval_prompts,
+        "--stop-at-acceptance without --eval-prompts: no acceptance is measured",
+        "give --eval-prompts more than 0",
+    ),
+    *(
+        (
+            lambda s, name=f"eagle_{name}": (
+                s.eagle_version == "1" and getattr(s, name) not in (None, False)
+            ),
+            f"{name_flag(f'eagle_{name}')} is for EAGLE-3",
+            f"give --eagle-version 3, or leave {name_flag(f'eagle_{name}')} out",
+        )
+        for name in EAGLE3_OPTIONS
+    ),
+    (
+        lambda s: s.eagle_mask_token_id is not None and not s.eagle_parallel,
+        "--eagle-mask-token-id is {eagle_mask_token_id} without --eagle-parallel",
+        "give both, or leave the token out",
+    ),
+    (
+        lambda s: s.eagle_draft_vocab_size is not None and s.self_distillation != 1,
+        "--eagle-draft-vocab-size with --self-distillation {self_distillation:g}: a text has"
+        " tokens that are not drafted",
+        "give --self-distillation 1, or leave one of the two out",
+    ),
+    (
+        lambda s: s.eagle_norm_before_fc and s.eagle_fc_norm,
+        "--eagle-norm-before-fc and --eagle-fc-norm are both given", "give one of them",
+    ),
+)  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -41,7 +88,6 @@ logger = get_logger(__name__)
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter as `settings` say; return the results on the main process, else None."""
     settings = fill_defaults(settings)
-    refuse_launcher(os.environ)
     check_settings(settings)
     if settings.sanity:
         from .sanity import learn_one_row
@@ -60,7 +106,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         tell_of_resume(settings),
         open_output(settings, is_main=accelerator.is_main_process) as folder,
     ):
-        job = prepare_job(settings, accelerator)
+        job = prepare_job(prepare_setup(settings, accelerator))
         try:
             loop = start_loop(job)
         except SpecDecError:
@@ -122,7 +168,7 @@ def start_loop(job: Job) -> Loop:
     from .loop import Hooks, Loop
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
-    drafter = make_drafter(settings, accelerator, job.method, job.target, job.train)
+    drafter = make_drafter(job, job.target, job.train)
     hooks = Hooks(is_enough=functools.partial(is_accepted, settings.stop_at_acceptance))
     if accelerator.is_main_process:
         hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
@@ -160,26 +206,16 @@ def check_settings(settings: TrainSettings) -> None:
     """Raise for what can be seen to be wrong before anything is loaded."""
     from .state import TrainingState
 
+    refuse_launcher(os.environ)
     require(settings, "model_dir", "data", *([] if settings.sanity else ["output_dir"]))
-    check_method_options(settings)
-    if settings.max_steps is not None and settings.num_epochs is not None:
-        raise UsageError("both --max-steps and --num-epochs are given", "give one of them")
-    for name in ("num_epochs", "learning_rate"):
-        if getattr(settings, name) == 0:
+    for name in TRAINABLE:
+        useless = list_given(settings, METHODS[name].options["train"])
+        if useless and name != settings.method:
             raise UsageError(
-                f"{name_flag(name)} is 0", "nothing would be learned: give more than 0"
+                f"{name_flag(useless[0])} has no effect with --method {settings.method}",
+                "leave it out",
             )
-    if settings.warmup_ratio > 1:
-        raise UsageError(f"--warmup-ratio is {settings.warmup_ratio:g}", "give 0 to 1")
-    if settings.self_distillation > 1:
-        raise UsageError(
-            f"--self-distillation is {settings.self_distillation:g}", "give a share, 0 to 1"
-        )
-    if settings.stop_at_acceptance is not None and not settings.eval_prompts:
-        raise UsageError(
-            "--stop-at-acceptance without --eval-prompts: no acceptance is measured",
-            "give --eval-prompts more than 0",
-        )
+    refuse_contradictions(settings, CONTRADICTIONS)
     check_data_file(settings.data, "--data")
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")
@@ -206,22 +242,12 @@ def check_settings(settings: TrainSettings) -> None:
         )
 
 
-def check_method_options(settings: TrainSettings) -> None:
-    """Raise UsageError for an option of a method that is not the chosen one."""
-    for name in TRAINABLE:
-        useless = list_given(settings, METHODS[name].options["train"])
-        if useless and name != settings.method:
-            raise UsageError(
-                f"{name_flag(useless[0])} has no effect with --method {settings.method}",
-                "leave it out",
-            )
-
-
 def refuse_launcher(environment: Mapping[str, str]) -> None:
     """Raise UsageError where accelerate's launcher was told what no training here obeys."""
-    for name, option in LAUNCHER_OPTIONS.items():
+    for name in LAUNCHER_VARIABLES:
         value = environment.get(name, "no").lower()
         if value not in ("no", "false", "0", ""):
+            option = "--" + name.removeprefix("ACCELERATE_").lower()
             raise UsageError(
                 f"accelerate was launched with {option} ({name}={value}), which has no effect here",
                 "launch with torchrun --nproc-per-node N $(which specdec-train) ...; --shard-target"

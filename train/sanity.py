@@ -22,37 +22,24 @@ logger = get_logger(__name__)
 
 def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
     """Train on the first row of the data alone; raise SpecDecError where it is not learned."""
-    from .job import choose_max_length, make_drafter, open_target, start_accelerator
+    from .job import load_target, make_drafter, prepare_setup, start_accelerator
     from .loop import Hooks, Loop
-    from .methods import load_method
     from .rows import prepare_rows
-    from .target import load_config, load_tokenizer
+    from .target import load_tokenizer
 
     began = time.monotonic()
     accelerator = start_accelerator(settings)
-    config = load_config(settings.model_dir)
-    method = load_method(settings.method)
-    method.check_options(settings)
-    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
-    target = open_target(settings, method, config, dtype, accelerator)
+    setup = prepare_setup(settings, accelerator)
+    target = load_target(setup)
     tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)
-    rows, _ = prepare_rows(
-        settings.data, settings.eval_data, tokenizer, choose_max_length(settings, config)
-    )
+    rows, _ = prepare_rows(settings.data, settings.eval_data, tokenizer, setup.max_length)
     row = rows.take(0, 1)
     settings = dataclasses.replace(
         settings, batch_size=1, gradient_accumulation_steps=1, eval_steps=EVAL_STEPS, save_steps=0,
         num_epochs=None, max_steps=settings.max_steps or NUM_STEPS,
     )  # fmt: skip
-    loop = Loop(
-        settings,
-        accelerator,
-        target,
-        make_drafter(settings, accelerator, method, target, row),
-        row,
-        row,
-        Hooks(is_enough=is_known_by_heart),
-    )
+    drafter, hooks = make_drafter(setup, target, row), Hooks(is_enough=is_known_by_heart)
+    loop = Loop(settings, accelerator, target, drafter, row, row, hooks)
     outcome = loop.run()
     report = {
         "method": settings.method,

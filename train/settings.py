@@ -88,7 +88,7 @@ class TrainSettings:
     shard_target: bool = LARGE_TARGETS(
         False,
         help="Split the target's layers over the processes, for a target that does not fit on"
-        " one GPU. accelerate's FSDP and DeepSpeed ZeRO 3 do so by themselves.",
+        " one GPU.",
     )  # fmt: skip
     hidden_states_dir: Path | None = LARGE_TARGETS(
         help="Keep the target's hidden states in this folder. They are computed once; later"

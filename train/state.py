@@ -60,21 +60,16 @@ class TrainingState:
         `facts` are the settings and hashes that the weights depend on.
         """
         if self._settings.is_file() and resume:
-            self._compare(facts)
+            refuse_changes(
+                "--resume: not the same training", read_json(self._settings), facts,
+                hint="give what it was started with, or start over with --force",
+            )  # fmt: skip
             return
         if resume:
             logger.info("nothing to resume: a new training begins")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._write_aside(self._settings, lambda path: write_json(path, facts))
-
-    def _compare(self, facts: Mapping[str, Any]) -> None:
-        refuse_changes(
-            "--resume: not the same training",
-            read_json(self._settings),
-            facts,
-            hint="give what it was started with, or start over with --force",
-        )
 
     def _write_aside(self, path: Path, write: Any) -> None:
         partial = path.with_name(path.name + ".partial")
@@ -192,7 +187,6 @@ def refuse_changes(
 
 def collect_facts(
     settings: TrainSettings,
-    *,
     dtype: str,
     num_processes: int,
     target_files: list[dict[str, Any]],

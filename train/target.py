@@ -65,6 +65,7 @@ class Target(abc.ABC):
         self.aux_layers = aux_layers
         weight = embedding.weight
         assert isinstance(weight, Tensor)
+        self.table = weight  # [V, D]
         self.shape = TargetShape(
             hidden_size=int(weight.shape[1]), vocab_size=int(weight.shape[0]),
             embedding_scale=find_embedding_scale(config),
@@ -79,9 +80,7 @@ class Target(abc.ABC):
         with torch.no_grad():
             hidden, *others = self.find_states(batch)
             # As it is stored, which is what engines give drafters; some targets multiply it.
-            table = self.embedding.weight
-            assert isinstance(table, Tensor)
-            embedded = torch.nn.functional.embedding(batch.tokens, table)
+            embedded = torch.nn.functional.embedding(batch.tokens, self.table)
         return Features(
             tokens=batch.tokens,
             hidden=hidden,

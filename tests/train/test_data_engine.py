@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 
 from specdec.chat import ChatFormat, Conversation
 from specdec.errors import SpecDecError
-from specdec.train.data import engine as engine_module
+from specdec.train.data.dialogues import Dialogue
 from specdec.train.data.pipeline import regenerate_data
 from specdec.train.data.settings import DataSettings
 from tests.conftest import make_llama, make_tokenizer
-from tests.engines import continue_greedily, make_engine, run_here
+from tests.engines import continue_greedily, make_engine
 
 LIMIT = 6
 
@@ -28,19 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = ["--max-seq-len", 100]
     make_engine(parent, parent / "target", optimize="none", build=build).rename(parent / "engine")
     return parent
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """specdec-run in this process, which spares its start; its arguments."""
-    seen: list[Sequence[str]] = []
-
-    def run(arguments: Sequence[str]) -> Any:
-        seen.append(arguments)
-        return run_here(arguments)
-
-    monkeypatch.setattr(engine_module, "call_run", run)
-    return seen
 
 
 Regenerate = Callable[..., list[dict[str, Any]]]
@@ -80,34 +67,21 @@ def answer_by_transformers(target: tuple[Any, Any], text: str) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def test_completions_are_the_targets(
-    regenerate: Regenerate, calls: Any, target: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In groups, each one call, of two rows or a multiple of what the engine answers at once."""
-    monkeypatch.setattr(engine_module, "ROWS_PER_CALL", 2)
-    monkeypatch.setattr(engine_module, "BATCHES_PER_CALL", 0)
-    texts = ["def add(", "one two", "x = 7"]
+def test_completions_are_the_targets(regenerate: Regenerate, target: tuple[Any, Any]) -> None:
+    """More rows than the engine decodes at once."""
+    texts = ["def add(", "one two", "x = 7", *"abcdefg"]
     rows = regenerate([{"prompt": text} for text in texts], completion=True)
     assert [row["text"] for row in rows] == [t + answer_by_transformers(target, t) for t in texts]
-    assert len(calls) == 2
-    monkeypatch.setattr(engine_module, "BATCHES_PER_CALL", 3)
-    assert regenerate([{"prompt": text} for text in texts], completion=True) == rows
-    assert len(calls) == 3
 
 
 def test_conversations_go_on_from_the_new_answers(
-    regenerate: Regenerate, calls: Any, target: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    regenerate: Regenerate, target: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that ends before the limit is followed by the next turn; here each is cut."""
-    honest = engine_module.call_run
-
-    def end_every_answer(arguments: Sequence[str]) -> Any:
-        report: Any = honest(arguments)
-        for output in report["outputs"]:
-            output["finish_reason"] = "eos"
-        return report
-
-    monkeypatch.setattr(engine_module, "call_run", end_every_answer)
+    add = Dialogue.add
+    monkeypatch.setattr(
+        Dialogue, "add", lambda self, answer, **_: add(self, answer, is_truncated=False)
+    )
     turns = [{"role": "user", "content": "a?"}, {"role": "user", "content": "b c"}]
     old = {"role": "assistant", "content": "old"}
     rows = regenerate([{"messages": [turns[0], old, turns[1]]}, {"prompt": "alone"}])
@@ -119,10 +93,9 @@ def test_conversations_go_on_from_the_new_answers(
         expected.append({"role": "assistant", "content": answer})
     assert rows[0] == {"index": 0, "messages": expected}
     assert rows[1]["messages"][0] == {"role": "user", "content": "alone"}
-    assert len(calls) == 2, "all first turns, then all second ones"
 
 
-def test_seeds_and_cut_answers(regenerate: Regenerate, calls: Any) -> None:
+def test_seeds_and_cut_answers(regenerate: Regenerate) -> None:
     """Equal seeds give equal answers, the rows' differ."""
     rows = [{"prompt": "same"}] * 4
     first, again, other = (
@@ -134,9 +107,7 @@ def test_seeds_and_cut_answers(regenerate: Regenerate, calls: Any) -> None:
     assert [len(row["text"]) > 0 for row in first if row.get("truncated")] == [True] * 3
 
 
-def test_rows_that_the_engine_has_no_room_for(
-    regenerate: Regenerate, calls: Any, tmp_path: Path
-) -> None:
+def test_rows_that_the_engine_has_no_room_for(regenerate: Regenerate, tmp_path: Path) -> None:
     """Alone of the call's rows; and an answer gets what room there is."""
     rows = [{"prompt": "x " * 200}, {"prompt": "y"}, {"prompt": " ".join("abcdefgh" * 6)[:96]}]
     out = regenerate(rows, completion=True, allow_failures=True)

@@ -16,11 +16,11 @@ from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
 from specdec.train.features import Features, OutputHead
 from specdec.train.loss import Teacher, compute_loss
-from specdec.train.methods import dflash
 from specdec.train.methods.base import Drafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
-from specdec.train.methods.eagle import Eagle1, Eagle3, Recipe, make_mask
+from specdec.train.methods.eagle import Eagle1, Eagle3, make_mask
 from specdec.train.methods.medusa import MedusaHeads
+from specdec.train.settings import TrainSettings
 
 HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_SIZE, STEPS = 8, 11, 2, 1, 4, 3
 MODEL = ModelConfig(
@@ -54,30 +54,31 @@ def make_head() -> OutputHead:
     return OutputHead(torch.randn(VOCAB, HIDDEN, generator=generator))
 
 
+def make_recipe(**options: Any) -> TrainSettings:
+    """EAGLE's."""
+    return TrainSettings(**{"eagle_token_weight": 0.3, "eagle_noise": 0.0, **options})
+
+
 def make_drafter(kind: str) -> Drafter:
     torch.manual_seed(0)
     if kind.startswith("medusa"):
-        drafter: Drafter = MedusaHeads(
-            make_head(),
-            num_heads=STEPS,
-            num_layers=2 if kind == "medusa-2" else 1,
+        options = TrainSettings(
+            medusa_num_heads=STEPS, medusa_num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
-        )
+        )  # fmt: skip
+        drafter: Drafter = MedusaHeads(options, make_head())
     elif kind in ("dflash", "dspark"):
         rank = 3 if kind == "dspark" else 0
+        options = TrainSettings(
+            dflash_block_size=STEPS + (not rank), dflash_num_anchors=9, dflash_loss_decay=0.8,
+            self_distillation=0.6, dflash_markov_rank=rank,
+        )  # fmt: skip
         drafter = DFlash(
-            ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2}),
-            dflash.Recipe(
-                block_size=STEPS + (not rank), mask_token_id=2, embedding_scale=1.5, num_anchors=9,
-                max_k=5, loss_decay=0.8, self_distillation=0.6, markov_rank=rank,
-            ),
-            num_auxiliary=NUM_AUXILIARY, mask_row=MASK_ROW,
+            options, ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2}), embedding_scale=1.5,
+            num_auxiliary=NUM_AUXILIARY, mask_row=MASK_ROW, mask_token_id=2,
         )  # fmt: skip
     else:
-        recipe = Recipe(
-            num_steps=STEPS, max_k=5, loss_decay=0.9, token_weight=0.3, noise=0.0,
-            self_distillation=1.0 if kind in NORMS else 0.6,
-        )  # fmt: skip
+        recipe = make_recipe(self_distillation=1.0 if kind in NORMS else 0.6)
         model = MODEL
         if kind == "eagle-2-layers":
             model = ModelConfig(**{**vars(MODEL), "num_hidden_layers": 2})
@@ -87,9 +88,9 @@ def make_drafter(kind: str) -> Drafter:
                 norm_before_residual=False, **NORMS[kind],
             )  # fmt: skip
             mask_row = MASK_ROW if params.mask_token_id is not None else None
-            drafter = Eagle3(model, recipe, make_head(), params, mask_row=mask_row)
+            drafter = Eagle3(recipe, model, make_head(), params, mask_row=mask_row)
         else:
-            drafter = Eagle1(model, recipe)
+            drafter = Eagle1(recipe, model)
     with torch.no_grad():  # what begins as zero, one or a copy is told apart
         for parameter in drafter.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -348,7 +349,7 @@ def test_padding_and_cutting_change_nothing(kind: str) -> None:
 
 
 def test_medusa_begins_by_saying_what_the_target_says() -> None:
-    heads = MedusaHeads(make_head(), num_heads=2, num_layers=2)
+    heads = MedusaHeads(TrainSettings(medusa_num_heads=2, medusa_num_layers=2), make_head())
     x = torch.randn(5, HIDDEN)
     for head in heads.children():
         torch.testing.assert_close(head(x), x @ make_head().weight.T)
@@ -408,7 +409,7 @@ def test_the_mask_token_has_an_embedding() -> None:
 
 def test_eagle_noise_is_drawn_in_training_only() -> None:
     drafter = make_drafter("eagle")
-    noisy = Eagle1(MODEL, Recipe(**{**vars(drafter.recipe), "noise": 0.5}))
+    noisy = Eagle1(make_recipe(self_distillation=0.6, eagle_noise=0.5), MODEL)
     noisy.load_state_dict(drafter.state_dict())
     features, mask = make_batch()
     counts = drafter.count_labels(mask).float()
@@ -486,14 +487,11 @@ def test_a_drafter_that_says_what_the_target_says_is_always_right() -> None:
 def test_a_reduced_vocabulary_learns_the_targets_choice_among_its_tokens() -> None:
     """The divergence from the target's distribution over these tokens, whatever the text says."""
     kept = torch.tensor([1, 4, 5, 9])
-    recipe = Recipe(
-        num_steps=STEPS, max_k=4, loss_decay=0.9, token_weight=0.3, noise=0.0, self_distillation=1.0
-    )
     params = Eagle3Params(
         aux_layers=tuple(range(NUM_AUXILIARY)), draft_vocab_size=len(kept),
         norm_before_residual=False,
     )  # fmt: skip
-    drafter = Eagle3(MODEL, recipe, make_head(), params, kept)
+    drafter = Eagle3(make_recipe(self_distillation=1.0), MODEL, make_head(), params, kept)
     assert torch.equal(drafter.lm_head.weight, make_head().weight[kept])
     assert drafter.d2t is not None
     assert (drafter.d2t + torch.arange(4)).tolist() == kept.tolist()

@@ -12,20 +12,22 @@ from specdec.train import loss as loss_module
 from specdec.train.features import Features, TargetShape
 from specdec.train.loss import Measures, compute_loss, measure_positions, rank_labels
 from specdec.train.methods.redrafter import ReDrafter
+from specdec.train.settings import TrainSettings
 
 HIDDEN, VOCAB, STEPS = 6, 11, 3
 SHAPE = TargetShape(hidden_size=HIDDEN, vocab_size=VOCAB)
 KINDS: dict[str, dict[str, Any]] = {
-    "rnn": dict(is_rnn=True, num_layers=2),
-    "sum": dict(is_rnn=False, num_layers=1),
-    "projected": dict(is_rnn=True, num_layers=1, exit_dim=7),
-    "decay": dict(is_rnn=True, num_layers=0, loss_decay=0.5),
+    "rnn": dict(rnn=True, num_layers=2),
+    "sum": dict(rnn=False, num_layers=1),
+    "projected": dict(rnn=True, num_layers=1, exit_dim=7),
+    "decay": dict(rnn=True, num_layers=0, loss_decay=0.5),
 }
 
 
 def make_drafter(kind: str) -> ReDrafter:
     torch.manual_seed(0)
-    return ReDrafter(SHAPE, num_positions=STEPS, **KINDS[kind])
+    options = {f"redrafter_{name}": value for name, value in KINDS[kind].items()}
+    return ReDrafter(TrainSettings(redrafter_predict_n_tokens=STEPS, **options), SHAPE)
 
 
 def make_batch(num_rows: int = 3, length: int = 9) -> tuple[Features, Tensor]:

@@ -91,7 +91,6 @@ def stages_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call_here(stage, arguments)
 
     monkeypatch.setattr(acceptance, "call_stage", call_stage)
-    monkeypatch.setattr(acceptance, "call_run", lambda arguments: call_stage("run", arguments))
     return called
 
 

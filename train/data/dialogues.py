@@ -122,6 +122,7 @@ class Dialogue:
         self.row = row
         self.id: Any = None
         self.is_truncated = False
+        self.num_answers = 0
         self._prompt: str | None = None
         self._messages: list[Message] = []
         self._options: Mapping[str, Any] = {}
@@ -137,6 +138,7 @@ class Dialogue:
 
     def add(self, answer: Message, *, is_truncated: bool) -> None:
         """Take the answer. One that was cut ends the conversation."""
+        self.num_answers += 1
         old = self._turns.pop(0)
         calls, old_calls = (_list_calls(message) for message in (answer, old))
         if calls and calls == old_calls:

@@ -20,6 +20,7 @@ from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
 from specdec.files.reading import write_json
 from specdec.files.staging import check_output_file
+from specdec.options import Contradiction, refuse_contradictions
 
 from .client import Client, check_url
 from .dialogues import Dialogue, Row, RowError, Source, open_source
@@ -75,31 +76,43 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
     return report
 
 
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (
+        lambda s: not 0 < s.top_p <= 1, "--top-p is {top_p:g}",
+        "give a number above 0 and at most 1",
+    ),
+    (
+        lambda s: s.resume and s.force, "--resume and --force are both given",
+        "continue, or start over",
+    ),
+    (
+        lambda s: s.output.suffix != ".jsonl", "--output is {output}",
+        "name a .jsonl file, as specdec-train takes it",
+    ),
+    (
+        lambda s: s.output.resolve() == Path(s.input).resolve(), "--output is the input",
+        "name another file",
+    ),
+)  # fmt: skip
+
+
 def check_settings(settings: DataSettings) -> None:
     """Raise for what can be seen to be wrong before anything is read."""
     require(settings)
     given = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
-    is_engine = settings.engine_dir is not None
-    if not given or set(given) - set(ENGINE_FLAGS if is_engine else SERVER_FLAGS):
+    needed = SERVER_FLAGS if settings.engine_dir is None else ENGINE_FLAGS
+    if not given or set(given) - set(needed):
         raise UsageError(
             "the target must be one server or one engine",
             "give --base-url and --model, or --engine-dir and --tokenizer-dir",
         )
-    require(settings, *(ENGINE_FLAGS if is_engine else SERVER_FLAGS))
+    require(settings, *needed)
     if settings.engine_dir is not None:
         expect_folder(settings.engine_dir, ENGINE, "--engine-dir")
     if settings.base_url is not None:
         check_url(settings.base_url)
-    if not 0 < settings.top_p <= 1:
-        raise UsageError(f"--top-p is {settings.top_p:g}", "give a number above 0 and at most 1")
-    if settings.resume and settings.force:
-        raise UsageError("--resume and --force are both given", "continue, or start over")
-    output = settings.output
-    if output.suffix != ".jsonl":
-        raise UsageError(f"--output is {output}", "name a .jsonl file, as specdec-train takes it")
-    check_output_file(output, force=settings.force)
-    if output.resolve() == Path(settings.input).resolve():
-        raise UsageError("--output is the input", "name another file")
+    refuse_contradictions(settings, CONTRADICTIONS)
+    check_output_file(settings.output, force=settings.force)
 
 
 def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
@@ -137,7 +150,6 @@ def answer_rows(settings: DataSettings, source: Source, rows: Iterable[Row]) -> 
         return
     from .engine import EngineRunner
 
-    runner = EngineRunner(settings)
     unusable: list[Result] = []
 
     def open_dialogues() -> Iterator[Dialogue]:
@@ -147,8 +159,9 @@ def answer_rows(settings: DataSettings, source: Source, rows: Iterable[Row]) -> 
             except RowError as error:
                 unusable.append((row.index, row.place, error))
 
-    for dialogue, error in runner.answer(open_dialogues()):
-        yield (dialogue.row.index, dialogue.row.place, error or finish_row(dialogue, settings))
+    with contextlib.closing(EngineRunner(settings)) as runner:
+        for dialogue, error in runner.answer(open_dialogues()):
+            yield (dialogue.row.index, dialogue.row.place, error or finish_row(dialogue, settings))
     yield from unusable
 
 

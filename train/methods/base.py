@@ -7,7 +7,7 @@ nobody has to guess. N counts the labels of one position, V the vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from specdec.errors import SpecDecError
 
 from ..features import Features
-from ..loss import Teacher, measure_positions
+from ..loss import Teacher, compute_loss, measure_positions
 from ..settings import TrainSettings
 from ..target import Target
 
@@ -32,44 +32,17 @@ class Labels:
     hidden: Tensor  # [N, D] the target's states by which it predicts the same tokens itself
 
 
-def find_labels(
-    features: Features, mask: Tensor, num_labels: Tensor, position: int, decay: float
-) -> Labels:
-    """Return the labels of a draft position; num_labels [P] as `Drafter.forward` has them."""
-    here = mask[:, 2 + position :]
-    tokens = features.tokens[:, 2 + position :][here]
-    weight = decay**position / num_labels[position].clamp(min=1)
-    return Labels(
-        mask=here,
-        tokens=tokens,
-        weights=weight.float().expand(len(tokens)),
-        hidden=features.hidden[:, 1 + position : 1 + position + here.shape[1]][here],
-    )
-
-
-def make_teacher(features: Features, hidden: Tensor, share: float) -> Teacher | None:
-    """Let the target's distribution after its states `hidden` [N, D] be `share` of what is learned.
-
-    None where it has no share.
-    """
-    if not share:
-        return None
-    assert features.head is not None
-    return Teacher(hidden, features.head, share)
-
-
 def choose_mask_token(flag: str, given: int | None, config: Any, table: Tensor) -> int:
     """The mask token: given by `flag`, or the target's padding or end token, or its first.
 
-    Its row of the target's embedding, table [V, D], stays as it is. Many targets' padding has a row
-    of zeros: queries made of it would be zero, and nothing would be learned. Raises SpecDecError
-    where the given token has one, or is none.
+    The token's row of the target's embedding, table [V, D], is not trained. Many targets' padding
+    has a row of zeros. Queries made of it would be zero, and nothing would be learned. Raises
+    SpecDecError where the given token has such a row, or is not in the vocabulary.
     """
     ends = getattr(config, "eos_token_id", None)
     padding = getattr(config, "pad_token_id", None)
     found = [padding, *(ends if isinstance(ends, list) else [ends]), *range(len(table))]
-    if given is not None:
-        found = [given]
+    found = found if given is None else [given]
     usable = (n for n in found if n is not None and n < len(table) and table[n].any())
     token = next(usable, None)
     if token is None:
@@ -95,26 +68,68 @@ class ResidualBlock(torch.nn.Module):
 class Drafter(torch.nn.Module):
     """A network being trained; its parameters' names are those of the written file.
 
-    A method writes `draft` and `judge`, or a `forward` of its own.
+    A method writes `judge`, and `draft` or `guess`, or a `forward` of its own.
     """
 
-    num_positions: int
-    max_k: int
-    loss_decay: float
+    def __init__(
+        self, settings: TrainSettings, *, num_positions: int, loss_decay: float, vocab_size: int
+    ) -> None:
+        super().__init__()
+        self.num_positions, self.loss_decay = num_positions, loss_decay
+        self.max_k = min(settings.report_top_k, vocab_size)
+        self.share = settings.self_distillation or 0.0  # of the target's distribution
 
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""
         return torch.stack([mask[:, 2 + i :].sum() for i in range(self.num_positions)])
 
+    def find_labels(
+        self, features: Features, mask: Tensor, num_labels: Tensor, position: int
+    ) -> Labels:
+        """Return the labels of a draft position; num_labels [P] as `forward` has them."""
+        here = mask[:, 2 + position :]
+        tokens = features.tokens[:, 2 + position :][here]
+        return Labels(
+            mask=here,
+            tokens=tokens,
+            weights=self.weigh(position, num_labels).float().expand(len(tokens)),
+            hidden=features.hidden[:, 1 + position : 1 + position + here.shape[1]][here],
+        )
+
+    def weigh(self, position: int, num_labels: Tensor) -> Tensor:
+        """The weight of each label of a position in the loss."""
+        return self.loss_decay**position / num_labels[position].clamp(min=1)
+
     def draft(self, features: Features) -> list[Tensor]:
         """What each position's guesses are made from at every place, [B, T-2-i, D or more]."""
         raise NotImplementedError
+
+    def guess(
+        self, features: Features, mask: Tensor, num_labels: Tensor
+    ) -> Iterator[tuple[Tensor, Labels]]:
+        """Yield each position's labels, and what was drafted at them, [N, D or more]."""
+        for position, drafted in enumerate(self.draft(features)):
+            labels = self.find_labels(features, mask, num_labels, position)
+            yield drafted[labels.mask], labels
 
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the labels' losses and their ranks; x: what was drafted at them."""
         raise NotImplementedError
+
+    def compare(
+        self, features: Features, x: Tensor, weight: Tensor, labels: Labels, *, measure: bool,
+        more: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`compute_loss` of an output layer, taught by the target as far as it has a share."""
+        teacher = None
+        if self.share:
+            assert features.head is not None
+            teacher = Teacher(labels.hidden, features.head, self.share)
+        return compute_loss(
+            x, weight, labels.tokens, labels.weights, measure=measure, teacher=teacher, more=more
+        )
 
     def forward(
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
@@ -127,11 +142,8 @@ class Drafter(torch.nn.Module):
         """
         total = features.hidden.new_zeros((), dtype=torch.float32)
         losses, ranks, masks = [], [], []
-        for position, drafted in enumerate(self.draft(features)):
-            labels = find_labels(features, mask, num_labels, position, self.loss_decay)
-            loss, own_losses, own_ranks = self.judge(
-                features, position, drafted[labels.mask], labels, measure=measure
-            )
+        for position, (x, labels) in enumerate(self.guess(features, mask, num_labels)):
+            loss, own_losses, own_ranks = self.judge(features, position, x, labels, measure=measure)
             total = total + loss
             losses.append(own_losses)
             ranks.append(own_ranks)
@@ -148,7 +160,6 @@ class TrainingMethod:
     given besides the drafter's folder, which follows `convert_folder`. list_shared: tensors of the
     target that the written file repeats, by their names there. choose_layers: the target's layers,
     from 0, whose outputs are read as `Features.auxiliary`, from the settings and its configuration.
-    check_options: raises UsageError for options that exclude one another, before anything is read.
     new_parts: beginnings of tensors' names that a drafter to start from may lack; they begin anew.
     """
 
@@ -158,7 +169,6 @@ class TrainingMethod:
     convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
     list_shared: Callable[[Target], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
-    check_options: Callable[[TrainSettings], None] = lambda settings: None
     new_parts: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"
     needs_head: bool = False

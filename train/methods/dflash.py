@@ -23,24 +23,23 @@ heads, G queries of a K/V head, H head size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.engine.rotary import RotaryTable, rotate
+from specdec.engine.rotary import rotate
 from specdec.errors import SpecDecError
 from specdec.methods.dflash import DFlashTrain
 from specdec.model.config import ModelConfig
 from specdec.options import as_options
 
 from ..features import Features
-from ..loss import compute_loss, measure_positions
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, TrainingMethod, choose_mask_token, make_teacher
-from .eagle import GatedMlp, RmsNorm, describe_layers, make_linear
+from .base import Drafter, Labels, TrainingMethod, choose_mask_token
+from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
 
 GOLDEN = 0.6180339887  # multiples of it, without their whole parts, spread evenly
 
@@ -61,26 +60,19 @@ class Anchors:
 class Angles:
     """Cosines and sines of the context's positions [T, 1, H] and of the blocks' [B, A, S, 1, H]."""
 
-    context: tuple[Tensor, Tensor]
-    blocks: tuple[Tensor, Tensor]
+    context: tuple[Tensor, ...]
+    blocks: tuple[Tensor, ...]
 
 
-class Attention(torch.nn.Module):
+class Attention(Projections):
     """Attention of blocks over the context before them and all of themselves."""
 
     def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.head_size = model.head_size
-        hidden, num_keys = model.hidden_size, model.num_key_value_heads * model.head_size
-        num_queries = model.num_attention_heads * model.head_size
-        self.q_proj = make_linear(hidden, num_queries)
-        self.k_proj = make_linear(hidden, num_keys)
-        self.v_proj = make_linear(hidden, num_keys)
-        self.o_proj = make_linear(num_queries, hidden)
+        super().__init__(model, model.hidden_size)
         self.q_norm = RmsNorm(model.head_size, model.norm_epsilon)
         self.k_norm = RmsNorm(model.head_size, model.norm_epsilon)
 
-    def _project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _project(self, x: Tensor, angles: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Keys and values [..., K, H] of x [..., D]."""
         shape = (*x.shape[:-1], -1, self.head_size)
         keys = rotate(self.k_norm(self.k_proj(x).view(shape)), *angles)
@@ -122,24 +114,6 @@ class Layer(torch.nn.Module):
         return result
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What a drafter is beside its layers, and how it is trained.
-
-    embedding_scale: what the rows of the target's embedding are multiplied by. markov_rank: of a
-    Markov head, 0 for none.
-    """
-
-    block_size: int
-    mask_token_id: int
-    embedding_scale: float
-    num_anchors: int
-    max_k: int
-    loss_decay: float
-    self_distillation: float
-    markov_rank: int = 0
-
-
 class MarkovHead(torch.nn.Module):
     """What the token before makes likely: a row for it, by a matrix; nothing to begin with."""
 
@@ -157,22 +131,30 @@ class DFlash(Drafter):
     mask_row: Tensor
 
     def __init__(
-        self, model: ModelConfig, recipe: Recipe, *, num_auxiliary: int, mask_row: Tensor
-    ) -> None:
-        """mask_row: [D], the mask token's row of the target's embedding."""
-        super().__init__()
-        self.model, self.recipe = model, recipe
-        self.first_place = 0 if recipe.markov_rank else 1  # of a block that drafts
-        self.num_positions = recipe.block_size - self.first_place
-        self.max_k = min(recipe.max_k, model.vocab_size)
+        self, settings: TrainSettings, model: ModelConfig, *, num_auxiliary: int, mask_row: Tensor,
+        mask_token_id: int = 0, embedding_scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """mask_row: [D], the mask token's row of the target's embedding.
+
+        embedding_scale: what the rows of that embedding are multiplied by.
+        """
+        self.options = as_options(settings, DFlashTrain)
+        # The first place of a block that drafts.
+        self.first_place = 0 if self.options.dflash_markov_rank else 1
+        super().__init__(
+            settings, num_positions=self.options.dflash_block_size - self.first_place,
+            loss_decay=self.options.dflash_loss_decay, vocab_size=model.vocab_size,
+        )  # fmt: skip
+        self.model = model
+        self.mask_token_id, self.embedding_scale = mask_token_id, embedding_scale
         self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self.hidden_norm = RmsNorm(model.hidden_size, model.norm_epsilon)
         self.layers = torch.nn.ModuleList(Layer(model) for _ in range(model.num_hidden_layers))
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
-        if rank := recipe.markov_rank:
+        if rank := self.options.dflash_markov_rank:
             self.markov_head = MarkovHead(model.vocab_size, rank)
         self.register_buffer("mask_row", mask_row.detach().clone(), persistent=False)
-        self._table: RotaryTable | None = None
+        self._rotary = RotaryTables(model)
 
     def choose_anchors(self, mask: Tensor) -> Anchors:
         """Draw the blocks of a step; in an evaluation always the same, evenly spread.
@@ -186,24 +168,11 @@ class DFlash(Drafter):
             drawn = torch.rand(labels.shape, device=mask.device)
         else:
             drawn = (torch.arange(num_places, device=mask.device) * GOLDEN % 1).expand(labels.shape)
-        most = min(self.recipe.num_anchors, num_places)
+        most = min(self.options.dflash_num_anchors, num_places)
         scores, places = drawn.masked_fill(~labels, -1).topk(most, dim=1)
         is_real = scores >= 0
         num_real = is_real.sum(1, keepdim=True).clamp(min=1)
         return Anchors(places, is_real, labels.sum(1, keepdim=True) / num_real)
-
-    def _find_angles(self, anchors: Anchors, num_tokens: int) -> Angles:
-        size, device = self.recipe.block_size, anchors.places.device
-        needed = num_tokens + size
-        if self._table is None or self._table.num_positions < needed:
-            room = max(512, 1 << (needed - 1).bit_length())
-            self._table = RotaryTable(self.model, room, torch.float32, device)
-        positions = anchors.places[:, :, None] + 1 + torch.arange(size, device=device)
-        tables = self._table.cos.to(device), self._table.sin.to(device)
-        return Angles(
-            (tables[0][:num_tokens, None], tables[1][:num_tokens, None]),
-            (tables[0][positions].unsqueeze(3), tables[1][positions].unsqueeze(3)),
-        )
 
     def fill_blocks(self, features: Features, anchors: Anchors) -> Tensor:
         """What the target's output layer is to read of every token of the blocks, [B, A, S, D]."""
@@ -212,78 +181,70 @@ class DFlash(Drafter):
         num_tokens, places = features.tokens.shape[1], anchors.places
         lines = torch.arange(len(places), device=places.device)[:, None]
         first = features.embedded[lines, places + 1]  # [B, A, D]
-        num_masks = self.recipe.block_size - 1
-        masks = self.mask_row.to(first.dtype).expand(*first.shape[:2], num_masks, -1)
-        x = torch.cat((first[:, :, None], masks), dim=2) * self.recipe.embedding_scale
+        size = self.options.dflash_block_size
+        masks = self.mask_row.to(first.dtype).expand(*first.shape[:2], size - 1, -1)
+        x = torch.cat((first[:, :, None], masks), dim=2) * self.embedding_scale
         x = x.to(context.dtype)
         hidden = torch.arange(num_tokens, device=places.device) > places[:, :, None]
-        angles = self._find_angles(anchors, num_tokens)
+        tables = self._rotary.find(num_tokens + size, places.device)
+        positions = places[:, :, None] + 1 + torch.arange(size, device=places.device)
+        angles = Angles(
+            tuple(table[:num_tokens, None] for table in tables),
+            tuple(table[positions].unsqueeze(3) for table in tables),
+        )
         for layer in self.layers:
             x = layer(x, context, hidden, angles)
         result: Tensor = self.norm(x)
         return result
 
-    def forward(
-        self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
-    ) -> tuple[Tensor, Tensor]:
+    def guess(
+        self, features: Features, mask: Tensor, num_labels: Tensor
+    ) -> Iterator[tuple[Tensor, Labels]]:
         assert features.head is not None
         anchors = self.choose_anchors(mask)
         guesses = self.fill_blocks(features, anchors)
-        total = features.hidden.new_zeros((), dtype=torch.float32)
-        losses, ranks, masks = [], [], []
         lines = torch.arange(len(mask), device=mask.device)[:, None]
         for position in range(self.num_positions):
             at = anchors.places + 2 + position
             is_inside = at < mask.shape[1]
             at = at.clamp(max=mask.shape[1] - 1)
             chosen = anchors.is_real & is_inside & mask[lines, at]  # [B, A]
-            weight = self.recipe.loss_decay**position / num_labels[position].clamp(min=1)
             read = features.head.join_input(guesses[:, :, self.first_place + position][chosen])
-            if self.recipe.markov_rank:
+            if self.options.dflash_markov_rank:
                 before = self.markov_head.markov_w1(features.tokens[lines, at - 1][chosen])
                 read = torch.cat((read, before.to(read.dtype)), dim=1)
-            loss, own_losses, own_ranks = compute_loss(
+            weights = (self.weigh(position, num_labels) * anchors.shares).float()
+            yield (
                 read,
-                features.head.joint_weight,
-                features.tokens[lines, at][chosen],
-                (weight * anchors.shares).float().expand_as(chosen)[chosen],
-                measure=measure,
-                teacher=make_teacher(
-                    features, features.hidden[lines, at - 1][chosen], self.recipe.self_distillation
+                Labels(
+                    mask=chosen,
+                    tokens=features.tokens[lines, at][chosen],
+                    weights=weights.expand_as(chosen)[chosen],
+                    hidden=features.hidden[lines, at - 1][chosen],
                 ),
-                more=self.markov_head.markov_w2.weight if self.recipe.markov_rank else None,
             )
-            total = total + loss
-            losses.append(own_losses)
-            ranks.append(own_ranks)
-            masks.append(chosen)
-        measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
-        return total, measures.pack()
+
+    def judge(
+        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert features.head is not None
+        more = self.markov_head.markov_w2.weight if self.options.dflash_markov_rank else None
+        weight = features.head.joint_weight
+        return self.compare(features, x, weight, labels, measure=measure, more=more)
 
 
 def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
     """Make a drafter of the target's sizes."""
-    assert settings.self_distillation is not None
-    options = as_options(settings, DFlashTrain)
-    table = target.embedding.weight
-    assert isinstance(table, Tensor)
+    options, table = as_options(settings, DFlashTrain), target.table
     given = options.dflash_mask_token_id
     mask_token_id = choose_mask_token("--dflash-mask-token-id", given, target.config, table)
-    recipe = Recipe(
-        block_size=options.dflash_block_size,
-        mask_token_id=mask_token_id,
-        embedding_scale=target.shape.embedding_scale,
-        num_anchors=options.dflash_num_anchors,
-        max_k=settings.report_top_k,
-        loss_decay=options.dflash_loss_decay,
-        self_distillation=settings.self_distillation,
-        markov_rank=options.dflash_markov_rank,
-    )
     return DFlash(
+        settings,
         describe_layers(target, options.dflash_num_layers, options.dflash_intermediate_size),
-        recipe,
         num_auxiliary=len(target.aux_layers),
         mask_row=table[mask_token_id],
+        mask_token_id=mask_token_id,
+        embedding_scale=target.shape.embedding_scale,
     )
 
 
@@ -307,20 +268,20 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
 
 def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
     """Return the config.json of z-lab's drafters, or with a Markov head of DeepSpec's."""
-    model, recipe = drafter.model, drafter.recipe
+    model, options = drafter.model, drafter.options
     own: dict[str, Any] = {
-        "mask_token_id": recipe.mask_token_id,
+        "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(target.aux_layers),
     }
-    if recipe.embedding_scale != 1:
-        own["input_embedding_scale"] = recipe.embedding_scale
+    if drafter.embedding_scale != 1:
+        own["input_embedding_scale"] = drafter.embedding_scale
     layout: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": own}
-    if recipe.markov_rank:
+    if options.dflash_markov_rank:
         layout = {
             "architectures": ["Qwen3DSparkModel"],
             **own,
-            "num_anchors": recipe.num_anchors,
-            "markov_rank": recipe.markov_rank,
+            "num_anchors": options.dflash_num_anchors,
+            "markov_rank": options.dflash_markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": False,
         }
@@ -334,7 +295,7 @@ def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
         "use_sliding_window": False,
         "tie_word_embeddings": False,
         "num_target_layers": int(target.config.num_hidden_layers),
-        "block_size": recipe.block_size,
+        "block_size": options.dflash_block_size,
     }
 
 

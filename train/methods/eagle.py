@@ -32,18 +32,16 @@ from torch.nn.functional import silu, smooth_l1_loss
 
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
-from specdec.errors import UsageError
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import get_kind
-from specdec.options import as_options, name_flag
+from specdec.options import as_options
 
 from ..features import Features, OutputHead
-from ..loss import compute_loss
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, TrainingMethod, choose_mask_token, make_teacher
+from .base import Drafter, Labels, TrainingMethod, choose_mask_token
 
 # Rotary scalings by which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
@@ -67,8 +65,8 @@ def make_linear(num_inputs: int, num_outputs: int) -> torch.nn.Linear:
     return torch.nn.Linear(num_inputs, num_outputs, bias=False)
 
 
-class Attention(torch.nn.Module):
-    """Self-attention of a Llama layer over the steps of a draft."""
+class Projections(torch.nn.Module):
+    """The matrices of an attention that reads [..., width]."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
         super().__init__()
@@ -79,6 +77,10 @@ class Attention(torch.nn.Module):
         self.k_proj = make_linear(width, num_keys)
         self.v_proj = make_linear(width, num_keys)
         self.o_proj = make_linear(num_queries, model.hidden_size)
+
+
+class Attention(Projections):
+    """Self-attention of a Llama layer over the steps of a draft."""
 
     def forward(self, x: Tensor, history: History, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, T_i, width] of the newest step, which joins `history`; cos, sin [T_i, 1, H]."""
@@ -129,11 +131,11 @@ class Layer(torch.nn.Module):
         super().__init__()
         hidden_size, epsilon = model.hidden_size, model.norm_epsilon
         self.joins = is_first and is_third  # embedding and state inside of the layer
-        if not is_first or is_third:
+        self.has_input_norm = not is_first or is_third
+        if self.has_input_norm:
             self.input_layernorm = RmsNorm(hidden_size, epsilon)
         if self.joins:
             self.hidden_norm = RmsNorm(hidden_size, epsilon)
-        self.has_input_norm = not is_first or is_third
         self.self_attn = Attention(model, 2 * hidden_size if self.joins else hidden_size)
         self.post_attention_layernorm = RmsNorm(hidden_size, epsilon)
         self.mlp = GatedMlp(model)
@@ -141,7 +143,7 @@ class Layer(torch.nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor, history: History, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """x, embedded [B, T_i, D]; the embedding counts only in EAGLE-3's first layer."""
+        """x, embedded [B, T_i, D]; only EAGLE-3's first layer reads the embedding."""
         entered = x
         if self.joins:
             entered = torch.cat((self.input_layernorm(embedded), self.hidden_norm(x)), dim=-1)
@@ -152,30 +154,32 @@ class Layer(torch.nn.Module):
         return result
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a drafter is trained."""
+class RotaryTables:
+    """Cosines and sines for a drafter's positions, made longer where they do not suffice."""
 
-    num_steps: int
-    max_k: int
-    loss_decay: float
-    token_weight: float
-    noise: float
-    self_distillation: float
-    has_bias: bool = True
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._table: RotaryTable | None = None
+
+    def find(self, needed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Those of at least `needed` positions, both [positions, H]."""
+        if self._table is None or self._table.num_positions < needed:
+            size = max(512, 1 << (needed - 1).bit_length())
+            self._table = RotaryTable(self.model, size, torch.float32, device)
+        return self._table.cos.to(device), self._table.sin.to(device)
 
 
 class Eagle(Drafter):
     """The drafter and its loss; parameter names are those of SafeAILab's drafters."""
 
-    def __init__(self, model: ModelConfig, recipe: Recipe) -> None:
-        super().__init__()
+    def __init__(self, settings: TrainSettings, model: ModelConfig) -> None:
+        self.options = as_options(settings, EagleTrain)
+        super().__init__(
+            settings, num_positions=self.options.eagle_num_steps,
+            loss_decay=self.options.eagle_loss_decay, vocab_size=model.vocab_size,
+        )  # fmt: skip
         self.model = model
-        self.recipe = recipe
-        self.num_positions = recipe.num_steps
-        self.max_k = min(recipe.max_k, model.vocab_size)
-        self.loss_decay = recipe.loss_decay
-        self._table: RotaryTable | None = None
+        self._rotary = RotaryTables(model)
 
     def _add_layers(self, *, is_third: bool) -> None:
         self.layers = torch.nn.ModuleList(
@@ -199,14 +203,6 @@ class Eagle(Drafter):
         """What a step after the first reads, of the text's embeddings and the state before it."""
         return embedded, state
 
-    def _find_angles(self, step: int, num_places: int, device: torch.device) -> tuple[Tensor, ...]:
-        needed = step + num_places
-        if self._table is None or self._table.num_positions < needed:
-            size = max(512, 1 << (needed - 1).bit_length())
-            self._table = RotaryTable(self.model, size, torch.float32, device)
-        lines = slice(step, needed)
-        return self._table.cos[lines, None].to(device), self._table.sin[lines, None].to(device)
-
     def draft(self, features: Features) -> list[Tensor]:
         """Run all steps from every place: guesses [B, T-2-i, D]."""
         state = self.begin(features)
@@ -219,7 +215,8 @@ class Eagle(Drafter):
                 embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
                 if step:
                     embedded, state = self.go_on(embedded, state)
-                cos, sin = self._find_angles(step, num_places, state.device)
+                angles = self._rotary.find(step + num_places, state.device)
+                cos, sin = (part[step : step + num_places, None] for part in angles)
                 x = self.join(embedded, state)
                 for layer, history in zip(self.layers, histories, strict=True):
                     x = layer(x, embedded, history, cos, sin)
@@ -231,18 +228,23 @@ class Eagle(Drafter):
 class Eagle1(Eagle):
     """EAGLE-1, whose weights EAGLE-2 shares: guesses are features of the target."""
 
-    def __init__(self, model: ModelConfig, recipe: Recipe, *, embedding_scale: float = 1.0) -> None:
-        super().__init__(model, recipe)
-        self.fc = torch.nn.Linear(2 * model.hidden_size, model.hidden_size, bias=recipe.has_bias)
+    def __init__(
+        self, settings: TrainSettings, model: ModelConfig, *, embedding_scale: float = 1.0
+    ) -> None:
+        super().__init__(settings, model)
+        self.fc = torch.nn.Linear(
+            2 * model.hidden_size, model.hidden_size, bias=self.options.eagle_bias
+        )
         # The embeddings that it reads are smaller than the features by so much.
         self.fc.weight.data[:, : model.hidden_size] *= embedding_scale
         self._add_layers(is_third=False)
 
     def begin(self, features: Features) -> Tensor:
         """The target's features, in training with noise, so that errors are not fed on."""
-        if not self.training or not self.recipe.noise:
+        noise = self.options.eagle_noise if self.training else 0.0
+        if not noise:
             return features.hidden
-        return features.hidden + self.recipe.noise * (torch.rand_like(features.hidden) - 0.5)
+        return features.hidden + noise * (torch.rand_like(features.hidden) - 0.5)
 
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
         joined: Tensor = self.fc(torch.cat((embedded, state), dim=-1))
@@ -252,29 +254,27 @@ class Eagle1(Eagle):
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert features.head is not None
-        loss, losses, ranks = compute_loss(
-            features.head.join_input(x),
-            features.head.joint_weight,
-            labels.tokens,
-            labels.weights * self.recipe.token_weight,
+        token_weight = self.options.eagle_token_weight
+        tokens = dataclasses.replace(labels, weights=labels.weights * token_weight)
+        loss, losses, ranks = self.compare(
+            features, features.head.join_input(x), features.head.joint_weight, tokens,
             measure=measure,
-            teacher=make_teacher(features, labels.hidden, self.recipe.self_distillation),
-        )
+        )  # fmt: skip
         missed = smooth_l1_loss(x.float(), labels.hidden.float(), reduction="none").mean(-1)
         loss = loss + (missed * labels.weights).sum()
-        return loss, self.recipe.token_weight * losses + missed.detach(), ranks
+        return loss, token_weight * losses + missed.detach(), ranks
 
 
 class Eagle3(Eagle):
     """EAGLE-3: inner states of the target, and an output layer of the drafter's own."""
 
     def __init__(
-        self, model: ModelConfig, recipe: Recipe, head: OutputHead, params: Eagle3Params,
+        self, settings: TrainSettings, model: ModelConfig, head: OutputHead, params: Eagle3Params,
         kept: Tensor | None = None, mask_row: Tensor | None = None,
     ) -> None:  # fmt: skip
         """kept: the tokens that it drafts, rising; None: all. mask_row: [D], P-EAGLE's mask token's
         row of the target's embedding."""
-        super().__init__(model, recipe)
+        super().__init__(settings, model)
         self.params = params
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if kept is None else kept - torch.arange(len(kept)))
@@ -329,21 +329,14 @@ class Eagle3(Eagle):
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = labels.tokens
         if self.d2t is not None:
             # What is learned is the target's choice among these; the text's tokens do not count.
             kept = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
             assert features.head is not None
             features = dataclasses.replace(features, head=features.head.take(kept))
-            tokens = torch.zeros_like(tokens)
-        return compute_loss(
-            x if self.params.norm_output else self.norm(x),
-            self.lm_head.weight,
-            tokens,
-            labels.weights,
-            measure=measure,
-            teacher=make_teacher(features, labels.hidden, self.recipe.self_distillation),
-        )
+            labels = dataclasses.replace(labels, tokens=torch.zeros_like(labels.tokens))
+        x = x if self.params.norm_output else self.norm(x)
+        return self.compare(features, x, self.lm_head.weight, labels, measure=measure)
 
 
 def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
@@ -351,35 +344,24 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     assert target.head is not None
     options = as_options(settings, EagleTrain)
     model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
-    is_third = options.eagle_version == "3"
-    recipe = Recipe(
-        num_steps=options.eagle_num_steps,
-        max_k=settings.report_top_k,
-        loss_decay=options.eagle_loss_decay,
-        token_weight=options.eagle_token_weight,
-        noise=options.eagle_noise,
-        self_distillation=settings.self_distillation,
-        has_bias=options.eagle_bias,
-    )
-    if is_third:
-        kept = choose_vocabulary(options.eagle_draft_vocab_size, target)
-        mask_token_id, mask_row = None, None
-        if options.eagle_parallel:
-            table, given = target.embedding.weight, options.eagle_mask_token_id
-            assert isinstance(table, Tensor)
-            mask_token_id = choose_mask_token("--eagle-mask-token-id", given, target.config, table)
-            mask_row = table[mask_token_id].detach().clone()
-        params = Eagle3Params(
-            aux_layers=target.aux_layers,
-            draft_vocab_size=model.vocab_size if kept is None else len(kept),
-            norm_before_residual=False,
-            norm_before_fc=options.eagle_norm_before_fc,
-            fc_norm=options.eagle_fc_norm,
-            norm_output=options.eagle_norm_output,
-            mask_token_id=mask_token_id,
+    if options.eagle_version == "1":
+        return Eagle1(settings, model, embedding_scale=target.shape.embedding_scale)
+    kept = choose_vocabulary(options.eagle_draft_vocab_size, target)
+    mask_token_id, mask_row = None, None
+    if options.eagle_parallel:
+        given = options.eagle_mask_token_id
+        mask_token_id = choose_mask_token(
+            "--eagle-mask-token-id", given, target.config, target.table
         )
-        return Eagle3(model, recipe, target.head, params, kept, mask_row)
-    return Eagle1(model, recipe, embedding_scale=target.shape.embedding_scale)
+        mask_row = target.table[mask_token_id].detach().clone()
+    params = Eagle3Params(
+        aux_layers=target.aux_layers,
+        draft_vocab_size=model.vocab_size if kept is None else len(kept),
+        norm_before_residual=False,
+        mask_token_id=mask_token_id,
+        **{name: getattr(options, f"eagle_{name}") for name in Eagle3Params.NEWER},
+    )
+    return Eagle3(settings, model, target.head, params, kept, mask_row)
 
 
 def choose_vocabulary(size: int | None, target: Target) -> Tensor | None:
@@ -420,33 +402,6 @@ def describe_layers(
     )
 
 
-def check_options(settings: TrainSettings) -> None:
-    """Raise UsageError for norms that the version lacks, or that exclude one another."""
-    options = as_options(settings, EagleTrain)
-    norms = [
-        name for name in (*Eagle3Params.NEWER, "draft_vocab_size", "parallel", "mask_token_id")
-        if getattr(options, f"eagle_{name}") not in (None, False)
-    ]  # fmt: skip
-    if norms and options.eagle_version == "1":
-        flag = name_flag(f"eagle_{norms[0]}")
-        raise UsageError(f"{flag} is for EAGLE-3", f"give --eagle-version 3, or leave {flag} out")
-    if options.eagle_mask_token_id is not None and not options.eagle_parallel:
-        raise UsageError(
-            f"--eagle-mask-token-id is {options.eagle_mask_token_id} without --eagle-parallel",
-            "give both, or leave the token out",
-        )
-    if options.eagle_draft_vocab_size is not None and settings.self_distillation != 1:
-        raise UsageError(
-            f"--eagle-draft-vocab-size with --self-distillation {settings.self_distillation:g}:"
-            " a text has tokens that are not drafted",
-            "give --self-distillation 1, or leave one of the two out",
-        )
-    if "norm_before_fc" in norms and "fc_norm" in norms:
-        raise UsageError(
-            "--eagle-norm-before-fc and --eagle-fc-norm are both given", "give one of them"
-        )
-
-
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     """Choose the target's layers whose outputs are read: EAGLE-3's usual ones, or an even spread.
 
@@ -474,7 +429,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
         "tie_word_embeddings": False,
     }
     if isinstance(drafter, Eagle1):
-        return config | {"bias": drafter.recipe.has_bias}
+        return config | {"bias": drafter.options.eagle_bias}
     assert isinstance(drafter, Eagle3)
     if drafter.params.mask_token_id is not None:
         config |= {
@@ -498,9 +453,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
 
 def list_shared(target: Target) -> Mapping[str, Tensor]:
     """The target's embedding, which SafeAILab's EAGLE-1 repeats and EAGLE-3 does not."""
-    weight = target.embedding.weight
-    assert isinstance(weight, Tensor)
-    return {} if target.aux_layers else {"embed_tokens.weight": weight}
+    return {} if target.aux_layers else {"embed_tokens.weight": target.table}
 
 
 def list_convert_flags(settings: TrainSettings) -> list[str]:
@@ -515,7 +468,6 @@ METHOD = TrainingMethod(
     convert_folder="--eagle-model-dir",
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
-    check_options=check_options,
     list_shared=list_shared,
     new_parts=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3
     needs_head=True,

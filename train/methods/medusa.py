@@ -22,34 +22,25 @@ from specdec.methods.medusa import MedusaTrain
 from specdec.options import as_options
 
 from ..features import Features, OutputHead
-from ..loss import compute_loss
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, ResidualBlock, TrainingMethod, make_teacher
+from .base import Drafter, Labels, ResidualBlock, TrainingMethod
 
 
 class MedusaHeads(Drafter):
     """The heads and their loss; parameter names are those of the published heads, H.L.linear.*."""
 
-    def __init__(
-        self,
-        head: OutputHead,
-        *,
-        num_heads: int,
-        num_layers: int,
-        max_k: int = 5,
-        loss_decay: float = 0.8,
-        self_distillation: float = 0.0,
-    ) -> None:
-        super().__init__()
+    def __init__(self, settings: TrainSettings, head: OutputHead) -> None:
+        """Heads that predict as the target's output layer does."""
+        options = as_options(settings, MedusaTrain)
         vocab_size, hidden_size = head.weight.shape
-        self.num_positions = num_heads
-        self.num_layers = num_layers
-        self.max_k = min(max_k, vocab_size)
-        self.loss_decay = loss_decay
-        self.self_distillation = self_distillation
-        for number in range(num_heads):
-            blocks = [ResidualBlock(hidden_size) for _ in range(num_layers)]
+        super().__init__(
+            settings, num_positions=options.medusa_num_heads, vocab_size=vocab_size,
+            loss_decay=options.medusa_loss_decay,
+        )  # fmt: skip
+        self.num_layers = options.medusa_num_layers
+        for number in range(self.num_positions):
+            blocks = [ResidualBlock(hidden_size) for _ in range(self.num_layers)]
             for block in blocks:
                 torch.nn.init.zeros_(block.linear.weight)
                 torch.nn.init.zeros_(block.linear.bias)
@@ -65,34 +56,16 @@ class MedusaHeads(Drafter):
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = self.get_submodule(str(position))
-        assert isinstance(head, torch.nn.Sequential)
-        for block in list(head)[: self.num_layers]:
+        *blocks, output = self.get_submodule(str(position)).children()
+        for block in blocks:
             x = block(x)
-        output = head[self.num_layers].weight  # [V, D]
-        assert isinstance(output, Tensor)
-        return compute_loss(
-            x,
-            output,
-            labels.tokens,
-            labels.weights,
-            measure=measure,
-            teacher=make_teacher(features, labels.hidden, self.self_distillation),
-        )
+        assert isinstance(output.weight, Tensor)  # [V, D]
+        return self.compare(features, x, output.weight, labels, measure=measure)
 
 
 def build_medusa(settings: TrainSettings, target: Target) -> MedusaHeads:
-    """Make heads that predict as the target does."""
     assert target.head is not None
-    options = as_options(settings, MedusaTrain)
-    return MedusaHeads(
-        target.head,
-        num_heads=options.medusa_num_heads,
-        num_layers=options.medusa_num_layers,
-        max_k=settings.report_top_k,
-        loss_decay=options.medusa_loss_decay,
-        self_distillation=settings.self_distillation,
-    )
+    return MedusaHeads(settings, target.head)
 
 
 def describe_medusa(drafter: MedusaHeads, target: Target) -> Mapping[str, Any]:

@@ -23,44 +23,32 @@ from specdec.methods.redrafter import ReDrafterTrain
 from specdec.options import as_options
 
 from ..features import Features, TargetShape
-from ..loss import compute_loss, measure_positions
+from ..loss import measure_positions
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, ResidualBlock, TrainingMethod, find_labels, make_teacher
+from .base import Drafter, Labels, ResidualBlock, TrainingMethod
 
 
 class ReDrafter(Drafter):
     """The drafter and its loss; parameter names are those of Apple's published drafters."""
 
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        num_layers: int,
-        num_positions: int,
-        exit_dim: int | None = None,
-        is_rnn: bool = True,
-        max_k: int = 5,
-        loss_decay: float = 1.0,
-        self_distillation: float = 0.0,
-    ) -> None:
-        super().__init__()
+    def __init__(self, settings: TrainSettings, shape: TargetShape) -> None:
+        options = as_options(settings, ReDrafterTrain)
+        super().__init__(
+            settings, num_positions=options.redrafter_predict_n_tokens,
+            loss_decay=options.redrafter_loss_decay, vocab_size=shape.vocab_size,
+        )  # fmt: skip
         self.shape = shape
-        self.num_layers = num_layers
-        self.num_positions = num_positions
-        self.exit_dim = exit_dim or 2 * shape.hidden_size
-        self.is_rnn = is_rnn
-        self.max_k = min(max_k, shape.vocab_size)
-        self.loss_decay = loss_decay
-        self.self_distillation = self_distillation
+        self.num_layers, self.is_rnn = options.redrafter_num_layers, options.redrafter_rnn
+        self.exit_dim = options.redrafter_exit_dim or 2 * shape.hidden_size
         self.input_proj: torch.nn.Linear | None = None
         if self.exit_dim != 2 * shape.hidden_size:
             self.input_proj = torch.nn.Linear(2 * shape.hidden_size, self.exit_dim)
         self.lm_head = torch.nn.Sequential(
-            *(ResidualBlock(self.exit_dim) for _ in range(num_layers)),
+            *(ResidualBlock(self.exit_dim) for _ in range(self.num_layers)),
             torch.nn.Linear(self.exit_dim, shape.vocab_size, bias=False),
         )
-        if is_rnn:
+        if self.is_rnn:
             self.rnn_u = torch.nn.Linear(shape.hidden_size, shape.hidden_size)
             self.rnn_w = torch.nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
             # What it reads is smaller than a state by so much.
@@ -84,48 +72,29 @@ class ReDrafter(Drafter):
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
     ) -> tuple[Tensor, Tensor]:
         states = self.compute_states(features.embedded)
-        positions = range(self.num_positions)
-        labels = [find_labels(features, mask, num_labels, i, self.loss_decay) for i in positions]
+        parts = [self.find_labels(features, mask, num_labels, i) for i in range(self.num_positions)]
         inputs = []
-        for state, found in zip(states, labels, strict=True):
+        for state, found in zip(states, parts, strict=True):
             hidden = features.hidden[:, : state.shape[1]]  # [B, T-2-i, D]
             # Only places with a label go through the head, which is nearly all of the work.
             inputs.append(torch.cat((hidden[found.mask], state[found.mask]), dim=-1))
         x = torch.cat(inputs)  # [N, 2D]
         if self.input_proj is not None:
             x = self.input_proj(x)
-        for block in self.lm_head.children():
-            if isinstance(block, ResidualBlock):
-                x = block(x)  # [N, E]
-        output = self.lm_head[self.num_layers].weight  # [V, E]
-        assert isinstance(output, Tensor)
-        loss, losses, ranks = compute_loss(
-            x,
-            output,
-            torch.cat([found.tokens for found in labels]),
-            torch.cat([found.weights for found in labels]),
-            measure=measure,
-            teacher=make_teacher(
-                features, torch.cat([found.hidden for found in labels]), self.self_distillation
-            ),
+        *blocks, output = self.lm_head.children()
+        for block in blocks:
+            x = block(x)  # [N, E]
+        assert isinstance(output.weight, Tensor)  # [V, E]
+        labels = Labels(
+            mask=mask,
+            **{
+                name: torch.cat([getattr(found, name) for found in parts])
+                for name in ("tokens", "weights", "hidden")
+            },
         )
-        masks = [found.mask for found in labels]
+        loss, losses, ranks = self.compare(features, x, output.weight, labels, measure=measure)
+        masks = [found.mask for found in parts]
         return loss, measure_positions(losses, ranks, masks, self.max_k).pack()
-
-
-def build_redrafter(settings: TrainSettings, target: Target) -> ReDrafter:
-    """Make a drafter with fresh weights."""
-    options = as_options(settings, ReDrafterTrain)
-    return ReDrafter(
-        target.shape,
-        num_layers=options.redrafter_num_layers,
-        num_positions=options.redrafter_predict_n_tokens,
-        exit_dim=options.redrafter_exit_dim,
-        is_rnn=options.redrafter_rnn,
-        max_k=settings.report_top_k,
-        loss_decay=options.redrafter_loss_decay,
-        self_distillation=settings.self_distillation,
-    )
 
 
 def describe_redrafter(drafter: ReDrafter, target: Target) -> Mapping[str, Any]:
@@ -144,7 +113,7 @@ def describe_redrafter(drafter: ReDrafter, target: Target) -> Mapping[str, Any]:
 
 
 METHOD = TrainingMethod(
-    build=build_redrafter,
+    build=lambda settings, target: ReDrafter(settings, target.shape),
     describe=describe_redrafter,
     convert_folder="--drafter-model-dir",
     convert_flags=lambda settings: [
