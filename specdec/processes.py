@@ -18,11 +18,6 @@ from specdec.errors import SpecDecError
 END_SECONDS = 5.0  # that a process has to end after it was told to
 
 
-def call_run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `specdec run --json ARGUMENTS`; return its object, or raise its error as our own."""
-    return call_stage("run", arguments)
-
-
 def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `specdec STAGE --json ARGUMENTS`; return its object, or raise its error as our own."""
     child = subprocess.Popen(

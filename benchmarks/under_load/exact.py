@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import Engine, Prompt
-from specdec.processes import call_run
+from specdec.processes import call_stage
 
 from .client import Body, Reply, ask
 from .ours import PYCODE, make_engine, serve
@@ -96,7 +96,7 @@ def run_alone(folder: Path, dtype: str, bodies: Sequence[Body]) -> dict[int, Tex
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
     engine = make_engine(folder, dtype, max_batch_size=1)
-    outputs = call_run(["--engine-dir", str(engine), "--input-file", str(path)])["outputs"]
+    outputs = call_stage("run", ["--engine-dir", str(engine), "--input-file", str(path)])["outputs"]
     return {
         at: (out["output_text"], FINISHED[out["finish_reason"]], len(out["output_ids"]))
         for at, out in zip(chosen, outputs, strict=True)

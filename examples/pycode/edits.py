@@ -29,7 +29,7 @@ from examples.pycode.methods import VARIANTS, CallStage, make_engine
 from examples.pycode.recipe import Recipe
 from specdec.bench.settings import BenchSettings
 from specdec.command.settings import resolve_settings
-from specdec.decode.engine import load_engine
+from specdec.decode.api import Engine
 from specdec.decode.grammar import Grammar, GrammarState
 from specdec.decode.requests import Request
 from specdec.engine.tree import Tree
@@ -96,20 +96,16 @@ def count(recipe: Path, edits: Path) -> dict[str, float]:
     # In every step, however fast this machine is just now.
     settings = dataclasses.replace(settings, draft_budget="fixed")
     tokenizer = load_tokenizer(str(settings.tokenizer_dir))
-    engine = load_engine(settings, tokenizer)
-    engine.load()
     emitted: Counter[str] = Counter()
     steps: Counter[str] = Counter()
-    try:
+    with Engine.open(settings, tokenizer) as engine:
         for category, request in make_requests(edits, tokenizer):
-            (result,) = engine.generate([request])  # alone, as one who edits waits for it
+            (result,) = engine.run([request])  # one request at a time, as when a person edits
             if tokenizer.decode(result.output_ids) != request.input_text:
                 raise RuntimeError(f"line {request.index + 1}: the output is not the reference")
             for name in (category, ALL):
                 emitted[name] += result.stats.num_output_tokens - 1  # the first is the prompt's
                 steps[name] += result.stats.num_verify_steps
-    finally:
-        engine.close()
     return {name: round(emitted[name] / steps[name], 3) for name in emitted}
 
 

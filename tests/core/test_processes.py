@@ -138,7 +138,7 @@ def test_ctrl_c_ends_a_stage_that_is_stuck(
     monkeypatch.setattr(sys, "executable", str(stage))
     interrupt_when(pids)
     with pytest.raises(KeyboardInterrupt):
-        processes.call_run(["--engine-dir", "e"])
+        processes.call_stage("run", ["--engine-dir", "e"])
     assert_ended(pids)
 
 

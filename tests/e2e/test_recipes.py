@@ -23,7 +23,6 @@ from examples.pycode import edits, methods, recipe
 from specdec.methods import METHODS
 from specdec.pretrained import load_tokenizer
 from specdec.train import acceptance
-from specdec.train.data import engine as data_engine
 from specdec.train.settings import TRAINABLE
 from tests.conftest import (
     ROOT,
@@ -56,8 +55,6 @@ def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
 def stages_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stages that call others do so in this process."""
     monkeypatch.setattr(acceptance, "call_stage", call_here)
-    for module in (acceptance, data_engine):
-        monkeypatch.setattr(module, "call_run", lambda arguments: call_here("run", arguments))
 
 
 @pytest.fixture(scope="module")
