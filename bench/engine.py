@@ -18,9 +18,8 @@ from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.step import Step
 from specdec.errors import SpecDecError
+from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.pretrained import load_tokenizer
-from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
-from specdec.trtllm.engine_folder import read_backend
 
 from .prompts import Prompt, group_requests
 

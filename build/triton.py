@@ -18,14 +18,13 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import need
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
+from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
 from specdec.options import name_flag
 from specdec.trtllm.engine_folder import (
-    BACKEND,
     EXTERNAL,
     EngineFolder,
-    read_backend,
     read_engine_folder,
 )
 
@@ -241,7 +240,7 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
 def read_engine(folder: Path) -> EngineFolder:
     """Read an engine; raise SpecDecError for one that Triton's backend does not serve."""
     backend = read_backend(folder)
-    if backend != BACKEND:
+    if backend != TENSORRT_LLM:
         raise SpecDecError(
             f"{folder} was built for the backend {backend!r}, and Triton serves TensorRT-LLM's",
             "build it with --backend tensorrt-llm",

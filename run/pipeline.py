@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from specdec import logs
 from specdec.command.settings import need, require
 from specdec.errors import UsageError
+from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
 from specdec.methods import METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
-from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
-from specdec.trtllm.engine_folder import read_backend
 
 from .settings import RunSettings
 

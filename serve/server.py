@@ -20,10 +20,9 @@ from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
 from specdec.decode.ranks.processes import end_ranks, leave_signals
 from specdec.errors import summarize
+from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.http_client import SERVER_KEY_VARIABLE, read_key
 from specdec.methods import name_options
-from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
-from specdec.trtllm.engine_folder import read_backend
 
 from .app import MAX_HEADER_BYTES, Front, Guard
 from .metrics import Metrics

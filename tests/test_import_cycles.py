@@ -1,7 +1,8 @@
-"""No module of the product needs itself, not even for its annotations.
+"""No module of the product needs itself, and the library needs neither commands nor stages.
 
-Imports inside of functions are not looked at: they are there for the sake of time. Nor is what
-`specdec/__init__.py` names: its API is imported when it is used first.
+Circles: imports inside of functions are not looked at, which are there for the sake of time; nor is
+what `specdec/__init__.py` names, whose API is imported when it is used first. The library: all
+imports count, and it neither prints nor ends the process.
 """
 
 from __future__ import annotations
@@ -93,3 +94,55 @@ def test_a_cycle_is_found(text: str, tmp_path: Path) -> None:
     target = "specdec.b" if text.startswith("from .") else "b"
     assert find_imported("specdec.a", modules["specdec.a"], modules) == {target}
     assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
+
+
+LIBRARY = ("decode", "engine", "methods", "model", "files")
+FORBIDDEN = {"command", "trtllm", *(package for package in PACKAGES if package != "specdec")}
+# A rank of its own process, and (for now) a rank that hangs in an exchange with a lost one.
+PROGRAMS = ("ranks/follower.py", "ranks/processes.py")
+ENDINGS = ("print", "exit", "quit", "sys.exit", "os._exit", "click.echo", "print_error")
+
+
+def find_arrows(text: str) -> list[str]:
+    """What a module of the library imports from above, prints with, or ends the process with."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            if isinstance(node, ast.Call) and (call := ast.unparse(node.func)) in ENDINGS:
+                found.append(call)
+            continue
+        tops = {name.removeprefix("specdec.").partition(".")[0] for name in names}
+        found += sorted(tops & FORBIDDEN)
+    return found
+
+
+def test_the_library_knows_neither_commands_nor_stages() -> None:
+    paths = [path for name in LIBRARY for path in (ROOT / "specdec" / name).rglob("*.py")]
+    assert len(paths) > 80
+    found = {
+        path.relative_to(ROOT).as_posix(): arrows
+        for path in [*paths, ROOT / "specdec" / "options.py", ROOT / "specdec" / "chat.py"]
+        if not path.as_posix().endswith(PROGRAMS)
+        and (arrows := find_arrows(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f():\n    from specdec.command.stages import x", ["command"]),
+        ("from specdec import command", ["command"]),
+        ("import run.pipeline", ["run"]),
+        ("from specdec.serve import app", ["serve"]),
+        ("from specdec.trtllm.facts import x", ["trtllm"]),
+        ("def f():\n    os._exit(print(1))", ["os._exit", "print"]),
+        ("from specdec.options import x\nfrom .run import y", []),
+    ],
+)
+def test_an_arrow_is_found(text: str, found: list[str]) -> None:
+    assert find_arrows(text) == found

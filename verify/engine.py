@@ -21,7 +21,7 @@ from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
-from specdec.files.folders import has_tokenizer
+from specdec.files.folders import TENSORRT_LLM, has_tokenizer, read_backend
 from specdec.files.manifest import check_hashes
 from specdec.methods import METHODS, find_mode, name_options
 from specdec.methods.budget import BudgetDraft
@@ -29,8 +29,6 @@ from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
 from specdec.pretrained import load_config, load_tokenizer
 from specdec.texts import TEXTS
-from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
-from specdec.trtllm.engine_folder import read_backend
 
 from .greedy import (
     SPACINGS,

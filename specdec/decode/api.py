@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import numbers
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,12 +40,11 @@ from specdec.errors import (
     UsageError,
     suggest,
 )
+from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.methods.draft_target import read_options as read_pair
 from specdec.options import check_value, get_flags
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
-from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
-from specdec.trtllm.engine_folder import read_backend
 
 # Settings of specdec-run that say nothing of an engine: parameters of `generate` have their place,
 # and of `load`, under shorter names.
@@ -564,17 +562,17 @@ def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> Decode
     """The settings that options mean, checked as those of a recipe are."""
     flags = {name: flag for name, (flag, _) in get_flags(DecodeSettings).items()}
     known = [name for name in flags if name not in NO_OPTIONS]
-    values = dict(fixed)
-    for name, value in options.items():
+    for name in options:
         if name not in known:
             raise UsageError(
                 f"Engine.load has no option {name!r}{suggest(name, known)}",
                 f"its options are {', '.join(known)}",
             )
-        if value is not None:
-            values[name] = json.dumps(value) if isinstance(value, (list, tuple)) else value
-    checked = {name: check_value(name, value, flags[name]) for name, value in values.items()}
-    return DecodeSettings(**checked)
+    values = dict(fixed) | {name: value for name, value in options.items() if value is not None}
+    for name, value in values.items():
+        if not (isinstance(value, (list, tuple)) and flags[name].takes_list):
+            values[name] = check_value(name, value, flags[name])
+    return DecodeSettings(**values)
 
 
 def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:

@@ -15,6 +15,7 @@ from specdec.errors import SpecDecError, join_names, suggest
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 
+TENSORRT_LLM = "tensorrt-llm"  # the backend of engine folders that name none
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"
 REDRAFTER, MEDUSA, EAGLE, DFLASH = "redrafter", "medusa", "eagle", "dflash"
@@ -285,6 +286,12 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
     remedy = WAYS.get((found, wanted), USES[found]).format(path=path)
     lack = "and has no tokenizer" if wanted == TOKENIZER else f"not {NAMES[wanted]}"
     raise SpecDecError(f"{shown} is {NAMES[found]}, {lack}", remedy)
+
+
+def read_backend(folder: Path) -> str:
+    """Return the backend that an engine folder was built for."""
+    expect_folder(folder, ENGINE)
+    return str(read_json(folder / "config.json").get("backend", TENSORRT_LLM))
 
 
 def refuse_absent(folder: Path, shown: str, advice: str = "") -> SpecDecError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
 from specdec.errors import Problems, SpecDecError, UsageError, shorten
@@ -203,10 +203,11 @@ def check_unknown(keys: Iterable[str], known: set[str]) -> None:
         )
 
 
-def read_literal(flag: str, text: str, form: str, *, length: int) -> list[Any]:
-    """Read a flag that is a list of `length` entries; raise UsageError that shows its form."""
+def read_literal(flag: str, text: str | Sequence[Any], form: str, *, length: int) -> list[Any]:
+    """Read an option of `length` entries, as text or list; raise UsageError that shows its form."""
     try:
-        value = ast.literal_eval(text)  # literals only; nothing is executed
+        # Literals only; nothing is executed.
+        value = ast.literal_eval(text) if isinstance(text, str) else text
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         value = None
     if not isinstance(value, (list, tuple)) or len(value) != length:
@@ -221,17 +222,18 @@ def is_device_list(value: object) -> bool:
     return all(type(device) is int and device >= 0 for device in value)
 
 
-def parse_paths(text: str, flag: str) -> Choices:
-    """Read a flag's value, a JSON list of paths; raise UsageError for anything else."""
+def parse_paths(text: str | Sequence[Any], flag: str) -> Choices:
+    """Read an option, a list of paths or its JSON; raise UsageError for anything else."""
     hint = "give a JSON list of paths of ranks, such as '[[0], [0, 0], [1]]'"
     try:
-        listed = json.loads(text)
+        listed = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} is not JSON: {error}", hint) from None
-    if not isinstance(listed, list) or not listed:
-        raise UsageError(f"{flag} is {text[:80]}, not a list of paths", hint)
+    if not isinstance(listed, (list, tuple)) or not listed:
+        raise UsageError(f"{flag} is {str(text)[:80]}, not a list of paths", hint)
     for path in listed:
-        is_path = isinstance(path, list) and bool(path)
+        is_path = isinstance(path, (list, tuple)) and bool(path)
         if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
-            raise UsageError(f"{flag}: {json.dumps(path)[:80]} is not a path", hint)
+            shown = json.dumps(path) if isinstance(text, str) else repr(path)
+            raise UsageError(f"{flag}: {shown[:80]} is not a path", hint)
     return tuple(tuple(path) for path in listed)

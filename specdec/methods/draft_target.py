@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,17 @@ class DraftTargetDraft:
         False, help="Accept sampled tokens by the ratio of both models' probabilities."
     )
     draft_target_model_config: str | None = setting(
+        takes_list=True,
         metavar="[LEN,[DRAFT],[TARGET],LOGITS]",
         help="Draft length, devices of both models and whether to use logits, as TensorRT-LLM"
         " takes them: [4,[0],[1],True].",
     )
-    draft_devices: str | None = setting(metavar="N[,N...]", help="Devices of the draft model.")
-    target_devices: str | None = setting(metavar="N[,N...]", help="Devices of the target.")
+    draft_devices: str | None = setting(
+        takes_list=True, metavar="N[,N...]", help="Devices of the draft model."
+    )
+    target_devices: str | None = setting(
+        takes_list=True, metavar="N[,N...]", help="Devices of the target."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,11 +189,11 @@ def _read_draft_len(text: str | None) -> int | None:
     return int(text)
 
 
-def _read_devices(flag: str, text: str | None) -> tuple[int, ...] | None:
+def _read_devices(flag: str, text: str | Sequence[int] | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = text.strip("[]").split(",")
-    if not all(part.strip().isdecimal() for part in parts):
+    parts = text.strip("[]").split(",") if isinstance(text, str) else list(map(str, text))
+    if not parts or not all(part.strip().isdecimal() for part in parts):
         raise UsageError(f"{flag} is {text!r}", "give device numbers, as 0 or 0,1")
     return tuple(int(part) for part in parts)
 

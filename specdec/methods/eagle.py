@@ -352,6 +352,7 @@ class EagleDraft:
     """Options of every command that decodes."""
 
     eagle_choices: str | None = setting(
+        takes_list=True,
         metavar="JSON",
         help="A static tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]].",
     )

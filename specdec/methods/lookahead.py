@@ -16,6 +16,7 @@ class LookaheadDraft:
     """Options of every command that decodes."""
 
     lookahead_config: str | None = setting(
+        takes_list=True,
         metavar="[W,N,G]",
         help="Columns of the window, tokens in an n-gram, n-grams verified in a step. If not"
         " given, the largest [n,n,n] that the engine has room for.",

@@ -114,6 +114,7 @@ class MedusaDraft:
     """Options of every command that decodes."""
 
     medusa_choices: str | None = setting(
+        takes_list=True,
         metavar="JSON",
         help="A static tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]].",
     )

@@ -28,6 +28,7 @@ class PromptLookupDraft:
         help="Tokens at the end of the text to look for, at most.  [default: 4]",
     )  # fmt: skip
     prompt_lookup_config: str | None = setting(
+        takes_list=True,
         metavar="[LEN,SIZE,[TARGET]]",
         help="Draft tokens in a step, longest n-gram to look up and the engine's devices, as"
         " TensorRT-LLM takes them: [10,2,[0]].",

@@ -18,7 +18,6 @@ from specdec.methods import METHODS, find_mode
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_RANKS, MAX_SIZE
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 
-BACKEND = "tensorrt-llm"
 EXTERNAL = METHODS["draft_target"].mode
 
 
@@ -85,12 +84,6 @@ class EngineFolder:
         """What is known of the machine that built it."""
         recorded = self.manifest.get("environment") if self.manifest else None
         return recorded if isinstance(recorded, dict) else {"tensorrt_llm": self.version}
-
-
-def read_backend(folder: Path) -> str:
-    """Return the backend that an engine folder was built for."""
-    expect_folder(folder, ENGINE)
-    return str(read_json(folder / "config.json").get("backend", BACKEND))
 
 
 def refuse_config(folder: Path) -> SpecDecError:

@@ -20,12 +20,13 @@ from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.sampling import GREEDY, SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import Problems, SpecDecError, UsageError
+from specdec.files.folders import TENSORRT_LLM
 from specdec.methods import METHODS
 from specdec.methods.draft_target import adapts_drafts
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
-from specdec.trtllm.engine_folder import BACKEND, EXTERNAL, EngineFolder, read_engine_folder
+from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 from specdec.trtllm.followed import Followed
 from specdec.trtllm.run_checks import (
     check_acceptance,
@@ -190,7 +191,7 @@ class ExecutorCore:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "method": self.folder.method, "backend": BACKEND, "device": "cuda",
+            "method": self.folder.method, "backend": TENSORRT_LLM, "device": "cuda",
             "dtype": self.folder.dtype, "quantization": None, "tp_size": self.folder.tp_size,
         }  # fmt: skip
 
