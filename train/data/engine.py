@@ -8,8 +8,7 @@ from itertools import islice
 from specdec.chat import ChatFormat
 from specdec.command.settings import need
 from specdec.decode.api import Engine, Prompt, Stream
-from specdec.trtllm.engine_folder import BACKEND as TENSORRT_LLM
-from specdec.trtllm.engine_folder import read_backend
+from specdec.files.folders import TENSORRT_LLM, read_backend
 
 from .dialogues import Dialogue, RowError
 from .settings import DataSettings
