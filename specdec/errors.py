@@ -87,9 +87,13 @@ class Problems(list[tuple[str, str]]):
         return self
 
     @classmethod
-    def where(cls, *rows: tuple[object, str, str]) -> Problems:
-        """The facts and remedies of a table's rows (is wrong, fact, remedy) that are wrong."""
-        return cls((fact, remedy) for is_wrong, fact, remedy in rows if is_wrong)
+    def where(cls, *rows: tuple[object, str, str] | tuple[object, str, str, str]) -> Problems:
+        """The wrong ones of a table's rows: is wrong, fact, remedy, and a field where one is."""
+        problems = cls()
+        for is_wrong, *row in rows:
+            if is_wrong:
+                problems.add(*row)
+        return problems
 
     def raise_all(self) -> None:
         """Raise one error that lists every pair once; do nothing where there is none.

@@ -112,11 +112,8 @@ def list_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     try:
         done = subprocess.run(
             [command, f"--query-gpu={SMI_QUERY}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=SMI_SECONDS,
-            check=False,
-        )
+            capture_output=True, text=True, timeout=SMI_SECONDS, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return (), None
     if done.returncode != 0:
@@ -125,12 +122,11 @@ def list_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     driver = None
     for line in done.stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(SMI_QUERY.split(",")):
-            continue
-        index, name, capability, mebibytes, driver, uuid = cells
-        size = int(mebibytes) << 20 if mebibytes.isdigit() else 0
-        gpu = Gpu(name=name, compute_capability=capability, memory_bytes=size)
-        found.append((index, uuid, gpu))
+        if len(cells) == len(SMI_QUERY.split(",")):
+            index, name, capability, mebibytes, driver, uuid = cells
+            size = int(mebibytes) << 20 if mebibytes.isdigit() else 0
+            gpu = Gpu(name=name, compute_capability=capability, memory_bytes=size)
+            found.append((index, uuid, gpu))
     return _filter_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")), driver
 
 
@@ -187,35 +183,22 @@ def compare_environments(
     rebuild = "build the engine again here"
     for key, name in (("tensorrt_llm", "TensorRT-LLM"), ("tensorrt", "TensorRT")):
         built, here = recorded.get(key), getattr(present, key)
-        if here is None:
-            if key == "tensorrt_llm":
-                fact = f"the engine was built with {name} {built or 'of an unknown version'},"
-                found.append(
-                    Difference(
-                        f"{fact} which is not installed here",
-                        f"install tensorrt-llm{f'=={built}' if built else ''}, in NVIDIA's"
-                        " container for instance",
-                        stops=True,
-                    )
-                )
-            continue
-        is_known = key == "tensorrt" or find_facts(here) is not None
-        if built not in (None, here):
-            remedy = f"install {key.replace('_', '-')}=={built}"
-            remedy += f", or {rebuild}" if is_known else ""
+        is_known = key == "tensorrt" or here is None or find_facts(here) is not None
+        if here is None and key == "tensorrt_llm":
+            fact = f"the engine was built with {name} {built or 'of an unknown version'},"
+            package = f"tensorrt-llm{f'=={built}' if built else ''}"
+            remedy = f"install {package}, in NVIDIA's container for instance"
+            found.append(Difference(f"{fact} which is not installed here", remedy, stops=True))
+        elif here is not None and built not in (None, here):
+            remedy = f"install {name.lower()}=={built}" + (f", or {rebuild}" if is_known else "")
             fact = f"the engine was built with {name} {built}, here is {here}"
             found.append(Difference(fact, remedy, stops=True))
         elif not is_known:
             found.append(Difference(*explain_unknown(here), stops=True))
     built_cuda = recorded.get("cuda")
     if None not in (built_cuda, present.cuda) and built_cuda != present.cuda:
-        found.append(
-            Difference(
-                f"the engine was built under CUDA {built_cuda}, here is {present.cuda}",
-                f"if it does not load, {rebuild}",
-                stops=False,
-            )
-        )
+        fact = f"the engine was built under CUDA {built_cuda}, here is {present.cuda}"
+        found.append(Difference(fact, f"if it does not load, {rebuild}", stops=False))
     return found + _compare_gpus(recorded.get("gpus") or [], present.gpus, num_ranks)
 
 
@@ -226,32 +209,21 @@ def _compare_gpus(
         return [Difference("no GPU is visible", "run it where nvidia-smi lists one", stops=True)]
     found = []
     if len(present) < num_ranks:
-        found.append(
-            Difference(
-                f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible",
-                f"make {num_ranks} GPUs visible, or convert and build for fewer ranks",
-                stops=True,
-            )
-        )
+        fact = f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible"
+        remedy = f"make {num_ranks} GPUs visible, or convert and build for fewer ranks"
+        found.append(Difference(fact, remedy, stops=True))
     built = {str(gpu.get("compute_capability")) for gpu in recorded}
     here = {gpu.compute_capability for gpu in present[:num_ranks]}
     names = {str(gpu.get("name")) for gpu in recorded}
+    shown, own = ", ".join(sorted(names)), present[0].name
     if built and not here <= built:
-        found.append(
-            Difference(
-                f"the engine was built for compute capability {', '.join(sorted(built))}"
-                f" ({', '.join(sorted(names))}), this GPU has {', '.join(sorted(here - built))}"
-                f" ({present[0].name})",
-                "build the engine on a GPU of the kind that runs it",
-                stops=True,
-            )
+        fact = (
+            f"the engine was built for compute capability {', '.join(sorted(built))} ({shown}),"
+            f" this GPU has {', '.join(sorted(here - built))} ({own})"
         )
-    elif built and present[0].name not in names:
-        found.append(
-            Difference(
-                f"the engine was tuned on {', '.join(sorted(names))}, here is {present[0].name}",
-                "build it again here for full speed",
-                stops=False,
-            )
-        )
+        remedy = "build the engine on a GPU of the kind that runs it"
+        found.append(Difference(fact, remedy, stops=True))
+    elif built and own not in names:
+        fact = f"the engine was tuned on {shown}, here is {own}"
+        found.append(Difference(fact, "build it again here for full speed", stops=False))
     return found

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specdec import logs
 from specdec.decode.sampling import SamplingParams
+from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError, summarize
 from specdec.trtllm.engine_folder import EngineFolder
 
@@ -161,11 +162,13 @@ class TensorRTRunner:
                 f"this TensorRT-LLM's runner does not know {', '.join(unknown)}",
                 "install the version that the engine was built with",
             )
+        if folder.manifest is not None:
+            own = "" if options.get("is_orchestrator_mode") else f"rank{options.get('rank', 0)}"
+            Verification(folder.folder, (f"{own}.engine",)).finish()
         with call_runtime(f"to load {folder.folder}"):
             self._runner = runtime.from_dir(engine_dir=str(folder.folder), **options)
-        self._takes_logits = (
-            "output_generation_logits" in inspect.signature(runtime.generate).parameters
-        )
+        known = inspect.signature(runtime.generate).parameters
+        self._takes_logits = "output_generation_logits" in known
         self._counter: IterationCounter | None = None
         for name in EXECUTOR_NAMES:
             if hasattr(self._runner, name):
@@ -198,16 +201,13 @@ class TensorRTRunner:
         in which requests happen to complete: those are then run one by one.
         """
         if keep_logits and drafts is not None and len(texts) > 1:
-            return [
-                self.generate(
-                    [text],
-                    drafts=[drafts[at]],
-                    draft_logits=None if draft_logits is None else [draft_logits[at]],
-                    keep_logits=True,
-                    **call,
-                )[0]
-                for at, text in enumerate(texts)
-            ]
+            rows = []
+            for at, text in enumerate(texts):
+                logits = None if draft_logits is None else [draft_logits[at]]
+                rows += self.generate(
+                    [text], drafts=[drafts[at]], draft_logits=logits, keep_logits=True, **call
+                )
+            return rows
         arguments = self._make_arguments(texts, **call)
         if drafts is not None:
             assert all(drafts), "the runtime takes no empty draft"
@@ -218,9 +218,9 @@ class TensorRTRunner:
         with call_runtime("to generate"):
             found = self._runner.generate(**arguments)
         tokens = self._read_tokens(found, texts)
-        logits = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
+        kept = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
         iterations = self.list_iterations(len(texts))
-        return [Output(*row) for row in zip(tokens, logits, iterations, strict=True)]
+        return [Output(*row) for row in zip(tokens, kept, iterations, strict=True)]
 
     def stream(self, texts: Sequence[Sequence[int]], **call: Any) -> Iterator[list[list[int]]]:
         """Yield every row's new tokens so far, whenever some row has more."""
@@ -260,22 +260,16 @@ class TensorRTRunner:
         """
         arguments: dict[str, Any] = {
             "batch_input_ids": [torch.tensor(list(text), dtype=torch.int32) for text in texts],
-            "max_new_tokens": max_new_tokens,
-            "end_id": end_id,
-            "pad_id": max(end_id, 0),
-            "return_dict": True,
-            "output_sequence_lengths": True,
-            "num_beams": 1,
-        }
+            "max_new_tokens": max_new_tokens, "end_id": end_id, "pad_id": max(end_id, 0),
+            "return_dict": True, "output_sequence_lengths": True, "num_beams": 1,
+        }  # fmt: skip
         if sampling.is_greedy:
             arguments |= {"top_k": 1, "temperature": 1.0}
         else:
             arguments |= {
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "temperature": sampling.temperature,
-                "random_seed": seed,
-            }
+                "top_k": sampling.top_k, "top_p": sampling.top_p,
+                "temperature": sampling.temperature, "random_seed": seed,
+            }  # fmt: skip
         if stop_ids is not None and any(stop_ids):
             arguments["stop_words_list"] = [[list(ids) for ids in row] for row in stop_ids]
         return arguments

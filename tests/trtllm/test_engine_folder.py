@@ -98,3 +98,14 @@ def test_engine_of_trtllm_build_alone_runs(world: World, tmp_path: Path) -> None
     )  # fmt: skip
     report = world.run(engine, make_prompts(4), max_output_len=3)
     assert len(report["outputs"][0]["output_ids"]) == 3
+
+
+def test_a_damaged_engine_is_not_loaded(world: World, tmp_path: Path) -> None:
+    """Its manifest has the checksums, which specdec-build wrote."""
+    engine = shutil.copytree(make_engine(world, "plain"), tmp_path / "engine")
+    data = bytearray((engine / "rank0.engine").read_bytes())
+    data[-3] ^= 1
+    (engine / "rank0.engine").write_bytes(data)
+    with pytest.raises(SpecDecError, match="rank0.engine is damaged: its bytes 0 to"):
+        world.run(engine, make_prompts(4))
+    assert not world.calls("from_dir")
