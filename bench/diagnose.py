@@ -122,7 +122,7 @@ def watch(bench: Bench, observed: Observed) -> Iterator[None]:
                 length = len(request.request.input_ids) + len(request.output_ids)
                 observed.contexts.append((length - len(path), len(path) - 1))
             if half:
-                own = states[row, list(path)]
+                own = states.last[row, list(path)]
                 logits = bench.engine.decoder.compute_logits(own[None])
                 observed.largest = find_largest(observed.largest, own, logits)
         honest(requests, states, paths)

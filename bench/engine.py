@@ -13,9 +13,10 @@ from torch import Tensor
 from specdec.command.settings import need, require
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine, load_engine
-from specdec.decode.loop import Options, Timing, generate
+from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings
+from specdec.decode.timing import Timing
 from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 from specdec.files.folders import TENSORRT_LLM, read_backend

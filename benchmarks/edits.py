@@ -42,8 +42,9 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
-from specdec.decode.loop import Batch, Options, Timing
+from specdec.decode.loop import Batch, Options
 from specdec.decode.requests import Request
+from specdec.decode.timing import Timing
 from specdec.files.reading import write_json
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import DEFAULT_FACTOR, SuffixOptions

@@ -38,8 +38,9 @@ from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.drafters.redrafter import make_proposer
-from specdec.decode.loop import Options, Timing, generate
+from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request
+from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import list_engine_tensors

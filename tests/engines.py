@@ -22,6 +22,7 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.layout import PACKED_FOLDER, make_metadata
+from specdec.engine.step import States
 from specdec.engine.tree import Tree, pack_beams
 from specdec.files.manifest import describe_file, list_block_sums
 from specdec.files.reading import read_json, write_json
@@ -354,10 +355,10 @@ class OracleProposer(Drafter):
     def observe(
         self,
         requests: Sequence[ActiveRequest],
-        states: torch.Tensor,
+        states: States,
         paths: Sequence[Sequence[int]],
     ) -> None:
-        assert states.shape[0] == len(requests) == len(paths)
+        assert len(states.last) == len(requests) == len(paths)
         self.observed_rows += len(requests)
 
 

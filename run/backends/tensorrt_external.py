@@ -18,11 +18,12 @@ from torch import Tensor
 
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.loop import Interrupted, Options, Timing
+from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request, Result
 from specdec.decode.requests import DRAFT as DRAFTED
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.text import TextStream
+from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError
 from specdec.trtllm.runner import Output, TensorRTRunner
 

@@ -14,8 +14,9 @@ from specdec.command.settings import need
 from specdec.decode.drafters.base import check_room
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.loop import Interrupted, Options, Timing
+from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.timing import Timing
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftOptions

@@ -31,6 +31,7 @@ from specdec.decode.typical import accept_typical
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import BoolArray, Tree
 
+Accepted = tuple[list[int], int]  # the accepted nodes, root first, and the bonus token
 MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
 
 
@@ -57,7 +58,7 @@ class Candidates:
         return Candidates(tree, None if probs is None else probs[: tree.num_draft_tokens] or None)
 
 
-def accept(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
+def accept(tree: Tree, choices: Sequence[int]) -> Accepted:
     """Follow the target through a tree; return the accepted nodes, root first, and the bonus token.
 
     choices[n] is the token that the target emits after node n: its argmax when decoding greedily.
@@ -83,21 +84,21 @@ def map_children(tree: Tree) -> dict[tuple[int, int], int]:
 
 def accept_batch(
     candidates: Sequence[Candidates],
-    logits: Tensor,
+    logits: Tensor | None,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
     choices: Array | None = None,
-) -> list[tuple[list[int], int]]:
+) -> list[Accepted]:
     """Return the accepted nodes and the bonus token of every row.
 
     logits: [B, T, V], the target's after each node. positions[b] is the output position of the
     token that follows row b's root. choices: [B, T], the logits' best tokens, where all rows are
-    greedy and they have come to the host already.
+    greedy and they have come to the host already; the logits are not looked at then.
     """
     if choices is not None:
         return [accept(c.tree, row) for c, row in zip(candidates, choices, strict=True)]
-    shapers = [sampler.shaper for sampler in samplers]
-    if any(shaper is not None for shaper in shapers):
+    assert logits is not None
+    if any(sampler.shaper is not None for sampler in samplers):
         return _accept_shaped(candidates, logits, samplers, positions)
     return _accept_rows(candidates, logits, samplers, positions)
 
@@ -107,7 +108,7 @@ def _accept_shaped(
     logits: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
-) -> list[tuple[list[int], int]]:
+) -> list[Accepted]:
     """Decide rows with logits of their own one by one, and the others together."""
     plain = [row for row, sampler in enumerate(samplers) if sampler.shaper is None]
     found = iter(
@@ -132,9 +133,9 @@ def _accept_rows(
     logits: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
-) -> list[tuple[list[int], int]]:
+) -> list[Accepted]:
     """What `accept_batch` returns, by the logits as they are."""
-    results: list[tuple[list[int], int]] = [([0], 0)] * len(candidates)
+    results: list[Accepted] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:
         (choices,) = to_host(take_rows(logits, greedy).argmax(-1))
@@ -196,7 +197,7 @@ def accept_at_once(
     logits: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
-) -> list[tuple[list[int], int]]:
+) -> list[Accepted]:
     """Return what the walks of sampled rows come to, with one wait for the device.
 
     A token is drawn at every node, as if the walk came there, and the walk then is the host's

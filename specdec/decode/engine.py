@@ -18,12 +18,13 @@ from specdec.decode.drafters import (
     refuse_others,
 )
 from specdec.decode.drafters.base import Drafter, EngineHandle
-from specdec.decode.loop import Options, Timing, generate
+from specdec.decode.loop import Options, generate
 from specdec.decode.ranks.leader import lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
 from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import Request, Result, find_problems
 from specdec.decode.settings import DecodeSettings
+from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
@@ -17,6 +18,7 @@ from specdec.errors import Problems
 
 if TYPE_CHECKING:
     from specdec.decode.grammar import Grammar, GrammarState
+    from specdec.engine.tree import Tree
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 Origin = Literal["draft", "bonus", "plain"]
@@ -25,6 +27,7 @@ DRAFT: Origin = "draft"
 BONUS: Origin = "bonus"
 PLAIN: Origin = "plain"
 NO_ROW = -1  # of a request that waits for one
+LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,15 +201,13 @@ class ActiveRequest:
         is_shaped = params.is_shaped or self.request.grammar is not None
         return params.is_greedy and not is_shaped and self.request.num_logprobs is None
 
-    def note_logprobs(self, logits: Tensor) -> None:
-        """Keep what is told of the newest tokens; logits: [n, V], those that they follow from."""
-        self.logprobs += self._describe(logits, self.output_ids[-len(logits) :])
-
-    def note_prompt(self, logits: Tensor) -> None:
-        """The same of the next of the prompt's tokens."""
-        at = len(self.prompt_logprobs)
-        tokens = self.request.input_ids[at : at + len(logits)]
-        self.prompt_logprobs += self._describe(logits, tokens)
+    def note_prompt(self, states: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        """Keep what is told of the prompt's next tokens, which follow from states [n, D]."""
+        tokens = self.request.input_ids[len(self.prompt_logprobs) :][: len(states)]
+        for at in range(0, len(tokens), LOGPROB_TOKENS):
+            part = tokens[at : at + LOGPROB_TOKENS]
+            logits = compute_logits(states[at : at + len(part)])
+            self.prompt_logprobs += self._describe(logits, part)
 
     def _describe(self, logits: Tensor, tokens: Sequence[int]) -> list[TokenLogprob]:
         num_top = self.request.num_logprobs
@@ -254,6 +255,40 @@ class ActiveRequest:
         self.origins += origins[:taken]
         return taken
 
+    def take(
+        self,
+        tree: Tree,
+        path: list[int],
+        bonus: int,
+        logits: Tensor | None,
+        keep_logits: bool,
+        keep_rejected: bool,
+    ) -> None:
+        """Emit the accepted nodes of a tree, the root first in `path`, and the bonus token.
+
+        logits: [T, V], those after each node. keep_logits, keep_rejected: see the loop's options.
+        """
+        is_step, drafted = bool(self.output_ids), tree.tokens[path[1:]].tolist()
+        last = BONUS if tree.num_draft_tokens else PLAIN
+        taken = self.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
+        if self.request.keep_trees:
+            self.trees.append(DraftTree(tree.tokens.tolist(), tree.parents.tolist(), path))
+        if keep_rejected and taken > len(drafted):
+            self.note_rejected(tree.list_below(path[-1]))
+        if self.request.num_logprobs is not None or keep_logits:
+            assert logits is not None
+            chosen = logits[to_device(path[:taken], logits.device)]
+            if self.request.num_logprobs is not None:
+                self.logprobs += self._describe(chosen, self.output_ids[-taken:])
+            if keep_logits:
+                self.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
+        if is_step:  # the first token comes by the prompt's own pass
+            self.stats.count_step(
+                num_draft_tokens=tree.num_draft_tokens,
+                depth=tree.depth,
+                num_accepted=min(taken, len(drafted)),
+            )
+
     def note_rejected(self, tokens: list[int]) -> None:
         """Keep what was drafted in place of the newest token."""
         if tokens:
@@ -261,8 +296,6 @@ class ActiveRequest:
 
     def make_result(self) -> Result:
         """Return what the request has produced so far."""
-        import torch
-
         return Result(
             request=self.request,
             output_ids=self.output_ids,

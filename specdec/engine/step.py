@@ -1,10 +1,19 @@
-"""One forward pass: which tokens, where, and what each of them sees. Legend: B rows, T tokens."""
+"""One forward pass: which tokens, where, and what each of them sees.
+
+Legend: B rows of the pass, T tokens of each, n tokens of a segment, D hidden.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from specdec.engine.tree import BoolArray, IntArray
+import numpy as np
+from torch import Tensor
+
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.transfers import to_device
+from specdec.engine.tree import BoolArray, IntArray, Tree, build_tree_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,3 +35,71 @@ class Step:
     tree_mask: BoolArray
     past: IntArray | None = None
     wanted: BoolArray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """The states of a pass: the last ones, [B, T, D], and the outputs of observed layers.
+
+    layers: [B, T, L * D], side by side; None where the decoder observes none.
+    """
+
+    last: Tensor
+    layers: Tensor | None = None
+
+    def split(self, num_rows: int) -> tuple[States, States]:
+        """The states of the first rows, and of the others."""
+        last, layers = self.last, self.layers
+        if layers is None:
+            return States(last[:num_rows]), States(last[num_rows:])
+        first, others = (last[:num_rows], layers[:num_rows]), (last[num_rows:], layers[num_rows:])
+        return States(*first), States(*others)
+
+    def take(self, rows: Sequence[int]) -> States:
+        """The states of some rows, in order."""
+        if len(rows) == len(self.last):
+            return self
+        at = to_device(rows, self.last.device)
+        return States(self.last[at], None if self.layers is None else self.layers[at])
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """What a row of a step holds: a draft tree, or a piece of a prompt.
+
+    row: of the cache. past: positions of it that the tokens see. tokens: [n]. offsets: [n], how far
+    behind `past` each token stands. mask: [n, n], true where a token (row) sees another.
+    wanted: [n], or one value for all, as in `Step`.
+    """
+
+    row: int
+    past: int
+    tokens: IntArray
+    offsets: IntArray
+    mask: BoolArray
+    wanted: BoolArray | bool = True
+
+
+def place_tree(tree: Tree, row: int, cache: KVCache) -> Segment:
+    """A draft tree behind what is committed of a row."""
+    past = int(cache.past_lens[row])
+    return Segment(row, past, tree.tokens, tree.depths, build_tree_mask(tree))
+
+
+def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) -> Step:
+    """Pad segments to one size, `size` or the longest's, and lay them side by side."""
+    size = size or max(len(segment.tokens) for segment in segments)
+    rows = np.array([segment.row for segment in segments], np.int64)
+    past = np.array([segment.past for segment in segments], np.int64)
+    tokens = np.zeros((len(segments), size), np.int64)
+    positions = np.repeat(past[:, None], size, axis=1)
+    wanted = np.zeros((len(segments), size), np.bool_)
+    mask = np.zeros((len(segments), size, size), np.bool_)
+    mask[:, np.arange(size), np.arange(size)] = True
+    for at, segment in enumerate(segments):
+        n = len(segment.tokens)
+        tokens[at, :n], wanted[at, :n] = segment.tokens, segment.wanted
+        positions[at, :n] += segment.offsets
+        mask[at, :n, :n] = segment.mask
+    is_plain = (past == cache.past_lens[rows]).all() and (np.diff(rows) > 0).all()
+    return Step(rows, tokens, positions, mask, None if is_plain else past, wanted)

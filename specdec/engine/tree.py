@@ -54,6 +54,15 @@ class Tree:
         places[kept] = np.arange(len(kept))
         return Tree(self.tokens[kept], places[self.parents[kept]], self.depths[kept])
 
+    def list_below(self, node: int) -> list[int]:
+        """The tokens below a node, along the first child at every fork."""
+        tokens = []
+        for child in range(node + 1, self.num_nodes):
+            if self.parents[child] == node:
+                tokens.append(int(self.tokens[child]))
+                node = child
+        return tokens
+
 
 def make_root(token: int) -> Tree:
     """A tree of the root alone: a verify step that drafts nothing."""

@@ -16,7 +16,7 @@ from specdec.bench.prompts import read_prompt_set
 from specdec.bench.repetition import is_looping, measure_distinct
 from specdec.bench.report import format_report, format_table, write_report
 from specdec.bench.settings import BenchSettings, read_counts
-from specdec.decode.loop import Timing
+from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError, UsageError
 from specdec.run.settings import RunSettings
 from tests.conftest import read_error_lines

@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decode.loop import join_steps, pack_step
 from specdec.decode.prefill import PromptReader, fill_cache
 from specdec.engine import decoder as engine
 from specdec.engine import int8, native
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
-from specdec.engine.step import Step
+from specdec.engine.step import Step, pack_segments, place_tree
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import FULL, SLIDING
@@ -254,13 +253,13 @@ def test_a_prompt_has_the_same_bits_in_a_step_with_trees(library: Path) -> None:
         reader = PromptReader(decoder, cache, 8192)
         reader.add(1, prompt)
         while reader.is_busy:
-            reading = reader.plan(23, beside=1, least=size)
+            reading = reader.plan(23, num_others=1, min_size=size)
             assert reading.size >= size
-            step = pack_step([tree], np.array([0]), cache, reading.size)
-            states = decoder.forward(join_steps(step, reading.step, cache), cache)
+            segments = [place_tree(tree, 0, cache), *reading.segments]
+            states = decoder.forward(pack_segments(segments, cache, reading.size), cache)
             assert torch.equal(states[0, : len(TOKENS)], expected)
             ended = reading.pick_last(states[1:])
-            reader.finish(reading, states[1:])
+            reader.commit(reading)
         assert torch.equal(ended[0], last)
 
 

@@ -15,8 +15,8 @@ from specdec.decode.accept import (
     accept_batch,
     accept_on_device,
 )
-from specdec.decode.loop import pack_step
 from specdec.decode.sampling import Sampler, SamplingParams
+from specdec.engine.step import pack_segments, place_tree
 from specdec.engine.transfers import WAITS
 from specdec.engine.tree import Tree, make_root, pack_beams
 
@@ -43,7 +43,7 @@ def test_greedy_acceptance_on_the_device(seed: int) -> None:
     generator = np.random.default_rng(seed)
     trees = make_trees(generator, 5)
     cache: Any = FakeCache()
-    step = pack_step(trees, np.arange(5), cache)
+    step = pack_segments([place_tree(t, at, cache) for at, t in enumerate(trees)], cache)
     choices = generator.integers(0, 3, step.tokens.shape)
     last, bonus = accept_on_device(trees, step.tree_mask, torch.from_numpy(choices))
     expected = [accept(tree, row) for tree, row in zip(trees, choices.tolist(), strict=True)]

@@ -16,7 +16,7 @@ from specdec.decode.prefill import PromptReader, fill_cache
 from specdec.decode.prompts import make_requests, read_line
 from specdec.decode.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.step import Step
+from specdec.engine.step import States, Step, pack_segments
 from specdec.engine.tree import pack_beams
 from specdec.run.settings import RunSettings
 from tests.engines import make_engine
@@ -71,6 +71,7 @@ class PassRecorder:
     """Stands in for a decoder, and keeps the rows and the size of every pass."""
 
     max_chunk_tokens = 4
+    observed = None
 
     def __init__(self, max_joined_tokens: int | None = None) -> None:
         self.max_joined_tokens = max_joined_tokens
@@ -99,7 +100,9 @@ def test_short_prompts_overtake_long_ones_which_are_not_starved() -> None:
     order: list[int] = []
     for row in range(1, 30):
         reader.add(row, [2] * 16)
-        order += reader.run_pass(16)
+        reading = reader.plan(16)
+        order += reading.ended
+        reader.commit(reading)
     assert order == [*range(1, 7), 0, *range(7, 23)]
 
 
@@ -109,28 +112,29 @@ def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
     reader = PromptReader(PassRecorder(512), cache, 512)
     for row in range(8):
         reader.add(row, [row] * (row * 9 + 1))
-    reading = reader.plan(None, beside=8, least=least)
+    reading = reader.plan(None, num_others=8, min_size=least)
     assert sum(reading.counts) == 260
-    assert reading.step.tokens.size < 1.2 * 260
+    step = pack_segments(reading.segments, cache, reading.size)
+    assert step.tokens.size < 1.2 * 260
     assert reading.size >= least
-    places = torch.from_numpy(reading.step.positions)[..., None]
+    places = torch.from_numpy(step.positions)[..., None]
     assert reading.pick_last(places).flatten().tolist() == [row * 9 for row in range(8)]
-    gathered = reading.gather(places)[..., 0].tolist()
+    gathered = reading.gather(States(places)).last[..., 0].tolist()
     assert [own[: row * 9 + 1] for row, own in enumerate(gathered)] == [
         [*range(row * 9 + 1)] for row in range(8)
     ]
 
 
 def test_of_prompts_that_nobody_follows_the_last_tokens_are_wanted() -> None:
-    reader = PromptReader(PassRecorder(512), make_small_cache(3, 128), 512)
+    cache = make_small_cache(3, 128)
+    reader = PromptReader(PassRecorder(512), cache, 512)
     for row, size in enumerate((30, 9, 90)):
         reader.add(row, [row] * size)
-    reading = reader.plan(50)
-    wanted = reading.step.wanted
-    assert wanted is not None
-    assert reading.step.positions[wanted].tolist() == [29, 8], "the third does not end here"
-    reader.follow, reader.reads_all = print, True
-    assert reader.plan(50).step.wanted is None
+    for reads_all, positions in ((False, [29, 8]), (True, [*range(30), *range(9), *range(11)])):
+        reading = reader.plan(50, reads_all=reads_all)
+        step = pack_segments(reading.segments, cache, reading.size)
+        assert step.wanted is not None
+        assert step.positions[step.wanted].tolist() == positions, "the third does not end here"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.engine.medusa import MedusaHeads
+from specdec.engine.step import States
 from specdec.engine.tree import build_tree_mask
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
@@ -213,7 +214,7 @@ def test_a_dynamic_tree_has_the_paths_that_the_heads_find_likeliest() -> None:
     proposer = MedusaProposer(MedusaHeads(params, weights), 4)
     proposer.allocate(2, 9)
     requests: Any = [SimpleNamespace(row=row, output_ids=[7]) for row in range(2)]
-    proposer.observe(requests, torch.eye(2)[:, None], [[0], [0]])
+    proposer.observe(requests, States(torch.eye(2)[:, None]), [[0], [0]])
     sure, unsure = proposer.propose(requests)
     assert sure.tree.tokens.tolist() == [7, 1, 0, 1, 2]
     assert sure.tree.parents.tolist() == [-1, 0, 1, 1, 1]

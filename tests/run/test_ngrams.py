@@ -23,6 +23,7 @@ from specdec.decode.drafters.prompt_lookup import NgramIndex, PromptLookupPropos
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request, Result
+from specdec.engine.step import States
 from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
@@ -295,7 +296,7 @@ def test_window_rows_are_the_targets_own_choices(
     checked: list[tuple[list[int], int]] = []  # what a path's last token ends, the token after it
     observe = proposer.observe
 
-    def watch(requests: Any, states: torch.Tensor, paths: Any) -> None:
+    def watch(requests: Any, states: States, paths: Any) -> None:
         state = proposer._states[0]
         before, is_drafted = list(state.window), bool(state.ends)
         observe(requests, states, paths)

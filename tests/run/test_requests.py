@@ -314,10 +314,10 @@ def test_interruption_while_prompts_are_run(
     """Requests that have a row but no token yet are told of too."""
     requests = mix_requests(5)
 
-    def interrupt(*args: Any) -> Tensor:
+    def interrupt(*args: Any, **options: Any) -> Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PromptReader, "run_pass", interrupt)
+    monkeypatch.setattr(PromptReader, "plan", interrupt)
     engine = engines["plain"]
     with pytest.raises(Interrupted) as caught:
         generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
@@ -464,7 +464,7 @@ def test_an_interrupted_stream_shows_what_was_done(
     def interrupt(batch: loop.Batch) -> None:
         nonlocal steps
         steps += 1
-        if steps == 4:
+        if steps == 5:
             raise KeyboardInterrupt
         step(batch)
 

@@ -214,7 +214,7 @@ def test_interrupted_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupt(batch: loop.Batch) -> None:
         nonlocal steps
         steps += 1
-        if steps == 3:
+        if steps == 4:
             raise KeyboardInterrupt
         step(batch)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import Engine, Prompt, SpecDecError
-from specdec.decode.loop import LOGPROB_TOKENS
+from specdec.decode.requests import LOGPROB_TOKENS
 from tests.serve.servers import post, read_events
 
 LONG = [5 + (7 * at + at // 9) % 80 for at in range(LOGPROB_TOKENS + 30)]

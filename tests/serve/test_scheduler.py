@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from specdec import Engine, Event, Prompt, SpecDecError, Stream, UsageError
-from specdec.decode import loop
+from specdec.decode import timing
 from specdec.decode.chunk_size import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, ChunkSize
-from specdec.decode.loop import DRAFTER_SHARE, Batch
+from specdec.decode.loop import Batch
 from specdec.decode.prefill import PromptReader
+from specdec.decode.schedule import DRAFTER_SHARE
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
 from specdec.serve.scheduler import Closing, Job, QueueFull, Scheduler
@@ -317,7 +318,7 @@ def test_with_auto_a_step_is_bounded_by_time(
         return forward(decoder, step, *arguments)
 
     monkeypatch.setattr(Decoder, "forward", take_time)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
     prompts = [[n + 9, *range(3, 113)] for n in range(2)]
     options: dict[str, Any] = {"device": "cpu", "speculation": False, "prompt_chunk": "auto"}
     with Engine.load(folder / name, **options) as engine:
@@ -354,9 +355,9 @@ def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
     def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
         left = reader.num_left
         reading = plan(reader, *arguments, **options)
-        if beside := options.get("beside"):
-            least = options["least"]
-            steps.append((least, beside * least + sum(reading.counts), left))
+        if num_others := options.get("num_others"):
+            size = options["min_size"]
+            steps.append((size, num_others * size + sum(reading.counts), left))
         return reading
 
     monkeypatch.setattr(PromptReader, "plan", count)

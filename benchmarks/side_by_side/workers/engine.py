@@ -16,8 +16,8 @@ from specdec.bench.methods.redrafter import list_searches
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.suffix import SuffixProposer
-from specdec.decode.loop import Timing
 from specdec.decode.requests import Request, sum_stats
+from specdec.decode.timing import Timing
 from specdec.methods.suffix import SuffixOptions
 from specdec.run.settings import RunSettings
 

@@ -20,6 +20,7 @@ from specdec.engine.graphs import Graphs, StepGraphs
 from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
+from specdec.engine.step import States
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, make_root
 from specdec.errors import SpecDecError
@@ -98,15 +99,15 @@ class Drafter:
         return [Candidates(make_root(request.output_ids[-1])) for request in requests]
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
-        """Take the target's last hidden states [B, T, D] of a step and each row's accepted nodes.
+        """Take the target's states of a step, [B, T, D], and each row's accepted nodes.
 
         After the prompts, T is 1 and the only node is each prompt's last token.
         """
 
     def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
     ) -> None:
         """Take the states [B, T, D] of a pass: of row rows[b], counts[b] tokens from starts[b]."""
 
@@ -153,13 +154,13 @@ class DrafterGroup(Drafter):
         return sum(member.count_unread(requests) for member in self.members)
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         for member in self.members:
             member.observe(requests, states, paths)
 
     def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
     ) -> None:
         for member in self.members:
             member.follow(rows, starts, counts, states)
@@ -320,7 +321,7 @@ class StateKeeper(Drafter):
         self._fresh |= {request.row for request in requests}
 
     def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
     ) -> None:
         """Keep the states of a pass over prompts."""
         for row, start in zip(rows, starts, strict=True):
@@ -328,7 +329,7 @@ class StateKeeper(Drafter):
         self._append(rows, [range(count) for count in counts], states)
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the states of the accepted tokens."""
         rows = [request.row for request in requests]
@@ -337,16 +338,15 @@ class StateKeeper(Drafter):
             return
         self._append(rows, paths, states)
 
-    def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: Tensor) -> None:
+    def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: States) -> None:
         """Keep the states of some nodes of a step behind those that are known of each row."""
-        if not self.follows_last:
-            assert self._decoder.observed is not None
-            states = self._decoder.observed
+        kept = states.last if self.follows_last else states.layers
+        assert kept is not None
         counts = [len(path) for path in paths]
         lines = np.repeat(np.arange(len(rows)), counts)
         nodes = np.array([node for path in paths for node in path], np.int64)
         device = self._decoder.device
-        chosen = states[to_device(lines, device), to_device(nodes, device)]
+        chosen = kept[to_device(lines, device), to_device(nodes, device)]
         for row, own in zip(rows, torch.split(chosen, counts), strict=True):
             self._waiting.setdefault(row, []).append(own)
         self._num_known[list(rows)] += counts
@@ -461,10 +461,10 @@ class StateProposer(Drafter):
             self._drafts[request.row] = root, draft
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
         device = self._hidden.device
         last = to_device([path[-1] for path in paths], device)
-        newest = states[torch.arange(len(paths), device=device), last]
+        newest = states.last[torch.arange(len(paths), device=device), last]
         self._hidden[to_device(list_rows(requests), device)] = newest

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, DrafterGroup
@@ -33,6 +32,7 @@ from specdec.decode.drafters.pacing import (
 )
 from specdec.decode.drafters.trees import estimate_accuracy
 from specdec.decode.requests import ActiveRequest
+from specdec.engine.step import States
 from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree
 
@@ -396,7 +396,7 @@ class BudgetProposer(DrafterGroup):
         return self._drafts
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let the other see the step; note what it cost, unless it was one over prompts alone."""
         super().observe(requests, states, paths)
@@ -405,7 +405,7 @@ class BudgetProposer(DrafterGroup):
         seconds, self._began = self._clock() - self._began, None
         emitted = [len(path) for path in paths]
         self.budget.record(
-            self._draft_seconds, seconds, states.shape[1], emitted, self.proposer.num_levels,
+            self._draft_seconds, seconds, states.last.shape[1], emitted, self.proposer.num_levels,
             self.num_prefilled,
         )  # fmt: skip
         for request, candidates, length in zip(requests, self._drafts, self._lengths, strict=True):

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter, DrafterGroup
 from specdec.decode.drafters.budget import read_confidence
 from specdec.decode.drafters.pacing import FEW_UNREAD
 from specdec.decode.requests import ActiveRequest
+from specdec.engine.step import States
 from specdec.engine.tree import TreeBuilder
 
 KEEP = 0.99  # weight of what was known before the newest step
@@ -166,7 +166,7 @@ class ChainProposer(DrafterGroup):
         return [found[at][1] for at in range(len(requests))]
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let all see the step; note what it brought, unless it was one over prompts."""
         super().observe(requests, states, paths)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec import logs
 from specdec.decode.accept import Candidates
+from specdec.decode.ahead import run_tokens
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
 from specdec.decode.drafters.budget import Calibration
@@ -23,13 +24,13 @@ from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.pacing import DraftLength, limit_prefill
 from specdec.decode.engine import TorchEngine
-from specdec.decode.plain_ahead import run_tokens
 from specdec.decode.prefill import count_shared, fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
 from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
 from specdec.engine.decoder import Decoder
+from specdec.engine.step import States
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import Problems, SpecDecError
@@ -361,7 +362,7 @@ class DraftTargetProposer(DraftModel):
         return found
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Cut the draft model's cache back to the accepted tokens."""
         assert self._cache is not None
@@ -384,7 +385,7 @@ class DraftTargetProposer(DraftModel):
                 self._calibration.record(drafted, emitted)
         self.draft_length.record_step(
             num_rows=len(requests),
-            num_tokens=states.shape[1],
+            num_tokens=states.last.shape[1],
             num_passes=self._num_passes,
             num_prefilled=self.num_prefilled,
             draft_seconds=self._draft_seconds,

@@ -41,7 +41,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.step import Step
+from specdec.engine.step import States, Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray, Tree, make_root
 from specdec.errors import SpecDecError
@@ -196,6 +196,8 @@ class PassDraft:
 
 class _TrueFeatures:
     """Runs pairs of committed tokens: the features are those kept of the target."""
+
+    observed: Tensor | None = None
 
     def __init__(self, net: EagleNet, features: Tensor) -> None:
         self.net, self.features = net, features
@@ -359,9 +361,9 @@ class EagleProposer(StateKeeper):
         lines = {int(row): at for at, row in enumerate(rows)}
 
         def keep(
-            read: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: Tensor
+            read: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
         ) -> None:
-            for own, row, start, count in zip(states, read, starts, counts, strict=True):
+            for own, row, start, count in zip(states.last, read, starts, counts, strict=True):
                 at = lines[row]
                 first = ends[at] - 1
                 skipped = max(0, first - start)

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
+from specdec.engine.step import States
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
 from specdec.errors import SpecDecError, UsageError
@@ -199,17 +199,17 @@ class LookaheadProposer(Drafter):
         ]
 
     def observe(
-        self, requests: Sequence[ActiveRequest], states: Tensor, paths: Sequence[Sequence[int]]
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Read the target's tokens after the last row of each window."""
         lookaheads = [self._states[request.row] for request in requests]
         if not lookaheads[0].ends:  # the prompts' own pass, or a step without drafts
             return
         ends = to_device(
-            np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.device
+            np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.last.device
         )
-        rows = torch.arange(len(ends), device=states.device)[:, None]
-        chosen = self._decoder.compute_logits(states[rows, ends]).argmax(-1)  # [B, W]
+        rows = torch.arange(len(ends), device=states.last.device)[:, None]
+        chosen = self._decoder.compute_logits(states.last[rows, ends]).argmax(-1)  # [B, W]
         (tokens,) = to_host(chosen)
         for lookahead, row in zip(lookaheads, tokens.tolist(), strict=True):
             lookahead.advance(row)

@@ -1,0 +1,218 @@
+"""Which request has which row of the cache, and what each pass of the target is about."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from specdec.decode.accept import Accepted
+from specdec.decode.chunk_size import ChunkSize
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.prefill import PromptReader, Reading, count_shared
+from specdec.decode.requests import ActiveRequest
+from specdec.decode.timing import Timing
+from specdec.engine.decoder import Decoder
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.tree import Tree
+
+# Where prompts are read in chunks, a request waits for another that is reading the same beginning
+# if that brings so many tokens more.
+WORTH_WAITING = 16
+# How many times as many tokens as the target a drafter may read of prompts in a step. It has every
+# prompt to read that the target has, and what was emitted meanwhile, or it would never draft.
+DRAFTER_SHARE = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass of the target.
+
+    verifies: whether running requests are in it. drafts: whether anything may be drafted for them.
+    reads: whether prompts are in it, of which it reads `max_tokens` at most, None as many as a pass
+    should have. is_shared: what the requests verify counts among `max_tokens`. num_prompt_tokens:
+    that the pass reads, if no draft takes their place.
+    """
+
+    verifies: bool = False
+    drafts: bool = True
+    reads: bool = False
+    max_tokens: int | None = None
+    is_shared: bool = False
+    num_prompt_tokens: int = 0
+
+
+class Scheduler:
+    """The requests that wait, those whose prompts are being read, and those that run."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        proposer: Drafter,
+        timing: Timing,
+        *,
+        max_num_tokens: int,
+        prompt_chunk: int | Literal["auto"] | None,
+        reuses_prefixes: bool,
+    ) -> None:
+        """See `Options` of the loop."""
+        self.waiting: deque[ActiveRequest] = deque()
+        self.reading: list[ActiveRequest] = []
+        self.active: list[ActiveRequest] = []  # by row
+        self.reader = PromptReader(decoder, cache, max_num_tokens)
+        self.max_prefill: int | None = None  # prompt tokens that drafters may read in a step
+        self._cache, self._proposer, self._timing = cache, proposer, timing
+        self._prompt_chunk, self._reuses_prefixes = prompt_chunk, reuses_prefixes
+        self._held: list[list[int]] = [[] for _ in cache.past_lens]  # tokens in a row's cache
+        self._chunk_size = ChunkSize()
+        self._num_read = 0  # prompt tokens before the step
+        self._drafted_size = 1  # nodes of a row in the newest step that might be drafted for
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step has anything to do."""
+        requests = (*self.active, *self.reading, *self.waiting)
+        return any(r.finish_reason is None for r in requests)
+
+    def plan(self) -> Iterator[Pass]:
+        """Free the rows of requests that have ended, fill them, and tell the step's passes.
+
+        That is one, or two where the prompts' tokens cannot share the others' pass.
+        """
+        self.retire()
+        self._admit()
+        chunk = self._choose_chunk()
+        self._num_read = self.reader.num_read
+        if not self.reading:
+            if self.active:
+                yield Pass(verifies=True)
+        elif chunk is None or not self.active:  # whole prompts first, or no request waits for it
+            yield Pass(reads=True)
+        elif not self.reader.joins:
+            yield Pass(reads=True, max_tokens=chunk)
+            if self.active:
+                yield Pass(verifies=True)
+        else:
+            left, is_shared = self.reader.num_left, self._prompt_chunk == "auto"
+            # A token of a prompt and one of a draft cost the same, and requests that wait for
+            # their first token have none yet: prompts go before drafts.
+            fits = left + len(self.active) * self._drafted_size <= chunk
+            drafts = fits or not is_shared or self._proposer.is_indivisible
+            yield Pass(True, drafts, True, chunk, is_shared, min(chunk, left))
+
+    def plan_reading(self, task: Pass, num_rows: int, num_nodes: int) -> Reading:
+        """The prompts' tokens of a pass that verifies so many nodes of so many rows."""
+        max_tokens, proposer = task.max_tokens, self._proposer
+        if task.is_shared and max_tokens is not None:
+            max_tokens = max(1, max_tokens - num_rows * num_nodes)
+        reads_all = proposer.follows_prompts and proposer.follows_last
+        reads_all |= any(r.request.wants_prompt_logprobs for r in self.reading)
+        return self.reader.plan(
+            max_tokens, num_others=num_rows, min_size=max(1, num_nodes), reads_all=reads_all
+        )
+
+    def record(self, task: Pass, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """Take what a step has cost that verified so many nodes of so many rows.
+
+        seconds: without what drafters did.
+        """
+        if task.drafts:
+            self._drafted_size = num_nodes
+        num_tokens = num_rows * num_nodes + self.reader.num_read - self._num_read
+        self._chunk_size.record(num_rows, num_tokens, seconds)
+
+    def retire(self) -> None:
+        """Give back the rows of requests that have ended."""
+        for request in (*self.active, *self.reading):
+            if request.finish_reason is not None:
+                request.release()
+                if request in self.reading:
+                    self.reader.drop(request.row)
+        self.active = [r for r in self.active if r.finish_reason is None]
+        self.reading = [r for r in self.reading if r.finish_reason is None]
+
+    def commit(
+        self,
+        requests: Sequence[ActiveRequest],
+        trees: Sequence[Tree],
+        accepted: Sequence[Accepted],
+        *,
+        is_cached: bool = False,
+    ) -> None:
+        """Keep the accepted paths of trees in the requests' rows.
+
+        is_cached: whether the cache has kept them already.
+        """
+        for request, tree, (path, _) in zip(requests, trees, accepted, strict=True):
+            if request.request.drafts:  # what a drafter has seen, too, if it follows prompts
+                self._held[request.row] += tree.tokens[path].tolist()
+            if not is_cached:
+                self._cache.commit(request.row, path)
+
+    def finish_reading(self, reading: Reading) -> list[ActiveRequest]:
+        """Keep what a pass has read of prompts; return the requests whose prompts have ended."""
+        self.reader.commit(reading)
+        for request in self.reading:
+            self._note_read(request)
+        by_row = {request.row: request for request in self.reading}
+        begun = [by_row[row] for row in reading.ended]
+        self.reading = [r for r in self.reading if r not in begun]
+        self.active = sorted([*self.active, *begun], key=lambda r: r.row)
+        return begun
+
+    def _choose_chunk(self) -> int | None:
+        """Tokens of prompts that a step may read where requests run; None is all.
+
+        With "auto" those that the others verify count, too, where they share a pass.
+        """
+        chunk = self._prompt_chunk
+        if chunk == "auto":
+            num_requests = len(self.active) + len(self.reading) + len(self.waiting)
+            chunk = self._chunk_size.choose(
+                len(self.active), num_requests, is_reading=bool(self.reading)
+            )
+        self.max_prefill = None if chunk is None else DRAFTER_SHARE * chunk
+        return chunk
+
+    def _admit(self) -> None:
+        """Give free rows to waiting requests, with what other rows hold of their prompts."""
+        taken = {request.row for request in (*self.active, *self.reading)}
+        free = [row for row in range(len(self._held)) if row not in taken]
+        while free and self.waiting:
+            request = self.waiting[0]
+            if request.finish_reason is None:  # not cancelled before its turn
+                prompt = request.request.input_ids
+                source, shared = free[0], 0
+                if self._reuses_prefixes and not request.request.wants_prompt_logprobs:
+                    source, shared = self._find_prefix(free, prompt)
+                    if self._is_being_read(prompt, shared):
+                        return
+                request.row = source if source in free else free[0]
+                free.remove(request.row)
+                self._cache.copy_prefix(source, request.row, shared)
+                self._proposer.copy_prefix(source, request.row, shared)
+                self._timing.num_reused_tokens += shared
+                self.reader.add(request.row, prompt)
+                self._note_read(request)
+                self.reading.append(request)
+            self.waiting.popleft()
+
+    def _find_prefix(self, free: Sequence[int], prompt: Sequence[int]) -> tuple[int, int]:
+        """The row that holds most of a prompt's beginning, and how many tokens that is."""
+        # The last token is always run: its hidden state is needed.
+        known = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
+        source = max(range(len(known)), key=lambda row: (known[row], row in free))
+        return source, known[source]
+
+    def _is_being_read(self, prompt: Sequence[int], known: int) -> bool:
+        """Whether much more of a prompt than is known will be, from one that is being read."""
+        worth = 1 if self._prompt_chunk is None else WORTH_WAITING
+        others = (request.request.input_ids for request in self.reading)
+        return any(count_shared(other, prompt) >= known + worth for other in others)
+
+    def _note_read(self, request: ActiveRequest) -> None:
+        """Remember what a row holds of its prompt."""
+        length = int(self._cache.past_lens[request.row])
+        self._held[request.row] = request.request.input_ids[:length]

@@ -1,0 +1,58 @@
+"""Where the time of a run goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds spent, by part, verify steps, and prompt tokens that were taken from the cache.
+
+    is_exact: wait for the device at the end of each part, so that no part is charged for what an
+    earlier one began.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    other: float = 0.0
+    num_steps: int = 0
+    num_reused_tokens: int = 0
+    is_exact: bool = False
+
+    @property
+    def target_seconds(self) -> float:
+        """What steps took without drafters."""
+        return self.prefill + self.verify + self.accept
+
+    def list_seconds(self) -> dict[str, float]:
+        """The seconds of each part, by its name."""
+        fields = dataclasses.fields(self)
+        return {field.name: getattr(self, field.name) for field in fields if field.type == "float"}
+
+
+class Stopwatch:
+    """Counts the seconds between its beginning and its end as a part's; none if it is left early.
+
+    device: a CUDA device that is waited for at the end where the timing is exact, or None.
+    """
+
+    def __init__(self, timing: Timing, part: str, device: torch.device) -> None:
+        self._timing, self._part, self._device = timing, part, device
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            timing, part = self._timing, self._part
+            if timing.is_exact and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds = time.perf_counter() - self._began
+            setattr(timing, part, getattr(timing, part) + seconds)
