@@ -119,19 +119,17 @@ def check_settings(settings: GenerateSettings) -> None:
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
     if len(drafters) > 1:
         raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
-    if settings.draft_vocabulary != "same" and settings.draft_model_dir is None:
-        raise UsageError(
-            "--draft-vocabulary without --draft-model-dir", "give the draft model, or leave it out"
-        )
-    if settings.draft_tree_tokens is not None and settings.draft_model_dir is None:
-        raise UsageError(
-            "--draft-tree-tokens without --draft-model-dir", "give the draft model, or leave it out"
-        )
-    if settings.draft_len not in (None, "auto") and settings.draft_model_dir is None:
-        raise UsageError(
-            f"--draft-len {settings.draft_len} without --draft-model-dir",
+    model = "give the draft model, or leave it out"
+    for is_given, flag, remedy in (
+        (settings.draft_vocabulary != "same", "--draft-vocabulary", model),
+        (settings.draft_tree_tokens is not None, "--draft-tree-tokens", model),
+        (
+            settings.draft_len not in (None, "auto"), f"--draft-len {settings.draft_len}",
             "give the draft model, or 'auto', which adapts the length of any drafts",
-        )
+        ),
+    ):  # fmt: skip
+        if is_given and settings.draft_model_dir is None:
+            raise UsageError(f"{flag} without --draft-model-dir", remedy)
     if settings.no_cache and settings.force:
         raise UsageError("--force has no effect with --no-cache", "leave one of them out")
 

@@ -26,8 +26,8 @@ from specdec.errors import summarize
 from specdec.files.reading import parse_json
 
 from .answers import Answer, Choice
-from .errors import make_error
 from .metrics import Metrics
+from .protocol import make_error
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
     CHAT,
@@ -54,10 +54,6 @@ LARGE_BODY = 64 * 1024
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class TimedOut(Exception):
-    """A request took longer than it may."""
 
 
 class Failed(Exception):
@@ -124,11 +120,8 @@ class Front:
         ]
         if PAGE.is_file():
             routes.append(Route("/", self._show_page))
-        handlers = {
-            HTTPException: _answer_http, BadRequest: _answer_bad, Exception: _answer_fault,
-            QueueFull: _answer_full, Closing: _answer_closing, ClientDisconnect: _answer_nobody,
-            TimedOut: _answer_fault, Failed: _answer_fault, SpecDecError: _answer_fault,
-        }  # fmt: skip
+        kinds = (BadRequest, QueueFull, Closing, ClientDisconnect, Failed, SpecDecError, Exception)
+        handlers = {HTTPException: _answer_http} | dict.fromkeys(kinds, _answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False  # to wherever the Host header says
         return app
@@ -192,7 +185,10 @@ class Front:
             while not answer.is_over:
                 await changed.wait()
                 if loop.time() >= deadline:
-                    raise TimedOut(f"the request took more than {self._timeout:g} seconds")
+                    raise BadRequest(
+                        f"the request took more than {self._timeout:g} seconds", status=504,
+                        code="timeout",
+                    )  # fmt: skip
                 changed.clear()
                 for choice in answer.choices:
                     if choice.finish_reason is None and (events := _take(choice)):
@@ -369,7 +365,7 @@ async def _format_events(
         for chunk in answer.close():
             yield _format(chunk)
     except Exception as error:  # the status line is sent already
-        if not isinstance(error, (Failed, TimedOut)):
+        if not isinstance(error, (Failed, BadRequest)):
             logger.exception("a stream failed")
         yield b"data: " + bytes(explain(error).body) + b"\n\n"
     yield b"data: [DONE]\n\n"
@@ -379,15 +375,25 @@ def _format(chunk: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
 
 
-def explain(error: Exception) -> JSONResponse:
+def explain(error: Exception) -> Response:
     """The answer to a request that an error ended."""
     if isinstance(error, Failed):
         error = error.cause
-    if isinstance(error, TimedOut):
-        return make_error(str(error), 504, code="timeout")
+    if isinstance(error, BadRequest):
+        return make_error(error.message, error.status, error.param, error.code)
+    if isinstance(error, QueueFull):
+        return make_error(str(error), 429, headers={"Retry-After": str(error.seconds)})
+    if isinstance(error, Closing):
+        return make_error("the server is about to end", 503, headers={"Retry-After": "5"})
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
     if isinstance(error, SpecDecError):
         return make_error(error.message, 500)
     return make_error("a step of the engine failed, which ended this request", 500)
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    return explain(error)
 
 
 async def _answer_http(http: Request, error: Any) -> Response:
@@ -399,32 +405,10 @@ async def _answer_http(http: Request, error: Any) -> Response:
     return make_error(message, error.status_code, headers=error.headers)
 
 
-async def _answer_bad(_: Request, error: Any) -> Response:
-    return make_error(error.message, error.status, error.param, error.code)
-
-
-async def _answer_full(_: Request, error: Any) -> Response:
-    return make_error(str(error), 429, headers={"Retry-After": str(error.seconds)})
-
-
-async def _answer_closing(_: Request, error: Any) -> Response:
-    return make_error("the server is about to end", 503, headers={"Retry-After": "5"})
-
-
-async def _answer_nobody(_: Request, error: Any) -> Response:
-    return Response(status_code=499)  # the client has left
-
-
-async def _answer_fault(_: Request, error: Exception) -> Response:
-    return explain(error)
-
-
 class Guard:
     """Lets in who sends the key; without one, who names the server by a loopback name."""
 
-    def __init__(
-        self, front: Front, key: str | None, local_names: frozenset[str] | None
-    ) -> None:  # fmt: skip
+    def __init__(self, front: Front, key: str | None, local_names: frozenset[str] | None) -> None:
         """local_names: what clients without a key may call the server; None is anything."""
         self._app, self._local_names = front.make_app(), local_names
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import h11
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from .errors import make_error
 
 HEAD_SECONDS = 30.0  # in which the headers of a request must have come
 STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its answer
+
+
+def make_error(
+    message: str, status: int, param: str | None = None, code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:  # fmt: skip
+    """An error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status, headers)
 
 
 class Connection(H11Protocol):

@@ -19,24 +19,14 @@ Mask = npt.NDArray[np.bool_]
 
 # A data set's role -> whose turn it is.
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
+    role: speaker
+    for speaker, roles in {
+        "system": "system developer",
+        "user": "user human",
+        "assistant": "assistant gpt chatgpt bard bing model bot function_call tool_call",
+        "tool": "tool function ipython observation tool_response",
+    }.items()
+    for role in roles.split()
 }
 CALL_ROLES = ("function_call", "tool_call")  # turns whose text is the JSON of one call or several
 # A row's keys beside the conversation that a chat template takes.

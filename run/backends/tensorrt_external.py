@@ -11,7 +11,6 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -38,16 +37,17 @@ class DraftedTokens:
     logits: Tensor | None = None
 
 
-class Drafter(Protocol):
-    """Where drafts come from."""
+class Drafter:
+    """Where drafts come from; this one drafts nothing, so that every step emits one token."""
 
-    max_draft_tokens: int
+    max_draft_tokens = 0
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """These requests' rows now belong to them."""
 
     def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
         """Return what is drafted for each request."""
+        return [DraftedTokens([]) for _ in requests]
 
     def observe(
         self,
@@ -58,27 +58,7 @@ class Drafter(Protocol):
         """Take how much of each draft was accepted, and what drafting and verifying took."""
 
 
-class NoDrafter:
-    """Plain decoding: every step emits one token."""
-
-    max_draft_tokens = 0
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        pass
-
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
-        return [DraftedTokens([]) for _ in requests]
-
-    def observe(
-        self,
-        drafts: Sequence[DraftedTokens],
-        num_accepted: Sequence[int],
-        seconds: tuple[float, float],
-    ) -> None:
-        pass
-
-
-class LookupDrafter(NoDrafter):
+class LookupDrafter(Drafter):
     """Drafts of prompt lookup."""
 
     def __init__(self, proposer: PromptLookupProposer) -> None:
@@ -93,7 +73,7 @@ class LookupDrafter(NoDrafter):
         return [DraftedTokens(candidates.tree.tokens[1:].tolist()) for candidates in found]
 
 
-class EngineDrafter:
+class EngineDrafter(Drafter):
     """A second engine drafts, at most up to the token before each request's limit."""
 
     def __init__(
@@ -109,9 +89,6 @@ class EngineDrafter:
         self.max_draft_tokens = length.maximum
         self._use_logits = use_logits
         self._vocab_size = min(target_vocab_size, runner.folder.vocab_size)
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Nothing: each call is given the whole text."""
 
     def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
         """Run the draft model for all requests at once that have room for a draft."""

@@ -40,7 +40,7 @@ from specdec.trtllm.runner import TensorRTRunner, find_rank, import_runtime
 
 from ..settings import RunSettings
 from .tensorrt_call import Call, group_requests
-from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter, NoDrafter
+from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter
 
 logger = logs.get_logger(__name__)
 
@@ -205,7 +205,7 @@ class TensorRTEngine:
         if self._lookup is not None:
             return LookupDrafter(PromptLookupProposer(self._lookup))
         if self.draft is None:
-            return NoDrafter()
+            return Drafter()
         pair, longest = need(self._options), self.folder.max_draft_len
         return EngineDrafter(
             TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),

@@ -9,7 +9,7 @@ import numbers
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
 
@@ -46,6 +46,9 @@ from specdec.options import check_value, get_flags
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # Settings of specdec-run that say nothing of an engine: parameters of `generate` have their place,
 # and of `load`, under shorter names.
 NO_OPTIONS = (
@@ -56,6 +59,24 @@ NO_OPTIONS = (
 
 
 AnyPrompt = str | Sequence[int] | Prompt
+
+
+class Settings(TypedDict, total=False):
+    """Settings for the prompts of a call that have none of their own.
+
+    max_output_len: most new tokens, 100 if not given. temperature: 0 decodes greedily; if not given
+    it is 1 with top_k or top_p, else 0. top_k: 0 keeps all tokens. top_p: 1 keeps all. seed: equal
+    seeds give equal texts, in any batch. stop: texts that end an output. end_ids: tokens that end
+    it; None is those of the model, empty is none.
+    """
+
+    max_output_len: int
+    temperature: float | None
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
+    end_ids: Collection[int] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,32 +296,18 @@ class Engine:
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
         *,
-        max_output_len: int = 100,
-        temperature: float | None = None,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        end_ids: Collection[int] | None = None,
         keep_logits: bool = False,
+        **settings: Unpack[Settings],
     ) -> list[Output]:
         """Continue prompts, several at once; return their outputs in the same order.
 
-        prompts: a text, the token ids of a prompt, a Prompt, or a list of these. max_output_len:
-        most new tokens. temperature: 0 decodes greedily; None is 1 with top_k or top_p, else 0.
-        top_k: 0 keeps all tokens. top_p: 1 keeps all. seed: equal seeds give equal texts, in any
-        batch. stop: texts that end an output. end_ids: tokens that end it; None is those of the
-        model, empty is none. keep_logits: let the outputs have the logits that their tokens were
-        chosen by; not while streams are open.
+        prompts: a text, the token ids of a prompt, a Prompt, or a list of these. keep_logits: let
+        the outputs have the logits that their tokens were chosen by; not while streams are open.
 
         Raises PromptError that lists every prompt beyond the engine's limits, before anything is
         decoded; EngineBusyError and EngineLostError as their names say.
         """
-        listed = _list_prompts(prompts)
-        defaults = Prompt(
-            max_output_len=max_output_len, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed, stop=stop, end_ids=end_ids,
-        )  # fmt: skip
+        listed, defaults = _list_prompts(prompts), Prompt(**settings)
         with self._use() as core:
             requests = self._make_requests(core, listed, defaults)
             if not requests:
@@ -345,34 +352,19 @@ class Engine:
             core.check_requests([request])
         return request
 
-    def stream(
-        self,
-        prompt: AnyPrompt | Request,
-        *,
-        max_output_len: int = 100,
-        temperature: float | None = None,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        end_ids: Collection[int] | None = None,
-    ) -> Stream:
-        """Continue a prompt step by step; the parameters are those of `generate`.
+    def stream(self, prompt: AnyPrompt | Request, **settings: Unpack[Settings]) -> Stream:
+        """Continue a prompt step by step.
 
         prompt: what `generate` takes, or one that `prepare` returned, with its own settings.
         Streams that are open at the same time share their steps: whichever is asked for its next
         event runs one for all. The first takes a cache for max_batch_size requests of max_seq_len
         tokens.
         """
-        defaults = Prompt(
-            max_output_len=max_output_len, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed, stop=stop, end_ids=end_ids,
-        )  # fmt: skip
         with self._use() as core:
             if isinstance(prompt, Request):
                 request = prompt
             else:
-                (request,) = self._make_requests(core, [prompt], defaults)
+                (request,) = self._make_requests(core, [prompt], Prompt(**settings))
             if self._batch is None:
                 self._batch = self._make_batch(core)
             return Stream(self, self._batch, self._batch.submit(request))
