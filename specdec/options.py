@@ -143,13 +143,11 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
 
     if value is None:
         return None
-    if flag.kind == "flag":
-        if not isinstance(value, bool):
-            raise wrong("true or false")
+    if flag.kind in ("flag", "enable") and isinstance(value, bool):
         return value
+    if flag.kind == "flag":
+        raise wrong("true or false")
     if flag.kind == "enable":
-        if isinstance(value, bool):
-            return value
         if value not in ("enable", "disable"):
             raise wrong("enable or disable")
         return value == "enable"
@@ -176,27 +174,23 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise wrong("a text")
-    text = str(value)
+    text, is_path = str(value), flag.kind == "path"
     if not _is_whole(text):
         raise wrong("text of whole characters, in UTF-8")
-    if flag.kind == "path" and (not text or "\0" in text):
+    if is_path and (not text or "\0" in text):
         raise wrong("a path")  # Path("") would be the current folder
-    if flag.kind == "path" and _leads_in_circles(text):
+    if is_path and _leads_in_circles(text):
         raise wrong("a path without a circle of links")
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
     text = same.get(text.replace("_", "-"), text)
+    choices = ", ".join(flag.choices)
     if text in flag.elsewhere:
-        raise UsageError(
-            f"{name}: {text} is not one of {', '.join(flag.choices)}: another command makes it",
-            f"{text}: {flag.elsewhere[text]}",
-        )
+        fact = f"{name}: {text} is not one of {choices}: another command makes it"
+        raise UsageError(fact, f"{text}: {flag.elsewhere[text]}")
     if flag.choices and text not in flag.choices:
-        choices = ", ".join(flag.choices)
-        raise UsageError(
-            f"{name}: {text!r} is not one of {choices}{suggest(text, flag.choices)}",
-            f"choose one of {choices}",
-        )
-    return Path(text) if flag.kind == "path" else text
+        fact = f"{name}: {text!r} is not one of {choices}{suggest(text, flag.choices)}"
+        raise UsageError(fact, f"choose one of {choices}")
+    return Path(text) if is_path else text
 
 
 def _is_whole(text: str) -> bool:

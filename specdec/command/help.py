@@ -7,7 +7,6 @@ option's group is declared with it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,102 +17,54 @@ import specdec
 from specdec.methods import METHODS, Method
 from specdec.options import Flag, get_flags
 
-
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """Examples of a command, each a line to be copied, and where more is told of it."""
-
-    examples: tuple[str, ...]
-    docs: str
-
-
 GENERAL = "General"
 LAST = ("dry_run", "force", "json", "config", "debug", "version", "help")  # of that group
-PAGES: Mapping[str, Page] = {
-    "generate": Page(
-        (
-            'specdec generate --model-dir BASE --drafter-model-dir DRAFTER "def main():"',
-            'specdec generate --model-dir BASE --prompt-lookup-num-tokens 8 "def main():"',
-        ),
-        "generate",
+# Examples of each command, each a line to be copied.
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "generate": (
+        'specdec generate --model-dir BASE --drafter-model-dir DRAFTER "def main():"',
+        'specdec generate --model-dir BASE --prompt-lookup-num-tokens 8 "def main():"',
     ),
-    "convert": Page(
-        ("specdec-convert --model-dir BASE --drafter-model-dir DRAFTER --output-dir checkpoint",),
-        "convert",
+    "convert": (
+        "specdec-convert --model-dir BASE --drafter-model-dir DRAFTER --output-dir checkpoint",
     ),
-    "build": Page(
-        ("specdec-build --checkpoint-dir checkpoint --output-dir engine",),
-        "build",
+    "build": ("specdec-build --checkpoint-dir checkpoint --output-dir engine",),
+    "run": (
+        'specdec-run --engine-dir engine --tokenizer-dir BASE --input-text "def main():"',
+        "specdec-run --engine-dir engine --tokenizer-dir BASE --input-file FILE.jsonl --json",
     ),
-    "run": Page(
-        (
-            'specdec-run --engine-dir engine --tokenizer-dir BASE --input-text "def main():"',
-            "specdec-run --engine-dir engine --tokenizer-dir BASE --input-file FILE.jsonl --json",
-        ),
-        "run",
+    "serve": (
+        "specdec-serve --engine-dir engine",
+        "specdec-serve --engine-dir engine --host 0.0.0.0 --api-key-file key.txt",
     ),
-    "serve": Page(
-        (
-            "specdec-serve --engine-dir engine",
-            "specdec-serve --engine-dir engine --host 0.0.0.0 --api-key-file key.txt",
-        ),
-        "serve",
+    "train": (
+        "specdec-train --model-dir BASE --data data.jsonl --output-dir drafter",
+        "specdec-train data --help    # make the data with the target itself",
     ),
-    "train": Page(
-        (
-            "specdec-train --model-dir BASE --data data.jsonl --output-dir drafter",
-            "specdec-train data --help    # make the data with the target itself",
-        ),
-        "train",
+    "train data": (
+        "specdec-train data --input chats.jsonl --output data.jsonl --base-url URL/v1 --model NAME",
     ),
-    "train data": Page(
-        (
-            "specdec-train data --input chats.jsonl --output data.jsonl"
-            " --base-url URL/v1 --model NAME",
-        ),
-        "data",
+    "verify": (
+        "specdec-verify --engine-dir engine --model-dir BASE",
+        "specdec-verify --checkpoint-dir checkpoint",
     ),
-    "verify": Page(
-        (
-            "specdec-verify --engine-dir engine --model-dir BASE",
-            "specdec-verify --checkpoint-dir checkpoint",
-        ),
-        "verify",
+    "bench": ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
+    "tune": (
+        "specdec tune --checkpoint-dir checkpoint --tokenizer-dir BASE --output-file best.yaml",
     ),
-    "bench": Page(
-        ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
-        "bench",
+    "diagnose": ("specdec diagnose --engine-dir engine --tokenizer-dir BASE",),
+    "export": (
+        "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
+        "specdec-export --model-dir BASE --to gguf --output-dir out",
     ),
-    "tune": Page(
-        ("specdec tune --checkpoint-dir checkpoint --tokenizer-dir BASE --output-file best.yaml",),
-        "tune",
+    "audit": (
+        "specdec audit --base-url URL --model NAME --reference-engine engine --same-drafter",
+        "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
     ),
-    "diagnose": Page(
-        ("specdec diagnose --engine-dir engine --tokenizer-dir BASE",),
-        "bench",
-    ),
-    "export": Page(
-        (
-            "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
-            "specdec-export --model-dir BASE --to gguf --output-dir out",
-        ),
-        "export",
-    ),
-    "audit": Page(
-        (
-            "specdec audit --base-url URL --model NAME --reference-engine engine --same-drafter",
-            "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
-        ),
-        "audit",
-    ),
-    "doctor": Page(
-        (
-            "specdec doctor",
-            "specdec doctor --engine-dir engine",
-        ),
-        "doctor",
-    ),
+    "doctor": ("specdec doctor", "specdec doctor --engine-dir engine"),
 }
+# Pages of commands that are not called as the command is.
+PAGES = {"train data": "data", "diagnose": "bench"}
 
 
 def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[click.Parameter]]:
@@ -171,8 +122,8 @@ def write_options(
         formatter.write_text(f"All options: specdec {name} --all.")
     if listed:
         formatter.write_text(f"Those of a drafting method: specdec help {'|'.join(listed)}.")
-    if page := PAGES.get(name):
-        formatter.write_text(f"The page: specdec docs {page.docs}")
+    if name in EXAMPLES:
+        formatter.write_text(f"The page: specdec docs {PAGES.get(name, name)}")
 
 
 def write_method(
@@ -209,9 +160,9 @@ def _write_section(
 
 def write_examples(name: str, formatter: click.HelpFormatter) -> None:
     """Write a command's examples, each on a line of its own, to be copied."""
-    if page := PAGES.get(name):
-        with formatter.section("Examples" if len(page.examples) > 1 else "Example"):
-            for example in page.examples:
+    if examples := EXAMPLES.get(name, ()):
+        with formatter.section("Examples" if len(examples) > 1 else "Example"):
+            for example in examples:
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 

@@ -24,26 +24,17 @@ class Other:
 
 # What other tools call an option -> what it is called here, where a command has one of these.
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "max_tokens": ("max_output_len",),
-    "max_new_tokens": ("max_output_len", "max_tokens"),
+    "max_tokens": ("max_output_len",), "max_new_tokens": ("max_output_len", "max_tokens"),
     "max_length": ("max_output_len", "model_max_length", "max_seq_len"),
-    "max_model_len": ("max_seq_len",),
-    "prompt": ("input_text", "prompts"),
-    "prompts": ("input_file",),
-    "qformat": ("quantization",),
-    "calib_dataset": ("calibration_data",),
-    "seed": ("random_seed",),
-    "stop": ("stop_words",),
-    "eos_token_id": ("end_id",),
-    "model": ("model_dir", "engine_dir"),
-    "engine": ("engine_dir",),
-    "tokenizer": ("tokenizer_dir",),
+    "max_model_len": ("max_seq_len",), "prompt": ("input_text", "prompts"),
+    "prompts": ("input_file",), "qformat": ("quantization",),
+    "calib_dataset": ("calibration_data",), "seed": ("random_seed",), "stop": ("stop_words",),
+    "eos_token_id": ("end_id",), "model": ("model_dir", "engine_dir"),
+    "engine": ("engine_dir",), "tokenizer": ("tokenizer_dir",),
     "draft_model": ("draft_engine_dir", "drafter_model_dir"),
-    "batch_size": ("max_batch_size", "batch_sizes"),
-    "tp": ("tp_size",),
-    "tensor_parallel_size": ("tp_size",),
-    "output": ("output_dir", "output_file"),
-}
+    "batch_size": ("max_batch_size", "batch_sizes"), "tp": ("tp_size",),
+    "tensor_parallel_size": ("tp_size",), "output": ("output_dir", "output_file"),
+}  # fmt: skip
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:
@@ -67,14 +58,12 @@ def takes_others(settings_class: type) -> bool:
 def make_unknown_error(settings_class: type, section: str, name: str, other: Other) -> UsageError:
     """Return the error for an option that nobody knows."""
     known = list(get_flags(settings_class))
-    hint = f"`specdec {section} --help` lists the keys"
     if other.recipe is not None:
         fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
+        hint = f"`specdec {section} --help` lists the keys"
         return UsageError(fact + suggest(name, known), hint)
-    shown = name_flag(name)
-    return UsageError(
-        f"no such option {shown}{suggest_option(name, known)}", "--help lists the options"
-    )
+    fact = f"no such option {name_flag(name)}{suggest_option(name, known)}"
+    return UsageError(fact, "--help lists the options")
 
 
 def _refuse_twins(mapping: Any) -> None:
@@ -105,8 +94,7 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"recipe {path} is not readable: {reason}", "correct the file") from None
-    if document is None:
-        return {}
+    document = {} if document is None else document
     if not isinstance(document, dict):
         raise UsageError(
             f"recipe {path} holds a {type(document).__name__}, not sections",
@@ -119,8 +107,7 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
                 f"the sections are {', '.join(SECTIONS)}",
             )
     values = document.get(section)
-    if values is None:
-        return {}
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise UsageError(f"recipe {path}: section {section} is not a mapping", "write `key: value`")
     return values
@@ -149,12 +136,10 @@ def resolve_settings(
                 if not takes_others(settings_class):
                     raise make_unknown_error(settings_class, section, str(key), other)
                 unknown[name] = other
-                continue
-            if name in values:
-                raise UsageError(
-                    f"recipe {recipe}: {name} is given twice in section {section}", "keep one"
-                )
-            if value is not None:  # an empty key leaves the default
+            elif name in values:
+                fact = f"recipe {recipe}: {name} is given twice in section {section}"
+                raise UsageError(fact, "keep one")
+            elif value is not None:  # an empty key leaves the default
                 values[name] = check_value(name, value, flags[name][0])
     for name, value in typed.items():
         values[name] = check_value(name_flag(name), value, flags[name][0])
@@ -179,12 +164,8 @@ def require(settings: Any, *names: str) -> None:
     Whatever takes settings from a caller does this first: their types rely on it.
     """
     required = [name for name, (flag, _) in get_flags(type(settings)).items() if flag.required]
-    missing = [
-        name
-        for name in dict.fromkeys((*names, *required))
-        if getattr(settings, name) in (None, [], "")
-    ]
-    if missing:
+    asked = dict.fromkeys((*names, *required))
+    if missing := [name for name in asked if getattr(settings, name) in (None, [], "")]:
         flags = ", ".join(map(name_flag, missing))
         raise UsageError(f"missing {flags}", "give it on the command line or in a --config recipe")
 

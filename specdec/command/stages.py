@@ -104,30 +104,26 @@ def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
     text = flag.help
     shown = default is not None and default is not False and default != []
     is_hidden = flag.hidden or len(flag.choices) == 1  # what has one legal value is only accepted
-    options: dict[str, Any] = {"default": None, "hidden": is_hidden, "metavar": flag.metavar}
+    options: dict[str, Any] = {"default": None, "hidden": is_hidden}
+    usual = default
     if flag.kind == "flag":
-        del options["metavar"]
-        options["is_flag"] = True
+        options["is_flag"], usual = True, "on"
         if default is True:
             declaration += "/--no-" + name.replace("_", "-")
-            text += "  [default: on]"
     elif flag.kind == "enable":
-        options["metavar"] = "[enable|disable]"
-        text += f"  [default: {'enable' if default else 'disable'}]" if default is not None else ""
+        options["metavar"], shown = "[enable|disable]", default is not None
+        usual = "enable" if default else "disable"
     elif flag.choices:
         # Checked with the recipe's values, not by click: one message, one rule for underscores.
         options["metavar"] = f"[{'|'.join(flag.choices)}]"
-        text += f"  [default: {default}]" if shown else ""
     else:
+        names = {"path": "PATH", "int": "N", "float": "X", "list": "TEXT..."}
+        options["metavar"] = flag.metavar or names.get(flag.kind)
         if flag.kind == "list":
             options["multiple"] = True
-            options["metavar"] = flag.metavar or "TEXT..."
         else:
             options["type"] = {"int": int, "float": float}.get(flag.kind, str)
-            options["metavar"] = flag.metavar or {"path": "PATH", "int": "N", "float": "X"}.get(
-                flag.kind
-            )
-        text += f"  [default: {default}]" if shown else ""
+    text += f"  [default: {usual}]" if shown else ""
 
     def complete(_: object, __: object, incomplete: str) -> list[Any]:
         from click.shell_completion import CompletionItem
@@ -151,14 +147,11 @@ def stage_command(
         def callback(debug: bool, config: str | None = None, **values: Any) -> None:
             ctx = click.get_current_context()
             typed = {
-                key: value
-                for key, value in values.items()
-                if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
-                and value != ()  # no words
-            }
+                key: value for key, value in values.items() if value != ()  # no words
+                and ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
+            }  # fmt: skip
             logs.set_up(debug=debug)
-            recipe = Path(config) if config else None
-            others = _group_others(ctx)
+            recipe, others = Path(config) if config else None, _group_others(ctx)
             settings: Any = resolve_settings(settings_class, section or name, typed, recipe, others)
             _check_folders(settings, flags)
             work(settings)
@@ -169,25 +162,19 @@ def stage_command(
         if (section or name) in SECTIONS:
             text = f"YAML recipe; its `{section or name}:` section."
             params.append(click.Option(["--config"], metavar="FILE", help=text))
-        params.append(
-            click.Option(["--debug"], is_flag=True, help="Show tracebacks and debug messages.")
-        )
-        params.append(_make_version_option())
+        text = "Show tracebacks and debug messages."
+        params += [click.Option(["--debug"], is_flag=True, help=text), _make_version_option()]
+        passes_on = takes_others(settings_class)
         command = StageCommand(
-            f"specdec-{name}",
-            params=params,
-            callback=callback,
-            help=work.__doc__,
+            f"specdec-{name}", params=params, callback=callback, help=work.__doc__,
             context_settings=CONTEXT
-            | ({"ignore_unknown_options": True, "allow_extra_args": True}
-               if takes_others(settings_class) else {}),
+            | {"ignore_unknown_options": passes_on, "allow_extra_args": passes_on},
         )  # fmt: skip
         command.settings_class, command.work = settings_class, work
         command.list_options = frozenset(
-            name_flag(key)
-            for key, (flag, _) in flags.items()
+            name_flag(key) for key, (flag, _) in flags.items()
             if flag.kind == "list" and not flag.is_argument
-        )
+        )  # fmt: skip
         return command
 
     return decorate
@@ -199,9 +186,9 @@ def _check_folders(settings: Any, flags: Mapping[str, tuple[Flag, Any]]) -> None
 
     for key, (flag, _) in flags.items():
         path = getattr(settings, key)
-        if flag.folder is None or path is None or (flag.folder == MODEL and is_hub_id(path)):
-            continue
-        expect_folder(path, flag.folder, name_flag(key))
+        is_on_hub = flag.folder == MODEL and path is not None and is_hub_id(path)
+        if flag.folder is not None and path is not None and not is_on_hub:
+            expect_folder(path, flag.folder, name_flag(key))
 
 
 def _group_others(ctx: click.Context) -> dict[str, list[str]]:
@@ -223,20 +210,15 @@ def _group_others(ctx: click.Context) -> dict[str, list[str]]:
 
 
 def _make_version_option() -> click.Option:
+    def show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value:
+            click.echo(f"specdec {__version__}")
+            ctx.exit()
+
     return click.Option(
-        ["-V", "--version"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_print_version,
+        ["-V", "--version"], is_flag=True, is_eager=True, expose_value=False, callback=show,
         help="Print the version and exit.",
-    )
-
-
-def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value:
-        click.echo(f"specdec {__version__}")
-        ctx.exit()
+    )  # fmt: skip
 
 
 def run_command(command: click.Command, args: list[str] | None = None) -> None:
@@ -324,8 +306,7 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA):
         words = error.message.partition("(")[2].removesuffix(")")
         name = getattr(error.ctx and error.ctx.command, "stage", "")
-        page = help.PAGES.get(name)
-        example = f", as in: {page.examples[0]}" if page else ""
+        example = f", as in: {help.EXAMPLES[name][0]}" if name in help.EXAMPLES else ""
         return 2, f"{words}: no option stands before it", f"name what each word is{example}"
     if isinstance(error, click.ClickException):
         return 2, error.format_message(), _HELP_HINT
@@ -489,7 +470,5 @@ group = StageGroup(
     "specdec",
     help="Speculative decoding from a Hugging Face checkpoint to a running engine.",
     context_settings=dict(CONTEXT),
-    params=[
-        _make_version_option(),
-    ],
+    params=[_make_version_option()],
 )
