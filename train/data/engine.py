@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from specdec import Engine, Prompt, Stream
 from specdec.chat import ChatFormat
 from specdec.command.settings import need
-from specdec.decode.api import Engine, Prompt, Stream
 from specdec.files.folders import TENSORRT_LLM, read_backend
 
 from .dialogues import Dialogue, RowError
