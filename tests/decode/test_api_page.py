@@ -10,6 +10,7 @@ import pytest
 
 import specdec
 from specdec import Engine
+from specdec.decode.api import Settings
 from tests.conftest import ROOT, make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine
 
@@ -31,14 +32,16 @@ def list_parameters(method: str) -> str:
     return f"({', '.join(parts)})"
 
 
-@pytest.mark.parametrize("method", ["load", "generate"])
+@pytest.mark.parametrize("method", ["load", "generate", "stream"])
 def test_the_page_has_the_signatures(method: str) -> None:
     assert f"{method}{list_parameters(method)}" in PAGE
 
 
 def test_stream_takes_what_generate_takes() -> None:
-    generate, stream = list_parameters("generate"), list_parameters("stream")
-    assert stream == generate.replace("prompts", "prompt")
+    generate, stream = (inspect.signature(getattr(Engine, n)) for n in ("generate", "stream"))
+    annotations = [one.parameters["settings"].annotation for one in (generate, stream)]
+    assert annotations == ["Unpack[Settings]"] * 2
+    assert all(f"`{name}`" in PAGE for name in Settings.__annotations__)
 
 
 @pytest.mark.parametrize("name", specdec.__all__)
