@@ -64,9 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, dense_bias=False),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
-    "Qwen3MoeForCausalLM": Architecture(
-        mlp="experts", qk_norm=True, activations=("swiglu",),
-    ),
+    "Qwen3MoeForCausalLM": Architecture(mlp="experts", qk_norm=True, activations=("swiglu",)),
     "MixtralForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
     "Qwen2MoeForCausalLM": Architecture(
         mlp="experts", qkv_bias=True, dense_bias=False, activations=("swiglu",),
@@ -127,12 +125,10 @@ def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architectur
 def list_flags(arithmetic: Architecture) -> dict[str, Any]:
     """The flags that are not the default, as `find_arithmetic` reads them."""
     default = dataclasses.asdict(Architecture())
-    flags = dataclasses.asdict(arithmetic).items()
     return {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in flags
-        if value != default[name]
-    }
+        for name, value in dataclasses.asdict(arithmetic).items() if value != default[name]
+    }  # fmt: skip
 
 
 def _read_flags(flags: Any) -> Architecture:

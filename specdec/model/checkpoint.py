@@ -57,9 +57,8 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     tp_size, pp_size = (mapping.get(name, 1) for name in ("tp_size", "pp_size"))
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if type(size) is not int:
-            raise SpecDecError(
-                f"checkpoint config: mapping.{name} is {size!r}", "give it as a whole number"
-            )
+            fact = f"checkpoint config: mapping.{name} is {size!r}"
+            raise SpecDecError(fact, "give it as a whole number")
     if pp_size != 1 and method is not None:
         raise SpecDecError(
             f"checkpoint has pp_size={pp_size} and a {method.name} drafter",
@@ -81,7 +80,13 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
     if arithmetic.mlp == "experts":
         values["experts"] = parse_experts(config, tp_size)
-        _refuse_quantized_experts(config)
+    quantization = parse_quantization(config)
+    if arithmetic.mlp == "experts" and quantization.is_quantized:
+        kind = quantization.quant_algo or quantization.kv_cache_quant_algo
+        raise SpecDecError(
+            f"the checkpoint is a mixture of experts, quantized with {kind}",
+            "give one in float16, bfloat16 or float32: quantized experts are not supported yet",
+        )
     model = ModelConfig(
         architecture=base, tp_size=tp_size, pp_size=pp_size, own_arithmetic=own, **values
     )
@@ -92,48 +97,32 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
         ).raise_all()
     return CheckpointConfig(
-        model=model,
-        method=method,
-        drafter=drafter,
-        raw=dict(config),
-        quantization=parse_quantization(config),
+        model=model, method=method, drafter=drafter, raw=dict(config), quantization=quantization
     )
-
-
-def _refuse_quantized_experts(config: Mapping[str, Any]) -> None:
-    quantization = parse_quantization(config)
-    if quantization.is_quantized:
-        kind = quantization.quant_algo or quantization.kv_cache_quant_algo
-        raise SpecDecError(
-            f"the checkpoint is a mixture of experts, quantized with {kind}",
-            "give one in float16, bfloat16 or float32: quantized experts are not supported yet",
-        )
 
 
 def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Problems:
     """What writers lose, and loaders then take another value for.
 
-    ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000. Of Gemma 2
-    TensorRT-LLM loses the window, which its user has to give the runtime.
+    ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000.
+    TensorRT-LLM loses Gemma 2's window, which its user has to give the runtime.
     """
-    if arithmetic.window_pattern is not None and "sliding_window" not in config:
-        return Problems().add(
-            "checkpoint config: sliding_window is missing, as TensorRT-LLM's own converter leaves"
-            " it out, and which tokens a layer sees is not known",
-            "add sliding_window to the checkpoint's config.json, that of the model's own"
-            " config.json (null where it has none)",
-        )
+    lacks_window = arithmetic.window_pattern is not None and "sliding_window" not in config
     producer = config.get("producer")
     is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
-    is_lost = arithmetic.positions == "rotary" and config.get("rotary_base") is None
-    if not is_modelopt or not is_lost:
-        return Problems()
-    return Problems().add(
-        "checkpoint config: rotary_base is missing, as ModelOpt leaves it out under"
-        " transformers 5, and rotary_scaling with it",
-        "add rotary_base and rotary_scaling to the checkpoint's config.json: rope_theta and"
-        " rope_scaling of the model's own config.json (null where it has none)",
-    )
+    lacks_base = arithmetic.positions == "rotary" and config.get("rotary_base") is None
+    return Problems.where(
+        (lacks_window,
+         "checkpoint config: sliding_window is missing, as TensorRT-LLM's own converter leaves it"
+         " out, and which tokens a layer sees is not known",
+         "add sliding_window to the checkpoint's config.json, that of the model's own config.json"
+         " (null where it has none)"),
+        (is_modelopt and lacks_base and not lacks_window,
+         "checkpoint config: rotary_base is missing, as ModelOpt leaves it out under transformers"
+         " 5, and rotary_scaling with it",
+         "add rotary_base and rotary_scaling to the checkpoint's config.json: rope_theta and"
+         " rope_scaling of the model's own config.json (null where it has none)"),
+    )  # fmt: skip
 
 
 def _read_fields(
@@ -153,8 +142,8 @@ def _read_fields(
         is_known = isinstance(value, (int, float) if kind is float else kind)
         is_stray_bool = isinstance(value, bool) and kind is not bool
         if is_stray_bool or (not is_known and (is_needed or value is not None)):
-            hint = f"give {name} as {kind.__name__}"
-            problems.add(f"checkpoint config: {name} is {value!r}", hint)
+            fact = f"checkpoint config: {name} is {value!r}"
+            problems.add(fact, f"give {name} as {kind.__name__}")
         values[name] = value
     return values
 
@@ -162,7 +151,7 @@ def _read_fields(
 def _list_defaults(config: Mapping[str, Any], arithmetic: Architecture) -> dict[str, Any]:
     """What stands for sizes that may be left out, as TensorRT-LLM's own writers do.
 
-    A size that follows from a wrong one is 1: of the two, that one is told.
+    A size that follows from a wrong one is 1, so that only the wrong one is told.
     """
     sizes = {name: config.get(name) for name in ("hidden_size", "num_attention_heads")}
     hidden_size, heads = (size if type(size) is int else 1 for size in sizes.values())
@@ -215,7 +204,6 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _get_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
     value = config.get("mapping") or {}
     if not isinstance(value, dict):
-        raise SpecDecError(
-            f"checkpoint config: mapping is {value!r}, not an object", "correct the key"
-        )
+        fact = f"checkpoint config: mapping is {value!r}, not an object"
+        raise SpecDecError(fact, "correct the key")
     return value

@@ -37,9 +37,9 @@ BOUNDS: dict[str, tuple[int, int]] = {
 
 
 def list_layer_types(num_layers: int, pattern: int | None, first_layer: int = 0) -> tuple[str, ...]:
-    """Of each layer SLIDING or FULL: SLIDING from `first_layer` on, but every `pattern`-th is FULL.
+    """SLIDING for each layer from `first_layer` on, but FULL for every `pattern`-th and before.
 
-    Of a number of layers that no model has, none.
+    There are none for a number of layers that no model has.
     """
     return tuple(
         SLIDING if at > first_layer and (pattern is None or at % pattern) else FULL
@@ -54,16 +54,16 @@ class ModelConfig:
     rotary_pct: the rotated part of each head. sliding_window: a token sees that many tokens, itself
     included; None sees all. share_embedding_table: `lm_head.weight` is not stored, the embedding
     stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at.
-    experts: of a mixture, whose MLPs they are; intermediate_size may then be any.
-    own_arithmetic: what an architecture computes that ARCHITECTURES does not have.
+    experts: the MLPs of a mixture; intermediate_size may then be any. own_arithmetic: what an
+    architecture computes that ARCHITECTURES does not have.
 
-    layer_types: of each layer SLIDING or FULL, None where all are alike: SLIDING if there is a
-    window. rope_local_base_freq: rotary base, without scaling, of SLIDING layers; None where they
-    have that of the others. embedding_multiplier: of token embeddings; residual_multiplier: of what
-    attention and MLP yield; attention_multiplier: of scores, beside 1 / sqrt(head_size);
-    output_multiplier_scale: of logits. query_pre_attn_scalar: its root divides scores in place of
-    that of head_size. attn_logit_softcapping, final_logit_softcapping: a score or logit x becomes
-    cap tanh(x / cap).
+    layer_types: SLIDING or FULL for each layer, None where all are alike: SLIDING if there is a
+    window. rope_local_base_freq: rotary base, without scaling, of SLIDING layers; None where the
+    others' base is theirs too. embedding_multiplier: of token embeddings; residual_multiplier: of
+    what attention and MLP yield; attention_multiplier: of scores, as well as 1 / sqrt(head_size);
+    output_multiplier_scale: of logits. query_pre_attn_scalar: scores are divided by its root
+    instead of the root of head_size. attn_logit_softcapping, final_logit_softcapping: a score or
+    logit x becomes cap tanh(x / cap).
     """
 
     architecture: str
@@ -161,16 +161,14 @@ class ModelConfig:
         if self.arithmetic.positions != "rotary":
             return Problems()
         return find_scaling_problems(
-            self.rotary_scaling,
-            rotary_size=self.rotary_size,
-            rotary_base=self.rotary_base,
+            self.rotary_scaling, rotary_size=self.rotary_size, rotary_base=self.rotary_base,
             max_positions=self.max_position_embeddings,
             original_positions=self.original_max_position_embeddings,
-        )
+        )  # fmt: skip
 
     def find_problems(self) -> Problems:
         """List what is inconsistent, each with a remedy."""
-        problems = Problems()
+        problems, types, dim = Problems(), self.layer_types, self.embedding_sharding_dim
         if self.dtype not in FLOAT_DTYPES:
             problems.add(f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}")
         for name, (least, most) in BOUNDS.items():
@@ -184,87 +182,70 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 problems.add(f"{name}={value}", f"{name} must be positive")
-        types = self.layer_types
-        if types is not None and (
-            len(types) != self.num_hidden_layers or any(t not in (SLIDING, FULL) for t in types)
-        ):
-            problems.add(
-                f"layer_types is {shorten(list(types))} for {self.num_hidden_layers} layers",
-                f"give {SLIDING} or {FULL} for each layer",
-            )
-        if self.embedding_sharding_dim not in (0, 1):
-            problems.add(f"embedding_sharding_dim={self.embedding_sharding_dim}", "use 0 or 1")
-        if not 0 < self.rotary_pct <= 1:
-            problems.add(f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1")
-        if self.share_embedding_table and self.use_parallel_embedding:
-            if self.embedding_sharding_dim == 1 and self.tp_size > 1:
-                problems.add(
-                    "share_embedding_table with embedding_sharding_dim=1: a rank's columns of"
-                    " the embedding are not part of the head",
-                    "use embedding_sharding_dim 0, or store the head",
-                )
-        if self.share_embedding_table and self.pp_size > 1:
-            problems.add(
-                f"share_embedding_table with pp_size={self.pp_size}: the last stage, which has"
-                " the head, has no embedding",
-                "store the head, or use pp_size 1",
-            )
+        shares, is_parallel = self.share_embedding_table, self.use_parallel_embedding
+        problems += Problems.where(
+            (types is not None
+             and (len(types) != self.num_hidden_layers
+                  or any(kind not in (SLIDING, FULL) for kind in types)),
+             f"layer_types is {shorten(list(types or ()))} for {self.num_hidden_layers} layers",
+             f"give {SLIDING} or {FULL} for each layer"),
+            (dim not in (0, 1), f"embedding_sharding_dim={dim}", "use 0 or 1"),
+            (not 0 < self.rotary_pct <= 1,
+             f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"),
+            (shares and is_parallel and dim == 1 and self.tp_size > 1,
+             "share_embedding_table with embedding_sharding_dim=1: a rank's columns of the"
+             " embedding are not part of the head",
+             "use embedding_sharding_dim 0, or store the head"),
+            (shares and self.pp_size > 1,
+             f"share_embedding_table with pp_size={self.pp_size}: the last stage, which has the"
+             " head, has no embedding", "store the head, or use pp_size 1"),
+        )  # fmt: skip
         if self.experts is not None:
             problems += self.experts.find_problems(self.tp_size)
-        if problems:
-            return problems
+        return problems or self._find_contradictions()
+
+    def _find_contradictions(self) -> Problems:
+        """List what sizes, each good by itself, have against one another."""
         heads, kv_heads, tp_size = (
             self.num_attention_heads, self.num_key_value_heads, self.tp_size
         )  # fmt: skip
-        if heads % kv_heads:
-            problems.add(
-                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
-                "check the source model's config.json",
-            )
-        usable = [n for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
-        if not self._splits(tp_size):
-            problems.add(
-                f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-                f" {self._describe_inner()}, hidden_size={self.hidden_size}"
-                f" do not split over tp_size={tp_size}",
-                f"use a tp_size of {', '.join(map(str, usable))}",
-            )
-        if self.arithmetic.positions == "rotary" and self.rotary_size % 2:
-            problems.add(
-                f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
-                f" {self.rotary_size} dimensions, which is odd",
-                "rotary embedding needs pairs",
-            )
+        usable = [str(n) for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
+        kind = "intermediate_size" if self.experts is None else "the shared expert's size"
+        problems = Problems.where(
+            (heads % kv_heads,
+             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
+             "check the source model's config.json"),
+            (not self._splits(tp_size),
+             f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
+             f" {kind}={self._split_inner}, hidden_size={self.hidden_size} do not split over"
+             f" tp_size={tp_size}", f"use a tp_size of {', '.join(usable)}"),
+            (self.arithmetic.positions == "rotary" and self.rotary_size % 2,
+             f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
+             f" {self.rotary_size} dimensions, which is odd", "rotary embedding needs pairs"),
+        )  # fmt: skip
         problems += self.find_scaling_problems()
-        if self.hidden_act not in self.arithmetic.activations:
-            problems.add(
-                f"hidden_act={self.hidden_act!r} is not known for {self.architecture}",
-                f"the known ones are {', '.join(self.arithmetic.activations)}",
-            )
-        if self.num_hidden_layers % self.pp_size:
-            problems.add(
-                f"num_hidden_layers={self.num_hidden_layers} does not split over"
-                f" pp_size={self.pp_size}",
-                "use a pp_size that divides it",
-            )
+        problems += Problems.where(
+            (self.hidden_act not in self.arithmetic.activations,
+             f"hidden_act={self.hidden_act!r} is not known for {self.architecture}",
+             f"the known ones are {', '.join(self.arithmetic.activations)}"),
+            (self.num_hidden_layers % self.pp_size,
+             f"num_hidden_layers={self.num_hidden_layers} does not split over"
+             f" pp_size={self.pp_size}", "use a pp_size that divides it"),
+        )  # fmt: skip
         return problems
 
     def describe_sizes(self) -> dict[str, Any]:
         """What a Hugging Face config.json of a Llama, or of a model like it, says of the layers."""
         return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size, "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_size,
-            "hidden_act": self.hidden_act,
-            "rms_norm_eps": self.norm_epsilon,
+            "num_key_value_heads": self.num_key_value_heads, "head_dim": self.head_size,
+            "hidden_act": self.hidden_act, "rms_norm_eps": self.norm_epsilon,
             "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rotary_base,
-            "rope_scaling": self.rotary_scaling,
-        }
+            "rope_theta": self.rotary_base, "rope_scaling": self.rotary_scaling,
+        }  # fmt: skip
 
     def _splits(self, tp_size: int) -> bool:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -283,7 +264,3 @@ class ModelConfig:
     def _split_inner(self) -> int:
         """The MLP's size that all ranks share; experts have a division of their own."""
         return self.intermediate_size if self.experts is None else self.experts.shared_inner
-
-    def _describe_inner(self) -> str:
-        kind = "intermediate_size" if self.experts is None else "the shared expert's size"
-        return f"{kind}={self._split_inner}"

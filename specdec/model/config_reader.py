@@ -27,8 +27,7 @@ class ConfigReader:
     def __init__(
         self, config: Mapping[str, Any], path: Path, problems: Problems | None = None
     ) -> None:
-        self.config = config
-        self.path = path
+        self.config, self.path = config, path
         self.problems = Problems() if problems is None else problems
 
     def enter(self, config: Mapping[str, Any]) -> ConfigReader:
@@ -127,27 +126,25 @@ def read_rotary(reader: ConfigReader) -> Rotary:
 def _read_one(reader: ConfigReader) -> Rotary:
     parameters, earlier = reader.get_object("rope_parameters"), reader.get_object("rope_scaling")
     old, new = _drop_default(earlier), _drop_default(parameters)
-    if old != new and (old and new or list_kinds(earlier) and list_kinds(parameters)):
-        reader.refuse(
-            f"rope_scaling {old} and rope_parameters {new} disagree", "remove the wrong one"
-        )
     nested = parameters.get("rope_theta", earlier.get("rope_theta"))
     theta = reader.config.get("rope_theta")
-    if theta is not None and nested is not None and theta != nested:
-        reader.refuse(
-            f"rope_theta is {theta} and in rope_parameters {nested}", "remove the wrong one"
-        )
-    fractions = {
-        _get_number(reader.enter(place), "partial_rotary_factor")
-        for place in (reader.config, parameters)
-    } - {None}
-    if len(fractions) > 1:
-        values = " and ".join(f"{value:g}" for value in sorted(filter(None, fractions)))
-        reader.refuse(f"partial_rotary_factor is given as {values}", "remove the wrong one")
+    places = (reader.config, parameters)
+    given = {_get_number(reader.enter(place), "partial_rotary_factor") for place in places}
+    fractions = sorted(fraction for fraction in given if fraction is not None)
+    shown = " and ".join(f"{fraction:g}" for fraction in fractions)
+    for is_wrong, fact in (
+        (old != new and (old and new or list_kinds(earlier) and list_kinds(parameters)),
+         f"rope_scaling {old} and rope_parameters {new} disagree"),
+        (theta is not None and nested is not None and theta != nested,
+         f"rope_theta is {theta} and in rope_parameters {nested}"),
+        (len(fractions) > 1, f"partial_rotary_factor is given as {shown}"),
+    ):  # fmt: skip
+        if is_wrong:
+            reader.refuse(fact, "remove the wrong one")
     place = reader if nested is None else reader.enter({"rope_theta": nested})
     return Rotary(
         base=_get_number(place, "rope_theta"), scaling=new or old or None,
-        fraction=max(filter(None, fractions), default=None),
+        fraction=max(fractions, default=None),
     )  # fmt: skip
 
 

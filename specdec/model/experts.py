@@ -55,39 +55,31 @@ class Experts:
 
     def find_problems(self, tp_size: int) -> Problems:
         """List what is inconsistent for so many ranks, each with a remedy."""
-        problems = Problems()
-        for name, value, least, most in (
+        rows = (
             ("num_experts", self.num, 1, MAX_EXPERTS),
             ("top_k", self.top_k, 1, self.num),
             ("the experts' intermediate size", self.inner, 1, MAX_SIZE),
             ("the shared expert's intermediate size", self.shared_inner, 0, MAX_SIZE),
             ("moe_tp_size", self.tp_size, 1, tp_size),
             ("moe_ep_size", self.ep_size, 1, tp_size),
-        ):
-            if not least <= value <= most:
-                problems.add(
-                    f"{name} is {shorten(value)}, not of {least} to {most}",
-                    "check the source model's config.json, and the flags of the ranks",
-                )
-        if problems:
-            return problems
-        if self.tp_size * self.ep_size != tp_size:
-            problems.add(
-                f"moe_tp_size={self.tp_size} times moe_ep_size={self.ep_size} is not"
-                f" tp_size={tp_size}",
-                "give one of the two; the other follows from it and --tp-size",
-            )
-        if self.num % self.ep_size:
-            problems.add(
-                f"num_experts={self.num} do not split over moe_ep_size={self.ep_size}",
-                "use a --moe-ep-size that divides them",
-            )
-        if self.inner % self.tp_size:
-            problems.add(
-                f"experts of size {self.inner} do not split over moe_tp_size={self.tp_size}",
-                "use a --moe-tp-size that divides it; --moe-ep-size gives ranks whole experts",
-            )
-        return problems
+        )
+        return Problems.where(*(
+            (not least <= value <= most,
+             f"{name} is {shorten(value)}, not of {least} to {most}",
+             "check the source model's config.json, and the flags of the ranks")
+            for name, value, least, most in rows
+        )) or Problems.where(
+            (self.tp_size * self.ep_size != tp_size,
+             f"moe_tp_size={self.tp_size} times moe_ep_size={self.ep_size} is not"
+             f" tp_size={tp_size}",
+             "give one of the two; the other follows from it and --tp-size"),
+            (self.num % max(1, self.ep_size),
+             f"num_experts={self.num} do not split over moe_ep_size={self.ep_size}",
+             "use a --moe-ep-size that divides them"),
+            (self.inner % max(1, self.tp_size),
+             f"experts of size {self.inner} do not split over moe_tp_size={self.tp_size}",
+             "use a --moe-tp-size that divides it; --moe-ep-size gives ranks whole experts"),
+        )  # fmt: skip
 
 
 def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
@@ -123,17 +115,14 @@ def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
             f"known are {KEEPS} (softmax over all experts) and {RENORMALIZES} (over the chosen)",
         )
     problems.raise_all()
-    is_014 = any(key in moe for key in KEYS_014)
     return Experts(
-        num=numbers["moe.num_experts"],
-        top_k=numbers["moe.top_k"],
+        num=numbers["moe.num_experts"], top_k=numbers["moe.top_k"],
         inner=numbers["moe_intermediate_size"] or config["intermediate_size"],
         shared_inner=numbers["moe_shared_expert_intermediate_size"],
-        renormalizes=mode == RENORMALIZES,
-        tp_size=numbers["mapping.moe_tp_size"],
+        renormalizes=mode == RENORMALIZES, tp_size=numbers["mapping.moe_tp_size"],
         ep_size=numbers["mapping.moe_ep_size"],
-        shared_name=NAME_014 if is_014 else NAME_1X,
-    )
+        shared_name=NAME_014 if any(key in moe for key in KEYS_014) else NAME_1X,
+    )  # fmt: skip
 
 
 def describe_experts(experts: Experts, version: str) -> dict[str, Any]:

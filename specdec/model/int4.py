@@ -192,11 +192,9 @@ def describe_int4(
             "convert the model again",
         )
     weight = stored.get(f"{module}.weight")
-    is_known = weight is not None and weight.dtype in INT4_STORAGE
+    dtype = weight.dtype if weight is not None and weight.dtype in INT4_STORAGE else "int8"
     expected = {
-        "weight": TensorInfo(
-            weight.dtype if weight is not None and is_known else "int8", (num_rows // 2, num_inputs)
-        ),
+        "weight": TensorInfo(dtype, (num_rows // 2, num_inputs)),
         WEIGHT_SCALE: TensorInfo(scales.dtype, (num_rows, num_groups)),
     }
     input_scale = stored.get(f"{module}.{INPUT_SCALE}")
@@ -212,22 +210,21 @@ def describe_int4(
 
 
 def find_damage(matrix: Int4Matrix) -> list[str]:
-    """List what is wrong with the numbers of a matrix beside its codes: scales, zeros, order."""
-    num_rows, num_inputs = matrix.shape
-    wrong = []
-    scales = matrix.read_scales(0, num_rows)
-    if not np.isfinite(scales).all():
-        wrong.append(f"{matrix.module}.{WEIGHT_SCALE} has NaN or infinite numbers")
-    zeros = matrix.read_zeros(0, num_rows)
-    if zeros is not None and zeros.max(initial=0) > LARGEST_ZERO:
-        wrong.append(f"{matrix.module}.{ZERO_POINT} has {int(zeros.max())}, above {LARGEST_ZERO}")
-    scale = matrix.read_input_scale()
-    if scale is not None and not np.isfinite(scale).all():
-        wrong.append(f"{matrix.module}.{INPUT_SCALE} has NaN or infinite numbers")
-    order = matrix.read_permutation()
-    if order is not None and not np.array_equal(np.sort(order), np.arange(num_inputs)):
-        wrong.append(f"{matrix.module}.{PERMUTATION} does not have every input once")
-    return wrong
+    """List what is wrong with a matrix's numbers other than its codes: scales, zeros, order."""
+    (num_rows, num_inputs), module = matrix.shape, matrix.module
+    scales, scale = matrix.read_scales(0, num_rows), matrix.read_input_scale()
+    zeros, order = matrix.read_zeros(0, num_rows), matrix.read_permutation()
+    largest = 0 if zeros is None else int(zeros.max(initial=0))
+    inputs = np.arange(num_inputs)
+    rows = (
+        (not np.isfinite(scales).all(), f"{WEIGHT_SCALE} has NaN or infinite numbers"),
+        (largest > LARGEST_ZERO, f"{ZERO_POINT} has {largest}, above {LARGEST_ZERO}"),
+        (scale is not None and not np.isfinite(scale).all(),
+         f"{INPUT_SCALE} has NaN or infinite numbers"),
+        (order is not None and not np.array_equal(np.sort(order), inputs),
+         f"{PERMUTATION} does not have every input once"),
+    )  # fmt: skip
+    return [f"{module}.{fact}" for is_wrong, fact in rows if is_wrong]
 
 
 def check_damage(matrix: Int4Matrix) -> None:

@@ -133,9 +133,9 @@ def _describe_matrices(
     algorithm: str | None,
     wrong: list[str],
 ) -> dict[str, TensorInfo]:
-    """What a file must hold for matrices that are quantized, otherwise than to FP8, by name.
+    """What a file must hold for matrices that are quantized to other types than FP8, by name.
 
-    Which ones are, their types tell; what is impossible about them is added to `wrong`.
+    Their types tell which ones are; what is impossible about them is added to `wrong`.
     """
     described: dict[str, TensorInfo] = {}
     known = ALGORITHMS.get(algorithm or "")
@@ -171,16 +171,11 @@ def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Pa
     wanted = [f"rank{rank}.safetensors" for rank in range(min(num_ranks, len(present) + 10))]
     absent = [name for name in wanted if name not in present]
     surplus = sorted(present - set(wanted))
-    problems = Problems()
-    if absent:
-        problems.add(
-            f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again"
-        )
-    if surplus:
-        problems.add(
-            f"{folder} has {because} but also holds {join_names(surplus)}",
-            "its config.json belongs to another conversion: copy the folder again",
-        )
+    problems = Problems.where(
+        (absent, f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again"),
+        (surplus, f"{folder} has {because} but also holds {join_names(surplus)}",
+         "its config.json belongs to another conversion: copy the folder again"),
+    )  # fmt: skip
     return [folder / name for name in wanted if name in present], problems
 
 

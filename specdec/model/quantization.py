@@ -144,36 +144,25 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
         raise SpecDecError(
             f"checkpoint config: quantization is {section!r}, not an object", "correct the key"
         )
-    values: dict[str, str | None] = {}
-    for key in ("quant_algo", "kv_cache_quant_algo"):
-        value = section.get(key)
-        if value is not None and not isinstance(value, str):
-            raise SpecDecError(
-                f"checkpoint config: quantization.{key} is {value!r}, not a text or null",
-                "correct the key",
-            )
-        # TensorRT-LLM has a name for "none" as well.
-        values[key] = None if value in (None, "", "NO_QUANT") else value
-    excluded = section.get("exclude_modules")
-    if excluded is not None and not (
-        isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
+    # TensorRT-LLM has a name for "none" as well.
+    algorithms = [section.get(key) for key in ("quant_algo", "kv_cache_quant_algo")]
+    algorithm, cache = (None if value in ("", "NO_QUANT") else value for value in algorithms)
+    excluded, group_size = section.get("exclude_modules"), section.get("group_size", 128)
+    are_names = isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
+    is_size = type(group_size) is int and (group_size >= 1 or group_size == WHOLE_ROWS)
+    for key, is_good, wanted in (
+        ("quant_algo", algorithm is None or isinstance(algorithm, str), "a text or null"),
+        ("kv_cache_quant_algo", cache is None or isinstance(cache, str), "a text or null"),
+        ("exclude_modules", excluded is None or are_names, "a list of names"),
+        ("group_size", is_size, "a positive number"),
     ):
-        raise SpecDecError(
-            f"checkpoint config: quantization.exclude_modules is {excluded!r}, not a list of names",
-            "correct the key",
-        )
-    group_size = section.get("group_size", 128)
-    if type(group_size) is not int or (group_size < 1 and group_size != WHOLE_ROWS):
-        raise SpecDecError(
-            f"checkpoint config: quantization.group_size is {group_size!r}, not a positive number",
-            "correct the key",
-        )
+        if not is_good:
+            fact = f"quantization.{key} is {section.get(key)!r}, not {wanted}"
+            raise SpecDecError(f"checkpoint config: {fact}", "correct the key")
     return Quantization(
-        group_size=group_size,
-        quant_algo=values["quant_algo"],
-        kv_cache_quant_algo=values["kv_cache_quant_algo"],
+        group_size=group_size, quant_algo=algorithm, kv_cache_quant_algo=cache,
         exclude_modules=None if excluded is None else tuple(excluded),
-    )
+    )  # fmt: skip
 
 
 def find_contradictions(
