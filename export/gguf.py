@@ -24,8 +24,7 @@ from specdec.files.tensor_file import DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
-from .layouts import Contents, Order, get_eagle, list_entered
-from .source import Part, Source
+from .source import Contents, Order, Part, Source, list_entered
 from .tokenizers import Vocabulary, read_tokenizer
 
 # Hugging Face's module -> GGUF's.
@@ -51,12 +50,12 @@ TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 Q8_BLOCK = 32
 
 
-def write_gguf(order: Order) -> Contents:
-    """Plan the file; everything that may be refused is refused here."""
+def plan_file(order: Order) -> Contents:
+    """Name the file's tensors; everything that may be refused is refused here."""
     import_gguf()
-    source, place = order.source, f"{order.place}/model.gguf"
+    source = order.source
     tensors = {rename(name): part for name, part in source.parts.items()}
-    net = get_net(source)
+    net = get_net(order)
     plan_rotary(net)
     if net.sliding_window is not None and net.sliding_window < net.max_position_embeddings:
         raise SpecDecError(
@@ -73,14 +72,7 @@ def write_gguf(order: Order) -> Contents:
                 f" {Q8_BLOCK}",
                 "give another --gguf-type",
             )
-    if source.kind == "plain":
-        command = f"llama-server --model {place}"
-    else:
-        command = (
-            "llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model"
-            f" {place} --spec-draft-n-max {order.num_draft_tokens}"
-        )
-    return Contents(config={}, tensors=dict(tensors), command=command, weights_name="model.gguf")
+    return Contents(config={}, tensors=dict(tensors), weights_name="model.gguf")
 
 
 def import_gguf() -> Any:
@@ -95,9 +87,9 @@ def import_gguf() -> Any:
     return gguf
 
 
-def get_net(source: Source) -> ModelConfig:
+def get_net(order: Order) -> ModelConfig:
     """The model that is written: the whole, or the drafter's layers."""
-    return source.model if source.kind == "plain" else get_eagle(source).net
+    return order.source.model if order.source.kind == "plain" else order.eagle.net
 
 
 def rename(name: str) -> str:
@@ -138,15 +130,19 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
     """Write the file, reading one tensor at a time."""
     gguf = import_gguf()
     source = order.source
-    net, words = get_net(source), read_words(order)
+    net, words = get_net(order), read_words(order)
     is_drafter = source.kind != "plain"
     architecture = "eagle3" if is_drafter else ARCHITECTURES[net.architecture]
     writer = gguf.GGUFWriter(path, architecture)
     kind = order.settings.gguf_type or TYPES[source.model.dtype]
     add_values(gguf, writer, order, net, words, kind)
     if is_drafter:
-        add_drafter_values(writer, source)
-    planned = list_stored(gguf, source, contents, kind)
+        # EAGLE-3's keys by hand: the package names them only since 0.20.
+        writer.add_array("eagle3.target_layers", list_entered(order.eagle3))
+        writer.add_uint32("eagle3.target_hidden_size", source.model.hidden_size)
+        writer.add_bool("eagle3.norm_before_residual", order.eagle3.norm_before_residual)
+        writer.add_bool("eagle3.norm_before_fc", order.eagle3.norm_before_fc)
+    planned = list_stored(gguf, order, contents, kind)
     for tensor in planned:
         writer.add_tensor_info(
             tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes, raw_dtype=tensor.kind
@@ -166,18 +162,15 @@ def add_values(
     writer.add_name(order.settings.output_dir.name)
     files = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(getattr(gguf.LlamaFileType, files[kind]))
-    writer.add_vocab_size(net.vocab_size)
-    writer.add_context_length(net.max_position_embeddings)
-    writer.add_block_count(net.num_hidden_layers)
-    writer.add_embedding_length(net.hidden_size)
-    writer.add_feed_forward_length(net.intermediate_size)
-    writer.add_head_count(net.num_attention_heads)
-    writer.add_head_count_kv(net.num_key_value_heads)
-    writer.add_key_length(net.head_size)
-    writer.add_value_length(net.head_size)
-    writer.add_layer_norm_rms_eps(net.norm_epsilon)
-    writer.add_rope_dimension_count(net.rotary_size)
-    writer.add_rope_freq_base(net.rotary_base)
+    for name, value in {
+        "vocab_size": net.vocab_size, "context_length": net.max_position_embeddings,
+        "block_count": net.num_hidden_layers, "embedding_length": net.hidden_size,
+        "feed_forward_length": net.intermediate_size, "head_count": net.num_attention_heads,
+        "head_count_kv": net.num_key_value_heads, "key_length": net.head_size,
+        "value_length": net.head_size, "layer_norm_rms_eps": net.norm_epsilon,
+        "rope_dimension_count": net.rotary_size, "rope_freq_base": net.rotary_base,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
     writer.add_tokenizer_model("gpt2" if words.scores is None else "llama")
     writer.add_tokenizer_pre(words.split)
     writer.add_token_list(words.tokens)
@@ -191,16 +184,6 @@ def add_values(
     for name, number in words.special.items():
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(words.adds_bos)
-
-
-def add_drafter_values(writer: Any, source: Source) -> None:
-    """Add EAGLE-3's keys, by hand: the package names them only since 0.20."""
-    eagle3 = get_eagle(source).eagle3
-    assert eagle3 is not None
-    writer.add_array("eagle3.target_layers", list_entered(eagle3))
-    writer.add_uint32("eagle3.target_hidden_size", source.model.hidden_size)
-    writer.add_bool("eagle3.norm_before_residual", eagle3.norm_before_residual)
-    writer.add_bool("eagle3.norm_before_fc", eagle3.norm_before_fc)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,9 +204,10 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def list_stored(gguf: Any, source: Source, contents: Contents, kind: str) -> list[Stored]:
+def list_stored(gguf: Any, order: Order, contents: Contents, kind: str) -> list[Stored]:
     """Every tensor, read when it is made: vectors in float32, matrices as asked for."""
-    types, net, dtype = gguf.GGMLQuantizationType, get_net(source), source.model.dtype
+    types, net, source = gguf.GGMLQuantizationType, get_net(order), order.source
+    dtype = source.model.dtype
     heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
     if ARCHITECTURES[net.architecture] != "llama":
         heads = {}

@@ -9,21 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specdec import __version__, logs
 from specdec.command.settings import to_plain
 from specdec.command.stages import load_command
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import Array, read_json, write_json
 from specdec.files.staging import check_output_dir, list_local, stage_folder
-from specdec.files.tensor_file import DTYPES, TensorInfo, write_tensor_file
+from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
 
-from .layouts import RUNTIMES, Contents, Order, find_writer
+from .layouts import RUNTIMES, find_writer, make_command
 from .settings import ExportSettings
-from .source import TITLES, Part, Source
+from .source import TITLES, Contents, Order, Part, Source
 
 logger = logs.get_logger(__name__)
 
@@ -42,13 +40,15 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
     inputs = list_local(settings.checkpoint_dir, settings.model_dir, *settings.drafters.values())
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
     with hold_checkpoint(settings) as checkpoint:
-        order = make_order(settings, Source(checkpoint))
+        source, place = Source(checkpoint), str(settings.output_dir)
+        target = "TARGET" if source.kind == "plain" else settings.model_dir or "BASE"
+        order = Order(settings=settings, source=source, target=target, place=place)
         contents = find_writer(order)(order)
-        if order.source.kind == "plain":
+        command = make_command(order)
+        if source.kind == "plain":
             add_companions(settings, contents)
         with stage_folder(settings.output_dir, force=settings.force, inputs=inputs) as staged:
-            write_folder(staged, order, contents)
-        source = order.source
+            write_folder(staged, order, contents, command)
     title = RUNTIMES[settings.to].title
     logger.info("%s: %s for %s", settings.output_dir, TITLES[source.kind], title)
     return {
@@ -58,7 +58,7 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
         "dtype": source.model.dtype,
         "tensors": sorted(contents.tensors),
         "left_out": source.left_out,
-        "command": contents.command,
+        "command": command,
     }
 
 
@@ -99,15 +99,6 @@ def choose_dtype(settings: ExportSettings) -> str:
     return settings.dtype
 
 
-def make_order(settings: ExportSettings, source: Source) -> Order:
-    """What is to be written, under the names that commands use."""
-    place = str(settings.output_dir)
-    if source.kind == "plain":
-        return Order(settings=settings, source=source, target=place, place=place)
-    target = settings.model_dir or "BASE"
-    return Order(settings=settings, source=source, target=target, place=place)
-
-
 def add_companions(settings: ExportSettings, contents: Contents) -> None:
     """Add the ids of special tokens, which a checkpoint does not have."""
     path = Path(settings.model_dir or "") / "config.json"
@@ -118,7 +109,7 @@ def add_companions(settings: ExportSettings, contents: Contents) -> None:
     contents.config |= {name: config[name] for name in SPECIAL_IDS if name in config}
 
 
-def write_folder(staged: Path, order: Order, contents: Contents) -> None:
+def write_folder(staged: Path, order: Order, contents: Contents, command: str) -> None:
     """Write weights, config.json, texts, README.md and the manifest."""
     source, settings = order.source, order.settings
     hashes = {}
@@ -139,7 +130,8 @@ def write_folder(staged: Path, order: Order, contents: Contents) -> None:
         write_file(staged / contents.weights_name, order, contents)
     for name, text in contents.texts.items():
         (staged / name).write_text(text, encoding="utf-8")
-    (staged / "README.md").write_text(describe_folder(order, contents), encoding="utf-8")
+    readme = describe_folder(order, contents, command)
+    (staged / "README.md").write_text(readme, encoding="utf-8")
     write_manifest(
         staged, kind="export", settings=to_plain(settings),
         sources=list_sources(settings, source), hashes=hashes, left_out=source.left_out,
@@ -156,11 +148,8 @@ def list_sources(settings: ExportSettings, source: Source) -> list[dict[str, Any
 
 def describe(source: Source, part: Part | Array) -> TensorInfo:
     """A tensor's type and size."""
-    if isinstance(part, Part):
-        return source.get_info(part)
-    storage = {"bool": np.uint8}  # the only type that is made here
-    (dtype,) = (name for name, kind in storage.items() if DTYPES[name][1] == part.dtype)
-    return TensorInfo(dtype, part.shape)
+    # Only truth values are made here.
+    return source.get_info(part) if isinstance(part, Part) else TensorInfo("bool", part.shape)
 
 
 def get(source: Source, part: Part | Array) -> Array:
@@ -168,7 +157,7 @@ def get(source: Source, part: Part | Array) -> Array:
     return source.read(part) if isinstance(part, Part) else part
 
 
-def describe_folder(order: Order, contents: Contents) -> str:
+def describe_folder(order: Order, contents: Contents, command: str) -> str:
     """README.md: what the folder holds, how to use it, what was left out and why."""
     source, runtime = order.source, RUNTIMES[order.settings.to]
     title = TITLES[source.kind].removeprefix("an ").removeprefix("a ")
@@ -179,7 +168,7 @@ def describe_folder(order: Order, contents: Contents) -> str:
         + (f", for the target `{order.target}`." if source.kind != "plain" else "."),
         "",
         "```",
-        contents.command,
+        command,
         "```",
         "",
         f"{len(contents.tensors)} tensors in `{contents.weights_name}`.",

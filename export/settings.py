@@ -8,7 +8,15 @@ from pathlib import Path
 from specdec.command.settings import require
 from specdec.errors import UsageError
 from specdec.methods import METHODS
-from specdec.options import add_options, like, name_flag, option_group, setting
+from specdec.options import (
+    Contradiction,
+    add_options,
+    like,
+    name_flag,
+    option_group,
+    refuse_contradictions,
+    setting,
+)
 
 MODELS = option_group("Models")
 FORMAT = option_group("Format")
@@ -78,28 +86,35 @@ class ExportSettings:
         return {name: folder for name, folder in given.items() if folder is not None}
 
 
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (
+        lambda s: s.checkpoint_dir is None and s.model_dir is None,
+        "missing --model-dir", "give the drafter's target, or --checkpoint-dir",
+    ),
+    (
+        lambda s: s.checkpoint_dir is not None and s.dtype != "auto",
+        "--dtype has no effect with --checkpoint-dir: its weights keep their type",
+        "leave it out, or convert the checkpoint again with it",
+    ),
+    (
+        lambda s: s.gguf_type is not None and s.to != "gguf",
+        "--gguf-type has no effect without --to gguf", "leave it out",
+    ),
+    (
+        lambda s: s.trtllm_version != "1.2" and s.to != "trtllm-pytorch",
+        "--trtllm-version has no effect without --to trtllm-pytorch", "leave it out",
+    ),
+)  # fmt: skip
+
+
 def check_settings(settings: ExportSettings) -> None:
     """Raise UsageError for what is missing, or has no effect."""
     require(settings)
-    drafters = settings.drafters
-    if len(drafters) > 1:
-        names = " and ".join(map(name_flag, drafters))
-        raise UsageError(f"{names} are both given", "a folder holds one drafter: give one of them")
-    if settings.checkpoint_dir is not None and drafters:
+    given = [name_flag(name) for name in settings.drafters]
+    if len(given) > 1:
         raise UsageError(
-            f"--checkpoint-dir and {name_flag(next(iter(drafters)))} are both given",
-            "give one of them",
+            f"{' and '.join(given)} are both given", "a folder holds one drafter: give one of them"
         )
-    if settings.checkpoint_dir is None and settings.model_dir is None:
-        raise UsageError("missing --model-dir", "give the drafter's target, or --checkpoint-dir")
-    if settings.checkpoint_dir is not None and settings.dtype != "auto":
-        raise UsageError(
-            "--dtype has no effect with --checkpoint-dir: its weights keep their type",
-            "leave it out, or convert the checkpoint again with it",
-        )
-    if settings.gguf_type is not None and settings.to != "gguf":
-        raise UsageError("--gguf-type has no effect without --to gguf", "leave it out")
-    if settings.trtllm_version != "1.2" and settings.to != "trtllm-pytorch":
-        raise UsageError(
-            "--trtllm-version has no effect without --to trtllm-pytorch", "leave it out"
-        )
+    if settings.checkpoint_dir is not None and given:
+        raise UsageError(f"--checkpoint-dir and {given[0]} are both given", "give one of them")
+    refuse_contradictions(settings, CONTRADICTIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods.dflash import DFlashParams
-from specdec.methods.eagle import EagleParams
+from specdec.methods.eagle import MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.checkpoint import read_checkpoint_config
@@ -25,10 +26,14 @@ from specdec.model.tensors import (
     HEAD_BIAS,
     MARKOV_EMBEDDING,
     MARKOV_HEAD,
+    OFFSETS,
     find_first_copy,
     list_target_tensors,
 )
 
+from .settings import ExportSettings
+
+DEFAULT_DRAFT_TOKENS = 3
 # Module of a layer here -> Hugging Face's; `attention.qkv` is three of them.
 LAYER = {
     "input_layernorm": "input_layernorm", "hidden_norm": "hidden_norm",
@@ -50,6 +55,16 @@ class Part:
     name: str
     start: int = 0
     stop: int | None = None
+
+
+@dataclasses.dataclass
+class Contents:
+    """A folder to write: config.json, tensors, and texts by file name."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Part | Array]
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
+    weights_name: str = "model.safetensors"
 
 
 class Source:
@@ -75,27 +90,7 @@ class Source:
             )
         self.file = TensorFile(folder / "rank0.safetensors")
         self.left_out: dict[str, str] = {}
-        self.kind = "plain"
-        if isinstance(self.drafter, MedusaParams):
-            self.kind = "medusa"
-            self.parts = self._list_medusa(self.drafter)
-        elif isinstance(self.drafter, ReDrafterParams):
-            self.kind = "redrafter"
-            self.parts = self._list_redrafter(self.drafter)
-        elif isinstance(self.drafter, EagleParams):
-            self.kind = "eagle3" if self.drafter.eagle3 else "eagle1"
-            shares_head = self.drafter.eagle3 is None
-            self.parts = self._list_net(self.drafter, EAGLE_NET, shares_head=shares_head)
-        elif isinstance(self.drafter, DFlashParams):
-            self.kind = "dflash"
-            self.parts = self._list_net(self.drafter, DFLASH_NET, shares_head=True)
-        else:
-            self.parts = self._list_model()
-
-    @property
-    def title(self) -> str:
-        """The kind, for a message."""
-        return TITLES[self.kind]
+        self.kind, self.parts = self._list_parts()
 
     def get_info(self, part: Part) -> TensorInfo:
         """The type and size of a part."""
@@ -114,6 +109,20 @@ class Source:
             return False
         mine, theirs = (self.file.read(n).view(np.uint8) for n in (name, other))
         return bool(np.array_equal(mine, theirs))
+
+    def _list_parts(self) -> tuple[str, dict[str, Part]]:
+        params = self.drafter
+        if isinstance(params, MedusaParams):
+            return "medusa", self._list_medusa(params)
+        if isinstance(params, ReDrafterParams):
+            return "redrafter", self._list_redrafter(params)
+        if isinstance(params, DFlashParams):
+            return "dflash", self._list_net(params, DFLASH_NET, shares_head=True)
+        if not isinstance(params, EagleParams):
+            return "plain", self._list_model()
+        if params.eagle3 is not None:
+            return "eagle3", self._list_net(params, EAGLE_NET, shares_head=False)
+        return "eagle1", self._list_net(params, EAGLE_NET, shares_head=True)
 
     def _list_model(self) -> dict[str, Part]:
         model = self.model
@@ -191,6 +200,74 @@ class Source:
         if "fc.bias" in parts and not self.read(parts["fc.bias"]).any():
             self.left_out["fc.bias"] = "is zero"
         return {name: part for name, part in parts.items() if name not in self.left_out}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is asked for. target: the name of the target in commands; place: of this folder."""
+
+    settings: ExportSettings
+    source: Source
+    target: str
+    place: str
+
+    @property
+    def eagle(self) -> EagleParams:
+        """The parameters of an EAGLE drafter."""
+        assert isinstance(self.source.drafter, EagleParams)
+        return self.source.drafter
+
+    @property
+    def eagle3(self) -> Eagle3Params:
+        """What an EAGLE-3 drafter has of its own."""
+        assert self.eagle.eagle3 is not None
+        return self.eagle.eagle3
+
+    @property
+    def dflash(self) -> DFlashParams:
+        """The parameters of a DFlash drafter."""
+        assert isinstance(self.source.drafter, DFlashParams)
+        return self.source.drafter
+
+    @property
+    def is_dspark(self) -> bool:
+        """Whether it is a DFlash drafter of DSpark's form."""
+        drafter = self.source.drafter
+        return isinstance(drafter, DFlashParams) and bool(
+            drafter.markov_rank or drafter.sample_from_anchor
+        )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens per step."""
+        if self.settings.num_draft_tokens is not None:
+            return self.settings.num_draft_tokens
+        drafter = self.source.drafter
+        if isinstance(drafter, MedusaParams):
+            return drafter.num_heads
+        if isinstance(drafter, ReDrafterParams):
+            return drafter.draft_len_per_beam
+        if isinstance(drafter, DFlashParams):
+            return drafter.num_positions
+        if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+            # A folder is converted here for one; its config does not say how many were trained.
+            return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
+        return DEFAULT_DRAFT_TOKENS
+
+    def list_tensors(self) -> dict[str, Part | Array]:
+        """The tensors; of a reduced vocabulary also `t2d` [V], which tells the drafted tokens."""
+        tensors: dict[str, Part | Array] = dict(self.source.parts)
+        if OFFSETS in self.source.parts:
+            offsets = self.source.read(self.source.parts[OFFSETS])
+            drafted = np.zeros(self.source.model.vocab_size, np.uint8)
+            drafted[offsets + np.arange(len(offsets))] = 1
+            tensors["t2d"] = drafted
+        return tensors
+
+
+def list_entered(params: Eagle3Params | DFlashParams) -> list[int]:
+    """The layers that are entered by what is read; it comes out of the ones before them."""
+    return [layer + 1 for layer in params.aux_layers]
 
 
 TITLES = {
