@@ -56,27 +56,22 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
     """Read manifest.json; raise SpecDecError where it is none that this version can check."""
     path = folder / NAME
     document = read_json(path)
-    version = document.get("format_version")
+    version, own = document.get("format_version"), document.get("kind")
     if version != FORMAT_VERSION:
         raise SpecDecError(
             f"{path} has format_version {shorten(version)}, this specdec reads {FORMAT_VERSION}",
             "check it with the version of specdec that wrote it",
         )
-    if document.get("kind") != kind:
-        raise SpecDecError(
-            f"{path} describes a folder of kind {shorten(document.get('kind'))}, not {kind!r}",
-            f"give the folder of a {kind}",
-        )
+    if own != kind:
+        fact = f"{path} describes a folder of kind {shorten(own)}, not {kind!r}"
+        raise SpecDecError(fact, f"give the folder of a {kind}")
     outputs = _read_entries(path, document, "outputs")
-    outside = [e.path for e in outputs if not _is_inside(e.path)]
-    if outside:
+    if outside := [entry.path for entry in outputs if not _is_inside(entry.path)]:
         raise SpecDecError(f"{path} names files outside the folder: {shorten(outside[0])}", _AGAIN)
     return Manifest(
-        tool=str(document.get("tool")),
-        tool_version=str(document.get("tool_version")),
-        sources=_read_entries(path, document, "sources"),
-        outputs=outputs,
-    )
+        tool=str(document.get("tool")), tool_version=str(document.get("tool_version")),
+        sources=_read_entries(path, document, "sources"), outputs=outputs,
+    )  # fmt: skip
 
 
 def _read_entries(path: Path, document: dict[str, Any], key: str) -> tuple[Entry, ...]:
@@ -93,15 +88,11 @@ def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     sha256, num_bytes, sums = value.get("sha256", 0), value.get("bytes"), value.get("crc32")
-    return (
-        isinstance(value.get("path"), str)
-        and type(num_bytes) is int
-        and (sha256 is None or isinstance(sha256, str))
-        and (sums is None or (
-            isinstance(sums, list) and len(sums) == -(-num_bytes // BLOCK_BYTES)
-            and all(type(number) is int for number in sums)
-        ))
-    )  # fmt: skip
+    if not isinstance(value.get("path"), str) or type(num_bytes) is not int:
+        return False
+    are_sums = isinstance(sums, list) and all(type(number) is int for number in sums)
+    is_whole = sums is None or (are_sums and len(sums) == -(-num_bytes // BLOCK_BYTES))
+    return is_whole and (sha256 is None or isinstance(sha256, str))
 
 
 def _is_inside(name: str) -> bool:
@@ -227,14 +218,9 @@ def list_versions() -> dict[str, str]:
 
 
 def write_manifest(
-    folder: Path,
-    *,
-    kind: str,
-    settings: Mapping[str, Any],
-    sources: list[dict[str, Any]],
-    hashes: Mapping[str, str] | None = None,
-    **extra: Any,
-) -> None:
+    folder: Path, *, kind: str, settings: Mapping[str, Any], sources: list[dict[str, Any]],
+    hashes: Mapping[str, str] | None = None, **extra: Any,
+) -> None:  # fmt: skip
     """Write `manifest.json` over the files in `folder`: what it is, from what, by which command.
 
     `hashes` are known sha256 sums by file name, so that large files are not read again.
@@ -242,23 +228,13 @@ def write_manifest(
     outputs = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
-        if name not in ("manifest.json", JOURNAL_NAME):
+        if name not in (NAME, JOURNAL_NAME):
             entry = describe_file(path, (hashes or {}).get(name)) | {"path": name}
             if kind == "engine":
                 entry["crc32"] = list(list_block_sums(path))
             outputs.append(entry)
-    write_json(
-        folder / "manifest.json",
-        {
-            "format_version": FORMAT_VERSION,
-            "kind": kind,
-            "tool": "specdec",
-            "tool_version": __version__,
-            "libraries": list_versions(),
-            "command": sys.argv,
-            "settings": dict(settings),
-            **extra,
-            "sources": sources,
-            "outputs": outputs,
-        },
-    )
+    write_json(folder / NAME, {
+        "format_version": FORMAT_VERSION, "kind": kind, "tool": "specdec",
+        "tool_version": __version__, "libraries": list_versions(), "command": sys.argv,
+        "settings": dict(settings), **extra, "sources": sources, "outputs": outputs,
+    })  # fmt: skip

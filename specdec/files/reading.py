@@ -133,17 +133,12 @@ def _refuse_constant(text: str) -> None:
 
 
 def _check_depth(document: Any) -> None:
-    level, depth = [document], 0
+    level, depth = [document] if isinstance(document, (dict, list)) else [], 0
     while level:
         if (depth := depth + 1) > MAX_JSON_DEPTH:
             raise ValueError(f"values nested more than {MAX_JSON_DEPTH} deep")
-        level = [
-            child
-            for item in level
-            if isinstance(item, (dict, list))
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, (dict, list))
-        ]
+        items = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [child for item in items for child in item if isinstance(child, (dict, list))]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -151,10 +146,8 @@ def read_json(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:
-            raise SpecDecError(
-                f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read",
-                "correct or replace the file",
-            )
+            fact = f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read"
+            raise SpecDecError(fact, "correct or replace the file")
         data = file.read()
     try:
         document = parse_json(data)

@@ -26,15 +26,11 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
     output = output_dir.resolve()
     for kept in (Path.cwd(), *(path.resolve() for path in inputs)):
         if output == kept or output in kept.parents:
-            raise SpecDecError(
-                f"{output_dir} is or holds {kept}, which it would replace",
-                "choose another folder for the output",
-            )
+            fact = f"{output_dir} is or holds {kept}, which it would replace"
+            raise SpecDecError(fact, "choose another folder for the output")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
-        raise SpecDecError(
-            f"{output_dir} exists and is not empty",
-            "choose another folder, or replace it with --force",
-        )
+        remedy = "choose another folder, or replace it with --force"
+        raise SpecDecError(f"{output_dir} exists and is not empty", remedy)
     if os.path.ismount(output):
         raise SpecDecError(
             f"{output_dir} is a mount point, whose place no other folder can take",
@@ -128,8 +124,7 @@ def name_final(path: Path) -> Path:
 
     `specdec generate` lets other stages write into such a folder.
     """
-    hidden = re.compile(r"\.(.+)\.partial")
-    return Path(*(hidden.sub(r"\1", part) for part in path.parts))
+    return Path(*(re.sub(r"\.(.+)\.partial", r"\1", part) for part in path.parts))
 
 
 @contextlib.contextmanager
@@ -155,7 +150,10 @@ def stage_folder(
                 shutil.rmtree(partial)
             partial.mkdir(exist_ok=True)
             yield partial
-            if not force and output_dir.exists() and _is_in_use(output_dir):
+            is_free = not output_dir.exists() or (
+                output_dir.is_dir() and not any(output_dir.iterdir())
+            )
+            if not force and not is_free:
                 raise _refuse_newcomer(output_dir)
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             _sync_tree(partial)
@@ -203,10 +201,6 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _is_in_use(output_dir: Path) -> bool:
-    return not output_dir.is_dir() or any(output_dir.iterdir())
 
 
 def _refuse_newcomer(output: Path) -> SpecDecError:

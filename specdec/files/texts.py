@@ -35,28 +35,30 @@ def read_texts(path: Path, vocabulary: dict[str, Any], max_tokens: int) -> list[
     """
     if not path.exists():
         return []
-    advice = "give another name, or remove the file: it only holds earlier texts"
     with open_file(path) as file:
         line = file.readline(MAX_HEADER_BYTES)
         data = file.read(4 * MAX_TOKENS + 1)
     try:
-        header = parse_json(line)
+        parsed = parse_json(line)
     except (SpecDecError, ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise SpecDecError(f"{path} is not a file of texts that specdec wrote", advice)
-    if header.get("version") != VERSION:
-        raise SpecDecError(
-            f"{path} is of version {header.get('version')}, this is for {VERSION}", advice
-        )
-    if header.get("vocabulary") != vocabulary:
-        raise SpecDecError(f"{path} holds texts of another tokenizer or model", advice)
-    if len(data) > 4 * MAX_TOKENS or hashlib.sha256(data).hexdigest() != header.get("sha256"):
-        raise SpecDecError(f"{path} is damaged: its checksum is another", advice)
+        parsed = None
+    header = parsed if isinstance(parsed, dict) else {}
     tokens = np.frombuffer(data[: len(data) // 4 * 4], "<i4")
-    is_token = (tokens >= END) & (tokens < vocabulary["vocab_size"])
-    if len(data) % 4 or not is_token.all() or (len(tokens) and tokens[-1] != END):
-        raise SpecDecError(f"{path} holds {len(data)} bytes that are not texts", advice)
+    are_tokens = ((tokens >= END) & (tokens < vocabulary["vocab_size"])).all()
+    is_whole = len(data) <= 4 * MAX_TOKENS
+    for is_good, fact in (
+        (header.get("format") == FORMAT, "is not a file of texts that specdec wrote"),
+        (header.get("version") == VERSION,
+         f"is of version {header.get('version')}, this is for {VERSION}"),
+        (header.get("vocabulary") == vocabulary, "holds texts of another tokenizer or model"),
+        (is_whole and hashlib.sha256(data).hexdigest() == header.get("sha256"),
+         "is damaged: its checksum is another"),
+        (len(data) % 4 == 0 and are_tokens and (not len(tokens) or tokens[-1] == END),
+         f"holds {len(data)} bytes that are not texts"),
+    ):  # fmt: skip
+        if not is_good:
+            remedy = "give another name, or remove the file: it only holds earlier texts"
+            raise SpecDecError(f"{path} {fact}", remedy)
     return _take_newest(_split(tokens), max_tokens)
 
 
