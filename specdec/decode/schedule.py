@@ -125,11 +125,13 @@ class Scheduler:
 
     def retire(self) -> None:
         """Give back the rows of requests that have ended."""
-        for request in (*self.active, *self.reading):
-            if request.finish_reason is not None:
-                request.release()
-                if request in self.reading:
-                    self.reader.drop(request.row)
+        ended = [r for r in (*self.active, *self.reading) if r.finish_reason is not None]
+        if not ended:
+            return
+        for request in ended:
+            request.release()
+            if request in self.reading:
+                self.reader.drop(request.row)
         self.active = [r for r in self.active if r.finish_reason is None]
         self.reading = [r for r in self.reading if r.finish_reason is None]
 
@@ -178,6 +180,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, with what other rows hold of their prompts."""
+        if not self.waiting:
+            return
         taken = {request.row for request in (*self.active, *self.reading)}
         free = [row for row in range(len(self._held)) if row not in taken]
         while free and self.waiting:

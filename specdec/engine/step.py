@@ -50,6 +50,8 @@ class States:
     def split(self, num_rows: int) -> tuple[States, States]:
         """The states of the first rows, and of the others."""
         last, layers = self.last, self.layers
+        if num_rows == len(last):
+            return self, States(last[:0])
         if layers is None:
             return States(last[:num_rows]), States(last[num_rows:])
         first, others = (last[:num_rows], layers[:num_rows]), (last[num_rows:], layers[num_rows:])
@@ -89,17 +91,17 @@ def place_tree(tree: Tree, row: int, cache: KVCache) -> Segment:
 def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) -> Step:
     """Pad segments to one size, `size` or the longest's, and lay them side by side."""
     size = size or max(len(segment.tokens) for segment in segments)
-    rows = np.array([segment.row for segment in segments], np.int64)
-    past = np.array([segment.past for segment in segments], np.int64)
-    tokens = np.zeros((len(segments), size), np.int64)
-    positions = np.repeat(past[:, None], size, axis=1)
-    wanted = np.zeros((len(segments), size), np.bool_)
-    mask = np.zeros((len(segments), size, size), np.bool_)
+    rows, shape = [segment.row for segment in segments], (len(segments), size)
+    tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    wanted, mask = np.zeros(shape, np.bool_), np.zeros((*shape, size), np.bool_)
     mask[:, np.arange(size), np.arange(size)] = True
     for at, segment in enumerate(segments):
         n = len(segment.tokens)
         tokens[at, :n], wanted[at, :n] = segment.tokens, segment.wanted
+        positions[at] = segment.past
         positions[at, :n] += segment.offsets
         mask[at, :n, :n] = segment.mask
-    is_plain = (past == cache.past_lens[rows]).all() and (np.diff(rows) > 0).all()
-    return Step(rows, tokens, positions, mask, None if is_plain else past, wanted)
+    pasts = [segment.past for segment in segments]
+    is_plain = pasts == cache.past_lens[rows].tolist() and rows == sorted(set(rows))
+    past = None if is_plain else np.array(pasts, np.int64)
+    return Step(np.array(rows, np.int64), tokens, positions, mask, past, wanted)
