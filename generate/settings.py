@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.command.stages import load_command
-from specdec.errors import UsageError
+from specdec.errors import UsageError, refuse_where
 from specdec.methods import METHODS
 from specdec.options import add_options, get_flags, like, name_flag, option_group, setting
 
@@ -117,21 +117,28 @@ def check_settings(settings: GenerateSettings) -> None:
     ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir")]
     ways += [list(get_flags(kind)) for kind in DRAFTS]
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
-    if len(drafters) > 1:
-        raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
-    model = "give the draft model, or leave it out"
-    for is_given, flag, remedy in (
-        (settings.draft_vocabulary != "same", "--draft-vocabulary", model),
-        (settings.draft_tree_tokens is not None, "--draft-tree-tokens", model),
+    model, has_model = "give the draft model, or leave it out", settings.draft_model_dir is not None
+    length = settings.draft_len
+    refuse_where(
+        (len(drafters) > 1, f"{_join(drafters)} exclude one another", "give one of them"),
         (
-            settings.draft_len not in (None, "auto"), f"--draft-len {settings.draft_len}",
+            settings.draft_vocabulary != "same" and not has_model,
+            "--draft-vocabulary without --draft-model-dir", model,
+        ),
+        (
+            settings.draft_tree_tokens is not None and not has_model,
+            "--draft-tree-tokens without --draft-model-dir", model,
+        ),
+        (
+            length not in (None, "auto") and not has_model,
+            f"--draft-len {length} without --draft-model-dir",
             "give the draft model, or 'auto', which adapts the length of any drafts",
         ),
-    ):  # fmt: skip
-        if is_given and settings.draft_model_dir is None:
-            raise UsageError(f"{flag} without --draft-model-dir", remedy)
-    if settings.no_cache and settings.force:
-        raise UsageError("--force has no effect with --no-cache", "leave one of them out")
+        (
+            settings.no_cache and settings.force,
+            "--force has no effect with --no-cache", "leave one of them out",
+        ),
+    )  # fmt: skip
 
 
 def _join(names: list[str]) -> str:

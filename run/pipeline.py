@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command.settings import need, require
-from specdec.errors import UsageError
+from specdec.errors import UsageError, refuse_where
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
@@ -60,7 +60,7 @@ def run_engine(
             check_hashes(draft_options.engine_dir)
     from specdec.decode.prompts import make_requests
     from specdec.pretrained import load_tokenizer
-    from specdec.tokenizer import find_tokenizer
+    from specdec.tokenizer import find_tokenizer, lack_tokenizer
 
     prompts = list_prompts(settings)
     folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
@@ -68,10 +68,7 @@ def run_engine(
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     requests = make_requests(prompts, settings, tokenizer)
     if settings.streaming and tokenizer is None:
-        raise UsageError(
-            "--streaming needs a tokenizer, and the engine holds none",
-            "give the base model's folder as --tokenizer-dir, here or to specdec-build",
-        )
+        raise lack_tokenizer("--streaming needs")
     engine, core = load_any_engine(settings, draft_options, tokenizer)
     about = core.describe()
     if settings.show_drafts:
@@ -108,26 +105,33 @@ def check_flags(settings: RunSettings) -> None:
         check_output_file(settings.output_file, force=settings.force)
         if settings.writes_logits:
             check_output_file(name_logits(settings.output_file), force=settings.force)
-    if settings.use_py_session:
-        raise UsageError(
+    refuse_where(
+        (
+            settings.use_py_session,
             "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
             "leave it out; specdec-run uses the C++ session",
-        )
-    if settings.num_beams > 1:
-        raise UsageError(
+        ),
+        (
+            settings.num_beams > 1,
             f"--num-beams is {settings.num_beams}: speculative decoding has no beam search over"
             " the output",
             "leave it out; ReDrafter's own beams are chosen by specdec-convert",
-        )
-    if settings.show_drafts and settings.no_speculation:
-        raise UsageError(
-            "--show-drafts has no effect with --no-speculation", "leave one of them out"
-        )
-    if settings.show_drafts and settings.streaming and not settings.json:
-        raise UsageError(
+        ),
+        (
+            settings.show_drafts and settings.no_speculation,
+            "--show-drafts has no effect with --no-speculation", "leave one of them out",
+        ),
+        (
+            settings.show_drafts and settings.streaming and not settings.json,
             "--show-drafts and --streaming: what is rejected is known when a text is complete",
             "leave --streaming out, or add --json, whose lines say how each token came about",
-        )
+        ),
+        (
+            bool(settings.input_text) == (settings.input_file is not None),
+            "give exactly one of --input-text and --input-file",
+            'for example --input-text "def main():"',
+        ),
+    )  # fmt: skip
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
     if settings.output_generation_logits and not settings.writes_logits:
@@ -144,11 +148,6 @@ def list_prompts(settings: RunSettings) -> list[Prompt]:
     """The prompts of --input-text or --input-file."""
     from specdec.decode.prompts import Prompt, read_prompts
 
-    if bool(settings.input_text) == (settings.input_file is not None):
-        raise UsageError(
-            "give exactly one of --input-text and --input-file",
-            'for example --input-text "def main():"',
-        )
     if settings.input_file is None:
         return [Prompt(text=text) for text in settings.input_text]
     return [line.prompt for line in read_prompts(settings.input_file, "--input-file")]
@@ -156,20 +155,22 @@ def list_prompts(settings: RunSettings) -> list[Prompt]:
 
 def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:
     """Raise UsageError where --show-drafts has nothing to show."""
-    if method == "plain":
-        raise UsageError(
-            "--show-drafts has no effect with an engine that runs plain", "leave it out"
-        )
-    if not core.tells_origins:
-        raise UsageError(
+    refuse_where(
+        (
+            method == "plain",
+            "--show-drafts has no effect with an engine that runs plain", "leave it out",
+        ),
+        (
+            not core.tells_origins,
             f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
             "leave it out, or build the engine with --backend torch",
-        )
-    if tokenizer is None and not settings.json:
-        raise UsageError(
+        ),
+        (
+            tokenizer is None and not settings.json,
             "--show-drafts needs a tokenizer, and the engine holds none",
             "give the base model's folder as --tokenizer-dir, or add --json",
-        )
+        ),
+    )  # fmt: skip
 
 
 def load_any_engine(

@@ -13,52 +13,43 @@ class StreamPrinter:
     """Writes outputs in the order of the requests: one live, later ones when their turn comes."""
 
     def __init__(self, write: Callable[[str], None], requests: Sequence[Request]) -> None:
-        self._write = write
-        self._requests = list(requests)
+        self._write, self._requests = write, requests
         self._turn = 0
         self._has_header = False
-        self._pieces: dict[int, str] = {}  # by index: text not written yet
-        self._texts: dict[int, TextStream] = {}
+        self._texts: dict[int, TextStream] = {}  # by index, of those that have begun
         self._finished: set[int] = set()
 
     def show(self, requests: Sequence[ActiveRequest]) -> None:
         """Take what a step has added to these requests."""
         for request in requests:
             assert request.text is not None
+            self._texts[request.request.index] = request.text
             if request.finish_reason is not None:
                 request.text.finish()
                 self._finished.add(request.request.index)
-            index = request.request.index
-            self._texts[index] = request.text
-            self._pieces[index] = self._pieces.get(index, "") + request.text.take()
         self._write_turns()
 
     def close(self) -> None:
         """Write what has been held back of every request: no more of them will be shown."""
-        for index, text in self._texts.items():
+        for text in self._texts.values():
             text.finish()
-            self._pieces[index] = self._pieces.get(index, "") + text.take()
-        for request in self._requests[self._turn :]:
-            self._pieces.setdefault(request.index, "")
-            self._finished.add(request.index)
+        self._finished = {request.index for request in self._requests}
         self._write_turns()
 
     def _write_turns(self) -> None:
         while self._turn < len(self._requests):
-            request_now = self._requests[self._turn]
-            index = request_now.index
-            if index not in self._pieces:
+            request = self._requests[self._turn]
+            index, text = request.index, self._texts.get(request.index)
+            if text is None and index not in self._finished:
                 return
             if not self._has_header:
                 self._write(
-                    f'Input [Text {index}]: "{request_now.input_text}"\n'
-                    f'Output [Text {index} Beam 0]: "'
+                    f'Input [Text {index}]: "{request.input_text}"\nOutput [Text {index} Beam 0]: "'
                 )
                 self._has_header = True
-            if piece := self._pieces.pop(index):
+            if text is not None and (piece := text.take()):
                 self._write(piece)
             if index not in self._finished:
-                self._pieces[index] = ""
                 return
             self._write('"\n')
             self._turn += 1

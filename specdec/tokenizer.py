@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, UsageError
 from specdec.hub import fetch_files
 from specdec.pretrained import load_tokenizer
 from specdec.vocabulary import read_vocabulary
@@ -56,3 +56,11 @@ def copy_tokenizer(folder: Path, engine_dir: Path) -> None:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, copied / name)
     load_tokenizer(str(copied))  # that nothing it needs is missing
+
+
+def lack_tokenizer(whose: str) -> UsageError:
+    """The error for an engine without a tokenizer; whose: who needs one, as "stop words need"."""
+    return UsageError(
+        f"{whose} a tokenizer, and the engine holds none",
+        "give the base model's folder as --tokenizer-dir, here or to specdec-build",
+    )

@@ -24,6 +24,7 @@ from specdec.errors import (
     summarize,
 )
 from specdec.files.reading import parse_json, read_json
+from specdec.tokenizer import lack_tokenizer
 
 if TYPE_CHECKING:
     from specdec.decode.grammar import Grammar
@@ -342,10 +343,7 @@ def make_requests(
         prompt = dataclasses.replace(flags, **own.list_given())
         stop = prompt.stop or ()
         if stop and tokenizer is None:
-            raise UsageError(
-                "stop words need a tokenizer, and the engine holds none",
-                "give the base model's folder as --tokenizer-dir, here or to specdec-build",
-            )
+            raise lack_tokenizer("stop words need")
         if prompt.prompt_logprobs and prompt.logprobs is None:
             raise PromptError(
                 f"prompt {index} has prompt_logprobs and no logprobs",
@@ -410,10 +408,7 @@ def encode_prompt(
                 field="token_ids",
             ) from None
     if tokenizer is None:
-        raise UsageError(
-            "text prompts need a tokenizer, and the engine holds none",
-            "give the base model's folder as --tokenizer-dir, here or to specdec-build",
-        )
+        raise lack_tokenizer("text prompts need")
     text, messages = prompt.text or "", prompt.messages
     if messages is None and settings.apply_chat_template:
         messages = [{"role": "user", "content": text}]
