@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.command.settings import need, require, to_plain
-from specdec.errors import Problems, SpecDecError, UsageError, join_names
+from specdec.command.settings import need, to_plain
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.casts import FLOATS
 from specdec.files.folders import is_hub_id
 from specdec.files.manifest import check_sources, write_manifest
@@ -28,7 +28,7 @@ from specdec.files.tensor_file import TensorInfo, measure_tensor_file
 from specdec.methods import place_drafter
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import EXECUTED, FP8
+from specdec.model.quantization import EXECUTED
 from specdec.model.tensors import (
     EMBEDDING,
     HEAD,
@@ -48,8 +48,9 @@ from . import stream
 from .checkpoint import CheckpointFolder
 from .families import find_family
 from .families.base import Layout, tie_head
+from .flags import check_flags
 from .hf import QUANTIZATION_NAME, HfFolder, open_model
-from .methods import FOLDERS, find_converter, find_folder, list_folder_flags, load_converter
+from .methods import FOLDERS, find_folder, load_converter
 from .methods.base import DrafterConverter
 from .origin import find_other_base, read_origin
 from .plan import (
@@ -63,12 +64,9 @@ from .plan import (
     merge_ranks,
     plan_tensors,
 )
-from .quantize import packed, unified
-from .quantize.formats import FORMATS
-from .quantize.matrices import Matrix
-from .quantize.scales import Quantizer, name_kv_scales, quantize_config
-from .quantize.sections import Scheme, read_scheme
-from .quantize.target import check_flags as check_quantization_flags
+from .quantize import packed
+from .quantize.scales import Quantizer, name_kv_scales
+from .quantize.sections import read_scheme
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
 from .wrappers import unwrap
@@ -139,69 +137,6 @@ def warn_of_other_base(plan: ConversionPlan, hashes: Mapping[Path, str] | None =
     return [warning] if warning is not None else []
 
 
-def check_flags(settings: ConvertSettings) -> None:
-    """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
-    require(settings)
-    if settings.model_dir is not None and settings.base_model_checkpoint_dir is not None:
-        raise UsageError(
-            "--model-dir and --base-model-checkpoint-dir are both given", "give one of them"
-        )
-    if settings.model_dir is None and settings.base_model_checkpoint_dir is None:
-        raise UsageError(
-            "missing --model-dir",
-            "give the target: --model-dir, or --base-model-checkpoint-dir for an existing"
-            " checkpoint",
-        )
-    if find_folder(settings) is None and settings.base_model_checkpoint_dir is not None:
-        raise UsageError(
-            "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
-            f"give the drafter to add to the checkpoint: {' or '.join(list_folder_flags())}",
-        )
-    check_quantization_flags(settings)
-    check_layout_flags(settings)
-
-
-def check_layout_flags(settings: ConvertSettings) -> None:
-    """Raise UsageError for flags of the ranks' layout that are wrong or cannot take effect."""
-    folder = find_folder(settings)
-    if folder is not None and (settings.pp_size or 1) > 1:
-        raise UsageError(
-            f"--pp-size is {settings.pp_size}, but an engine with a drafter has no pipeline stages",
-            "use --tp-size, or leave --pp-size out",
-        )
-    if settings.use_embedding_sharing:
-        if settings.trtllm_version != "0.14":
-            raise UsageError(
-                f"--use-embedding-sharing is not for --trtllm-version {settings.trtllm_version}:"
-                " since 0.16, TensorRT-LLM itself shares a head that equals the embedding",
-                "leave it out, or convert for 0.14",
-            )
-        if settings.base_model_checkpoint_dir is not None or folder == "drafter_model_dir":
-            raise UsageError(
-                "--use-embedding-sharing has no effect on a checkpoint with a ReDrafter drafter or"
-                " made from another one: their head is always written",
-                "leave it out",
-            )
-    if settings.base_model_checkpoint_dir is not None and (
-        settings.moe_tp_size is not None or settings.moe_ep_size is not None
-    ):
-        raise UsageError(
-            "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
-            "leave them out: the checkpoint's experts stay as they are split",
-        )
-    if settings.embedding_sharding_dim is not None:
-        if settings.embedding_sharding_dim not in (0, 1):
-            raise UsageError(
-                f"--embedding-sharding-dim is {settings.embedding_sharding_dim}",
-                "give 0 (vocabulary) or 1 (hidden size)",
-            )
-        if not settings.use_parallel_embedding:
-            raise UsageError(
-                "--embedding-sharding-dim has no effect without --use-parallel-embedding",
-                "give both, or neither",
-            )
-
-
 def list_inputs(settings: ConvertSettings) -> list[Path]:
     """The local folders that are read."""
     return list_local(
@@ -220,19 +155,19 @@ def count_workers(settings: ConvertSettings) -> int:
 def make_plan(settings: ConvertSettings) -> ConversionPlan:
     """Plan the whole conversion; raise one SpecDecError that names everything wrong with it."""
     problems = Problems()
-    if settings.base_model_checkpoint_dir is not None:
-        target = plan_checkpoint(settings, problems)
-    else:
-        target = plan_target(settings, problems)
-    config, ranks, files = target.config, target.ranks, target.files
-    converter, origin = find_converter(settings), None
-    if converter is not None:
-        folder = open_drafter(settings, converter)
+    plan = plan_target if settings.base_model_checkpoint_dir is None else plan_checkpoint
+    target = plan(settings, problems)
+    config, ranks, files, origin = target.config, target.ranks, target.files, None
+    if (option := find_folder(settings)) is not None:
+        converter = load_converter(FOLDERS[option])
+        folder = open_model(
+            getattr(settings, option), name_flag(option), FOLDERS[option].name,
+            weight_files=converter.WEIGHT_FILES,
+        )  # fmt: skip
         shapes = (spec.shape for spec in list_target_tensors(target.model).values())
         origin = read_origin(
-            folder.path, folder.config, target.files, settings.model_dir,
-            sum(map(math.prod, shapes)),
-        )  # fmt: skip
+            folder.path, folder.config, files, settings.model_dir, sum(map(math.prod, shapes))
+        )
         with collect(problems):
             config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
@@ -246,15 +181,10 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
             settings.trtllm_version, checkpoint.quantization, checkpoint.model
         ).raise_all()
     return ConversionPlan(
-        config=config,
-        checkpoint=checkpoint,
-        dtype=target.model.dtype,
-        ranks=tuple(ranks),
-        source_files=tuple(files),
-        vocabulary=target.vocabulary,
+        config=config, checkpoint=checkpoint, dtype=target.model.dtype, ranks=tuple(ranks),
+        source_files=tuple(files), vocabulary=target.vocabulary, origin=origin,
         measure=target.quantizer.measure if target.quantizer is not None else None,
-        origin=origin,
-    )
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,11 +205,12 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     folder = open_model(need(settings.model_dir), "--model-dir")
     unwrap(folder)
     family = find_family(folder)
-    files = [*folder.files, *list_local(folder.path / QUANTIZATION_NAME)]
-    folder, scheme, matrices = open_quantized(settings, folder)
+    files = [
+        *folder.files, *list_local(folder.path / QUANTIZATION_NAME, settings.calibration_data)
+    ]  # fmt: skip
+    folder, held = open_quantized(settings, folder)
     dtype = folder.find_dtype() if settings.dtype == "auto" else settings.dtype
     folder = family.prepare(folder, dtype)
-    is_quantized = settings.dequantize or scheme is not None
     layout = Layout(
         dtype=dtype,
         tp_size=settings.tp_size or 1,
@@ -293,40 +224,35 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     )
     model, is_tied = family.read_model(folder, layout)
     model.find_problems().raise_all()
-    check_experts(settings, folder, model, is_quantized=scheme is not None)
+    check_experts(settings, folder, model, is_quantized=held is not None)
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
     num_experts = model.experts.num if model.experts is not None else 1
     parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
     parts = packed.turn_parts(folder, parts)
     ignored += ignore_drafter(settings, folder)
-    ignored += packed.find_empty_biases(folder, parts) if is_quantized else []
+    if settings.dequantize or held is not None:
+        ignored += packed.find_empty_biases(folder, parts)
     if is_tied:
         parts = tie_head(family, folder, parts)
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
-    kv_scales = name_kv_scales(settings.trtllm_version)
-    if scheme is not None and matrices:
-        ranks, config = packed.plan_held(
-            folder, scheme, matrices, specs, parts, model, config, ignored=ignored,
-            kv_scales=kv_scales, problems=problems,
+    section: dict[str, Any] = {}
+    quantizer = None
+    if held is not None:
+        ranks, section = packed.plan_held(
+            folder, held, specs, parts, model, ignored=ignored,
+            kv_scales=name_kv_scales(settings.trtllm_version), problems=problems,
         )  # fmt: skip
-    elif scheme is not None:
-        ranks, kept, has_kv_scales = unified.plan_unified(
-            folder, specs, parts, model, ignored=ignored, problems=problems, kv_scales=kv_scales
-        )
-        config = quantize_config(config, FORMATS["fp8"], has_kv_scales=has_kv_scales, kept=kept)
     else:
         ranks = plan_tensors(
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
             problems=problems,
         )  # fmt: skip
-    quantizer = None
     if settings.quantization is not None and not problems:
-        ranks, config, quantizer = quantize_target(
-            settings, folder, model, specs, parts, ranks, config
-        )
-        files = [*files, *list_local(settings.calibration_data)]
+        ranks, section, quantizer = quantize_target(settings, folder, model, specs, parts, ranks)
+    if section:
+        config["quantization"] = {**config["quantization"], **section}
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
         vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
@@ -364,11 +290,10 @@ def check_experts(
 
 def open_quantized(
     settings: ConvertSettings, folder: HfFolder
-) -> tuple[HfFolder, Scheme | None, dict[str, Matrix]]:
-    """Open a target that may be quantized.
+) -> tuple[HfFolder, packed.Held | None]:
+    """Open a target that may be quantized; return the folder to plan from.
 
-    Returns the folder to plan from, with plain weights where they are asked for; how it is still
-    quantized; and its matrices where a checkpoint holds what they hold.
+    It has plain weights where they are asked for; else, what a checkpoint holds of it.
     """
     scheme = read_scheme(folder)
     if scheme is None:
@@ -377,7 +302,7 @@ def open_quantized(
                 f"--dequantize has no effect: {folder.path} does not say that it is quantized",
                 "leave it out",
             )
-        return folder, None, {}
+        return folder, None
     for name, info in folder.tensors.items():
         if name.rpartition(".experts.")[2] in FUSED and info.dtype not in CASTABLE:
             raise SpecDecError(
@@ -392,13 +317,8 @@ def open_quantized(
             "leave --quantization and its options out",
         )
     if settings.dequantize:
-        return packed.dequantize(folder, scheme), None, {}
-    if scheme.kept is None:
-        raise packed.refuse_unheld(folder, scheme)
-    if scheme.kept == FP8:
-        return folder, scheme, {}
-    folder, matrices = packed.open_held(folder, scheme)
-    return folder, scheme, matrices
+        return packed.dequantize(folder, scheme), None
+    return packed.open_held(folder, scheme)
 
 
 def split_stages(model: ModelConfig, ranks: list[RankPlan]) -> list[RankPlan]:
@@ -487,18 +407,6 @@ def fetch_drafter(settings: ConvertSettings) -> Path | None:
     check_flags(settings)  # before anything is fetched
     files = [file for method in FOLDERS.values() for file in load_converter(method).WEIGHT_FILES]
     return open_model(name, "--drafter-model-dir", weight_files=files).path
-
-
-def open_drafter(settings: ConvertSettings, converter: DrafterConverter) -> HfFolder:
-    """Open the drafter's folder."""
-    option = find_folder(settings)
-    assert option is not None
-    return open_model(
-        getattr(settings, option),
-        name_flag(option),
-        FOLDERS[option].name,
-        weight_files=converter.WEIGHT_FILES,
-    )
 
 
 def plan_drafter(

@@ -45,6 +45,7 @@ from ..plan import (
     plan_tensors,
     report_unread,
 )
+from . import unified
 from .matrices import IntMatrix, Matrix, Nvfp4Matrix
 from .scales import EXCLUDED
 from .sections import INT4, Scheme
@@ -150,8 +151,27 @@ def turn_parts(
     }
 
 
-def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, Matrix]]:
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A quantized folder of which a checkpoint holds the numbers.
+
+    matrices: by module; empty for FP8 with static scales, whose tensors are read as they are.
+    """
+
+    scheme: Scheme
+    matrices: Mapping[str, Matrix]
+
+
+def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, Held]:
     """Return a folder that has what a checkpoint holds of its matrices as tensors, and these."""
+    if scheme.kept is None:
+        raise SpecDecError(
+            f"{folder.path} is quantized ({scheme.description}): a checkpoint has no place for such"
+            " numbers",
+            f"{DEQUANTIZE}; they take the bytes of an unquantized model",
+        )
+    if scheme.kept == FP8:
+        return folder, Held(scheme, {})
     matrices = open_matrices(folder, scheme)
     whole = [matrix for matrix in matrices.values() if isinstance(matrix, IntMatrix)]
     scaled = [matrix.input_dtype for matrix in whole if matrix.input_scale is not None]
@@ -167,16 +187,7 @@ def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, dict[str, Mat
     source = _compute(
         folder, held, lambda module, kind, *rows: matrices[module].read_held(kind, *rows)
     )
-    return folder.substitute(source, used), matrices
-
-
-def refuse_unheld(folder: HfFolder, scheme: Scheme) -> SpecDecError:
-    """Return the error for numbers that no layout of a checkpoint holds."""
-    return SpecDecError(
-        f"{folder.path} is quantized ({scheme.description}): a checkpoint has no place for such"
-        " numbers",
-        f"{DEQUANTIZE}; they take the bytes of an unquantized model",
-    )
+    return folder.substitute(source, used), Held(scheme, matrices)
 
 
 # What of a linear is held: kind -> the whole tensor, and its type.
@@ -197,63 +208,83 @@ class _Module:
 
 def plan_held(
     folder: HfFolder,
-    scheme: Scheme,
-    matrices: Mapping[str, Matrix],
+    held: Held,
     specs: Mapping[str, TensorSpec],
     parts: Mapping[str, tuple[Part, ...]],
     model: ModelConfig,
-    config: Mapping[str, Any],
     *,
     ignored: Sequence[str],
     kv_scales: Sequence[str],
     problems: Problems,
 ) -> tuple[list[RankPlan], dict[str, Any]]:
-    """Plan a target of which a checkpoint holds the numbers; return its ranks and its config.json.
+    """Plan a target of which a checkpoint holds the numbers.
 
-    folder: of `open_held`; kv_scales: the K/V scales to write, where the folder has any.
+    Returns its ranks, and what config.json says of its quantization. folder: of `open_held`;
+    kv_scales: the K/V scales to write, where the folder has any.
     """
-    linears = list_linears(model)
-    quantized, others = sort_linears(folder, specs, parts, linears, matrices, problems)
-    modules = []
-    for name in quantized:
-        own = parts[f"{name}.weight"]
-        stems = [part.name.removesuffix(".weight") for part in own]
-        held = tuple(matrices[stem] for stem in stems if stem in matrices)
-        modules.append(_Module(name, specs[f"{name}.weight"], own, held))
-    taken = {matrix.stem for module in modules for matrix in module.matrices}
-    used = {part.name for several in parts.values() for part in several}
-    unread = [
-        weight for stem in matrices
-        if (weight := f"{stem}.weight") not in used
-        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in ignored)
-    ]  # fmt: skip
-    report_unread(folder, unread, problems)
-    kinds, section = _describe(folder, scheme, modules, model, problems)
-    planned: list[list[RankPlan]] = []
-    for module in modules:
-        with collect(problems):
-            _check_shared(module, folder)
-            wanted = kinds(module)
-            planned.append(_plan_module(module, wanted, folder, model, problems))
-    reader = ScaleReader(folder)
+    linears, reader = list_linears(model), ScaleReader(folder)
+    is_fp8 = held.scheme.kept == FP8
+    stored = unified.find_stored(folder) if is_fp8 else held.matrices
+    quantized, others = sort_linears(folder, specs, parts, linears, stored, problems)
+    if is_fp8:
+        weights = {f"{module}.weight": specs[f"{module}.weight"] for module in quantized}
+        planned = [unified.plan_fp8(folder, weights, parts, model, reader, stored, problems)]
+        section: dict[str, Any] = {"quant_algo": FP8}
+    else:
+        planned, section = _plan_modules(
+            folder, held, quantized, specs, parts, model, ignored=ignored, problems=problems
+        )
     added, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
     reader.report(problems)
     rest = {name: specs[name] for name in others}
-    left = set(folder.tensors) - folder.computed - reader.used
     plain = plan_tensors(
-        rest, parts, folder.select(left), model=model, dtype=model.dtype, ignored=ignored,
-        problems=problems,
+        rest, parts, folder.select(set(folder.tensors) - folder.computed - reader.used),
+        model=model, dtype=model.dtype, ignored=ignored, problems=problems,
     )  # fmt: skip
     kept = [name for name in linears if name not in quantized]
     section |= {
         "kv_cache_quant_algo": FP8 if has_cache else None,
         "exclude_modules": [*EXCLUDED, *kept],
     }
+    return merge_ranks(*planned, plain, [dict(added) for _ in plain]), section
+
+
+def _plan_modules(
+    folder: HfFolder,
+    held: Held,
+    quantized: Sequence[str],
+    specs: Mapping[str, TensorSpec],
+    parts: Mapping[str, tuple[Part, ...]],
+    model: ModelConfig,
+    *,
+    ignored: Sequence[str],
+    problems: Problems,
+) -> tuple[list[list[RankPlan]], dict[str, Any]]:
+    """Plan the linears that are made of matrices, and what config.json says of them."""
+    modules = []
+    for name in quantized:
+        own = parts[f"{name}.weight"]
+        stems = [part.name.removesuffix(".weight") for part in own]
+        matrices = tuple(held.matrices[stem] for stem in stems if stem in held.matrices)
+        modules.append(_Module(name, specs[f"{name}.weight"], own, matrices))
+    taken = {matrix.stem for module in modules for matrix in module.matrices}
+    used = {part.name for several in parts.values() for part in several}
+    unread = [
+        weight for stem in held.matrices
+        if (weight := f"{stem}.weight") not in used
+        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in ignored)
+    ]  # fmt: skip
+    report_unread(folder, unread, problems)
+    kinds, section = _describe(folder, held.scheme, modules, model, problems)
+    planned: list[list[RankPlan]] = []
+    for module in modules:
+        with collect(problems):
+            _check_shared(module, folder)
+            planned.append(_plan_module(module, kinds(module), folder, model, problems))
     logger.info(
         "%s: %d matrices keep their numbers, as %s", folder.path, len(taken), section["quant_algo"]
     )
-    ranks = merge_ranks(*planned, plain, [dict(added) for _ in plain])
-    return ranks, {**config, "quantization": {**config["quantization"], **section}}
+    return planned, section
 
 
 def _describe(

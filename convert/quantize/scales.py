@@ -196,26 +196,20 @@ def _measure(tensors: Sequence[PlannedTensor], is_ending: threading.Event) -> np
     return largest
 
 
-def quantize_config(
-    config: Mapping[str, Any],
-    format_: Format,
-    *,
-    has_kv_scales: bool,
-    group_size: int | None = None,
-    kept: Sequence[str] = (),
+def describe_section(
+    format_: Format, *, has_kv_scales: bool, group_size: int | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint's config.json that says what is quantized. kept: linears that are not."""
-    section = {
-        **config["quantization"],
+    """Return what a checkpoint's config.json says of its quantization."""
+    section: dict[str, Any] = {
         "quant_algo": format_.name,
         "kv_cache_quant_algo": FP8 if has_kv_scales else None,
-        "exclude_modules": [*EXCLUDED, *format_.excluded, *kept],
+        "exclude_modules": [*EXCLUDED, *format_.excluded],
     }
     if group_size is not None:
         section["group_size"] = group_size
         if INPUT_SCALE in format_.algorithm.scales:
             section |= {"has_zero_point": False, "pre_quant_scale": True}
-    return {**config, "quantization": section}
+    return section
 
 
 def name_kv_scales(version: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A Hugging Face target that is quantized on its way: its flags, calibration rows and plan."""
+"""A Hugging Face target that is quantized on its way: its calibration rows and plan."""
 
 from __future__ import annotations
 
@@ -11,80 +11,24 @@ import numpy as np
 
 from specdec import logs
 from specdec.command.settings import need
-from specdec.documents import check_data_file
-from specdec.errors import Problems, UsageError
+from specdec.errors import Problems
 from specdec.files.tensor_file import DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import FP8
 from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
-from specdec.options import name_flag
 
 from ..hf import HfFolder
 from ..plan import Part, RankPlan, count_elements, plan_tensors
 from ..settings import ConvertSettings
 from . import calibration
 from .formats import FORMATS, Format
-from .scales import Quantizer, name_kv_scales, plan_quantizer, quantize_config
+from .scales import Quantizer, describe_section, name_kv_scales, plan_quantizer
 
 logger = logs.get_logger(__name__)
 
-CALIBRATION_FLAGS = (
-    "calibration_data", "calib_size", "calib_batch_size", "calib_max_seq_length", "calib_device",
-)  # fmt: skip
 SEARCH_SIZE = 128  # rows that a search takes, if not told otherwise
 MEASURED_SIZE = 32  # rows to measure on, at most
-
-
-def check_flags(settings: ConvertSettings) -> None:
-    """Raise UsageError for quantization flags that lack one another or a Hugging Face target."""
-    if settings.quantization is None:
-        for name in ("kv_cache_dtype", "group_size", *CALIBRATION_FLAGS):
-            if getattr(settings, name) is not None:
-                raise UsageError(
-                    f"{name_flag(name)} has no effect without --quantization",
-                    "give --quantization fp8, or leave the option out",
-                )
-        return
-    if settings.base_model_checkpoint_dir is not None:
-        raise UsageError(
-            "--quantization takes a Hugging Face target, not --base-model-checkpoint-dir",
-            "give the target as --model-dir: the calibration runs it with transformers",
-        )
-    format_ = FORMATS[settings.quantization]
-    if settings.group_size is not None:
-        _check_group_size(settings.group_size, settings.quantization, format_)
-    if not format_.needs_data and settings.kv_cache_dtype is None:
-        for name in CALIBRATION_FLAGS:
-            if getattr(settings, name) is not None:
-                raise UsageError(
-                    f"{name_flag(name)} has no effect: --quantization"
-                    f" {settings.quantization} needs no calibration",
-                    "leave it out, or give --kv-cache-dtype fp8, which does",
-                )
-        return
-    if settings.calibration_data is None:
-        raise UsageError(
-            f"--quantization {settings.quantization} without --calibration-data",
-            "give a .txt, .jsonl or .json file of texts like those to be decoded: the scales come"
-            " from them",
-        )
-    check_data_file(settings.calibration_data, "--calibration-data")
-
-
-def _check_group_size(group_size: int, name: str, format_: Format) -> None:
-    known = format_.algorithm.group_sizes
-    if len(known) < 2:
-        raise UsageError(
-            f"--group-size has no effect with --quantization {name}: there is nothing to choose",
-            "leave it out",
-        )
-    if group_size not in known:
-        raise UsageError(
-            f"--group-size is {group_size}; --quantization {name} has groups of"
-            f" {', '.join(map(str, known))}",
-            f"give {known[-1]}, or leave it out",
-        )
 
 
 def quantize_target(
@@ -94,9 +38,11 @@ def quantize_target(
     specs: Mapping[str, TensorSpec],
     sources: Mapping[str, tuple[Part, ...]],
     ranks: Sequence[RankPlan],
-    config: Mapping[str, Any],
 ) -> tuple[list[RankPlan], dict[str, Any], Quantizer]:
-    """Plan a target's quantized form: its ranks, its config.json, and what finds the scales."""
+    """Plan a target's quantized form.
+
+    Returns its ranks, what config.json says of its quantization, and what finds the scales.
+    """
     format_ = FORMATS[need(settings.quantization)]
     group_size = settings.group_size or format_.group_size
     linears = {f"{module}.weight": specs[f"{module}.weight"] for module in list_linears(model)}
@@ -122,8 +68,8 @@ def quantize_target(
         kv_scales=kv_scales,
         **calls,
     )
-    config = quantize_config(config, format_, has_kv_scales=bool(kv_scales), group_size=group_size)
-    return quantized, config, quantizer
+    section = describe_section(format_, has_kv_scales=bool(kv_scales), group_size=group_size)
+    return quantized, section, quantizer
 
 
 def _prepare_calibration(

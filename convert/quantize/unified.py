@@ -8,6 +8,7 @@ is rounded anew: value * own scale / shared scale, in float32, to the nearest fl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import SCALE_DTYPES
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
-from specdec.model.tensors import TensorSpec, list_linears
+from specdec.model.tensors import TensorSpec
 
 from ..hf import HfFolder
 from ..plan import (
@@ -28,7 +29,6 @@ from ..plan import (
     PlannedTensor,
     RankPlan,
     count_elements,
-    merge_ranks,
     plan_tensors,
     report_missing,
 )
@@ -66,68 +66,57 @@ class RequantizedTensor(PlannedTensor):
                 yield change_chunk(chunk, FLOAT8, requantize)
 
 
-def plan_unified(
-    folder: HfFolder,
-    specs: Mapping[str, TensorSpec],
-    parts: Mapping[str, tuple[Part, ...]],
-    model: ModelConfig,
-    *,
-    ignored: Sequence[str],
-    kv_scales: Sequence[str],
-    problems: Problems,
-) -> tuple[list[RankPlan], list[str], bool]:
-    """Plan a quantized folder; return its ranks, the linears it leaves as they are, and whether it
-    has K/V scales.
-
-    kv_scales: the K/V scales to write, where the folder has any.
-    """
-    linears = list_linears(model)
-    stored = {
+def find_stored(folder: HfFolder) -> set[str]:
+    """The modules of a folder whose weights are float8."""
+    return {
         name.removesuffix(".weight") for name, info in folder.tensors.items()
         if name.endswith(".weight") and info.dtype == FLOAT8
     }  # fmt: skip
-    quantized, others = sort_linears(folder, specs, parts, linears, stored, problems)
-    weights = {f"{module}.weight": specs[f"{module}.weight"] for module in quantized}
+
+
+def plan_fp8(
+    folder: HfFolder,
+    weights: Mapping[str, TensorSpec],
+    parts: Mapping[str, tuple[Part, ...]],
+    model: ModelConfig,
+    reader: ScaleReader,
+    stored: Collection[str],
+    problems: Problems,
+) -> list[RankPlan]:
+    """Plan the weights of quantized linears and their scales. stored: of `find_stored`."""
     own = {part.name for name in weights for part in parts[name]}
-    reader = ScaleReader(folder)
-    reader.used = {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
+    reader.used |= own | {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
     ranks = plan_tensors(
         weights, parts, folder.select(own), model=model, dtype=FLOAT8, ignored=(),
         problems=problems,
     )  # fmt: skip
     scales = Scales(folder.path)
-    added: RankPlan = {}
     num_rounded = 0
-    for group in dict.fromkeys(map(find_group, quantized)):
-        members = [module for module in quantized if find_group(module) == group]
+    modules = [name.removesuffix(".weight") for name in weights]
+    for group in dict.fromkeys(map(find_group, modules)):
+        members = [module for module in modules if find_group(module) == group]
         sources = [part.name for module in members for part in parts[f"{module}.weight"]]
         for source_kind, kind in SOURCE_SCALES.items():
             own_scales = {
                 name: reader.get(name.removesuffix("weight") + source_kind) for name in sources
             }
             shared = np.float32(max(own_scales.values()))
-            if source_kind == "weight_scale":
+            if kind == WEIGHT_SCALE:
                 num_rounded += sum(scale != shared for scale in own_scales.values())
-            for module in members:
-                added[f"{module}.{kind}"] = scales.add(f"{module}.{kind}", shared)
-                if kind == WEIGHT_SCALE:
-                    _requantize(ranks, f"{module}.weight", own_scales, shared)
+            for module, rank in itertools.product(members, ranks):
+                rank[f"{module}.{kind}"] = scales.add(f"{module}.{kind}", shared)
+                name = f"{module}.weight"
+                if kind == WEIGHT_SCALE and name in rank:  # else a problem was found
+                    rank[name] = RequantizedTensor(
+                        rank[name].info, rank[name].pieces, own_scales, shared
+                    )
     if num_rounded:
         logger.warning(
             "%s: %d of %d matrices are rounded once more, to the scale that they share with others"
             " of their linear; --dequantize writes what they stand for as it is",
             folder.path, num_rounded, len(own),
         )  # fmt: skip
-    cache, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
-    added |= cache
-    reader.report(problems)
-    rest = {name: specs[name] for name in others}
-    plain = plan_tensors(
-        rest, parts, folder.select(set(folder.tensors) - own - reader.used), model=model,
-        dtype=model.dtype, ignored=ignored, problems=problems,
-    )  # fmt: skip
-    kept = [module for module in linears if module not in quantized]
-    return merge_ranks(ranks, plain, [dict(added) for _ in ranks]), kept, has_cache
+    return ranks
 
 
 def sort_linears(
@@ -192,15 +181,6 @@ def plan_kv_scales(
         for kind in kv_scales
     }
     return planned, bool(cache)
-
-
-def _requantize(
-    ranks: Sequence[RankPlan], name: str, factors: Mapping[str, np.float32], scale: np.float32
-) -> None:
-    """Give a tensor one scale on every rank; where it is not planned, a problem was found."""
-    for rank in ranks:
-        if name in rank:
-            rank[name] = RequantizedTensor(rank[name].info, rank[name].pieces, factors, scale)
 
 
 def _find_attention(parts: Sequence[Part]) -> str:

@@ -1,0 +1,159 @@
+"""Flags of specdec-convert that are missing, contradict one another, or have no effect."""
+
+from __future__ import annotations
+
+from specdec.command.settings import require
+from specdec.contradictions import Contradiction, find_given, refuse_contradictions
+from specdec.documents import check_data_file
+from specdec.options import list_given, name_flag
+
+from .methods import FOLDERS, find_folder
+from .quantize.formats import FORMATS, Format
+from .settings import ConvertSettings
+
+CALIBRATION = (
+    "calibration_data", "calib_size", "calib_batch_size", "calib_max_seq_length", "calib_device",
+)  # fmt: skip
+
+
+def check_flags(settings: ConvertSettings) -> None:
+    """Raise UsageError for flags that cannot be obeyed together; read no model."""
+    require(settings)
+    refuse_contradictions(settings, CONTRADICTIONS)
+    if settings.calibration_data is not None:
+        check_data_file(settings.calibration_data, "--calibration-data")
+
+
+def _find_two_drafters(settings: ConvertSettings) -> str | None:
+    given = [name_flag(option) for option in FOLDERS if getattr(settings, option) is not None]
+    return " and ".join(given) if len(given) > 1 else None
+
+
+def _find_other_methods(settings: ConvertSettings) -> str | None:
+    """A method's option without its drafter, and that drafter's flag."""
+    for folder, method in FOLDERS.items():
+        useless = list_given(settings, method.options["convert"])
+        if useless and getattr(settings, folder) is None:
+            return f"{name_flag(useless[0])} has no effect without {name_flag(folder)}"
+    return None
+
+
+def _get_format(settings: ConvertSettings) -> Format | None:
+    return FORMATS[settings.quantization] if settings.quantization is not None else None
+
+
+def _find_group_sizes(settings: ConvertSettings) -> list[int]:
+    """The group sizes that there are to choose from; empty where none is asked for."""
+    format_ = _get_format(settings)
+    if format_ is None or settings.group_size is None:
+        return []
+    return list(format_.algorithm.group_sizes)
+
+
+def _calibrates(settings: ConvertSettings) -> bool:
+    format_ = _get_format(settings)
+    return format_ is not None and (format_.needs_data or settings.kv_cache_dtype is not None)
+
+
+CONTRADICTIONS = (
+    # ---- The models.
+    Contradiction(
+        lambda s: s.model_dir is not None and s.base_model_checkpoint_dir is not None,
+        "--model-dir and --base-model-checkpoint-dir are both given",
+        "give one of them",
+    ),
+    Contradiction(
+        lambda s: s.model_dir is None and s.base_model_checkpoint_dir is None,
+        "missing --model-dir",
+        "give the target: --model-dir, or --base-model-checkpoint-dir for an existing checkpoint",
+    ),
+    Contradiction(
+        _find_two_drafters,
+        "{found} are both given",
+        "a checkpoint holds one drafter: give one of them",
+    ),
+    Contradiction(
+        _find_other_methods, "{found}", "give the drafter's folder, or leave the option out"
+    ),
+    Contradiction(
+        lambda s: s.base_model_checkpoint_dir is not None and find_folder(s) is None,
+        "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
+        f"give the drafter to add to the checkpoint: {' or '.join(map(name_flag, FOLDERS))}",
+    ),
+    # ---- Quantization.
+    Contradiction(
+        lambda s: (
+            s.quantization is None and find_given(s, "kv_cache_dtype", "group_size", *CALIBRATION)
+        ),
+        "{found} has no effect without --quantization",
+        "give --quantization fp8, or leave the option out",
+    ),
+    Contradiction(
+        lambda s: s.quantization is not None and s.base_model_checkpoint_dir is not None,
+        "--quantization takes a Hugging Face target, not --base-model-checkpoint-dir",
+        "give the target as --model-dir: the calibration runs it with transformers",
+    ),
+    Contradiction(
+        lambda s: s.group_size is not None and len(_find_group_sizes(s)) < 2,
+        "--group-size has no effect with --quantization {quantization}: there is nothing to choose",
+        "leave it out",
+    ),
+    Contradiction(
+        lambda s: (
+            s.group_size not in (sizes := _find_group_sizes(s))
+            and sizes
+            and (", ".join(map(str, sizes)), sizes[-1])
+        ),
+        "--group-size is {group_size}; --quantization {quantization} has groups of {found[0]}",
+        "give {found[1]}, or leave it out",
+    ),
+    Contradiction(
+        lambda s: s.quantization is not None and not _calibrates(s) and find_given(s, *CALIBRATION),
+        "{found} has no effect: --quantization {quantization} needs no calibration",
+        "leave it out, or give --kv-cache-dtype fp8, which does",
+    ),
+    Contradiction(
+        lambda s: _calibrates(s) and s.calibration_data is None,
+        "--quantization {quantization} without --calibration-data",
+        "give a .txt, .jsonl or .json file of texts like those to be decoded: the scales come"
+        " from them",
+    ),
+    # ---- The ranks' layout.
+    Contradiction(
+        lambda s: find_folder(s) is not None and (s.pp_size or 1) > 1,
+        "--pp-size is {pp_size}, but an engine with a drafter has no pipeline stages",
+        "use --tp-size, or leave --pp-size out",
+    ),
+    Contradiction(
+        lambda s: s.use_embedding_sharing and s.trtllm_version != "0.14",
+        "--use-embedding-sharing is not for --trtllm-version {trtllm_version}: since 0.16,"
+        " TensorRT-LLM itself shares a head that equals the embedding",
+        "leave it out, or convert for 0.14",
+    ),
+    Contradiction(
+        lambda s: (
+            s.use_embedding_sharing
+            and (s.base_model_checkpoint_dir is not None or find_folder(s) == "drafter_model_dir")
+        ),
+        "--use-embedding-sharing has no effect on a checkpoint with a ReDrafter drafter or made"
+        " from another one: their head is always written",
+        "leave it out",
+    ),
+    Contradiction(
+        lambda s: (
+            s.base_model_checkpoint_dir is not None and find_given(s, "moe_tp_size", "moe_ep_size")
+        ),
+        "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
+        "leave them out: the checkpoint's experts stay as they are split",
+    ),
+    Contradiction(
+        lambda s: s.embedding_sharding_dim not in (None, 0, 1),
+        "--embedding-sharding-dim is {embedding_sharding_dim}",
+        "give 0 (vocabulary) or 1 (hidden size)",
+    ),
+    Contradiction(
+        lambda s: s.embedding_sharding_dim is not None and not s.use_parallel_embedding,
+        "--embedding-sharding-dim has no effect without --use-parallel-embedding",
+        "give both, or neither",
+    ),
+)
