@@ -396,6 +396,13 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
         ('{"prompt": "a", "input_ids": [1]}', "exactly one of prompt, input_ids, messages"),
         ('{"prompt": "a", "temprature": 1}', "did you mean temperature?"),
         ('{"prompt": "a", "top_k": -1, "seed": 1.5}', "2 problems"),
+        ("{", "is not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"max_output_len": 3}', "exactly one of prompt, input_ids"),
+        ('{"prompt": 3}', "prompt is 3, not a text"),
+        ('{"prompt": null}', "prompt is None, not a text"),
+        ('{"input_ids": [1.5]}', "input_ids is [1.5], not a list of token ids"),
+        ('{"prompt": 3}\n\n{"prompt": "a"}\n{', "line 5 is not JSON"),
     ],
 )
 def test_wrong_lines(tmp_path: Path, line: str, message: str) -> None:
