@@ -34,58 +34,45 @@ BARE = {
 }
 
 
-def unescape(match: re.Match[str]) -> str:
-    """Read an escape of protobuf's text format."""
-    return chr(int(match[1], 8)) if len(match[1]) == 3 else match[1]
-
-
 def parse(text: str) -> dict[str, list[Any]]:
     """Parse protobuf's text format: field -> values, messages as such dictionaries."""
     tokens = TOKEN.findall(text)
     assert TOKEN.sub("", text).strip() == ""
-    place = 0
+    tokens.reverse()
 
-    def read_message(end: str | None) -> dict[str, list[Any]]:
-        nonlocal place
+    def skip(mark: str) -> bool:
+        return bool(tokens) and tokens[-1] == mark and bool(tokens.pop())
+
+    def read_message(is_inner: bool) -> dict[str, list[Any]]:
         fields: dict[str, list[Any]] = {}
-        while place < len(tokens) and tokens[place] != end:
-            name = tokens[place]
+        while tokens and tokens[-1] != "}":
+            name = tokens.pop()
             assert re.fullmatch(r"\w+", name), name
-            place += 1
-            if tokens[place] == ":":
-                place += 1
-            fields.setdefault(name, []).extend(read_values())
-            while place < len(tokens) and tokens[place] == ",":
-                place += 1
-        assert end is None or tokens[place] == end
-        place += 1
+            skip(":")
+            fields.setdefault(name, []).extend(read_values() if skip("[") else [read_value()])
+            skip(",")
+        assert skip("}") == is_inner
         return fields
 
     def read_values() -> list[Any]:
-        nonlocal place
-        if tokens[place] != "[":
-            return [read_value()]
-        place += 1
         values = []
-        while tokens[place] != "]":
+        while not skip("]"):
             values.append(read_value())
-            if tokens[place] == ",":
-                place += 1
-        place += 1
+            skip(",")
         return values
 
     def read_value() -> Any:
-        nonlocal place
-        token = tokens[place]
-        place += 1
-        if token == "{":
-            return read_message("}")
+        if skip("{"):
+            return read_message(True)
+        token = tokens.pop()
         assert token not in ("}", "]", ":", ","), token
         if not token.startswith('"'):
             return token
-        return re.sub(r"\\([0-7]{3}|.)", unescape, token[1:-1])
+        return re.sub(
+            r"\\([0-7]{3}|.)", lambda m: chr(int(m[1], 8)) if len(m[1]) == 3 else m[1], token[1:-1]
+        )
 
-    return read_message(None)
+    return read_message(False)
 
 
 def list_parameters(config: dict[str, list[Any]]) -> dict[str, str]:
@@ -119,8 +106,7 @@ def write_templates(folder: Path, *, without: str = "", extra: str = "") -> Path
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    world_iterator = make_world(tmp_path_factory.mktemp("world"), request.param)
-    for world in world_iterator:
+    for world in make_world(tmp_path_factory.mktemp("world"), request.param):
         write_templates(world.folder / "templates")
         yield world
 
@@ -133,6 +119,15 @@ def emit(
         "triton_parameters": ["tokenizer_dir=/models/hf", *parameters],
     } | settings
     return build_engine(BuildSettings(output_dir=engine, emit_triton=output, **options))
+
+
+def refuse(match: str, world: World, engine: Path, *parameters: str, **settings: Any) -> str:
+    """Emit in vain; return the remedy."""
+    output = world.folder / "refused"
+    with pytest.raises(SpecDecError, match=match) as caught:
+        emit(world, engine, output, *parameters, **settings)
+    assert not output.exists()
+    return caught.value.hint
 
 
 def read_models(folder: Path) -> dict[str, dict[str, list[Any]]]:
@@ -174,10 +169,8 @@ def test_draft_target_is_served_by_the_bls_model(world: World, tmp_path: Path) -
         emit(world, target, tmp_path / "repo", **settings)
     devices = ("gpu_device_ids=1", "draft.gpu_device_ids=0")
     report = emit(world, target, tmp_path / "repo", *devices, **settings)
-    assert (
-        "--tensorrt_llm_model_name tensorrt_llm,tensorrt_llm_draft --multi-model"
-        in (report["launch"])
-    )
+    names = "--tensorrt_llm_model_name tensorrt_llm,tensorrt_llm_draft --multi-model"
+    assert names in report["launch"]
     models = read_models(tmp_path / "repo")
     assert models["tensorrt_llm_draft"]["name"] == ["tensorrt_llm_draft"]
     ours, theirs = (list_parameters(models[n]) for n in ("tensorrt_llm", "tensorrt_llm_draft"))
@@ -187,13 +180,12 @@ def test_draft_target_is_served_by_the_bls_model(world: World, tmp_path: Path) -
     bls = list_parameters(models["tensorrt_llm_bls"])
     assert bls["tensorrt_llm_model_name"] == "tensorrt_llm"
     assert bls["tensorrt_llm_draft_model_name"] == "tensorrt_llm_draft"
-    with pytest.raises(SpecDecError, match="refuses to stream drafts"):
-        emit(world, target, tmp_path / "other", "decoupled_mode=True", *devices, **settings)
-    with pytest.raises(SpecDecError, match="has mode draft_tokens_external"):
-        emit(world, draft, tmp_path / "other", f"{FRACTION}=0.4", triton_draft_engine_dir=target)
-    with pytest.raises(SpecDecError, match=r"is '0,1', the engine has 1 ranks"):
-        emit(world, target, tmp_path / "other", "gpu_device_ids=0,1", devices[1], **settings)
-    assert not (tmp_path / "other").exists()
+    for match, engines, parameters in (
+        ("refuses to stream drafts", (target, draft), ("decoupled_mode=True", *devices)),
+        ("has mode draft_tokens_external", (draft, target), (f"{FRACTION}=0.4",)),
+        ("is '0,1', the engine has 1 ranks", (target, draft), ("gpu_device_ids=0,1", devices[1])),
+    ):
+        refuse(match, world, engines[0], *parameters, triton_draft_engine_dir=engines[1])
 
 
 def test_a_pairs_engines_keep_their_own_folders(world: World, tmp_path: Path) -> None:
@@ -212,10 +204,9 @@ def test_a_pairs_engines_keep_their_own_folders(world: World, tmp_path: Path) ->
     fractions = [list_parameters(models[n])[FRACTION]
                  for n in ("tensorrt_llm", "tensorrt_llm_draft")]  # fmt: skip
     assert fractions == [f"${{{FRACTION}}}", "0.3"]
-    with pytest.raises(UsageError, match="draft.engine_dir without --triton-draft-engine-dir"):
-        emit(world, target, tmp_path / "x", "draft.engine_dir=/engines/draft")
-    with pytest.raises(SpecDecError, match=f"{FRACTION} is '2'"):
-        emit(world, target, tmp_path / "x", f"{FRACTION}=2")
+    refuse("draft.engine_dir without --triton-draft-engine-dir", world, target,
+           "draft.engine_dir=/engines/draft")  # fmt: skip
+    refuse(f"{FRACTION} is '2'", world, target, f"{FRACTION}=2")
 
 
 def test_any_character_reaches_the_server(world: World, tmp_path: Path) -> None:
@@ -231,17 +222,15 @@ def test_any_character_reaches_the_server(world: World, tmp_path: Path) -> None:
     assert parameters["tokenizer_dir"] == parameters["lora_prefetch_dir"] == odd
     assert parameters["gpt_model_path"] == f"/{odd}"
     assert shlex.split(report["launch"])[2] == f"--model_repo={repository}"
-    with pytest.raises(SpecDecError, match="a word or a number for max_queue_size, not '1 }'"):
-        emit(world, engine, tmp_path / "x", "max_queue_size=1 }")
-    with pytest.raises(UsageError, match="without dollar signs|NAME=VALUE|name"):
-        emit(world, engine, tmp_path / "x", triton_parameters=["tokenizer_dir=/models/${name}"])
+    refuse("a word or a number for max_queue_size, not '1 }'", world, engine, "max_queue_size=1 }")
+    wrong = ["tokenizer_dir=/models/${name}"]
+    assert "without dollar signs" in refuse("name", world, engine, triton_parameters=wrong)
 
 
 def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) -> None:
     engine = world.engine("redrafter", world.redrafter())
     templates = write_templates(tmp_path / "new", extra="new_knob")
-    with pytest.raises(SpecDecError, match="has unknown variables new_knob"):
-        emit(world, engine, tmp_path / "repo", triton_templates=templates)
+    refuse("has unknown variables new_knob", world, engine, triton_templates=templates)
     emit(
         world, engine, tmp_path / "repo", "new_knob=7", "max_queue_size=9",
         triton_templates=templates,
@@ -249,15 +238,11 @@ def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) 
     config = read_models(tmp_path / "repo")["tensorrt_llm"]
     assert list_parameters(config)["new"] == "7"
     old = write_templates(tmp_path / "old", without="enable_kv_cache_reuse")
-    with pytest.raises(SpecDecError, match="has no variable enable_kv_cache_reuse"):
-        emit(world, engine, tmp_path / "x", triton_templates=old)
-    with pytest.raises(SpecDecError, match=r"no template has it \(did you mean medusa_choices"):
-        emit(world, engine, tmp_path / "x", "medusa_choice={0}")
-    with pytest.raises(SpecDecError, match="does not exist") as caught:
-        emit(world, engine, tmp_path / "x", triton_templates=tmp_path)
-    assert "all_models/inflight_batcher_llm" in caught.value.hint
-    with pytest.raises(UsageError, match="needs the tokenizer's folder"):
-        emit(world, engine, tmp_path / "x", triton_parameters=[])
+    refuse("has no variable enable_kv_cache_reuse", world, engine, triton_templates=old)
+    refuse(r"no template has it \(did you mean medusa_choices", world, engine, "medusa_choice={0}")
+    remedy = refuse("does not exist", world, engine, triton_templates=tmp_path)
+    assert "all_models/inflight_batcher_llm" in remedy
+    refuse("needs the tokenizer's folder", world, engine, triton_parameters=[])
     with pytest.raises(UsageError, match="--triton-parameters has no effect without"):
         build_engine(BuildSettings(output_dir=engine, triton_parameters=["decoupled_mode=True"]))
     assert all(set(NEEDED[model]) <= set(KNOWN[model]) for model in KNOWN)
@@ -265,37 +250,30 @@ def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) 
 
 def test_engines_that_need_more_or_are_not_tensorrt_llms(world: World, tmp_path: Path) -> None:
     medusa = world.engine("medusa", world.medusa(), "--speculative-decoding-mode", "medusa")
-    with pytest.raises(SpecDecError, match="of mode medusa is served with medusa_choices"):
-        emit(world, medusa, tmp_path / "repo")
+    refuse("of mode medusa is served with medusa_choices", world, medusa)
     emit(world, medusa, tmp_path / "repo", "medusa_choices={0}, {0, 0}")
     config = read_models(tmp_path / "repo")["tensorrt_llm"]
     assert list_parameters(config)["medusa_choices"] == "{0}, {0, 0}"
     engine = world.torch_engine("plain", world.checkpoint("plain"))
-    with pytest.raises(SpecDecError, match="and Triton serves TensorRT-LLM's"):
-        emit(world, engine, tmp_path / "x")
-
-
-def test_fast_logits_need_ranks_of_their_own(world: World, tmp_path: Path) -> None:
-    engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
-    parameter = "speculative_decoding_fast_logits={}"
-    with pytest.raises(SpecDecError, match="needs participant_ids of each engine"):
-        emit(world, engine, tmp_path / "x", parameter.format("True"))
-    emit(world, engine, tmp_path / "x", parameter.format("False"))
+    refuse("and Triton serves TensorRT-LLM's", world, engine)
+    engine, parameter = (
+        world.engine("plain", world.checkpoint("plain"), *PAGED),
+        "speculative_decoding_fast_logits",
+    )
+    refuse("needs participant_ids of each engine", world, engine, f"{parameter}=True")
+    emit(world, engine, tmp_path / "x", f"{parameter}=False")
 
 
 def test_a_lookahead_window_fills_the_engine(world: World, tmp_path: Path) -> None:
     engine = world.engine("lookahead", world.checkpoint("plain"), *LOOKAHEAD)
     names = ("window_size", "ngram_size", "verification_set_size")
 
-    def emit_window(*sizes: object) -> None:
-        parameters = [f"lookahead_{name}={size}" for name, size in zip(names, sizes, strict=True)]
-        emit(world, engine, tmp_path / "repo", *parameters)
+    def list_window(*sizes: object) -> list[str]:
+        return [f"lookahead_{name}={size}" for name, size in zip(names, sizes, strict=True)]
 
-    with pytest.raises(SpecDecError, match=r"\[2,3,2\] drafts 7 .* exactly .*, 11"):
-        emit_window(2, 3, 2)
-    with pytest.raises(SpecDecError, match="are 3, x, 3"):
-        emit_window(3, "x", 3)
-    emit_window(3, 3, 3)
+    refuse(r"\[2,3,2\] drafts 7 .* exactly .*, 11", world, engine, *list_window(2, 3, 2))
+    refuse("are 3, x, 3", world, engine, *list_window(3, "x", 3))
+    emit(world, engine, tmp_path / "repo", *list_window(3, 3, 3))
     found = list_parameters(read_models(tmp_path / "repo")["tensorrt_llm"])
     assert [found[f"lookahead_{name}"] for name in names] == ["3", "3", "3"]
 

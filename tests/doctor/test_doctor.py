@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from specdec.files.reading import read_json, write_json
 from specdec.trtllm.environment import Environment, Gpu
 from tests.conftest import ROOT, make_llama, read_error_lines, run_cli
 from tests.engine.kernels import FORMS, needs_compiler
-from tests.engines import call, make_engine
+from tests.engines import call, make_engine, run_cli_here
 from tests.trtllm.checkpoints import CheckpointStore
 from tests.trtllm.double import H100, install_double, write_script
 
@@ -73,6 +75,7 @@ def test_report_of_this_machine() -> None:
     assert not can["build TensorRT-LLM engines"]
     assert report["cpu"]["cores"] == os.cpu_count()
     assert 0 < report["cpu"]["available_bytes"] <= report["cpu"]["memory_bytes"]
+    assert read_memory("NoSuchKey") is None
     assert [row["tensorrt_llm"] for row in report["pins"]] == ["1.2", "0.14"]
     assert "engine" not in report
 
@@ -127,67 +130,50 @@ def test_nothing_heavy_is_imported() -> None:
         " from specdec.doctor.settings import DoctorSettings; examine(DoctorSettings());"
         " print([m for m in ('torch', 'transformers', 'tensorrt_llm') if m in sys.modules])"
     )
-    import subprocess
-    import sys
-
-    from tests.conftest import ROOT
-
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           check=True)  # fmt: skip
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("change", "ability", "reason"),
-    [
-        ({"tensorrt_llm": None}, "build TensorRT-LLM engines", "TensorRT-LLM is not installed"),
-        ({"gpus": ()}, "run TensorRT-LLM engines", "no GPU is visible"),
-        ({"gpus": (T4,)}, "run TensorRT-LLM engines", "has compute capability 7.5, 8.0 is needed"),
-        ({"tensorrt_llm": "0.17.0"}, "run TensorRT-LLM engines", "0.17.0 is of a line"),
-        ({"cuda_driver": "12.4"}, "run TensorRT-LLM engines", "the driver runs CUDA 12.4 at most"),
-        ({}, "run TensorRT-LLM engines of several ranks", "one GPU is visible"),
-        ({"cuda": None}, "the torch backend on a GPU", "built without CUDA"),
-        (
-            {"gpus": (dataclasses.replace(H100, name="A100", compute_capability="8.0"),)},
-            "build TensorRT-LLM engines of an FP8 checkpoint",
-            "A100 has compute capability 8.0, 8.9 is needed",
-        ),
-    ],
-)
-def test_what_stands_in_the_way(change: dict[str, Any], ability: str, reason: str) -> None:
-    here = dataclasses.replace(HERE, **change)
-    found = {one.what: one.reasons for one in list_abilities(MACHINE, here)}
-    assert any(reason in text for text in found[ability]), found[ability]
+A100 = dataclasses.replace(H100, name="A100", compute_capability="8.0")
+OLD_TORCH = {"packages": {**MACHINE["packages"], "torch": "2.4.0"}}
+NO_MPI4PY = {"packages": {**MACHINE["packages"], "mpi4py": None}}
+MPIEXEC = {"mpi": {"launchers": {"mpiexec": "/usr/bin/mpiexec"}, "version": None}}
+RUN, BUILD = "run TensorRT-LLM engines", "build TensorRT-LLM engines"
 
 
 @pytest.mark.parametrize(
-    ("change", "abilities", "reason"),
+    ("machine", "change", "ability", "reason"),
     [
-        (
-            {"packages": {**MACHINE["packages"], "mpi4py": None}},
-            ["build TensorRT-LLM engines", "run TensorRT-LLM engines"],
-            "mpi4py is not installed",
-        ),
+        ({}, {"tensorrt_llm": None}, BUILD, "TensorRT-LLM is not installed"),
+        ({}, {"gpus": ()}, RUN, "no GPU is visible"),
+        ({}, {"gpus": (T4,)}, RUN, "has compute capability 7.5, 8.0 is needed"),
+        ({}, {"tensorrt_llm": "0.17.0"}, RUN, "0.17.0 is of a line"),
+        ({}, {"cuda_driver": "12.4"}, RUN, "the driver runs CUDA 12.4 at most"),
+        ({}, {}, f"{RUN} of several ranks", "one GPU is visible"),
+        ({}, {"cuda": None}, "the torch backend on a GPU", "built without CUDA"),
+        ({}, {"gpus": (A100,)}, f"{BUILD} of an FP8 checkpoint",
+         "A100 has compute capability 8.0, 8.9 is needed"),
+        (OLD_TORCH, {}, "build and run on the torch backend", "torch 2.4.0 is older than 2.6"),
+        (NO_MPI4PY, {}, BUILD, "mpi4py is not installed"),
+        (NO_MPI4PY, {}, RUN, "mpi4py is not installed"),
         # specdec-run starts its ranks with mpirun, not with mpiexec.
-        (
-            {"mpi": {"launchers": {"mpiexec": "/usr/bin/mpiexec"}, "version": None}},
-            ["run TensorRT-LLM engines of several ranks"],
-            "neither mpirun nor srun",
-        ),
+        (MPIEXEC, {}, f"{RUN} of several ranks", "neither mpirun nor srun"),
     ],
-)
-def test_mpi_that_is_not_enough(change: dict[str, Any], abilities: list[str], reason: str) -> None:
-    here = dataclasses.replace(HERE, gpus=(H100, H100))
-    found = {one.what: one.reasons for one in list_abilities({**MACHINE, **change}, here)}
-    for ability in abilities:
-        assert any(reason in text for text in found[ability]), found[ability]
-    with_srun = {**MACHINE, "mpi": {"launchers": {"srun": "/usr/bin/srun"}, "version": None}}
-    assert not any(one.reasons for one in list_abilities(with_srun, here))
+)  # fmt: skip
+def test_what_stands_in_the_way(
+    machine: dict[str, Any], change: dict[str, Any], ability: str, reason: str
+) -> None:
+    here = dataclasses.replace(HERE, **change)
+    found = {one.what: one.reasons for one in list_abilities({**MACHINE, **machine}, here)}
+    assert any(reason in text for text in found[ability]), found[ability]
 
 
 def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
     here = dataclasses.replace(HERE, gpus=(H100, H100))
-    assert [one.what for one in list_abilities(MACHINE, here) if one.reasons] == []
+    with_srun = {**MACHINE, "mpi": {"launchers": {"srun": "/usr/bin/srun"}, "version": None}}
+    for machine in (MACHINE, with_srun):
+        assert [one.what for one in list_abilities(machine, here) if one.reasons] == []
     assert find_pin_problems(MACHINE, here) == []
 
 
@@ -207,18 +193,6 @@ def test_versions_that_do_not_go_together(package: str, version: str, problem: s
     assert find_pin_problems(machine, dataclasses.replace(HERE, tensorrt_llm="1.0.0")) == []
 
 
-def test_old_torch_is_told() -> None:
-    machine = {**MACHINE, "packages": {**MACHINE["packages"], "torch": "2.4.0"}}
-    found = {one.what: one.reasons for one in list_abilities(machine, HERE)}
-    assert "torch 2.4.0 is older than 2.6" in found["build and run on the torch backend"][0]
-
-
-def test_pins_name_their_source() -> None:
-    for row in list_pins():
-        assert row["source"]
-        assert {"python", "tensorrt", "cuda", "torch", "modelopt"} <= set(row)
-
-
 def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
     """Each line of TensorRT-LLM pins torch and transformers; pip knows no way around that."""
     from packaging.requirements import Requirement
@@ -231,6 +205,8 @@ def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
         r'^  "((?:torch|transformers)[<>=][^"]+)",$', project, re.MULTILINE))}  # fmt: skip
     assert set(own) == {"torch", "transformers"}
     for row in list_pins():
+        assert row["source"]
+        assert {"python", "tensorrt", "cuda", "torch", "modelopt"} <= set(row)
         fits = all(Version(f"{row[name]}.1") in wanted for name, wanted in own.items())
         assert row["fits"] == fits == (Version(f"{row['tensorrt_llm']}.0") in asked)
     assert Version("1.1.0") not in asked
@@ -244,7 +220,7 @@ def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
 
 
 def test_torch_engine_can_run_here(engines: dict[str, Path]) -> None:
-    done = run_cli("doctor", "--engine-dir", engines["torch"], "--json")
+    done = run_cli_here("doctor", "--engine-dir", engines["torch"], "--json")
     assert done.returncode == 0, done.stderr
     engine = json.loads(done.stdout)["engine"]
     assert engine["can_run"]
@@ -253,7 +229,7 @@ def test_torch_engine_can_run_here(engines: dict[str, Path]) -> None:
 
 
 def test_tensorrt_engine_cannot_run_here(engines: dict[str, Path]) -> None:
-    done = run_cli("doctor", "--engine-dir", engines["tensorrt-llm"], "--json")
+    done = run_cli_here("doctor", "--engine-dir", engines["tensorrt-llm"], "--json")
     assert done.returncode == 1
     fact, hint = read_error_lines(done.stderr)
     assert "built with TensorRT-LLM 1.2.0, which is not installed here, and 1 more" in fact
@@ -303,10 +279,8 @@ def test_missing_rank_missing_weights_and_little_memory(
     cpu = Environment()
     assert "this machine has 0.0 GB" in check_engine(folder, small, cpu)["problems"][0]["fact"]
     (folder / "weights.safetensors").unlink()
-    assert (
-        "weights.safetensors does not exist"
-        in check_engine(folder, MACHINE, cpu)["problems"][0]["fact"]
-    )
+    fact = check_engine(folder, MACHINE, cpu)["problems"][0]["fact"]
+    assert "weights.safetensors does not exist" in fact
 
 
 def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Path) -> None:
@@ -314,12 +288,13 @@ def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Pa
     document = read_json(folder / "config.json")
     document["torch_config"]["kernels"] = {"cpu": "another"}
     write_json(folder / "config.json", document)
-    found = check_engine(folder, MACHINE, Environment())
-    assert found["can_run"]
-    assert "not kept here: the first run compiles them" in found["notes"][0]
-    found = check_engine(folder, {**MACHINE, "compiler": None}, Environment())
-    assert found["can_run"]
-    assert "there is no C++ compiler: it runs on torch's own operators" in found["notes"][0]
+    for compiler_, told in (
+        ("g++", "not kept here: the first run compiles them"),
+        (None, "there is no C++ compiler: it runs on torch's own operators"),
+    ):
+        found = check_engine(folder, {**MACHINE, "compiler": compiler_}, Environment())
+        assert found["can_run"]
+        assert told in found["notes"][0]
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[]", '{"build_config": 3}', "{"])
@@ -345,11 +320,3 @@ def test_text_of_an_engine_that_cannot_run(engines: dict[str, Path]) -> None:
     assert "no GPU is visible" in error.message
     assert find_error({"engine": {"can_run": True}}) is None
     assert find_error({}) is None
-
-
-def test_memory_is_read() -> None:
-    total, available = read_memory("MemTotal"), read_memory("MemAvailable")
-    assert total is not None
-    assert available is not None
-    assert available <= total
-    assert read_memory("NoSuchKey") is None
