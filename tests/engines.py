@@ -40,7 +40,7 @@ def call(stage: str, *args: object) -> None:
 
 
 def run_cli_here(
-    *args: object, stdin: str = "", env: Mapping[str, str] | None = None
+    *args: object, stdin: str = "", env: Mapping[str, str] | None = None, command: Any = None
 ) -> subprocess.CompletedProcess[str]:
     """What `run_cli` does, in this process: a command's status, stdout and stderr."""
     from specdec.command.stages import group, run_command
@@ -53,7 +53,7 @@ def run_cli_here(
             mock.patch.dict(os.environ, env or {}), contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):  # fmt: skip
-            run_command(group, words)
+            run_command(command or group, words)
     except SystemExit as ended:
         status = int(ended.code or 0)
     finally:

@@ -30,21 +30,21 @@ from specdec.command.stages import STAGES, group, load_command, print_error, sta
 from specdec.methods import METHODS
 from specdec.options import get_flags
 from tests.conftest import ROOT, read_error_lines, run_cli
-from tests.core.toy import ToySettings
+from tests.core.toy import ToySettings, do_action
 from tests.engines import run_cli_here
 
 
 def run_toy(*args: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """The toy as a process, for what only a process shows."""
     return subprocess.run(
-        [sys.executable, "-m", "tests.core.toy", *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        [sys.executable, "-m", "tests.core.toy", *args], cwd=ROOT, stdout=stdout,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+
+
+def run_toy_here(*args: str) -> subprocess.CompletedProcess[str]:
+    return run_cli_here(*args, command=stage_command("run", ToySettings)(do_action))
 
 
 def parse(*args: str) -> ToySettings:
@@ -57,13 +57,10 @@ def parse(*args: str) -> ToySettings:
 
 @pytest.mark.parametrize("name", ["--max-output-len", "--max_output_len", "--max_output-len"])
 @pytest.mark.parametrize("form", ["{} 7", "{}=7"])
-def test_dashes_and_underscores_alike(name: str, form: str) -> None:
-    assert parse(*form.format(name).split()).max_output_len == 7
-
-
 @pytest.mark.parametrize("value", ["explicit_draft_tokens", "explicit-draft-tokens"])
-def test_choices_take_dashes_and_underscores(value: str) -> None:
-    settings = parse("--speculative_decoding_mode", value)
+def test_dashes_and_underscores_alike(name: str, form: str, value: str) -> None:
+    settings = parse(*form.format(name).split(), "--speculative_decoding_mode", value)
+    assert settings.max_output_len == 7
     assert settings.speculative_decoding_mode == "explicit_draft_tokens"
 
 
@@ -90,7 +87,7 @@ def test_list_options_take_several_words(args: list[str], texts: list[str]) -> N
     "args", [["--input-text"], ["--input-text", "--use-logits"], ["--input_text", "--"]]
 )
 def test_list_option_without_a_word_is_refused(args: list[str]) -> None:
-    done = run_toy(*args)
+    done = run_toy_here(*args)
     assert done.returncode == 2
     assert "requires an argument" in read_error_lines(done.stderr)[0]
 
@@ -126,19 +123,16 @@ def test_untyped_flags_do_not_hide_the_recipe(tmp_path: Path) -> None:
         (["--max-output-len", "x"], 2, "'x' is not a valid integer"),
         (["--max-output-len", "0"], 2, "--max-output-len: expected at least 1, got 0"),
         (["--context-fmha", "maybe"], 2, "--context-fmha: expected enable or disable, got 'maybe'"),
-        (
-            ["--speculative-decoding-mode", "draft_tokens_extrenal"],
-            2,
-            "is not one of explicit_draft_tokens, draft_tokens_external (did you mean draft_tok",
-        ),
+        (["--speculative-decoding-mode", "draft_tokens_extrenal"], 2,
+         "is not one of explicit_draft_tokens, draft_tokens_external (did you mean draft_tok"),
         (["stray"], 2, "stray"),
         (["--", "--input-text", "a"], 2, "--input-text"),
         (["--config", "/nonexistent.yaml"], 2, "recipe /nonexistent.yaml does not exist"),
         (["--max-output-len"], 2, "requires an argument"),
     ],
-)
+)  # fmt: skip
 def test_failures_end_in_error_and_hint(args: list[str], status: int, error: str) -> None:
-    done = run_toy(*args)
+    done = run_toy_here(*args)
     assert done.returncode == status, done.stderr
     fact, hint = read_error_lines(done.stderr)
     assert error in fact
@@ -149,7 +143,7 @@ def test_failures_end_in_error_and_hint(args: list[str], status: int, error: str
 
 @pytest.mark.parametrize(("action", "status"), [("fail", 1), ("usage", 2), ("bug", 1)])
 def test_debug_adds_the_traceback_above(action: str, status: int) -> None:
-    done = run_toy("--action", action, "--debug")
+    done = run_toy_here("--action", action, "--debug")
     assert done.returncode == status
     assert "Traceback (most recent call last)" in done.stderr
     read_error_lines(done.stderr)
@@ -180,7 +174,7 @@ def test_full_disk_on_stdout_is_an_error(action: str) -> None:
 
 
 def test_help_lists_options_and_defaults() -> None:
-    done = run_toy("--help")
+    done = run_toy_here("--help")
     assert (done.returncode, done.stderr) == (0, "")
     for text in ("--input-text TEXT...", "--greedy / --no-greedy", "[default: 0]", "--config FILE"):
         assert text in done.stdout
@@ -195,12 +189,6 @@ def test_specdec_lists_its_stages() -> None:
     assert run_cli("--version").stdout.startswith("specdec ")
 
 
-def test_unknown_stage_is_refused_with_the_nearest() -> None:
-    done = run_cli("covnert")
-    assert done.returncode == 2
-    assert "no such command 'covnert' (did you mean convert?)" in read_error_lines(done.stderr)[0]
-
-
 def test_names_out_of_files_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_error("größe\x1b[2J\ud800 is\nlong", "no\ttabs")
     shown = capsys.readouterr().err
@@ -208,7 +196,7 @@ def test_names_out_of_files_do_not_steer_the_terminal(capsys: pytest.CaptureFixt
 
 
 def read_help(*args: str) -> str:
-    done = run_cli(*args)
+    done = run_cli_here(*args)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -316,15 +304,18 @@ def test_what_was_meant_is_told(words: list[str], fact: str, hint: str) -> None:
 def test_help_of_subcommands_and_of_nothing() -> None:
     assert "--base-url" in read_help("help", "train", "data")
     assert read_help("help") == read_help("--help")
-    done = run_cli("help", "rnu")
-    assert done.returncode == 2
-    assert "did you mean run?" in read_error_lines(done.stderr)[0]
-    assert "no subcommand 'x'" in read_error_lines(run_cli("help", "run", "x").stderr)[0]
+    for words, fact in (
+        (["help", "rnu"], "did you mean run?"), (["help", "run", "x"], "no subcommand 'x'"),
+        (["covnert"], "no such command 'covnert' (did you mean convert?)"),
+    ):  # fmt: skip
+        done = run_cli_here(*words)
+        assert done.returncode == 2
+        assert fact in read_error_lines(done.stderr)[0]
 
 
-@pytest.mark.parametrize("args", [["-V"], ["--version"], ["run", "-V"], ["generate", "--version"]])
-def test_version(args: list[str]) -> None:
-    assert read_help(*args) == f"specdec {__version__}\n"
+def test_version() -> None:
+    for line in ("-V", "--version", "run -V", "generate --version"):
+        assert read_help(*line.split()) == f"specdec {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -344,12 +335,8 @@ def test_completion(words: list[str], incomplete: str, expected: list[str]) -> N
     complete = ShellComplete(group, {}, "specdec", "_SPECDEC_COMPLETE")
     found = [item.value for item in complete.get_completions(words, incomplete)]
     assert found == expected
-
-
-def test_paths_are_completed_by_the_shell() -> None:
-    complete = ShellComplete(group, {}, "specdec", "_SPECDEC_COMPLETE")
     (item,) = complete.get_completions(["run", "--engine-dir"], "ou")
-    assert (item.value, item.type) == ("ou", "file")
+    assert (item.value, item.type) == ("ou", "file"), "paths are the shell's"
 
 
 # Sends us a signal when the first of our larger modules is imported.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,13 @@ import pytest
 from specdec.command.stages import MAX_LINE, MAX_LISTED, MAX_WORD, print_error
 from specdec.errors import Problems, SpecDecError, cut_middle, summarize
 from tests.conftest import (
-    ROOT,
     make_drafter,
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
     read_error_lines,
 )
+from tests.engines import run_cli_here
 
 
 def test_a_long_line_keeps_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,10 +43,13 @@ def test_texts_are_cut_only_where_they_are_long() -> None:
 
 
 def test_problems_and_remedies_are_told_once() -> None:
+    Problems([]).raise_all()
     with pytest.raises(SpecDecError) as caught:
-        Problems(
-            [("a", "correct it"), ("b", "correct it"), ("a", "correct it"), ("c", "leave it")]
-        ).raise_all()
+        Problems.where((1, "one", "do this"), (0, "no", ""), ([2], "two", "do that")).raise_all()
+    assert caught.value.message == "2 problems: (1) one; (2) two"
+    assert caught.value.hint == "(1) do this; (2) do that"
+    with pytest.raises(SpecDecError) as caught:
+        Problems([*((name, "correct it") for name in "aba"), ("c", "leave it")]).raise_all()
     assert caught.value.message == "3 problems: (1) a; (2) b; (3) c"
     assert caught.value.hint == "(1, 2) correct it; (3) leave it"
     assert caught.value.problems == [("a", "correct it"), ("b", "correct it"), ("c", "leave it")]
@@ -65,16 +67,16 @@ def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
     from specdec.convert.pipeline import convert_model
     from specdec.convert.settings import ConvertSettings
 
-    makers: dict[str, tuple[str, Callable[[], Path]]] = {
-        "redrafter": ("drafter_model_dir", lambda: make_drafter(tmp_path, vocab=200)),
-        "medusa": ("medusa_model_dir", lambda: make_medusa_heads(tmp_path, vocab=200)),
-        "eagle": ("eagle_model_dir", lambda: make_eagle_drafter(tmp_path, vocab=200)),
-        "eagle3": ("eagle_model_dir", lambda: make_eagle_drafter(tmp_path, vocab=200, version=3)),
+    makers: dict[str, tuple[str, Callable[..., Path]]] = {
+        "redrafter": ("drafter_model_dir", make_drafter),
+        "medusa": ("medusa_model_dir", make_medusa_heads),
+        "eagle": ("eagle_model_dir", make_eagle_drafter),
+        "eagle3": ("eagle_model_dir", functools.partial(make_eagle_drafter, version=3)),
     }
     flag, make = makers[kind]
-    folder = make()
+    given = {flag: str(make(tmp_path, vocab=200))}
     settings = ConvertSettings(
-        model_dir=str(make_llama(tmp_path)), output_dir=tmp_path / "out", **{flag: str(folder)}
+        model_dir=str(make_llama(tmp_path)), output_dir=tmp_path / "out", **given
     )
     with pytest.raises(SpecDecError) as caught:
         convert_model(settings)
@@ -97,11 +99,8 @@ def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_options_of_other_tools(stage: str, option: str, meant: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", stage, option, "1"]
-        + (["--checkpoint-dir", "c", "--output-dir", "o"] if stage == "build" else []),
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    more = ["--checkpoint-dir", "c", "--output-dir", "o"] if stage == "build" else []
+    done = run_cli_here(stage, option, "1", *more)
     assert done.returncode == 2
     fact, _ = read_error_lines(done.stderr)
     assert f"(did you mean {meant}?)" in fact

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from specdec.command.settings import read_recipe, require, resolve_settings, to_plain
 from specdec.command.stages import STAGES, load_command
-from specdec.errors import Problems, SpecDecError, UsageError, suggest
+from specdec.errors import UsageError, suggest
 from specdec.options import check_value, get_flags, name_flag, setting
 from specdec.train.data.settings import DataSettings
 
@@ -171,16 +171,6 @@ def test_every_command_checks_what_it_declares_as_required(command: str, field: 
     caught = CliRunner().invoke(load_command(name), words)
     assert isinstance(caught.exception, UsageError)
     assert name_flag(field) in caught.exception.message.removeprefix("missing ").split(", ")
-
-
-def test_problems_are_reported_together() -> None:
-    Problems([]).raise_all()
-    with pytest.raises(SpecDecError, match="^one$"):
-        Problems([("one", "do this")]).raise_all()
-    with pytest.raises(SpecDecError) as caught:
-        Problems([("one", "do this"), ("two", "do that")]).raise_all()
-    assert caught.value.message == "2 problems: (1) one; (2) two"
-    assert caught.value.hint == "(1) do this; (2) do that"
 
 
 def test_suggest_only_near_names() -> None:
