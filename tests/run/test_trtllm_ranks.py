@@ -267,12 +267,3 @@ def test_eagle_decodes_greedily_whatever_the_temperature(eagle_folder: EngineFol
     ((fact, remedy),) = find_sampling_problems(sampled, eagle_folder)
     assert "samples with temperature 0.7, and TensorRT-LLM's EAGLE decodes greedily" in fact
     assert remedy == "leave the temperature out"
-
-
-def test_a_tree_for_an_engine_without_eagle_would_be_forgotten(world: World) -> None:
-    engine = world.engine("plain", world.checkpoint("plain"), *PAGED)
-    for flag, value in (("eagle_choices", "[[0]]"), ("eagle_use_dynamic_tree", True)):
-        shown = "--" + flag.replace("_", "-")
-        with pytest.raises(UsageError, match=f"{shown} has no effect with an engine that runs"):
-            world.run(engine, make_prompts(4), None, **{flag: value})
-        assert not world.calls("from_dir")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ UNTOLD_STEPS = {"num_verify_steps", "acceptance_length"}  # results of 0.14 do n
 
 @pytest.fixture
 def plain(world: World) -> Path:
-    return world.engine("plain", world.checkpoint("plain"), *PAGED)
+    return ENGINES["plain"](world)
 
 
 @pytest.fixture
 def redrafter(world: World) -> Path:
-    return world.engine("redrafter", world.redrafter())
+    return ENGINES["redrafter"](world)
 
 
 def list_texts(report: Any) -> list[Any]:
@@ -150,39 +151,19 @@ def test_prompts_of_different_settings_go_in_calls_of_their_own(world: World, pl
     assert list_texts(again) == list_texts(report)
 
 
-def test_a_greedy_redrafter_engine_refuses_a_temperature(world: World, redrafter: Path) -> None:
-    with pytest.raises(SpecDecError, match="this engine always decodes greedily") as caught:
-        world.run(redrafter, make_prompts(4), temperature="0.7")
-    assert "--redrafter-no-greedy-search" in caught.value.hint
-    assert not world.calls("from_dir")
-
-
-def test_a_sampling_redrafter_engine_refuses_what_it_would_ignore(world: World) -> None:
-    engine = world.engine("sampling", world.redrafter("sampling", "--redrafter-no-greedy-search"))
-    with pytest.raises(SpecDecError, match="this engine always samples"):
-        world.run(engine, make_prompts(4))
-    with pytest.raises(SpecDecError, match="top_k 5 and top_p 1; TensorRT"):
-        world.run(engine, make_prompts(4), temperature="0.7", top_k=5)
-    report = world.run(engine, make_prompts(4), temperature="0.7", max_output_len=4)
-    assert len(report["outputs"][0]["output_ids"]) == 4
-
-
-def test_medusa_gets_a_tree_and_refuses_another_temperature(world: World) -> None:
-    engine = world.engine("medusa", world.medusa(), "--speculative-decoding-mode", "medusa")
-    expected = world.run(
-        world.torch_engine("medusa", world.medusa()), make_prompts(4, 11), draft_budget="fixed"
-    )
-    report = world.run(engine, make_prompts(4, 11))
+def test_medusa_gets_a_tree(world: World) -> None:
+    requests = make_prompts(4, 11)
+    torch_engine = world.torch_engine("medusa", world.medusa())
+    expected = world.run(torch_engine, requests, draft_budget="fixed")
+    report = world.run(ENGINES["medusa"](world), requests)
     assert list_texts(report) == list_texts(expected)
-    choices = world.calls("from_dir")[0]["options"]["medusa_choices"]
-    assert len(choices) == 6
-    with pytest.raises(SpecDecError, match=r"temperature 0.5, TensorRT-LLM's Medusa only 1"):
-        world.run(engine, make_prompts(4), temperature="0.5")
-    paths = str([[0] * n for n in range(1, 7)])
-    with pytest.raises(SpecDecError, match="6 deep, the engine has 3 Medusa heads"):
-        world.run(engine, make_prompts(4), medusa_choices=paths)
-    with pytest.raises(UsageError, match="TensorRT-LLM's trees of Medusa are static"):
-        world.run(engine, make_prompts(4), medusa_tree_tokens=3)
+    assert len(world.calls("from_dir")[0]["options"]["medusa_choices"]) == 6
+
+
+def test_a_redrafter_engine_that_samples(world: World) -> None:
+    settings = {"temperature": "0.7", "max_output_len": 4}
+    report = world.run(ENGINES["sampling"](world), make_prompts(4), **settings)
+    assert len(report["outputs"][0]["output_ids"]) == 4
 
 
 def test_generation_logits_need_the_flag_of_the_build_or_of_the_run(
@@ -217,43 +198,62 @@ def test_generation_logits_need_the_flag_of_the_build_or_of_the_run(
         )  # fmt: skip
 
 
-def test_block_reuse_needs_paged_context_fmha_in_the_engine(world: World, plain: Path) -> None:
+def test_block_reuse_is_handed_on(world: World, plain: Path) -> None:
     world.run(plain, make_prompts(4), max_output_len=3, kv_cache_enable_block_reuse=True)
     assert world.calls("from_dir")[0]["options"]["kv_cache_enable_block_reuse"] is True
     report = world.run(plain, make_prompts(4), max_output_len=3)
     assert world.calls("from_dir")[0]["options"]["kv_cache_enable_block_reuse"] is False
     assert "num_reused_tokens" not in report["stats"]
-    engine = world.engine(
-        "unpaged", world.checkpoint("plain"), "--use-paged-context-fmha", "disable"
-    )
-    with pytest.raises(SpecDecError, match="cannot reuse blocks of its KV cache") as caught:
-        world.run(engine, make_prompts(4), kv_cache_enable_block_reuse=True)
-    assert "--use-paged-context-fmha enable" in caught.value.hint
+
+
+ENGINES: dict[str, Callable[[World], Path]] = {
+    "plain": lambda w: w.engine("plain", w.checkpoint("plain"), *PAGED),
+    "unpaged": lambda w: w.engine(
+        "unpaged", w.checkpoint("plain"), "--use-paged-context-fmha", "disable"
+    ),
+    "redrafter": lambda w: w.engine("redrafter", w.redrafter()),
+    "sampling": lambda w: w.engine(
+        "sampling", w.redrafter("sampling", "--redrafter-no-greedy-search")
+    ),
+    "medusa": lambda w: w.engine("medusa", w.medusa(), "--speculative-decoding-mode", "medusa"),
+}
+DEEP = str([[0] * n for n in range(1, 7)])
+REUSE = {"kv_cache_enable_block_reuse": True}
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("name", "settings", "error", "message"),
     [
-        ({"device": "cpu"}, UsageError, "--device cpu"),
-        ({"kv_cache_free_gpu_memory_fraction": 1.5}, UsageError, "fraction is 1.5"),
-        ({"num_beams": 2}, UsageError, "--num-beams is 2"),
-        ({"use_py_session": True}, UsageError, "Python session"),
-        ({"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
-        ({"medusa_tree_tokens": 3}, UsageError, "--medusa-tree-tokens has no effect"),
-        ({"acceptance": "typical"}, UsageError, "--acceptance typical is for engines of torch"),
-        ({"redrafter_tree_tokens": 3}, UsageError, "--redrafter-tree-tokens is for engines of"),
-        ({"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),
-        ({"suffix_max_tokens": 3}, UsageError, "--suffix-max-tokens is for engines of torch"),
-        ({"prompt_lookup_num_tokens": 3}, SpecDecError, "prompt lookup drafts 3 tokens a step"),
-        ({"top_k": 2000, "temperature": "1"}, SpecDecError, "cuts to 1024"),
-        ({"max_output_len": MAX_TOTAL}, SpecDecError, f"max_seq_len is {MAX_TOTAL}"),
+        ("plain", {"device": "cpu"}, UsageError, "--device cpu"),
+        ("plain", {"kv_cache_free_gpu_memory_fraction": 1.5}, UsageError, "fraction is 1.5"),
+        ("plain", {"num_beams": 2}, UsageError, "--num-beams is 2"),
+        ("plain", {"use_py_session": True}, UsageError, "Python session"),
+        ("plain", {"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
+        ("plain", {"medusa_tree_tokens": 3}, UsageError, "--medusa-tree-tokens has no effect"),
+        ("plain", {"acceptance": "typical"}, UsageError, "typical is for engines of torch"),
+        ("plain", {"redrafter_tree_tokens": 3}, UsageError, "-tree-tokens is for engines of"),
+        ("plain", {"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),
+        ("plain", {"suffix_max_tokens": 3}, UsageError, "-max-tokens is for engines of torch"),
+        ("plain", {"eagle_choices": "[[0]]"}, UsageError, "--eagle-choices has no effect"),
+        ("plain", {"eagle_use_dynamic_tree": True}, UsageError, "-tree has no effect with an"),
+        ("plain", {"prompt_lookup_num_tokens": 3}, SpecDecError, "prompt lookup drafts 3 tokens"),
+        ("plain", {"top_k": 2000, "temperature": "1"}, SpecDecError, "cuts to 1024"),
+        ("plain", {"max_output_len": MAX_TOTAL}, SpecDecError, f"max_seq_len is {MAX_TOTAL}"),
+        ("unpaged", REUSE, SpecDecError, "cannot reuse blocks of its KV cache"),
+        ("redrafter", {"temperature": "0.7"}, SpecDecError, "engine always decodes greedily"),
+        ("redrafter", {"no_speculation": True}, SpecDecError, "always speculates"),
+        ("sampling", {}, SpecDecError, "this engine always samples"),
+        ("sampling", {"temperature": "1", "top_k": 5}, SpecDecError, "top_k 5 and top_p 1;"),
+        ("medusa", {"temperature": "0.5"}, SpecDecError, "0.5, TensorRT-LLM's Medusa only 1"),
+        ("medusa", {"medusa_choices": DEEP}, SpecDecError, "6 deep, the engine has 3 Medusa"),
+        ("medusa", {"medusa_tree_tokens": 3}, UsageError, "trees of Medusa are static"),
     ],
 )
-def test_what_a_plain_engine_cannot_do_is_refused_before_it_is_loaded(
-    world: World, plain: Path, settings: dict[str, Any], error: type[SpecDecError], message: str
+def test_what_an_engine_cannot_do_is_refused_before_it_is_loaded(
+    world: World, name: str, settings: dict[str, Any], error: type[SpecDecError], message: str
 ) -> None:
     with pytest.raises(error) as caught:
-        world.run(plain, make_prompts(4), **settings)
+        world.run(ENGINES[name](world), make_prompts(4), **settings)
     assert message in caught.value.message
     assert not world.calls("from_dir")
 
@@ -275,13 +275,6 @@ def test_requests_beyond_the_limits_are_listed(world: World, redrafter: Path) ->
     assert "prompt 3 holds token 200" in message
     report = world.run(redrafter, requests[1:2])
     assert len(report["outputs"][0]["output_ids"]) == MAX_TOTAL - MAX_INPUT
-
-
-def test_no_speculation_is_refused_where_the_engine_always_speculates(
-    world: World, redrafter: Path
-) -> None:
-    with pytest.raises(SpecDecError, match="always speculates"):
-        world.run(redrafter, make_prompts(4), no_speculation=True)
 
 
 def test_an_engine_of_another_version_is_not_loaded(
