@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -13,12 +12,10 @@ from torch import Tensor
 from specdec.decode.accept import Candidates, accept_at_once, accept_batch
 from specdec.decode.engine import TorchEngine
 from specdec.decode.prefill import PromptReader, fill_cache
-from specdec.decode.prompts import make_requests, read_line
 from specdec.decode.sampling import ACCEPT, CHOICE, DRAFT, Sampler, SamplingParams, process_logits
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import States, Step, pack_segments
 from specdec.engine.tree import pack_beams
-from specdec.run.settings import RunSettings
 from tests.engines import make_engine
 from tests.parity.models import SWITCH, make_model
 
@@ -213,15 +210,6 @@ def test_every_bit_of_a_seed_counts(bit: int) -> None:
 
     for seed in (0, 12345):
         assert not set(draw(seed)) & set(draw(seed ^ 1 << bit))
-
-
-@pytest.mark.parametrize("seed", [2**16, 2**32 + 5, 2**64 - 1])
-def test_a_seed_arrives_whole(seed: int) -> None:
-    """By the flag, and by a request of its own."""
-    lines = [{"input_ids": [5]}, {"input_ids": [5], "seed": seed - 1}]
-    prompts = [read_line("line", json.dumps(line)).prompt for line in lines]
-    requests = make_requests(prompts, RunSettings(random_seed=seed), None)
-    assert [request.sampling.seed for request in requests] == [seed, seed - 1]
 
 
 def keep(logits: list[float], top_p: float) -> list[float]:

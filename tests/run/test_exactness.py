@@ -158,10 +158,12 @@ def test_plain_engine_equals_transformers(target: Path, engine: TorchEngine) -> 
 def test_any_drafter_leaves_the_text_unchanged(
     target: Path, engine: TorchEngine, quality: float, shape: tuple[int, int]
 ) -> None:
+    """Also where prompts are read in pieces."""
     prompts, expected = reference(target)
     beams, length = shape
     proposer = OracleProposer(expected, beams=beams, length=length, quality=quality, seed=5)
-    results = generate(engine.decoder, proposer, make_requests(prompts), Options())
+    options = Options(max_num_tokens={1.0: 8192, 0.8: 4, 0.5: 12, 0.0: 64}[quality])
+    results = generate(engine.decoder, proposer, make_requests(prompts), options)
     assert outputs_of(results) == expected
     for result in results:
         stats = result.stats
@@ -221,27 +223,6 @@ def test_end_token_cuts_inside_a_block(target: Path, engine: TorchEngine, positi
     assert outputs_of(results) == cut
     assert [r.finish_reason for r in results] == ["eos" if end in t else "length" for t in expected]
     assert outputs_of(engine.generate(requests)) == cut, "the same without drafts"
-
-
-@pytest.mark.parametrize("max_num_tokens", [4, 12, 64])
-def test_prompts_in_chunks_give_the_same_text(
-    target: Path, engine: TorchEngine, max_num_tokens: int
-) -> None:
-    prompts, expected = reference(target)
-    proposer = OracleProposer(expected, beams=2, length=3, quality=0.7, seed=3)
-    results = generate(
-        engine.decoder, proposer, make_requests(prompts), Options(max_num_tokens=max_num_tokens)
-    )
-    assert outputs_of(results) == expected
-
-
-def test_more_prompts_than_the_batch(target: Path, drafter: Path, tmp_path: Path) -> None:
-    prompts, expected = reference(target)
-    folder = make_engine(
-        tmp_path, target, drafter, beams=2, length=3, build=["--max-batch-size", 3]
-    )
-    results = TorchEngine(folder, device="cpu").generate(make_requests(prompts))
-    assert outputs_of(results) == expected
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])

@@ -56,8 +56,6 @@ METHODS = [
     "target", "redrafter", "redrafter dynamic", "medusa", "eagle", "eagle dynamic", "eagle3",
     "dflash", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
-# Ranks of the draft model, whether probabilities are compared.
-DRAFTS = [(2, False), (1, True)]
 
 
 @pytest.fixture(scope="module")
@@ -165,34 +163,31 @@ def generate_alone(folder: Path, limit: int) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
+# Four ranks are more than key/value heads, which are doubled; short, as two cores run all four.
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [*((method, 2) for method in METHODS), ("target", 4), ("redrafter", 4), ("eagle3", 4)],
+)
+def test_several_ranks_give_the_text_of_one(folder: Path, method: str, size: int) -> None:
     """Greedy and sampled rows in one batch, more requests than rows; the drafts are equal too."""
-    check_ranks(folder, method, 2)
-
-
-def check_ranks(folder: Path, method: str, size: int, limit: int = 14) -> None:
     one, several = load(folder, method, 1), load(folder, method, size)
     assert one.method == several.method
+    limit = 14 if size == 2 else 10
     results = several.generate(make_requests(limit))
     assert list_outputs(results) == list_outputs(one.generate(make_requests(limit)))
     assert [r.output_ids for r in results] == generate_alone(folder, limit)
 
 
-@pytest.mark.parametrize(("draft_size", "use_logits"), DRAFTS)
-def test_two_ranks_with_a_draft_model(folder: Path, draft_size: int, use_logits: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "draft_size", "use_logits", "tree_tokens"),
+    [(2, 2, False, None), (2, 1, True, None), (2, 2, False, 4), (4, 1, True, None),
+     (4, 4, False, None)],
+)  # fmt: skip
+def test_several_ranks_with_a_draft_model(
+    folder: Path, size: int, draft_size: int, use_logits: bool, tree_tokens: int | None
+) -> None:
     """The draft model is on rank 0, or split as the target is."""
-    check_pair(folder, 2, draft_size, use_logits=use_logits)
-
-
-def test_two_ranks_with_a_draft_models_trees(folder: Path) -> None:
-    check_pair(folder, 2, 2, use_logits=False, tree_tokens=4)
-
-
-def check_pair(
-    folder: Path, size: int, draft_size: int, *, use_logits: bool, tree_tokens: int | None = None,
-    limit: int = 14,
-) -> None:  # fmt: skip
+    limit = 14 if size == 2 else 10
     requests = make_requests(limit)
     how: dict[str, Any] = {"use_logits": use_logits, "tree_tokens": tree_tokens}
     one = load_pair(folder, 1, 1, **how).generate(requests)
@@ -255,16 +250,6 @@ def test_two_ranks_in_bfloat16(folder: Path) -> None:
         logits.append(torch.stack([r.logits[0] for r in results if r.logits is not None]))
     error = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
     assert 0 < error < 0.02, f"{error:.2e} of the largest logit"
-
-
-@pytest.mark.parametrize("method", ["target", "redrafter", "eagle3", "draft_target"])
-def test_four_ranks_give_the_text_of_one(folder: Path, method: str) -> None:
-    """More ranks than key/value heads, which are doubled; short, as two cores run all four."""
-    if method == "draft_target":
-        check_pair(folder, 4, 1, use_logits=True, limit=10)
-        check_pair(folder, 4, 4, use_logits=False, limit=10)
-    else:
-        check_ranks(folder, method, 4, limit=10)
 
 
 def write_prompts(path: Path, number: int) -> Path:
@@ -506,23 +491,17 @@ def test_a_launcher_of_another_size(
             load(folder, "target", 1)
 
 
-def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 2) == torch.device("cuda")
-    for name in ("auto", "cuda"):
-        with pytest.raises(SpecDecError, match=f"{name}: 4 ranks need a GPU each.* sees 2"):
-            choose_device(name, 4)
-    assert choose_device("cpu", 4) == torch.device("cpu")
-
-
 def test_named_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of one rank runs on the GPU that its list names; on a CPU the list says nothing."""
+    """A GPU for each rank; an engine of one rank runs on the one that its list names."""
     assert choose_device("cpu", 1, [1]) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == torch.device("cuda")
+    assert choose_device("cpu", 4) == torch.device("cpu")
+    assert choose_device("auto", 1) == choose_device("auto", 2) == torch.device("cuda")
     assert choose_device("auto", 1, [1]) == torch.device("cuda", 1)
+    for name in ("auto", "cuda"):
+        with pytest.raises(SpecDecError, match=f"{name}: 4 ranks need a GPU each.* sees 2"):
+            choose_device(name, 4)
     with pytest.raises(SpecDecError, match="device 2 is asked for, torch sees 2"):
         choose_device("cuda", 1, [2])
     engine: Any = SimpleNamespace(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdec.decode.accept import Candidates, accept_batch
-from specdec.decode.sampling import GREEDY, Sampler, SamplingParams, TypicalRule
+from specdec.decode.sampling import Sampler, SamplingParams, TypicalRule
 from specdec.decode.typical import accept_typical, read_typical_rule
 from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import UsageError
@@ -86,13 +86,10 @@ def test_the_deepest_path_is_taken_and_of_these_the_likeliest() -> None:
     rows[4] = [0.1, 0.1, 0.1, 0.7]
     path, bonus = accept_typical(tree, torch.tensor(rows), RULE)
     assert (path, bonus) == ([0, 2, 4, 6], 0)
+    assert accept_typical(make_root(4), torch.tensor([MIXED]), RULE) == ([0], 0)
     # A node is not reached through one that is not accepted, however likely it is.
     rows[0] = [0.0, 0.0, 0.0, 1.0]
     assert accept_typical(tree, torch.tensor(rows), RULE) == ([0], 3)
-
-
-def test_nothing_drafted_emits_the_likeliest_token() -> None:
-    assert accept_typical(make_root(4), torch.tensor([MIXED]), RULE) == ([0], 0)
 
 
 def test_each_row_of_a_batch_has_its_own_rule() -> None:
@@ -128,7 +125,7 @@ def test_each_row_of_a_batch_has_its_own_rule() -> None:
     assert len({bonus for _, bonus in drawn}) > 2, "exact rows draw"
 
 
-@pytest.mark.parametrize("method", ["heads", "beams", "static tree", "draft model, compared"])
+@pytest.mark.parametrize("method", ["beams", "dynamic tree", "draft model, compared"])
 def test_the_distribution_test_notices_it(method: str) -> None:
     params = SamplingParams(temperature=1.0, typical=RULE)
     number = 500
@@ -209,10 +206,7 @@ def test_what_would_have_no_effect_is_refused(engine: Path, flags: list[str], wo
 def test_plain_engines_have_nothing_to_accept(engine: Path) -> None:
     plain = make_engine(engine.parent, engine.parent / "target", optimize="none")
     with pytest.raises(UsageError, match="no effect with an engine that runs plain"):
-        run_here([
-            "--engine-dir", str(plain), "--input-text", "a", "--temperature", "1",
-            "--tokenizer-dir", str(engine.parent / "target"), "--acceptance", "typical",
-        ])  # fmt: skip
+        run(engine, "--temperature", "1", "--acceptance", "typical", "--engine-dir", str(plain))
 
 
 def test_no_proof_of_it_is_offered(engine: Path) -> None:
@@ -221,7 +215,3 @@ def test_no_proof_of_it_is_offered(engine: Path) -> None:
         check_flags(settings)
     with pytest.raises(UsageError, match="^--acceptance: no effect with --checkpoint-dir"):
         check_flags(VerifySettings(checkpoint_dir=engine, acceptance="typical"))
-
-
-def test_greedy_is_no_other_than_it_was() -> None:
-    assert GREEDY == SamplingParams()
