@@ -36,3 +36,12 @@ def find_given(settings: Any, *names: str) -> str | None:
     """Return the first of these options that is neither None nor False, as a flag."""
     values = {name: getattr(settings, name) for name in names}
     return next((name_flag(n) for n, v in values.items() if v is not None and v is not False), None)
+
+
+def no_speculation(*names: str) -> Contradiction:
+    """What says that options have no effect with --no-speculation."""
+    return Contradiction(
+        lambda settings: settings.no_speculation and find_given(settings, *names),
+        "{found} has no effect with --no-speculation",
+        "leave one of them out",
+    )

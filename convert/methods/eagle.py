@@ -24,8 +24,8 @@ from specdec.methods.eagle import (
     Eagle3Params,
     EagleConvert,
     EagleParams,
-    make_net,
 )
+from specdec.methods.net import make_net
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS, find_first_copy

@@ -4,48 +4,168 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from specdec.errors import Problems, SpecDecError, UsageError, shorten
 from specdec.model.bounds import MAX_MODULES
-from specdec.options import get_flags
+from specdec.options import get_flags, setting
 
 if TYPE_CHECKING:
     from specdec.model.config import ModelConfig
     from specdec.model.tensors import TensorSpec
 
+# Options with usual bounds.
+number = functools.partial(setting, minimum=1, metavar="N")
+share = functools.partial(setting, minimum=0, maximum=1)
+
 Choices = tuple[tuple[int, ...], ...]  # a static tree: paths of ranks, as in trees.py
 
 
-class DrafterParams(Protocol):
-    """A method's parameters in a checkpoint's config.json, for methods that have weights there."""
+class Rule(NamedTuple):
+    """What a value of a checkpoint's config.json may be, in words and as a test.
+
+    bounds: of a whole number.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    bounds: tuple[int, int] | None = None
+
+
+def whole(least: int, most: int) -> Rule:
+    """A whole number within these bounds."""
+    return Rule(
+        f"a whole number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+        (least, most),
+    )
+
+
+def or_null(rule: Rule, words: str) -> Rule:
+    """A rule that null follows, too."""
+    return Rule(words, lambda value: value is None or rule.holds(value))
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < float(str(value)) < math.inf
+
+
+def _are_layers(value: Any) -> bool:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MODULES:
+        return False
+    return all(type(n) is int and n >= 0 for n in value) and value == sorted(set(value))
+
+
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+POSITIVE = Rule("a positive number", _is_positive)
+OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+LAYERS = Rule("a rising list of layers", _are_layers)
+
+
+def count(least: int, most: int, **more: Any) -> Any:
+    """A field of a drafter's parameters: a whole number within these bounds."""
+    return dataclasses.field(metadata={"rule": whole(least, most)}, **more)
+
+
+def bounds(kind: type, name: str) -> dict[str, int]:
+    """Return the bounds of a field made by `count`, as an option declares them."""
+    (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    least, most = field.metadata["rule"].bounds
+    return {"minimum": least, "maximum": most}
+
+
+def check(key: str, value: object, rule: Rule) -> None:
+    """Raise SpecDecError that says what a key of a checkpoint's config.json should be."""
+    if not rule.holds(value):
+        raise SpecDecError(
+            f"checkpoint config: {key} is {shorten(value)}, not {rule.words}",
+            "convert the checkpoint again, or correct the key",
+        )
+
+
+def read_fields(
+    kind: type, config: object, *, key: str = "", names: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Read what a dataclass declares from an object of a checkpoint's config.json.
+
+    Fields made by `count`, booleans and rising lists of layers are read; other fields are left to
+    the caller. A field with a default may be absent. key: the object's own name, "" for the whole
+    file. names: the key of each field where it differs from the field's name. Raises SpecDecError
+    that names the first wrong key.
+    """
+    if key:
+        check(key, config, OBJECT)
+    assert isinstance(config, Mapping)
+    hints, found = get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        name = (names or {}).get(field.name, field.name)
+        by_type = {bool: FLAG, tuple[int, ...]: LAYERS}.get(hints[field.name])
+        rule = field.metadata.get("rule", by_type)
+        if rule is None or (name not in config and field.default is not dataclasses.MISSING):
+            continue
+        value: Any = config.get(name)
+        check(f"{key}.{name}" if key else name, value, rule)
+        found[field.name] = tuple(value) if rule is LAYERS else value
+    return found
+
+
+P = TypeVar("P", bound="DrafterParams")
+
+
+class DrafterParams:
+    """A method's parameters in a checkpoint's config.json, for methods that have weights there.
+
+    A dataclass whose fields are made by `count`. WORD: what its keys have in common; KEYS: those of
+    fields that go by another name there. max_draft_len: most draft tokens of a step's tree.
+    """
+
+    WORD: ClassVar[str]
+    KEYS: ClassVar[Mapping[str, str]] = {}
+    max_draft_len: int
 
     @property
     def max_draft_tokens(self) -> int:
         """Most tokens proposed in a verify step."""
+        return self.max_draft_len
 
     @property
     def max_draft_depth(self) -> int:
         """Most draft tokens that one verify step can accept."""
+        raise NotImplementedError
 
     @property
     def draft_len_source(self) -> str:
         """Where `max_draft_tokens` comes from, in the words of an error message."""
+        return f"its max_draft_len is {self.max_draft_len}"
 
     def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
         """List what does not suit a target of these sizes, each with a remedy."""
+        raise NotImplementedError
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
         """Every tensor of the drafter for the target `model`, whole, by canonical name."""
+        raise NotImplementedError
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the method's keys of a checkpoint's config.json."""
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return {self.KEYS.get(name, name): getattr(self, name) for name in names}
 
     @classmethod
-    def from_checkpoint(cls, config: Mapping[str, Any]) -> DrafterParams:
+    def from_checkpoint(cls: type[P], config: Mapping[str, Any]) -> P:
         """Read those keys; raise SpecDecError for an absent, unknown or absurd one."""
+        params = cls(**read_fields(cls, config, names=cls.KEYS))
+        check_unknown((key for key in config if cls.WORD in key), set(params.to_checkpoint()))
+        params.check_product()
+        return params
+
+    def check_product(self) -> None:
+        """Raise SpecDecError where fields are too many modules or tokens only as a product."""
 
 
 def read_nothing(settings: Any) -> None:
@@ -94,96 +214,6 @@ class Method:
         return next(iter(get_flags(self.options["draft"])))
 
 
-class SizedTree:
-    """Of drafters whose checkpoint says how many draft tokens a step's tree has at most."""
-
-    max_draft_len: int
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most tokens proposed in a verify step."""
-        return self.max_draft_len
-
-    @property
-    def draft_len_source(self) -> str:
-        """Where `max_draft_tokens` comes from, in the words of an error message."""
-        return f"its max_draft_len is {self.max_draft_len}"
-
-
-def fit_net(net: ModelConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:
-    """A drafter's net for the target `model`: its type and ranks, and so many drafted tokens."""
-    return dataclasses.replace(
-        net,
-        vocab_size=vocab_size,
-        dtype=model.dtype,
-        use_parallel_embedding=model.use_parallel_embedding,
-        embedding_sharding_dim=model.embedding_sharding_dim,
-        tp_size=model.tp_size,
-    )
-
-
-def check(key: str, value: object, expected: str, *, is_good: bool) -> None:
-    """Raise SpecDecError that says what a key of a checkpoint's config.json should be."""
-    if not is_good:
-        raise SpecDecError(
-            f"checkpoint config: {key} is {shorten(value)}, not {expected}",
-            "convert the checkpoint again, or correct the key",
-        )
-
-
-def check_count(key: str, value: object, least: int, most: int) -> None:
-    """Raise SpecDecError for anything but a whole number from `least` to `most`."""
-    is_good = type(value) is int and least <= value <= most
-    check(key, value, f"a whole number from {least} to {most}", is_good=is_good)
-
-
-def count(least: int, most: int, **more: Any) -> Any:
-    """A field of a drafter's parameters: a whole number within these bounds."""
-    return dataclasses.field(metadata={"bounds": (least, most)}, **more)
-
-
-def read_fields(
-    kind: type, config: object, *, key: str = "", names: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Read what a dataclass declares from an object of a checkpoint's config.json.
-
-    Fields made by `count`, booleans and rising lists of layers are read; other fields are left to
-    the caller. A field with a default may be absent. key: the object's own name, "" for the whole
-    file. names: the key of each field where it differs from the field's name. Raises SpecDecError
-    that names the first wrong key.
-    """
-    if key:
-        check(key, config, "an object", is_good=isinstance(config, dict))
-    assert isinstance(config, Mapping)
-    hints, found = get_type_hints(kind), {}
-    for field in dataclasses.fields(kind):
-        name = (names or {}).get(field.name, field.name)
-        shown, value = f"{key}.{name}" if key else name, config.get(name)
-        bounds, hint = field.metadata.get("bounds"), hints[field.name]
-        if bounds is None and hint not in (bool, tuple[int, ...]):
-            continue
-        if name not in config and field.default is not dataclasses.MISSING:
-            continue
-        if bounds is not None:
-            check_count(shown, value, *bounds)
-        elif hint is bool:
-            check(shown, value, "true or false", is_good=isinstance(value, bool))
-        else:
-            value = read_layers(shown, value)
-        found[field.name] = value
-    return found
-
-
-def read_layers(key: str, found: object) -> tuple[int, ...]:
-    """Read a list of a target's layers, from 0, in rising order; raise SpecDecError."""
-    layers = found if isinstance(found, list) else []
-    is_good = 0 < len(layers) <= MAX_MODULES
-    is_good = is_good and all(type(layer) is int and layer >= 0 for layer in layers)
-    is_good = is_good and layers == sorted(set(layers))
-    check(key, found, "a rising list of layers", is_good=is_good)
-    return tuple(layers)
-
-
 def check_product(what: str, number: int, most: int) -> None:
     """Raise SpecDecError for so many modules or tokens that listing them exhausts the machine."""
     if number > most:
@@ -200,6 +230,16 @@ def check_unknown(keys: Iterable[str], known: set[str]) -> None:
         raise SpecDecError(
             f"checkpoint config: unknown keys {', '.join(unknown)}",
             f"the known ones are {', '.join(sorted(known))}",
+        )
+
+
+def add_uneven(problems: Problems, whose: str, sizes: Mapping[str, int], tp_size: int) -> None:
+    """Add those of a drafter's sizes that do not split over so many ranks."""
+    uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+    if uneven:
+        problems.add(
+            f"{whose} {', '.join(uneven)} do not split over tp_size={tp_size}",
+            "use a tp_size that divides them",
         )
 
 

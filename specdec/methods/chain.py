@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Container
 from typing import Any
 
+from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
 from specdec.options import as_options, setting
 
@@ -36,10 +37,7 @@ def read_chain(settings: Any, names: Container[str]) -> Chain | None:
     text = as_options(settings, ChainDraft).draft_chain
     if text is None:
         return None
-    if settings.no_speculation:
-        raise UsageError(
-            "--draft-chain has no effect with --no-speculation", "leave one of them out"
-        )
+    refuse_contradictions(settings, [no_speculation("draft_chain")])
     chain = tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
     members = [name for group in chain for name in group]
     unknown = [name for name in members if name not in names]

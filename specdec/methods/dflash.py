@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,46 +11,51 @@ from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import (
     DFLASH_NET,
-    EMBEDDING,
-    HEAD,
     HEAD_BIAS,
     MARKOV_EMBEDDING,
     MARKOV_HEAD,
     Shard,
     TensorSpec,
-    list_layer_tensors,
     list_norm,
-    list_target_tensors,
 )
 from specdec.options import as_options, list_given, setting
 
 from .base import (
+    FLAG,
+    OBJECT,
+    POSITIVE,
     Method,
-    SizedTree,
+    Rule,
+    bounds,
     check,
-    check_count,
     check_unknown,
     count,
-    fit_net,
+    number,
+    or_null,
     read_fields,
+    share,
+    whole,
 )
-from .eagle import NET_FIELDS, add_differing, add_uneven, read_net
+from .net import NET_RULES, NetParams, read_net
+from .net import make_net as make_net_of
 
 ARCHITECTURE = "SpecDecDFlashForCausalLM"
-# Of the layers, beside a Llama's fields.
-OWN_FIELDS = ("attn_bias", "sliding_window", "layer_types", "embedding_multiplier")
+# Of the layers, a Qwen3's.
+RULES = NET_RULES | {
+    "attn_bias": FLAG,
+    "sliding_window": or_null(whole(1, MAX_SIZE), whole(1, MAX_SIZE).words),
+    "layer_types": Rule("a list or null", lambda value: value is None or isinstance(value, list)),
+    "embedding_multiplier": POSITIVE,
+}
 
 
 def make_net(config: Mapping[str, Any], dtype: str) -> ModelConfig:
-    """The layers that draft, of a drafter's config: a Qwen3's, for the target's vocabulary."""
-    fields = {name: config[name] for name in (*NET_FIELDS, *OWN_FIELDS)}
-    if fields["layer_types"] is not None:
-        fields["layer_types"] = tuple(fields["layer_types"])
-    return ModelConfig(architecture="Qwen3ForCausalLM", dtype=dtype, **fields)
+    """The layers that draft, of a drafter's config, for the target's vocabulary."""
+    return make_net_of(config, dtype, RULES, "Qwen3ForCausalLM")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlashParams(SizedTree):
+class DFlashParams(NetParams):
     """DFlash (https://arxiv.org/abs/2602.06036): a block of mask tokens, filled in one pass.
 
     net: the layers, with the target's vocabulary; its embedding_multiplier is of the rows of the
@@ -72,6 +76,7 @@ class DFlashParams(SizedTree):
     sample_from_anchor: bool
     markov_rank: int = count(0, MAX_SIZE, default=0)
 
+    TITLE: ClassVar[str] = "DFlash"
     KEY: ClassVar[str] = "dflash"
     NET: ClassVar[str] = "dflash_net_config"
 
@@ -82,56 +87,25 @@ class DFlashParams(SizedTree):
 
     @property
     def max_draft_depth(self) -> int:
-        """Most draft tokens that one verify step can accept."""
         return min(self.num_positions, self.max_draft_len)
 
     def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
-        """List what does not suit a target of these sizes, each with a remedy."""
-        problems = Problems()
-        remedy = "use the DFlash drafter that was trained for this target"
-        sizes = [
-            ("vocab_size", self.net.vocab_size, vocab_size),
-            ("hidden_size", self.net.hidden_size, hidden_size),
-        ]
-        add_differing(problems, "DFlash", sizes, remedy)
-        for name, number, most in (
+        problems = self.compare_sizes(vocab_size=vocab_size, hidden_size=hidden_size)
+        for name, own, most in (
             ("mask_token_id", self.mask_token_id, vocab_size - 1),
             ("draft_vocab_size", self.draft_vocab_size, vocab_size),
         ):
-            if number > most and self.net.vocab_size == vocab_size:
+            if own > most and self.net.vocab_size == vocab_size:
                 problems.add(
-                    f"the DFlash drafter's {name} is {number}, the target's vocab_size"
-                    f" {vocab_size}",
-                    remedy,
+                    f"the DFlash drafter's {name} is {own}, the target's vocab_size {vocab_size}",
+                    self.remedy,
                 )
-        add_uneven(problems, "DFlash", self.net, tp_size)
-        return problems
-
-    def make_net_model(self, model: ModelConfig) -> ModelConfig:
-        """The net for `model` as a model of its own, with the drafted vocabulary."""
-        return fit_net(self.net, model, self.draft_vocab_size)
+        return self.add_uneven(problems, tp_size)
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of the drafter for `model`, whole, by canonical name."""
-        net = self.make_net_model(model)
-        hidden, width = net.hidden_size, len(self.aux_layers) * model.hidden_size
-        tensors = {
-            "drafter.vocab_embedding.weight": TensorSpec(
-                (model.vocab_size, hidden), list_target_tensors(model)[EMBEDDING].shard
-            ),
-            "drafter.fc.weight": TensorSpec((hidden, width), Shard.ROWS),
-            **list_norm(net, "drafter.hidden_norm"),
-        }
-        for layer in range(net.num_hidden_layers):
-            for name, spec in list_layer_tensors(net).items():
-                if spec.shard is Shard.QKV:
-                    spec = dataclasses.replace(spec, owner=net)
-                tensors[f"drafter.layers.{layer}.{name}"] = spec
-        tensors |= list_norm(net, "drafter.ln_f")
-        tensors[HEAD] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
-        if self.draft_vocab_size < model.vocab_size:
-            tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
-        elif model.arithmetic.head_bias:
+        tensors = self.list_net_tensors(model, len(self.aux_layers) * model.hidden_size)
+        tensors |= list_norm(self.make_net_model(model), "drafter.hidden_norm")
+        if model.arithmetic.head_bias and self.draft_vocab_size >= model.vocab_size:
             tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
         if rank := self.markov_rank:
             tensors[MARKOV_EMBEDDING] = TensorSpec((model.vocab_size, rank), Shard.WHOLE)
@@ -139,52 +113,32 @@ class DFlashParams(SizedTree):
         return {f"{DFLASH_NET}{name}": spec for name, spec in tensors.items()}
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Return the keys of a checkpoint's config.json."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        net, number = own.pop("net"), own.pop("max_draft_len")
-        config = {name: getattr(net, name) for name in (*NET_FIELDS, *OWN_FIELDS)}
+        net, most = own.pop("net"), own.pop("max_draft_len")
+        config = {name: getattr(net, name) for name in RULES}
         types = config["layer_types"]
         config["layer_types"] = None if types is None else list(types)
         own["aux_layers"] = list(self.aux_layers)
         if not self.markov_rank:
             del own["markov_rank"]
-        return {self.KEY: own, self.NET: config, "max_draft_len": number}
+        return {self.KEY: own, self.NET: config, "max_draft_len": most}
 
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> DFlashParams:
-        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
         key, own = cls.KEY, config.get(cls.KEY)
-        check(key, own, "an object", is_good=isinstance(own, dict))
+        check(key, own, OBJECT)
         assert isinstance(own, dict)
         check_unknown((k for k in config if "dflash" in k), {cls.KEY, cls.NET})
         check_unknown(own, {f.name for f in dataclasses.fields(cls)} - {"net", "max_draft_len"})
-        check_count("max_draft_len", config.get("max_draft_len"), 1, MAX_DRAFT_TOKENS)
+        check("max_draft_len", config.get("max_draft_len"), whole(1, MAX_DRAFT_TOKENS))
         values = read_fields(cls, own | {"max_draft_len": config["max_draft_len"]}, key=key)
-        params = cls(net=cls._read_net(config), **values)
-        check_count(
-            f"{key}.block_size", params.block_size, 1 + (params.num_positions < params.block_size),
-            MAX_DRAFT_TOKENS,
-        )  # fmt: skip
-        return params
-
-    @classmethod
-    def _read_net(cls, config: Mapping[str, Any]) -> ModelConfig:
-        dtype, found = config.get("dtype", "float32"), config.get(cls.NET)
-        read_net(cls.NET, found, dtype)
-        assert isinstance(found, dict)
-        bias, scale = found.get("attn_bias"), found.get("embedding_multiplier")
-        check(f"{cls.NET}.attn_bias", bias, "true or false", is_good=isinstance(bias, bool))
-        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        is_good = is_number and 0 < float(str(scale)) < math.inf
-        check(f"{cls.NET}.embedding_multiplier", scale, "a positive number", is_good=is_good)
-        window, types = found.get("sliding_window"), found.get("layer_types")
-        if window is not None:
-            check_count(f"{cls.NET}.sliding_window", window, 1, MAX_SIZE)
-        is_list = types is None or isinstance(types, list)
-        check(f"{cls.NET}.layer_types", types, "a list or null", is_good=is_list)
-        net = make_net({name: found.get(name) for name in (*NET_FIELDS, *OWN_FIELDS)}, dtype)
+        dtype = config.get("dtype", "float32")
+        net = read_net(cls.NET, config.get(cls.NET), dtype, RULES, "Qwen3ForCausalLM")
         Problems((f"{cls.NET}: {fact}", hint) for fact, hint in net.find_problems()).raise_all()
-        return net
+        params = cls(net=net, **values)
+        least = 1 + (params.num_positions < params.block_size)
+        check(f"{key}.block_size", params.block_size, whole(least, MAX_DRAFT_TOKENS))
+        return params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +149,7 @@ class DFlashConvert:
         metavar="DRAFTER", help="A DFlash drafter: a folder or Hub id."
     )
     dflash_max_draft_len: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        **bounds(DFlashParams, "max_draft_len"), metavar="N",
         help="Most draft tokens in a step of a DFlash engine; 63 if not given.",
     )  # fmt: skip
 
@@ -204,9 +158,7 @@ class DFlashConvert:
 class DFlashDraft:
     """Options of every command that decodes."""
 
-    dflash_tokens: int | None = setting(
-        minimum=1, metavar="N", help="Draft tokens in a step of a DFlash engine."
-    )
+    dflash_tokens: int | None = number(help="Draft tokens in a step of a DFlash engine.")
     dflash_top_k: int | None = setting(
         minimum=1, metavar="K",
         help="How many tokens a DFlash engine considers for each place of a block; 1: a chain.",
@@ -220,10 +172,10 @@ class DFlashTrain:
     dflash_num_layers: int = setting(
         1, help="Decoder layers of the DFlash drafter.", minimum=1, maximum=MAX_MODULES
     )
-    dflash_intermediate_size: int | None = setting(
-        minimum=1, maximum=MAX_SIZE, metavar="N",
+    dflash_intermediate_size: int | None = number(
+        maximum=MAX_SIZE,
         help="Channels inside the MLP of the DFlash drafter's layers; the target's if not given.",
-    )  # fmt: skip
+    )
     dflash_block_size: int = setting(
         8, help="Tokens of a DFlash block: the last one emitted and those drafted after it.",
         minimum=2, maximum=MAX_DRAFT_TOKENS,
@@ -236,10 +188,9 @@ class DFlashTrain:
         64, help="Blocks of each row that are trained on, begun at places drawn at random.",
         minimum=1,
     )  # fmt: skip
-    dflash_loss_decay: float = setting(
-        0.8, help="Weight of each place of a DFlash block relative to the one before.", minimum=0,
-        maximum=1,
-    )  # fmt: skip
+    dflash_loss_decay: float = share(
+        0.8, help="Weight of each place of a DFlash block relative to the one before."
+    )
     dflash_markov_rank: int = setting(
         0,
         help="DSpark: the rank of the head that tells a place of a DFlash block of the token"

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.options import as_options, like, name_flag, setting
 
-from .base import Method, is_device_list, read_literal
+from .base import Method, is_device_list, number, read_literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,11 @@ class DraftTargetDraft:
         " CPU of a tree. With other methods, auto drafts only while that is faster.",
         group="Drafting",
     )
-    draft_tree_tokens: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+    draft_tree_tokens: int | None = number(
+        maximum=MAX_DRAFT_TOKENS,
         help="With a draft model: draft a tree of so many tokens in place of a chain, the likeliest"
         " that the draft model finds; --draft-len N then bounds its depth. Not with --use-logits.",
-    )  # fmt: skip
+    )
     use_logits: bool = setting(
         False, help="Accept sampled tokens by the ratio of both models' probabilities."
     )
@@ -128,10 +129,7 @@ def read_options(settings: Any) -> DraftOptions | None:
                 "give the draft model's engine",
             )
         return None
-    if settings.no_speculation:
-        raise UsageError(
-            "--draft-engine-dir has no effect with --no-speculation", "leave one of them out"
-        )
+    refuse_contradictions(settings, [no_speculation("draft_engine_dir")])
     options = _read_pair(pair) if joined is None else _read_joined(joined, names, pair)
     if options.use_logits and options.tree_tokens is not None:
         raise UsageError(

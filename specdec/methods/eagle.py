@@ -6,107 +6,34 @@ EAGLE-1, -2 and -3 are parameters of one method. EAGLE-2 is a way of growing EAG
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.errors import Problems, UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_MODULES, MAX_SIZE
-from specdec.model.config import BOUNDS, ModelConfig
-from specdec.model.tensors import (
-    EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    Shard,
-    TensorSpec,
-    list_layer_tensors,
-    list_norm,
-    list_target_tensors,
-)
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import HEAD_BIAS, Shard, TensorSpec, list_norm
 from specdec.options import as_options, list_given, name_flag, setting
 
 from .base import (
     Choices,
     Method,
-    SizedTree,
+    Rule,
+    bounds,
     check,
-    check_count,
     check_product,
     check_unknown,
     count,
-    fit_net,
+    number,
     parse_paths,
     read_fields,
+    share,
 )
+from .net import NET_RULES, NetParams, read_net
 
 # Ours: TensorRT-LLM's engine path has EAGLE-1 for Llamas alone and no EAGLE-3, and is to know that
 # these are none of its own.
 OWN_ARCHITECTURE, EAGLE3_ARCHITECTURE = "SpecDecEagleForCausalLM", "Eagle3ForCausalLM"
-# What a checkpoint says of the layers that draft, in a Llama's field names.
-NET_FIELDS = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_size", "intermediate_size", "norm_epsilon", "max_position_embeddings", "rotary_base",
-    "rotary_scaling", "hidden_act",
-)  # fmt: skip
-
-
-def add_differing(
-    problems: Problems, title: str, sizes: Iterable[tuple[str, int, int]], remedy: str
-) -> None:
-    """Add the sizes that a drafter has otherwise than the target: name, its own, the target's."""
-    for name, ours, targets in sizes:
-        if ours != targets:
-            problems.add(f"the {title} drafter's {name} is {ours}, the target's {targets}", remedy)
-
-
-def add_uneven(problems: Problems, title: str, net: ModelConfig, tp_size: int) -> None:
-    """Add the sizes of a drafter's layers that do not split over so many ranks."""
-    kv_heads = net.num_key_value_heads
-    names = ("num_attention_heads", "intermediate_size", "hidden_size")
-    sizes = {name: getattr(net, name) for name in names}
-    uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
-    if kv_heads % tp_size and tp_size % kv_heads:
-        uneven.append(f"num_key_value_heads={kv_heads}")
-    if uneven:
-        problems.add(
-            f"the {title} drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
-            "use a tp_size that divides them",
-        )
-
-
-def make_net(config: Mapping[str, Any], dtype: str) -> ModelConfig:
-    """The layers that draft, of a drafter's config: a Llama's, for the target's vocabulary."""
-    fields = {name: config[name] for name in NET_FIELDS}
-    return ModelConfig(architecture="LlamaForCausalLM", dtype=dtype, **fields)
-
-
-def read_net(key: str, config: object, dtype: str) -> ModelConfig:
-    """Read the object `key`, a whole Llama's config; raise SpecDecError for what is wrong."""
-    check(key, config, "an object", is_good=isinstance(config, dict))
-    assert isinstance(config, dict)
-    values = {field: config.get(field) for field in NET_FIELDS}
-    for field, value in values.items():
-        name = f"{key}.{field}"
-        if field in ("norm_epsilon", "rotary_base"):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_good = is_number and 0 < float(str(value)) < math.inf
-            check(name, value, "a positive number", is_good=is_good)
-        elif field == "rotary_scaling":
-            is_good = value is None or isinstance(value, dict)
-            check(name, value, "an object or null", is_good=is_good)
-        elif field == "hidden_act":
-            check(name, value, "'silu'", is_good=value == "silu")
-        else:
-            check_count(name, value, *BOUNDS[field])
-    net = make_net(values, dtype)
-    heads, kv_heads = net.num_attention_heads, net.num_key_value_heads
-    expected = f"a divisor of {key}.num_attention_heads={heads}"
-    check(f"{key}.num_key_value_heads", kv_heads, expected, is_good=heads % kv_heads == 0)
-    problems = net.find_scaling_problems()
-    Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
-    return net
-
-
 # Of P-EAGLE: what stands for the outputs of the target's layers where a token is not known yet.
 MASK_HIDDEN = "drafter.mask_hidden"
 MASK_DEPTH = 8  # tokens that speculators trains a pass to draft
@@ -162,8 +89,11 @@ class Eagle3Params:
         """Read the object `key`; raise SpecDecError for what is wrong."""
         params = cls(**read_fields(cls, config, key=key))
         check(
-            f"{key}.fc_norm", True, "false where norm_before_fc is true",
-            is_good=not (params.fc_norm and params.norm_before_fc),
+            f"{key}.fc_norm", True,
+            Rule(
+                "false where norm_before_fc is true",
+                lambda _: not (params.fc_norm and params.norm_before_fc),
+            ),
         )  # fmt: skip
         assert isinstance(config, dict)
         check_unknown(config, {field.name for field in dataclasses.fields(cls)})
@@ -171,7 +101,7 @@ class Eagle3Params:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleParams(SizedTree):
+class EagleParams(NetParams):
     """EAGLE (https://arxiv.org/abs/2401.15077): decoder layers that draft from features.
 
     net: the layers, with the target's vocabulary. num_eagle_layers: the depth of a draft tree.
@@ -189,6 +119,7 @@ class EagleParams(SizedTree):
     NUMBERS: ClassVar[tuple[str, ...]] = (
         "num_eagle_layers", "max_non_leaves_per_layer", "max_draft_len",
     )  # fmt: skip
+    TITLE: ClassVar[str] = "EAGLE"
     NET: ClassVar[str] = "eagle_net_config"
     EAGLE3: ClassVar[str] = "eagle3"
 
@@ -199,7 +130,6 @@ class EagleParams(SizedTree):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Tokens that can be drafted."""
         return self.eagle3.draft_vocab_size if self.eagle3 else self.net.vocab_size
 
     @property
@@ -216,79 +146,53 @@ class EagleParams(SizedTree):
 
     @property
     def max_draft_depth(self) -> int:
-        """Most draft tokens that one verify step can accept."""
         return min(self.num_eagle_layers, self.max_draft_len)
 
     def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
-        """List what does not suit a target of these sizes, each with a remedy."""
-        problems = Problems()
-        remedy = "use the EAGLE drafter that was trained for this target"
-        sizes = [("vocab_size", self.net.vocab_size, vocab_size)]
+        sizes = {"vocab_size": vocab_size}
         if self.eagle3 is None:
-            sizes.append(("hidden_size", self.net.hidden_size, hidden_size))
-        add_differing(problems, "EAGLE", sizes, remedy)
+            sizes["hidden_size"] = hidden_size
+        problems = self.compare_sizes(**sizes)
         if self.draft_vocab_size > vocab_size == self.net.vocab_size:
             problems.add(
                 f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
                 f" target's vocab_size={vocab_size}",
-                remedy,
+                self.remedy,
             )
         if (self.mask_token_id or 0) >= vocab_size:
             problems.add(
                 f"the EAGLE drafter's mask_token_id is {self.mask_token_id}, the target's"
                 f" vocab_size {vocab_size}",
-                remedy,
+                self.remedy,
             )
-        add_uneven(problems, "EAGLE", self.net, tp_size)
-        return problems
-
-    def make_net_model(self, model: ModelConfig) -> ModelConfig:
-        """The net for `model` as a model of its own, with the drafted vocabulary."""
-        return fit_net(self.net, model, self.draft_vocab_size)
+        return self.add_uneven(problems, tp_size)
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of the drafter for `model`, whole, by canonical name; all nets are alike.
+        """Every tensor; all nets are alike.
 
         The first layer of EAGLE-1 has no input norm: it reads what `fc` makes of embedding and
         feature. That of EAGLE-3 reads both side by side, each normed.
         """
-        net, eagle3 = self.make_net_model(model), self.eagle3
-        hidden = net.hidden_size
-        embedding_shard = list_target_tensors(model)[EMBEDDING].shard
-        tensors = {
-            "drafter.vocab_embedding.weight": TensorSpec(
-                (model.vocab_size, hidden), embedding_shard
-            )
-        }
+        eagle3, hidden = self.eagle3, self.net.hidden_size
+        first = "drafter.layers.0."
         if eagle3 is None:
-            tensors["drafter.fc.weight"] = TensorSpec((hidden, 2 * hidden), Shard.ROWS)
+            tensors = self.list_net_tensors(model, 2 * hidden)
             tensors["drafter.fc.bias"] = TensorSpec((hidden,), Shard.ROWS)
+            left_out = (f"{first}input_layernorm.", "drafter.ln_f.")
+            tensors = {n: spec for n, spec in tensors.items() if not n.startswith(left_out)}
+            if model.arithmetic.head_bias:  # its head is the target's
+                tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
         else:
             width = len(eagle3.aux_layers) * model.hidden_size
-            tensors["drafter.fc.weight"] = TensorSpec((hidden, width), Shard.ROWS)
+            tensors = self.list_net_tensors(model, width)
             for name in (norms := eagle3.list_read_norms()):
-                shape = (width // len(norms),)
-                tensors[f"drafter.{name}"] = TensorSpec(shape, Shard.WHOLE)
+                tensors[f"drafter.{name}"] = TensorSpec((width // len(norms),), Shard.WHOLE)
             if eagle3.mask_token_id is not None:
                 tensors[MASK_HIDDEN] = TensorSpec((1, 1, width), Shard.WHOLE)
-        for layer in range(net.num_hidden_layers):
-            prefix = f"drafter.layers.{layer}."
-            for name, spec in list_layer_tensors(net).items():
-                if spec.shard is Shard.QKV:
-                    spec = dataclasses.replace(spec, owner=net)
-                    if eagle3 is not None and layer == 0:
-                        spec = dataclasses.replace(spec, shape=(spec.shape[0], 2 * hidden))
-                if eagle3 is None and layer == 0 and name.startswith("input_layernorm."):
-                    continue
-                tensors[prefix + name] = spec
-        if eagle3 is not None:
-            tensors |= list_norm(net, "drafter.layers.0.hidden_norm")
-            tensors |= list_norm(net, "drafter.ln_f")
-        tensors[HEAD] = TensorSpec((self.draft_vocab_size, hidden), Shard.VOCAB)
-        if eagle3 is None and model.arithmetic.head_bias:  # its head is the target's
-            tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
-        if self.draft_vocab_size < model.vocab_size:
-            tensors["d2t"] = TensorSpec((self.draft_vocab_size,), Shard.WHOLE)
+            for name, spec in tensors.items():
+                if spec.shard is Shard.QKV and name.startswith(first):
+                    tensors[name] = dataclasses.replace(spec, shape=(spec.shape[0], 2 * hidden))
+            tensors |= list_norm(self.make_net_model(model), f"{first}hidden_norm")
         return {
             f"eagle_nets.{index}.{name}": spec
             for index in range(self.num_nets)
@@ -296,16 +200,14 @@ class EagleParams(SizedTree):
         }
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Return the keys of a checkpoint's config.json."""
         config: dict[str, Any] = {name: getattr(self, name) for name in self.NUMBERS}
-        config[self.NET] = {name: getattr(self.net, name) for name in NET_FIELDS}
+        config[self.NET] = {name: getattr(self.net, name) for name in NET_RULES}
         if self.eagle3 is not None:
             config[self.EAGLE3] = self.eagle3.to_checkpoint()
         return config
 
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> EagleParams:
-        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
         numbers = read_fields(cls, config)
         depth, num_inner = numbers["num_eagle_layers"], numbers["max_non_leaves_per_layer"]
         check_product(
@@ -313,10 +215,9 @@ class EagleParams(SizedTree):
         )
         check_unknown((k for k in config if "eagle" in k), {*cls.NUMBERS, cls.NET, cls.EAGLE3})
         is_third = config.get("architecture") == EAGLE3_ARCHITECTURE
-        check(
-            cls.EAGLE3, config.get(cls.EAGLE3), f"what {config.get('architecture')} has",
-            is_good=is_third == (config.get(cls.EAGLE3) is not None),
-        )  # fmt: skip
+        words = f"what {config.get('architecture')} has"
+        rule = Rule(words, lambda value: is_third == (value is not None))
+        check(cls.EAGLE3, config.get(cls.EAGLE3), rule)
         net = read_net(cls.NET, config.get(cls.NET), config.get("dtype", "float32"))
         if not is_third:
             what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
@@ -333,15 +234,15 @@ class EagleConvert:
         metavar="DRAFTER", help="A drafter of EAGLE-1, 2 or 3: a folder or Hub id."
     )
     max_draft_len: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        **bounds(EagleParams, "max_draft_len"), metavar="N",
         help="Most draft tokens in a step of an EAGLE engine; 63 if not given.",
     )  # fmt: skip
     num_eagle_layers: int | None = setting(
-        minimum=1, maximum=MAX_MODULES, metavar="N",
+        **bounds(EagleParams, "num_eagle_layers"), metavar="N",
         help="Depth of an EAGLE engine's draft trees; 4 if not given.",
     )  # fmt: skip
     max_non_leaves_per_layer: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        **bounds(EagleParams, "max_non_leaves_per_layer"), metavar="N",
         help="Most nodes with children in a level of an EAGLE engine's draft trees; 10 if not"
         " given.",
     )  # fmt: skip
@@ -364,9 +265,7 @@ class EagleDraft:
         help="How many nodes of each level a dynamic tree continues, and with how many tokens"
         " each.",
     )  # fmt: skip
-    eagle_tree_tokens: int | None = setting(
-        minimum=1, metavar="N", help="Draft tokens in a dynamic tree."
-    )
+    eagle_tree_tokens: int | None = number(help="Draft tokens in a dynamic tree.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -380,18 +279,17 @@ class EagleTrain:
     eagle_num_layers: int = setting(
         1, help="Decoder layers of the EAGLE drafter.", minimum=1, maximum=MAX_MODULES
     )
-    eagle_intermediate_size: int | None = setting(
-        minimum=1, maximum=MAX_SIZE, metavar="N",
+    eagle_intermediate_size: int | None = number(
+        maximum=MAX_SIZE,
         help="Channels inside the MLP of the EAGLE drafter's layers; the target's if not given.",
-    )  # fmt: skip
+    )
     eagle_num_steps: int = setting(
         3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", minimum=1,
         maximum=MAX_DRAFT_TOKENS,
     )  # fmt: skip
-    eagle_loss_decay: float = setting(
-        0.9, help="Weight of each EAGLE draft step relative to the one before.", minimum=0,
-        maximum=1,
-    )  # fmt: skip
+    eagle_loss_decay: float = share(
+        0.9, help="Weight of each EAGLE draft step relative to the one before."
+    )
     eagle_token_weight: float = setting(
         0.1, help="EAGLE-1: weight of the token loss, relative to the feature loss.", minimum=0,
         maximum=1000,
@@ -401,10 +299,9 @@ class EagleTrain:
         maximum=1000,
     )  # fmt: skip
     eagle_bias: bool = setting(True, help="EAGLE-1: give `fc` a bias, which vLLM has no room for.")
-    eagle_draft_vocab_size: int | None = setting(
-        minimum=1, metavar="N",
-        help="EAGLE-3: draft the N most frequent tokens of the data alone; all if not given.",
-    )  # fmt: skip
+    eagle_draft_vocab_size: int | None = number(
+        help="EAGLE-3: draft the N most frequent tokens of the data alone; all if not given."
+    )
     eagle_norm_before_fc: bool = setting(
         False, help="EAGLE-3: norm what is read of the target, all layers as one."
     )

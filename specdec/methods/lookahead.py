@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
 from specdec.options import as_options, setting
 
@@ -58,10 +59,7 @@ def read_options(settings: Any) -> LookaheadConfig | None:
     text = as_options(settings, LookaheadDraft).lookahead_config
     if text is None:
         return None
-    if settings.no_speculation:
-        raise UsageError(
-            "--lookahead-config has no effect with --no-speculation", "leave one of them out"
-        )
+    refuse_contradictions(settings, [no_speculation("lookahead_config")])
     sizes = read_literal("--lookahead-config", text, LOOKAHEAD_FORM, length=3)
     if any(type(size) is not int or size < 1 for size in sizes) or sizes[1] < 2:
         raise UsageError(f"--lookahead-config is {text!r}", f"write it as {LOOKAHEAD_FORM}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.errors import Problems, UsageError
@@ -14,18 +13,19 @@ from specdec.options import as_options, setting
 
 from .base import (
     Choices,
+    DrafterParams,
     Method,
-    SizedTree,
+    bounds,
     check_product,
-    check_unknown,
     count,
+    number,
     parse_paths,
-    read_fields,
+    share,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MedusaParams(SizedTree):
+class MedusaParams(DrafterParams):
     """Medusa heads (https://arxiv.org/abs/2401.10774): head i drafts the token i + 2 ahead.
 
     num_layers: residual layers of each head. max_draft_len: most draft tokens of a verify step's
@@ -36,19 +36,16 @@ class MedusaParams(SizedTree):
     num_layers: int = count(0, MAX_MODULES)
     max_draft_len: int = count(1, MAX_DRAFT_TOKENS)
 
+    WORD: ClassVar[str] = "medusa"
     KEYS: ClassVar[dict[str, str]] = {
-        "num_heads": "num_medusa_heads",
-        "num_layers": "num_medusa_layers",
-        "max_draft_len": "max_draft_len",
-    }
+        "num_heads": "num_medusa_heads", "num_layers": "num_medusa_layers",
+    }  # fmt: skip
 
     @property
     def max_draft_depth(self) -> int:
-        """Most draft tokens that one verify step can accept."""
         return min(self.num_heads, self.max_draft_len)
 
     def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
-        """List what does not suit a target of these sizes, each with a remedy."""
         if hidden_size % tp_size and self.num_layers:
             return Problems().add(
                 f"the Medusa heads' hidden_size={hidden_size} does not split over"
@@ -58,7 +55,6 @@ class MedusaParams(SizedTree):
         return Problems()
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of the heads, whole, by canonical name; all split on dimension 0."""
         hidden_size = model.hidden_size
         tensors: dict[str, TensorSpec] = {}
         for head in range(self.num_heads):
@@ -74,18 +70,9 @@ class MedusaParams(SizedTree):
             )
         return tensors
 
-    def to_checkpoint(self) -> dict[str, Any]:
-        """Return the keys of a checkpoint's config.json."""
-        return {key: getattr(self, name) for name, key in self.KEYS.items()}
-
-    @classmethod
-    def from_checkpoint(cls, config: Mapping[str, Any]) -> MedusaParams:
-        """Read the keys; raise SpecDecError for an absent, unknown or absurd one."""
-        params = cls(**read_fields(cls, config, names=cls.KEYS))
-        check_unknown((k for k in config if "medusa" in k), set(cls.KEYS.values()))
-        what = f"{params.num_heads} Medusa heads of {params.num_layers} layers"
-        check_product(what, params.num_heads * params.num_layers, MAX_MODULES)
-        return params
+    def check_product(self) -> None:
+        what = f"{self.num_heads} Medusa heads of {self.num_layers} layers"
+        check_product(what, self.num_heads * self.num_layers, MAX_MODULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,15 +83,15 @@ class MedusaConvert:
         metavar="HEADS", help="Medusa heads, alone or saved with their target: a folder or Hub id."
     )
     num_medusa_heads: int | None = setting(
-        minimum=1, maximum=MAX_MODULES, metavar="N",
+        **bounds(MedusaParams, "num_heads"), metavar="N",
         help="Number of Medusa heads to use; if not given, as many as their config.json says.",
     )  # fmt: skip
     num_medusa_layers: int | None = setting(
-        minimum=0, maximum=MAX_MODULES, metavar="N",
+        **bounds(MedusaParams, "num_layers"), metavar="N",
         help="Residual layers of each Medusa head, if their config.json does not say.",
     )  # fmt: skip
     max_medusa_token_len: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        **bounds(MedusaParams, "max_draft_len"), metavar="N",
         help="Most draft tokens in a step of a Medusa engine; 63 if not given.",
     )  # fmt: skip
 
@@ -118,11 +105,10 @@ class MedusaDraft:
         metavar="JSON",
         help="A static tree of drafts, as a list of paths of ranks: [[0],[0,0],[1]].",
     )
-    medusa_tree_tokens: int | None = setting(
-        minimum=1, metavar="N",
+    medusa_tree_tokens: int | None = number(
         help="Draft tokens in a dynamic tree: the likeliest by the heads in each step.  [default:"
-        " 20 on a CPU, 7 with --draft-budget fixed]",
-    )  # fmt: skip
+        " 20 on a CPU, 7 with --draft-budget fixed]"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,15 +116,14 @@ class MedusaTrain:
     """Options of specdec-train."""
 
     medusa_num_heads: int = setting(
-        4, help="Number of heads, each for one draft token.", minimum=1, maximum=MAX_MODULES
+        4, help="Number of heads, each for one draft token.", **bounds(MedusaParams, "num_heads")
     )
     medusa_num_layers: int = setting(
-        1, help="Residual blocks of each Medusa head.", minimum=0, maximum=MAX_MODULES
+        1, help="Residual blocks of each Medusa head.", **bounds(MedusaParams, "num_layers")
     )
-    medusa_loss_decay: float = setting(
-        0.8, help="Weight of each Medusa head's loss relative to the one before.", minimum=0,
-        maximum=1,
-    )  # fmt: skip
+    medusa_loss_decay: float = share(
+        0.8, help="Weight of each Medusa head's loss relative to the one before."
+    )
 
 
 def read_options(settings: Any) -> Choices | int | None:

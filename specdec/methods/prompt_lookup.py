@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specdec.contradictions import (
+    Contradiction,
+    find_given,
+    no_speculation,
+    refuse_contradictions,
+)
 from specdec.errors import UsageError
-from specdec.options import as_options, name_flag, setting
+from specdec.options import as_options, setting
 
-from .base import Method, is_device_list, read_literal
-from .chain import ChainDraft
-from .draft_target import DraftTargetDraft
+from .base import Method, is_device_list, number, read_literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLookupDraft:
     """Options of every command that decodes."""
 
-    prompt_lookup_num_tokens: int | None = setting(
-        minimum=1,
-        metavar="N",
-        help="Look for drafts in the text itself, up to N tokens in a step.",
-        group="Drafting",
+    prompt_lookup_num_tokens: int | None = number(
+        help="Look for drafts in the text itself, up to N tokens in a step.", group="Drafting"
     )
     max_matching_ngram_size: int | None = setting(
         minimum=1, metavar="M",
@@ -54,34 +55,39 @@ class LookupOptions:
         return self.num_tokens
 
 
+CONTRADICTIONS = (
+    no_speculation(*LOOKUP_OPTIONS, "prompt_lookup_config"),
+    Contradiction(
+        lambda s: (
+            s.draft_engine_dir is not None
+            and s.draft_chain is None
+            and find_given(s, *LOOKUP_OPTIONS, "prompt_lookup_config")
+        ),
+        "{found} and --draft-engine-dir are both given",
+        "let one or the other draft",
+    ),
+    Contradiction(
+        lambda s: s.prompt_lookup_config is not None and find_given(s, *LOOKUP_OPTIONS),
+        "--prompt-lookup-config and {found} are both given",
+        "use one way or the other",
+    ),
+)
+
+
 def read_options(settings: Any) -> LookupOptions | None:
     """Return the options of a prompt-lookup run, None of any other; raise UsageError."""
     options = as_options(settings, PromptLookupDraft)
-    joined = options.prompt_lookup_config
-    num_tokens = options.prompt_lookup_num_tokens
-    given = [name_flag(n) for n in LOOKUP_OPTIONS if getattr(options, n) is not None]
-    if joined is None and not given:
+    if (given := find_given(settings, *LOOKUP_OPTIONS, "prompt_lookup_config")) is None:
         return None
-    name = given[0] if given else "--prompt-lookup-config"
-    if settings.no_speculation:
-        raise UsageError(f"{name} has no effect with --no-speculation", "leave one of them out")
-    in_chain = as_options(settings, ChainDraft).draft_chain is not None
-    if as_options(settings, DraftTargetDraft).draft_engine_dir is not None and not in_chain:
+    refuse_contradictions(settings, CONTRADICTIONS)
+    if options.prompt_lookup_config is not None:
+        return _read_joined(options.prompt_lookup_config)
+    if options.prompt_lookup_num_tokens is None:
         raise UsageError(
-            f"{name} and --draft-engine-dir are both given", "let one or the other draft"
-        )
-    if joined is not None:
-        if given:
-            raise UsageError(
-                f"--prompt-lookup-config and {name} are both given", "use one way or the other"
-            )
-        return _read_joined(joined)
-    if num_tokens is None:
-        raise UsageError(
-            f"{name} without --prompt-lookup-num-tokens", "say how many tokens to draft a step"
+            f"{given} without --prompt-lookup-num-tokens", "say how many tokens to draft a step"
         )
     size = options.max_matching_ngram_size or DEFAULT_NGRAM_SIZE
-    return LookupOptions(num_tokens=num_tokens, max_ngram_size=size)
+    return LookupOptions(num_tokens=options.prompt_lookup_num_tokens, max_ngram_size=size)
 
 
 def _read_joined(text: str) -> LookupOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specdec.errors import Problems
@@ -12,11 +11,11 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
 from specdec.options import as_options, setting
 
-from .base import Method, check_product, check_unknown, count, read_fields
+from .base import DrafterParams, Method, add_uneven, bounds, check_product, count, number, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReDrafterParams:
+class ReDrafterParams(DrafterParams):
     """Recurrent Drafter (https://arxiv.org/abs/2403.09919).
 
     `draft_len_per_beam` counts drafted tokens only, as TensorRT-LLM does; Apple's beam length is
@@ -31,7 +30,14 @@ class ReDrafterParams:
     draft_len_per_beam: int = count(1, MAX_DRAFT_TOKENS)
     greedy_search: bool
 
-    PREFIX: ClassVar[str] = "redrafter_"
+    WORD: ClassVar[str] = "redrafter_"
+    KEYS: ClassVar[dict[str, str]] = {
+        name: f"redrafter_{name}"
+        for name in (
+            "num_layers", "hidden_size", "exit_dim", "is_rnn", "num_beams", "draft_len_per_beam",
+            "greedy_search",
+        )
+    }  # fmt: skip
 
     @property
     def has_input_proj(self) -> bool:
@@ -40,24 +46,21 @@ class ReDrafterParams:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most tokens proposed in a verify step (all beams distinct from the first token on)."""
+        """All beams are distinct from the first token on."""
         return self.num_beams * self.draft_len_per_beam
 
     @property
     def max_draft_depth(self) -> int:
-        """Most draft tokens that one verify step can accept."""
         return self.draft_len_per_beam
 
     @property
     def draft_len_source(self) -> str:
-        """Where `max_draft_tokens` comes from, in the words of an error message."""
         return (
             f"num_beams={self.num_beams} x draft_len_per_beam={self.draft_len_per_beam}"
             f" = {self.max_draft_tokens}"
         )
 
     def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
-        """List what does not suit a target of these sizes, each with a remedy."""
         if self.hidden_size != hidden_size:
             return Problems().add(
                 f"the drafter's hidden_size={self.hidden_size} differs from the target's"
@@ -66,12 +69,7 @@ class ReDrafterParams:
             )
         problems = Problems()
         sizes = {"hidden_size": hidden_size if self.is_rnn else 0, "exit_dim": self.exit_dim}
-        uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
-        if uneven:
-            problems.add(
-                f"the drafter's {', '.join(uneven)} do not split over tp_size={tp_size}",
-                "use a tp_size that divides them",
-            )
+        add_uneven(problems, "the drafter's", sizes, tp_size)
         if self.num_beams > vocab_size:
             problems.add(
                 f"num_beams={self.num_beams} exceeds vocab_size={vocab_size}",
@@ -80,7 +78,6 @@ class ReDrafterParams:
         return problems
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of the drafter, whole, by canonical name; all split on dimension 0."""
         hidden, exit_dim = self.hidden_size, self.exit_dim
         tensors: dict[str, TensorSpec] = {}
         if self.has_input_proj:
@@ -104,19 +101,9 @@ class ReDrafterParams:
             }
         return tensors
 
-    def to_checkpoint(self) -> dict[str, Any]:
-        """Return the `redrafter_*` keys of a checkpoint's config.json."""
-        return {self.PREFIX + f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    @classmethod
-    def from_checkpoint(cls, config: Mapping[str, Any]) -> ReDrafterParams:
-        """Read the `redrafter_*` keys; raise SpecDecError for an absent, unknown or absurd one."""
-        names = {field.name: cls.PREFIX + field.name for field in dataclasses.fields(cls)}
-        params = cls(**read_fields(cls, config, names=names))
-        check_unknown((k for k in config if k.startswith(cls.PREFIX)), set(names.values()))
-        what = f"{params.num_beams} beams of {params.draft_len_per_beam} draft tokens"
-        check_product(what, params.max_draft_tokens, MAX_DRAFT_TOKENS)
-        return params
+    def check_product(self) -> None:
+        what = f"{self.num_beams} beams of {self.draft_len_per_beam} draft tokens"
+        check_product(what, self.max_draft_tokens, MAX_DRAFT_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,11 +116,11 @@ class ReDrafterConvert:
         group="Models",
     )
     redrafter_num_beams: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        **bounds(ReDrafterParams, "num_beams"), metavar="N",
         help="Beams of the drafter's search; 5 if not given.",
     )  # fmt: skip
     redrafter_draft_len_per_beam: int | None = setting(
-        minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
+        **bounds(ReDrafterParams, "draft_len_per_beam"), metavar="N",
         help="Draft tokens of each beam, at most as many as the drafter was trained for; 5 if"
         " not given.",
     )  # fmt: skip
@@ -146,11 +133,10 @@ class ReDrafterConvert:
 class ReDrafterDraft:
     """Options of every command that decodes."""
 
-    redrafter_tree_tokens: int | None = setting(
-        minimum=1, metavar="N",
+    redrafter_tree_tokens: int | None = number(
         help="Draft tokens in a dynamic tree: the likeliest of all that the search saw; if not"
-        " given, all those of its last beams.",
-    )  # fmt: skip
+        " given, all those of its last beams."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,20 +144,20 @@ class ReDrafterTrain:
     """Options of specdec-train."""
 
     redrafter_num_layers: int = setting(
-        2, help="Residual blocks in the drafter's head.", minimum=0, maximum=MAX_MODULES
+        2, help="Residual blocks in the drafter's head.", **bounds(ReDrafterParams, "num_layers")
     )
     redrafter_predict_n_tokens: int = setting(
         5, help="Draft tokens that the loss covers.", minimum=1, maximum=MAX_MODULES
     )
     redrafter_exit_dim: int | None = setting(
         help="Width of the residual blocks; if not given, twice the target's hidden size.",
-        minimum=1, maximum=MAX_SIZE,
+        **bounds(ReDrafterParams, "exit_dim"),
     )  # fmt: skip
     redrafter_rnn: bool = setting(
         True, help="Learn the recurrence; otherwise it is the sum of the token embeddings."
     )
-    redrafter_loss_decay: float = setting(
-        1.0, help="Weight of each draft position relative to the one before.", minimum=0, maximum=1
+    redrafter_loss_decay: float = share(
+        1.0, help="Weight of each draft position relative to the one before."
     )
 
 

@@ -6,10 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
-from specdec.options import as_options, list_given, name_flag, setting
+from specdec.options import as_options, get_flags, list_given, name_flag, setting
 
-from .base import Method
+from .base import Method, number
 
 DEFAULT_DEPTH = 16
 DEFAULT_FACTOR = 4.0
@@ -21,11 +22,10 @@ DEFAULT_CACHED_TOKENS = 100_000
 class SuffixDraft:
     """Options of every command that decodes."""
 
-    suffix_max_tokens: int | None = setting(
-        minimum=1, metavar="N",
+    suffix_max_tokens: int | None = number(
         help="Draft what followed the end of the text where it occurred before, as a tree of up to"
-        " N tokens in a step.",
-    )  # fmt: skip
+        " N tokens in a step."
+    )
     suffix_max_depth: int | None = setting(
         minimum=1, metavar="D",
         help=f"Tokens at the end of the text to look for, at most.  [default: {DEFAULT_DEPTH}]",
@@ -84,8 +84,7 @@ def read_options(settings: Any) -> SuffixOptions | None:
     given = [name_flag(name) for name in list_given(settings, SuffixDraft)]
     if not given:
         return None
-    if settings.no_speculation:
-        raise UsageError(f"{given[0]} has no effect with --no-speculation", "leave one of them out")
+    refuse_contradictions(settings, [no_speculation(*get_flags(SuffixDraft))])
     if options.suffix_max_tokens is None:
         raise UsageError(
             f"{given[0]} without --suffix-max-tokens", "say how many tokens to draft a step"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.methods.eagle import read_net
+from specdec.methods.net import read_net
 from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind

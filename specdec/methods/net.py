@@ -1,0 +1,137 @@
+"""Drafters that have decoder layers of their own: EAGLE's and DFlash's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from specdec.errors import Problems
+from specdec.model.config import BOUNDS, ModelConfig
+from specdec.model.tensors import (
+    EMBEDDING,
+    HEAD,
+    Shard,
+    TensorSpec,
+    list_layer_tensors,
+    list_norm,
+    list_target_tensors,
+)
+
+from .base import OBJECT, POSITIVE, DrafterParams, Rule, add_uneven, check, or_null, whole
+
+# What a checkpoint says of the layers that draft, in a Llama's field names.
+NET_RULES = {
+    **{
+        name: whole(*BOUNDS[name])
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_size", "intermediate_size",
+        )
+    },
+    "norm_epsilon": POSITIVE,
+    "max_position_embeddings": whole(*BOUNDS["max_position_embeddings"]),
+    "rotary_base": POSITIVE,
+    "rotary_scaling": or_null(OBJECT, "an object or null"),
+    "hidden_act": Rule("'silu'", lambda value: value == "silu"),
+}  # fmt: skip
+
+
+def make_net(
+    config: Mapping[str, Any],
+    dtype: str,
+    rules: Mapping[str, Rule] = NET_RULES,
+    architecture: str = "LlamaForCausalLM",
+) -> ModelConfig:
+    """The layers that draft, of a drafter's config, for the target's vocabulary."""
+    fields = {name: config[name] for name in rules}
+    if fields.get("layer_types") is not None:
+        fields["layer_types"] = tuple(fields["layer_types"])
+    return ModelConfig(architecture=architecture, dtype=dtype, **fields)
+
+
+def read_net(
+    key: str,
+    config: object,
+    dtype: str,
+    rules: Mapping[str, Rule] = NET_RULES,
+    architecture: str = "LlamaForCausalLM",
+) -> ModelConfig:
+    """Read the object `key`, a net's whole config; raise SpecDecError for what is wrong."""
+    check(key, config, OBJECT)
+    assert isinstance(config, dict)
+    values = {name: config.get(name) for name in rules}
+    for name, rule in rules.items():
+        check(f"{key}.{name}", values[name], rule)
+    net = make_net(values, dtype, rules, architecture)
+    heads = net.num_attention_heads
+    words = f"a divisor of {key}.num_attention_heads={heads}"
+    check(
+        f"{key}.num_key_value_heads", net.num_key_value_heads,
+        Rule(words, lambda number: heads % number == 0),
+    )  # fmt: skip
+    problems = net.find_scaling_problems()
+    Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
+    return net
+
+
+class NetParams(DrafterParams):
+    """Parameters of such a drafter. net: its layers, with the target's vocabulary."""
+
+    TITLE: ClassVar[str]
+    net: ModelConfig
+
+    if TYPE_CHECKING:  # a field of DFlash's, a property of EAGLE's
+
+        @property
+        def draft_vocab_size(self) -> int:
+            """Tokens that can be drafted."""
+
+    def make_net_model(self, model: ModelConfig) -> ModelConfig:
+        """The net for `model` as a model of its own, with the drafted vocabulary."""
+        names = ("dtype", "use_parallel_embedding", "embedding_sharding_dim", "tp_size")
+        fields: dict[str, Any] = {name: getattr(model, name) for name in names}
+        return dataclasses.replace(self.net, vocab_size=self.draft_vocab_size, **fields)
+
+    def compare_sizes(self, **targets: int) -> Problems:
+        """List the sizes that the net has otherwise than the target."""
+        problems = Problems()
+        for name, size in targets.items():
+            if (own := getattr(self.net, name)) != size:
+                fact = f"the {self.TITLE} drafter's {name} is {own}, the target's {size}"
+                problems.add(fact, self.remedy)
+        return problems
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a size that is not the target's."""
+        return f"use the {self.TITLE} drafter that was trained for this target"
+
+    def add_uneven(self, problems: Problems, tp_size: int) -> Problems:
+        """Add the sizes of the net that do not split over so many ranks; return the problems."""
+        names = ("num_attention_heads", "intermediate_size", "hidden_size")
+        sizes = {name: getattr(self.net, name) for name in names}
+        if tp_size % self.net.num_key_value_heads:  # else a rank has a copy of one
+            sizes["num_key_value_heads"] = self.net.num_key_value_heads
+        add_uneven(problems, f"the {self.TITLE} drafter's", sizes, tp_size)
+        return problems
+
+    def list_net_tensors(self, model: ModelConfig, width: int) -> dict[str, TensorSpec]:
+        """The tensors that all these drafters have. width: of what `fc` reads."""
+        net = self.make_net_model(model)
+        hidden, own = net.hidden_size, self.draft_vocab_size
+        shard = list_target_tensors(model)[EMBEDDING].shard
+        tensors = {
+            "drafter.vocab_embedding.weight": TensorSpec((model.vocab_size, hidden), shard),
+            "drafter.fc.weight": TensorSpec((hidden, width), Shard.ROWS),
+        }
+        for layer in range(net.num_hidden_layers):
+            for name, spec in list_layer_tensors(net).items():
+                if spec.shard is Shard.QKV:
+                    spec = dataclasses.replace(spec, owner=net)
+                tensors[f"drafter.layers.{layer}.{name}"] = spec
+        tensors |= list_norm(net, "drafter.ln_f")
+        tensors[HEAD] = TensorSpec((own, hidden), Shard.VOCAB)
+        if own < model.vocab_size:
+            tensors["d2t"] = TensorSpec((own,), Shard.WHOLE)
+        return tensors
