@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from specdec.command.settings import require
-from specdec.contradictions import Contradiction, find_given, refuse_contradictions
 from specdec.documents import check_data_file
-from specdec.options import list_given, name_flag
+from specdec.options import Contradiction, find_given, list_given, name_flag, refuse_contradictions
 
 from .methods import FOLDERS, find_folder
 from .quantize.formats import FORMATS, Format
@@ -55,50 +54,48 @@ def _calibrates(settings: ConvertSettings) -> bool:
     return format_ is not None and (format_.needs_data or settings.kv_cache_dtype is not None)
 
 
-CONTRADICTIONS = (
+CONTRADICTIONS: tuple[Contradiction, ...] = (
     # ---- The models.
-    Contradiction(
+    (
         lambda s: s.model_dir is not None and s.base_model_checkpoint_dir is not None,
         "--model-dir and --base-model-checkpoint-dir are both given",
         "give one of them",
     ),
-    Contradiction(
+    (
         lambda s: s.model_dir is None and s.base_model_checkpoint_dir is None,
         "missing --model-dir",
         "give the target: --model-dir, or --base-model-checkpoint-dir for an existing checkpoint",
     ),
-    Contradiction(
+    (
         _find_two_drafters,
         "{found} are both given",
         "a checkpoint holds one drafter: give one of them",
     ),
-    Contradiction(
-        _find_other_methods, "{found}", "give the drafter's folder, or leave the option out"
-    ),
-    Contradiction(
+    (_find_other_methods, "{found}", "give the drafter's folder, or leave the option out"),
+    (
         lambda s: s.base_model_checkpoint_dir is not None and find_folder(s) is None,
         "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
         f"give the drafter to add to the checkpoint: {' or '.join(map(name_flag, FOLDERS))}",
     ),
     # ---- Quantization.
-    Contradiction(
+    (
         lambda s: (
             s.quantization is None and find_given(s, "kv_cache_dtype", "group_size", *CALIBRATION)
         ),
         "{found} has no effect without --quantization",
         "give --quantization fp8, or leave the option out",
     ),
-    Contradiction(
+    (
         lambda s: s.quantization is not None and s.base_model_checkpoint_dir is not None,
         "--quantization takes a Hugging Face target, not --base-model-checkpoint-dir",
         "give the target as --model-dir: the calibration runs it with transformers",
     ),
-    Contradiction(
+    (
         lambda s: s.group_size is not None and len(_find_group_sizes(s)) < 2,
         "--group-size has no effect with --quantization {quantization}: there is nothing to choose",
         "leave it out",
     ),
-    Contradiction(
+    (
         lambda s: (
             s.group_size not in (sizes := _find_group_sizes(s))
             and sizes
@@ -107,30 +104,30 @@ CONTRADICTIONS = (
         "--group-size is {group_size}; --quantization {quantization} has groups of {found[0]}",
         "give {found[1]}, or leave it out",
     ),
-    Contradiction(
+    (
         lambda s: s.quantization is not None and not _calibrates(s) and find_given(s, *CALIBRATION),
         "{found} has no effect: --quantization {quantization} needs no calibration",
         "leave it out, or give --kv-cache-dtype fp8, which does",
     ),
-    Contradiction(
+    (
         lambda s: _calibrates(s) and s.calibration_data is None,
         "--quantization {quantization} without --calibration-data",
         "give a .txt, .jsonl or .json file of texts like those to be decoded: the scales come"
         " from them",
     ),
     # ---- The ranks' layout.
-    Contradiction(
+    (
         lambda s: find_folder(s) is not None and (s.pp_size or 1) > 1,
         "--pp-size is {pp_size}, but an engine with a drafter has no pipeline stages",
         "use --tp-size, or leave --pp-size out",
     ),
-    Contradiction(
+    (
         lambda s: s.use_embedding_sharing and s.trtllm_version != "0.14",
         "--use-embedding-sharing is not for --trtllm-version {trtllm_version}: since 0.16,"
         " TensorRT-LLM itself shares a head that equals the embedding",
         "leave it out, or convert for 0.14",
     ),
-    Contradiction(
+    (
         lambda s: (
             s.use_embedding_sharing
             and (s.base_model_checkpoint_dir is not None or find_folder(s) == "drafter_model_dir")
@@ -139,19 +136,19 @@ CONTRADICTIONS = (
         " from another one: their head is always written",
         "leave it out",
     ),
-    Contradiction(
+    (
         lambda s: (
             s.base_model_checkpoint_dir is not None and find_given(s, "moe_tp_size", "moe_ep_size")
         ),
         "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
         "leave them out: the checkpoint's experts stay as they are split",
     ),
-    Contradiction(
+    (
         lambda s: s.embedding_sharding_dim not in (None, 0, 1),
         "--embedding-sharding-dim is {embedding_sharding_dim}",
         "give 0 (vocabulary) or 1 (hidden size)",
     ),
-    Contradiction(
+    (
         lambda s: s.embedding_sharding_dim is not None and not s.use_parallel_embedding,
         "--embedding-sharding-dim has no effect without --use-parallel-embedding",
         "give both, or neither",

@@ -121,16 +121,31 @@ def name_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# Whether settings contradict one another, and the error: its fact, in which {name} is a setting's
-# value, and its hint.
+# From a command's settings to a false value where all is well; and the error: its fact and hint.
+# In these {found} is what is returned else, {name} a setting's value. A command has one table.
 Contradiction = tuple[Callable[[Any], object], str, str]
 
 
 def refuse_contradictions(settings: object, rules: Iterable[Contradiction]) -> None:
     """Raise UsageError for the first of the rules that settings break."""
-    for is_broken, fact, hint in rules:
-        if is_broken(settings):
-            raise UsageError(fact.format_map(vars(settings)), hint)
+    for find, fact, hint in rules:
+        if found := find(settings):
+            values = {**vars(settings), "found": found}
+            raise UsageError(fact.format_map(values), hint.format_map(values))
+
+
+def find_given(settings: object, *names: str) -> str | None:
+    """Return the first of these options that is neither None nor False, as a flag."""
+    values = {name: getattr(settings, name) for name in names}
+    return next((name_flag(n) for n, v in values.items() if v is not None and v is not False), None)
+
+
+def no_speculation(*names: str) -> Contradiction:
+    """The rule that options have no effect with --no-speculation."""
+    return (
+        lambda settings: settings.no_speculation and find_given(settings, *names),
+        "{found} has no effect with --no-speculation", "leave one of them out",
+    )  # fmt: skip
 
 
 def check_value(name: str, value: Any, flag: Flag) -> Any:

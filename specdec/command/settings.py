@@ -162,7 +162,7 @@ def require(settings: Any, *names: str) -> None:
     """Raise UsageError when a setting is absent that is declared as required, or is in `names`.
 
     Whatever takes settings from a caller does this first: their types rely on it. Options that
-    exclude one another are a table of specdec/contradictions.py.
+    exclude one another are a table: `refuse_contradictions` in specdec/options.py.
     """
     required = [name for name, (flag, _) in get_flags(type(settings)).items() if flag.required]
     asked = dict.fromkeys((*names, *required))

@@ -9,7 +9,7 @@ import struct
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from specdec.errors import SpecDecError, join_names, suggest
 from specdec.files.reading import read_json
@@ -115,20 +115,44 @@ def identify_folder(folder: Path) -> str | None:
 
     A target that was saved together with a drafter is a model.
     """
+    return _look(folder).kind
+
+
+class _Look(NamedTuple):
+    """What a folder shows: its kind, its files, its config.json, and the names of its tensors.
+
+    The tensors are those of folders that Hugging Face's libraries write. error: why files or
+    config.json cannot be read.
+    """
+
+    kind: str | None
+    names: set[str]
+    config: dict[str, Any]
+    tensors: Collection[str]
+    error: OSError | SpecDecError | None = None
+
+    def find_signs(self) -> dict[str, str]:
+        return find_signs(self.names, self.config, self.tensors)
+
+
+def _look(folder: Path) -> _Look:
+    """Look at a folder; each file is read once."""
+    names: set[str] = set()
     try:
         names = set(os.listdir(folder))
         config = read_json(folder / "config.json") if "config.json" in names else None
-    except (OSError, SpecDecError):
-        return None
+    except (OSError, SpecDecError) as error:
+        return _Look(None, names, {}, (), error)
     if config is None:
-        return _identify_files(names)
+        return _Look(_identify_files(names), names, {}, _list_tensors(folder, names))
     if "build_config" in config:
-        return ENGINE
+        return _Look(ENGINE, names, config, ())
     if "mapping" in config or "rank0.safetensors" in names:
-        return CHECKPOINT
-    if "adapter_config.json" in names and not _list_tensors(folder, names):
-        return ADAPTER
-    return _identify_model(folder, names, config)
+        return _Look(CHECKPOINT, names, config, ())
+    tensors = _list_tensors(folder, names)
+    if "adapter_config.json" in names and not tensors:
+        return _Look(ADAPTER, names, config, tensors)
+    return _Look(_identify_model(names, config, tensors), names, config, tensors)
 
 
 def _identify_files(names: Collection[str]) -> str | None:
@@ -144,9 +168,10 @@ def _identify_files(names: Collection[str]) -> str | None:
     return TOKENIZER if any(name in names for name in TOKENIZER_FILES) else None
 
 
-def _identify_model(folder: Path, names: Collection[str], config: dict[str, Any]) -> str | None:
+def _identify_model(
+    names: Collection[str], config: dict[str, Any], tensors: Collection[str]
+) -> str | None:
     """The kind of a folder with a config.json as Hugging Face's libraries write it."""
-    tensors = _list_tensors(folder, names)
     if any(_TARGET.match(name) for name in tensors):
         return MODEL
     if signs := find_signs(names, config, tensors):
@@ -194,9 +219,10 @@ def recognize_drafter(folder: Path, flag: str) -> str:
 
     Raises SpecDecError for any other, and where more than one kind shows.
     """
-    found = identify_folder(folder)
-    names, config, tensors = _look(folder)
-    signs = find_signs(names, config, tensors)
+    look = _look(folder)
+    if look.error is not None:
+        raise look.error
+    found, signs = look.kind, look.find_signs()
     if len(signs) == 1 and found in (None, MODEL, *signs):
         return next(iter(signs))
     if found == MODEL and not signs:
@@ -212,21 +238,14 @@ def recognize_drafter(folder: Path, flag: str) -> str:
         raise SpecDecError(
             f"{flag} {folder} is {NAMES[found]}, not a drafter's", USES[found].format(path=folder)
         )
-    patterns = sorted({re.sub(r"\d+", "N", name) for name in tensors})
+    patterns = sorted({re.sub(r"\d+", "N", name) for name in look.tensors})
     raise SpecDecError(
         f"{flag} {folder} holds no drafter that is known: its tensors are"
         f" {join_names(patterns) if patterns else 'none that can be listed'}; the keys of its"
-        f" config.json {join_names(sorted(config)) if config else 'none'}; its files"
-        f" {join_names(sorted(names))}",
+        f" config.json {join_names(sorted(look.config)) if look.config else 'none'}; its files"
+        f" {join_names(sorted(look.names))}",
         f"a drafter of each method has: {'; '.join(f'{NAMES[k]}, {v}' for k, v in NEEDS.items())}",
     )
-
-
-def _look(folder: Path) -> tuple[set[str], dict[str, Any], Collection[str]]:
-    """A folder's files, its config.json, empty where there is none, and its tensors."""
-    names = set(os.listdir(folder))
-    config = read_json(folder / "config.json") if "config.json" in names else {}
-    return names, config, _list_tensors(folder, names)
 
 
 def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
@@ -276,12 +295,13 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
     shown = f"{flag} {path}" if flag else str(path)
     if not folder.is_dir():
         raise refuse_absent(folder, shown, MAKERS.get(wanted, ""))
-    found = identify_folder(folder)
+    look = _look(folder)
+    found = look.kind
     if found is None or found == wanted:
         return
     if wanted == TOKENIZER and has_tokenizer(folder):
         return
-    if wanted in DRAFTERS and found == MODEL and find_signs(*_look(folder)):
+    if wanted in DRAFTERS and found == MODEL and look.find_signs():
         return
     remedy = WAYS.get((found, wanted), USES[found]).format(path=path)
     lack = "and has no tokenizer" if wanted == TOKENIZER else f"not {NAMES[wanted]}"

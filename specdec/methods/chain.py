@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Container
 from typing import Any
 
-from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
-from specdec.options import as_options, setting
+from specdec.options import as_options, no_speculation, refuse_contradictions, setting
 
 FORM = "suffix,redrafter: one or the other, whichever promises more; suffix+redrafter: one tree"
 

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
 from specdec.model.bounds import MAX_DRAFT_TOKENS
-from specdec.options import as_options, like, name_flag, setting
+from specdec.options import (
+    as_options,
+    like,
+    name_flag,
+    no_speculation,
+    refuse_contradictions,
+    setting,
+)
 
 from .base import Method, is_device_list, number, read_literal
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
-from specdec.options import as_options, setting
+from specdec.options import as_options, no_speculation, refuse_contradictions, setting
 
 from .base import Method, read_literal
 

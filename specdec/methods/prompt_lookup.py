@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from specdec.contradictions import (
+from specdec.errors import UsageError
+from specdec.options import (
     Contradiction,
+    as_options,
     find_given,
     no_speculation,
     refuse_contradictions,
+    setting,
 )
-from specdec.errors import UsageError
-from specdec.options import as_options, setting
 
 from .base import Method, is_device_list, number, read_literal
 
@@ -55,9 +56,9 @@ class LookupOptions:
         return self.num_tokens
 
 
-CONTRADICTIONS = (
+CONTRADICTIONS: tuple[Contradiction, ...] = (
     no_speculation(*LOOKUP_OPTIONS, "prompt_lookup_config"),
-    Contradiction(
+    (
         lambda s: (
             s.draft_engine_dir is not None
             and s.draft_chain is None
@@ -66,7 +67,7 @@ CONTRADICTIONS = (
         "{found} and --draft-engine-dir are both given",
         "let one or the other draft",
     ),
-    Contradiction(
+    (
         lambda s: s.prompt_lookup_config is not None and find_given(s, *LOOKUP_OPTIONS),
         "--prompt-lookup-config and {found} are both given",
         "use one way or the other",

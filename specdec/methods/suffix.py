@@ -6,9 +6,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec.contradictions import no_speculation, refuse_contradictions
 from specdec.errors import UsageError
-from specdec.options import as_options, get_flags, list_given, name_flag, setting
+from specdec.options import (
+    as_options,
+    get_flags,
+    list_given,
+    name_flag,
+    no_speculation,
+    refuse_contradictions,
+    setting,
+)
 
 from .base import Method, number
 

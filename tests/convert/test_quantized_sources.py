@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.convert.quantize.float8 import E8M0, to_float32
 from specdec.convert.quantize.sections import METHODS, REFUSED, SOURCE_FORMATS
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
@@ -93,6 +94,21 @@ def test_weights_in_float32_are_rounded_once(name: str, convert: Converter, tmp_
         convert(model_dir=source, dequantize=True, dtype="float32", force=True)
         again = load_file(convert.output / "rank0.safetensors")
         assert all(torch.equal(again[name], tensor) for name, tensor in written.items())
+
+
+def test_byte_255_of_e8m0_is_not_a_number(convert: Converter, tmp_path: Path) -> None:
+    """2 ** (byte - 127), but for the last one; in either way in which files have such scales."""
+    scales = to_float32(np.array([0, 127, 254, 255], np.uint8), E8M0)
+    assert scales[:3].tolist() == [2.0**-127, 1, 2.0**127]
+    assert np.isnan(scales[3])
+    source, _ = make_quantized(tmp_path, CASES["fp8-block-e8m0"], layers=1)
+    name = f"{Q_PROJ}.weight_scale_inv"
+    stored = load_file(source / "model.safetensors")[name].view(torch.uint8).clone()
+    stored[1, 0] = 255
+    for tensor in (stored, stored.view(torch.float8_e8m0fnu)):
+        change_folder(source, {name: tensor})
+        message = convert.fail(model_dir=source, dequantize=True).message
+        assert f"{Q_PROJ}: weight_scale_inv has 1 scales that are NaN or infinite" in message
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)

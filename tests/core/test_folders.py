@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.errors import SpecDecError
+from specdec.files import folders
 from specdec.files.folders import (
     ADAPTER,
     CHECKPOINT,
@@ -90,6 +91,14 @@ def test_folders_that_pass_for_more_than_one_kind(store: Store, tmp_path: Path) 
     save_file(tensors, both / "model.safetensors")
     expect_folder(both, MODEL)
     expect_folder(both, MEDUSA)
+
+
+def test_a_drafters_tensors_are_listed_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[Path] = []
+    found = folders._list_tensors
+    monkeypatch.setattr(folders, "_list_tensors", lambda f, n: listed.append(f) or found(f, n))
+    assert folders.recognize_drafter(store(EAGLE), "--drafter-model-dir") == EAGLE
+    assert listed == [store(EAGLE)]
 
 
 def test_what_cannot_be_told_passes(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def test_window_rows_are_the_targets_own_choices(
 
 
 def settings(**values: Any) -> RunSettings:
-    return RunSettings(engine_dir=Path("e"), **values)
+    return RunSettings(engine_dir=Path("e"), input_text=["a"], **values)
 
 
 def test_flags_of_prompt_lookup() -> None:
