@@ -122,7 +122,10 @@ def run_probed(
         replies = asyncio.run(ask_all(address, bodies, concurrency))
     finally:
         prober.terminate()
-        lines = prober.communicate()[0].splitlines()
+        told, failure = prober.communicate()
+        lines = told.splitlines()
+    if failure:
+        raise SpecDecError(f"asking for /health failed: {failure.strip()}", "see the server's log")
     return compare_steps(replies, [[float(word) for word in line.split()] for line in lines])
 
 

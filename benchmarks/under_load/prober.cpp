@@ -47,11 +47,20 @@ int main(int count, char **words) {
       connect(connection, reinterpret_cast<sockaddr *>(&to), sizeof to) != 0)
     fail(words[1], "no connection");
   const size_t length = std::strlen(request);
-  const auto read_answer = [&] {
+  const auto read_answer = [&] {  // head and body may come in pieces
     char answer[4096];
-    const ssize_t received = recv(connection, answer, sizeof answer - 1, 0);  // short: one piece
-    answer[received > 0 ? received : 0] = 0;
-    if (std::strncmp(answer, "HTTP/1.1 200", 12) != 0) fail("prober", answer);
+    size_t held = 0;
+    for (;;) {
+      const ssize_t received = recv(connection, answer + held, sizeof answer - 1 - held, 0);
+      if (received <= 0) fail("prober", "the server has left");
+      answer[held += static_cast<size_t>(received)] = 0;
+      if (std::strncmp(answer, "HTTP/1.1 200", 12) != 0) fail("prober", answer);
+      const char *body = std::strstr(answer, "\r\n\r\n");
+      const char *length = strcasestr(answer, "content-length:");
+      if (body == nullptr || length == nullptr) continue;
+      const auto size = static_cast<size_t>(body + 4 - answer) + std::strtoul(length + 15, nullptr, 10);
+      if (held >= size) return;
+    }
   };
   for (;;) {
     const double began = now();
