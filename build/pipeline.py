@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import make_unknown_error, require, to_plain
+from specdec.contradictions import refuse_contradictions
 from specdec.errors import UsageError
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
@@ -33,7 +34,7 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build an engine and return what was built; with `dry_run`, only check and describe it."""
     from . import triton
 
-    triton.check_fields(settings)
+    refuse_contradictions(settings, triton.CONTRADICTIONS)
     if settings.emit_triton is None:
         return build_any_engine(settings)
     require(settings)

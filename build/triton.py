@@ -17,6 +17,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import need
+from specdec.contradictions import Contradiction
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.staging import check_output_dir, stage_folder
@@ -114,30 +115,29 @@ class Templates:
     texts: dict[str, str]
 
 
-def check_fields(settings: BuildSettings) -> None:
-    """Raise UsageError for what contradicts, misses or has no effect without --emit-triton."""
-    given = [name for name in FIELDS if getattr(settings, name) not in (None, False, [])]
-    if settings.emit_triton is None:
-        if given:
-            flag = name_flag(given[0])
-            raise UsageError(f"{flag} has no effect without --emit-triton", "leave it out")
-        return
-    if settings.emit_script is not None:
-        raise UsageError(
-            "--emit-triton describes an engine that is there, --emit-script one that is not yet",
-            "build the engine first; then call it with --output-dir and --emit-triton alone",
-        )
-    chosen, of_draft = parse_parameters(settings)
-    if "tokenizer_dir" not in chosen:
-        raise UsageError(
-            "--emit-triton needs the tokenizer's folder as the server will see it",
-            "give --triton-parameters tokenizer_dir=DIR",
-        )
-    if of_draft and settings.triton_draft_engine_dir is None:
-        raise UsageError(
-            f"--triton-parameters draft.{next(iter(of_draft))} without --triton-draft-engine-dir",
-            "give the draft engine",
-        )
+CONTRADICTIONS = (
+    Contradiction(
+        lambda s: s.emit_triton is None
+        and next((name_flag(name) for name in FIELDS if getattr(s, name)), None),
+        "{found} has no effect without --emit-triton", "leave it out",
+    ),
+    Contradiction(
+        lambda s: s.emit_triton is not None and s.emit_script is not None,
+        "--emit-triton describes an engine that is there, --emit-script one that is not yet",
+        "build the engine first; then call it with --output-dir and --emit-triton alone",
+    ),
+    Contradiction(
+        lambda s: s.emit_triton is not None and "tokenizer_dir" not in parse_parameters(s)[0],
+        "--emit-triton needs the tokenizer's folder as the server will see it",
+        "give --triton-parameters tokenizer_dir=DIR",
+    ),
+    Contradiction(
+        lambda s: s.emit_triton is not None and s.triton_draft_engine_dir is None
+        and next(iter(parse_parameters(s)[1]), None),
+        "--triton-parameters draft.{found} without --triton-draft-engine-dir",
+        "give the draft engine",
+    ),
+)  # fmt: skip
 
 
 def read_templates(settings: BuildSettings) -> Templates:

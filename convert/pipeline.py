@@ -39,8 +39,7 @@ from specdec.model.tensors import (
 from specdec.options import name_flag
 from specdec.threads import count_usable_cores
 from specdec.trtllm.facts import DEFAULT_LABEL
-from specdec.trtllm.layouts import find_layout_problems
-from specdec.trtllm.pairs import find_lack
+from specdec.trtllm.lacks import find_lack, find_layout_problems
 from specdec.vocabulary import read_recorded, read_vocabulary
 
 from . import config as checkpoint_config

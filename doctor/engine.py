@@ -13,10 +13,10 @@ from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import CHANGED_HINT, NAME, find_changes
 from specdec.files.reading import read_json
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
-from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import list_mode_names, refuse_config
 from specdec.trtllm.environment import Environment, compare_environments
 from specdec.trtllm.facts import order_release
+from specdec.trtllm.lacks import list_defects
 
 from .abilities import MIN_TORCH, can_start_ranks
 

@@ -10,7 +10,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.quantization import DEFAULT_EXCLUDED
 from specdec.trtllm.facts import DEFAULT_LABEL
-from specdec.trtllm.pairs import Pair, find_pair
+from specdec.trtllm.lacks import Pair, find_pair
 
 if TYPE_CHECKING:
     from ..hf import HfFolder

@@ -18,9 +18,9 @@ from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.redrafter import ReDrafterDraft
 from specdec.options import list_given, name_flag
-from specdec.trtllm.defects import list_defects
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
+from specdec.trtllm.lacks import list_defects
 
 logger = logs.get_logger(__name__)
 

@@ -26,7 +26,7 @@ from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_co
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import list_target_tensors
 from specdec.trtllm.facts import LABELS, load_facts
-from specdec.trtllm.pairs import PAIRS
+from specdec.trtllm.lacks import PAIRS
 from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_medusa_heads
 from tests.convert.checkpoints import (
     join_checkpoint,

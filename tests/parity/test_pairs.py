@@ -28,7 +28,7 @@ from specdec.methods.suffix import SuffixOptions
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.trtllm.facts import LABELS, load_facts
-from specdec.trtllm.pairs import find_pair
+from specdec.trtllm.lacks import find_pair
 from tests.conftest import (
     make_dflash_drafter,
     make_drafter,

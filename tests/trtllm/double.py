@@ -4,41 +4,18 @@ Nothing here is TensorRT-LLM. The double is generated from the facts that the pa
 (`specdec.trtllm.facts`), refuses what the real program refuses, and also what the real one
 silently ignores or bends, so that a command which passes here has nothing that gets lost.
 
-Installation (`install_double(folder, version, ...)` writes all of it and returns the environment
-variables of a process that is to see it):
-  folder/bin/trtllm-build       the executable, this module's `main` for the version
-  folder/bin/nvidia-smi         answers the query of `specdec.trtllm.environment`
-  folder/site/tensorrt_llm/     a package (the runtime's double fills it; here a version alone)
-  folder/site/tensorrt_llm-V.dist-info/METADATA    what importlib.metadata reads the version V from
-  folder/site/tensorrt-T.dist-info/METADATA        the same of TensorRT, and of mpi4py
-  PATH gets folder/bin, PYTHONPATH gets folder/site (and the checkout).
-Version labels are "1.2" and "0.14", as `--trtllm-version` has them; V is 1.2.0 or 0.14.0.
+`install_double(folder, version, ...)` writes folder/bin/trtllm-build (this module's `main`),
+folder/bin/nvidia-smi, which answers the query of `specdec.trtllm.environment`, the package
+folder/site/tensorrt_llm, which has only a version until the runtime's double fills it, and METADATA
+of it, TensorRT and mpi4py. It returns the environment of a process that is to see them. Labels of
+versions are those of `--trtllm-version`; V is 1.2.0 or 0.14.0.
 
-Engine folder (what trtllm-build writes, then what specdec-build adds):
-  config.json       trtllm-build's own, never altered: {"version": V, "pretrained_config": {...the
-                    checkpoint's config.json...}, "build_config": {...}}. `build_config` holds the
-                    recorded keys of the version (facts["build_config"]), with `plugin_config` and
-                    `lora_config` in it; `speculative_decoding_mode` is a number (1 none, 2 external
-                    drafts, 4 Medusa, 8 lookahead, 16 explicit drafts, 32 EAGLE), `kv_cache_type`
-                    one of "PAGED", "CONTINUOUS", "DISABLED"; max_seq_len, max_num_tokens and
-                    max_draft_len are the rewritten ones.
-  rank{r}.engine    bytes: MAGIC, then one JSON object {"checkpoint_dir": absolute path, "rank": r,
-                    "tp_size": n, "version": V, "label": "1.2"}. `read_engine_file` reads it: a
-                    runner's double builds a torch engine from that checkpoint.
-  build.log         what trtllm-build printed
-  manifest.json     specdec's, as of every engine, and besides
-      "backend": "tensorrt-llm"
-      "trtllm_version": "1.2"                 the label of the facts that it was built by
-      "environment": {"tensorrt_llm": V, "tensorrt": T, "cuda": "13.0", "cuda_driver": "13.0",
-                      "driver": "580.65.06",
-                      "gpus": [{"name", "compute_capability": "9.0", "memory_bytes"}]}
-                      of the machine that built it; a value that was not found is null. Compared
-                      by `specdec.trtllm.environment.compare_environments`.
-      "method": "plain"|"redrafter"|"medusa"|"eagle"|"draft_target"|"lookahead"
-      "build_commands": [{"argv": [...], "env": {...}}]
-      "checkpoint": the checkpoint's manifest.json, or null where it has none
-      "vocabulary": the checkpoint's
-An engine's backend is config.json's `backend`; where that is absent it is "tensorrt-llm".
+An engine folder has, as trtllm-build writes it:
+  config.json       {"version": V, "pretrained_config": the checkpoint's, "build_config": the keys
+                    of the version, with rewritten lengths; `speculative_decoding_mode` is 1 for
+                    none, 2 external drafts, 4 Medusa, 8 lookahead, 16 explicit drafts, 32 EAGLE}
+  rank{r}.engine    MAGIC, then a JSON object {"checkpoint_dir", "rank", "tp_size", "version",
+                    "label"}: a runner's double builds a torch engine from that checkpoint
 """
 
 from __future__ import annotations
@@ -65,14 +42,10 @@ MAGIC = b"DOUBLE-ENGINE\n"
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", compute_capability="9.0", memory_bytes=81559 << 20)
 DRIVER = "580.65.06"
 
+# Keys of config.json without which trtllm-build fails, and the C++ reader throws.
 REQUIRED = (
     "architecture", "dtype", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "vocab_size", "mapping", "quantization",
-)  # fmt: skip
-# Of config.json, what the C++ reader throws without.
-READ_PRETRAINED = (
-    "architecture", "dtype", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    "hidden_size", "mapping", "quantization",
 )  # fmt: skip
 READ_PLUGINS = (
     "gpt_attention_plugin", "remove_input_padding", "paged_kv_cache", "tokens_per_block",
@@ -90,13 +63,8 @@ class Refusal(Exception):
 
 
 def install_double(
-    folder: Path,
-    label: str,
-    *,
-    version: str | None = None,
-    gpus: Sequence[Gpu] = (H100,),
-    has_package: bool = True,
-) -> dict[str, str]:
+    folder: Path, label: str, *, version: str | None = None, gpus: Sequence[Gpu] = (H100,),
+) -> dict[str, str]:  # fmt: skip
     """Write the double into `folder`; return the environment of a process that is to see it."""
     binaries, site = folder / "bin", folder / "site"
     binaries.mkdir(parents=True)
@@ -112,24 +80,20 @@ def install_double(
         for index, gpu in enumerate(gpus)
     )
     write_script(binaries / "nvidia-smi", f"#!/bin/sh\ncat <<'EOF'\n{rows}EOF\n")
-    if has_package:
-        write_distribution(site, "tensorrt_llm", version)
-        write_distribution(site, "tensorrt", TENSORRT[label])
-        write_distribution(site, "mpi4py", "4.1.0")
-        package = site / "tensorrt_llm"
-        package.mkdir()
-        (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    for name, own in (
+        ("tensorrt_llm", version), ("tensorrt", TENSORRT[label]), ("mpi4py", "4.1.0"),
+    ):  # fmt: skip
+        folder = site / f"{name}-{own}.dist-info"
+        folder.mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {own}\n"
+        (folder / "METADATA").write_text(text)
+    package = site / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
     return {
         "PATH": os.pathsep.join([str(binaries), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
     }
-
-
-def write_distribution(site: Path, name: str, version: str) -> None:
-    """Write what importlib.metadata reads a distribution's version from."""
-    folder = site / f"{name}-{version}.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def write_script(path: Path, text: str) -> None:
@@ -194,6 +158,11 @@ class Command:
         if condition:
             raise Refusal(why)
 
+    def refuse(self, *rows: tuple[object, str]) -> None:
+        """Refuse for the first of some reasons that holds."""
+        for row in rows:
+            self.refuse_if(*row)
+
     def rewrite(self, name: str, value: Any) -> None:
         """What the real one does without a word; here only to what was not asked for."""
         if self.values[name] != value and name in self.given:
@@ -206,23 +175,19 @@ def check_checkpoint(command: Command) -> None:
     facts, config = command.facts, command.config
     missing = [key for key in REQUIRED if key not in config]
     command.refuse_if(missing, f"KeyError: {missing}")
-    command.refuse_if(
-        config["architecture"] not in facts.architectures,
-        f"AssertionError: Unsupported model architecture: {config['architecture']}",
-    )
-    for section, known in (
-        ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys),
-        ("moe", facts.moe_keys),
-    ):  # fmt: skip
-        for key in config.get(section) or {}:
-            command.refuse_if(
-                key not in (*known, "rank"),
-                f"TypeError: {section} got an unexpected keyword argument '{key}'",
-            )
-    command.refuse_if(
-        "qwen" in config["architecture"].lower() and "qwen_type" not in config,
-        "the runtime cannot name a qwen model without qwen_type",
-    )
+    name = config["architecture"]
+    command.refuse(
+        (name not in facts.architectures,
+         f"AssertionError: Unsupported model architecture: {name}"),
+        *((key not in (*known, "rank"),
+           f"TypeError: {section} got an unexpected keyword argument '{key}'")
+          for section, known in (("mapping", facts.mapping_keys),
+                                 ("quantization", facts.quantization_keys),
+                                 ("moe", facts.moe_keys))
+          for key in config.get(section) or {}),
+        ("qwen" in name.lower() and "qwen_type" not in config,
+         "the runtime cannot name a qwen model without qwen_type"),
+    )  # fmt: skip
 
 
 def check_matrices(command: Command) -> None:
@@ -250,16 +215,14 @@ def check_matrices(command: Command) -> None:
             is_row = name.endswith(("dense.weight", "proj.weight"))
             sizes = [2 * info.shape[0], info.shape[1]]
             sizes[is_row] *= tp_size
-            command.refuse_if(
-                any(size % tile for size in sizes), f"{name} {sizes} is not of whole tiles"
-            )
             module = name.removesuffix("weight")
             groups = (2 * info.shape[0], info.shape[1] // group_size)
-            command.refuse_if(
-                tensors[module + "weights_scaling_factor"].shape != groups
-                or tensors[module + "prequant_scaling_factor"].shape != info.shape[1:],
-                f"{module} has scales of other shapes",
-            )
+            command.refuse(
+                (any(size % tile for size in sizes), f"{name} {sizes} is not of whole tiles"),
+                (tensors[module + "weights_scaling_factor"].shape != groups
+                 or tensors[module + "prequant_scaling_factor"].shape != info.shape[1:],
+                 f"{module} has scales of other shapes"),
+            )  # fmt: skip
 
 
 def check_mode(command: Command) -> None:
@@ -287,22 +250,17 @@ def check_mode(command: Command) -> None:
         command.rewrite("max_draft_len", config["max_draft_len"])
         command.refuse_if(values["max_batch_size"] > 512, "Max batch size > 512")
         command.refuse_if(values["max_draft_len"] > 256, "Max draft len > 256")
-    if own is not None:
-        command.refuse_if(mode != own, f"a checkpoint of mode {own} is built as {mode}")
-    else:
-        command.refuse_if(
-            mode not in (None, "draft_tokens_external", "lookahead_decoding"),
-            f"mode {mode} for a checkpoint without a drafter",
-        )
-        command.refuse_if(
-            bool(mode) != bool(values["max_draft_len"]),
-            f"mode {mode} with max_draft_len {values['max_draft_len']}",
-        )
-    command.refuse_if(mode and values["max_beam_width"] > 1, "beams and drafts")
-    command.refuse_if(
-        mode and (values["gather_context_logits"] or values["gather_all_token_logits"]),
-        "RuntimeError: Gather context logits is not support with draft len > 0.",
-    )
+    gathers = values["gather_context_logits"] or values["gather_all_token_logits"]
+    command.refuse(
+        (own is not None and mode != own, f"a checkpoint of mode {own} is built as {mode}"),
+        (own is None and mode not in (None, "draft_tokens_external", "lookahead_decoding"),
+         f"mode {mode} for a checkpoint without a drafter"),
+        (own is None and bool(mode) != bool(values["max_draft_len"]),
+         f"mode {mode} with max_draft_len {values['max_draft_len']}"),
+        (mode and values["max_beam_width"] > 1, "beams and drafts"),
+        (mode and gathers,
+         "RuntimeError: Gather context logits is not support with draft len > 0."),
+    )  # fmt: skip
 
 
 def rewrite_lengths(command: Command) -> None:
@@ -342,39 +300,37 @@ def rewrite_plugins(command: Command) -> None:
             command.rewrite(fp8, "enable" if cache == "FP8" else "disable")
     if cache is not None and weights != "FP8":
         command.refuse_if(values[paged] == "enable", f"{cache} KV cache with {weights} weights")
-    command.refuse_if(
-        command.mode == "draft_tokens_external" and values[paged] != "enable",
-        "external drafts without paged context FMHA cannot reuse the cache",
-    )
-    command.refuse_if(
-        command.mode == "eagle" and values[paged] != "enable", "EAGLE turns paged context FMHA on"
-    )
+    is_off = values[paged] != "enable"
+    command.refuse(
+        (command.mode == "draft_tokens_external" and is_off,
+         "external drafts without paged context FMHA cannot reuse the cache"),
+        (command.mode == "eagle" and is_off, "EAGLE turns paged context FMHA on"),
+    )  # fmt: skip
     if values["context_fmha"] != "enable":
         command.rewrite(paged, "disable")
     if command.tp_size == 1 or "ReDrafter" in command.config["architecture"]:
         command.rewrite("reduce_fusion", "disable")
-    for name, wanted in (
-        ("remove_input_padding", "enable"), ("streamingllm", "disable"),
-        ("pp_reduce_scatter", "disable"), ("fuse_fp4_quant", "disable"),
-    ):  # fmt: skip
-        command.refuse_if(values.get(name, wanted) != wanted, f"--{name} {values.get(name)}")
-    command.refuse_if(values["gpt_attention_plugin"] == "disable", "no attention plugin")
-    command.refuse_if(values["kv_cache_type"] not in (None, "paged"), "no in-flight batching")
+    command.refuse(
+        *((values.get(name, wanted) != wanted, f"--{name} {values.get(name)}")
+          for name, wanted in (("remove_input_padding", "enable"), ("streamingllm", "disable"),
+                               ("pp_reduce_scatter", "disable"), ("fuse_fp4_quant", "disable"))),
+        (values["gpt_attention_plugin"] == "disable", "no attention plugin"),
+        (values["kv_cache_type"] not in (None, "paged"), "no in-flight batching"),
+    )  # fmt: skip
     check_plugin_types(command)
+    has_no_lora = values["lora_plugin"] == "disable"
     for name in command.given:
-        is_lora = name.startswith("lora_") and name != "lora_plugin"
-        command.refuse_if(
-            (is_lora or name in ("max_lora_rank", "dora_plugin"))
-            and values["lora_plugin"] == "disable",
-            f"--{name} without --lora_plugin",
-        )
-        command.refuse_if(name in WITHOUT_EFFECT, f"--{name} does nothing for a decoder")
+        is_loras = name.startswith("lora_") or name in ("max_lora_rank", "dora_plugin")
+        command.refuse(
+            (is_loras and name != "lora_plugin" and has_no_lora, f"--{name} without --lora_plugin"),
+            (name in WITHOUT_EFFECT, f"--{name} does nothing for a decoder"),
+            (name in ("model_config", "build_config", "strip_plan", "paged_kv_cache", "dry_run"),
+             f"--{name} is not for specdec-build"),
+        )  # fmt: skip
     command.refuse_if(
         values["multiple_profiles"] == "enable" and values["opt_num_tokens"] is not None,
         "RuntimeError: multiple_profiles is enabled, while opt_num_tokens is set.",
     )
-    for name in ("model_config", "build_config", "strip_plan", "paged_kv_cache", "dry_run"):
-        command.refuse_if(name in command.given, f"--{name} is not for specdec-build")
 
 
 def check_plugin_types(command: Command) -> None:
@@ -383,21 +339,14 @@ def check_plugin_types(command: Command) -> None:
     weights = command.config["quantization"].get("quant_algo")
     for name in command.given:
         flag, value = command.facts.flags[name], values[name]
-        command.refuse_if(
-            flag.is_plugin and value in ("float16", "bfloat16", "float32", "int32")
-            and value != dtype,
-            f"{name.replace('_', ' ')} {value} for {dtype}",
+        is_on, types = value != "disable", ("float16", "bfloat16", "float32", "int32")
+        is_other = value in types and value != dtype or value == "fp8" and weights != "FP8"
+        command.refuse(
+            (flag.is_plugin and is_other, f"{name.replace('_', ' ')} {value} for {dtype}"),
+            (name == "fp8_rowwise_gemm_plugin" and is_on, f"{name} without scales of rows"),
+            (name == "gemm_allreduce_plugin" and is_on and command.tp_size == 1,
+             f"{name} of one rank"),
         )  # fmt: skip
-        command.refuse_if(
-            flag.is_plugin and value == "fp8" and weights != "FP8",
-            f"{name.replace('_', ' ')} {value} for {dtype}",
-        )
-        is_rowwise = name == "fp8_rowwise_gemm_plugin" and value != "disable"
-        command.refuse_if(is_rowwise, f"{name} without scales of rows")
-        command.refuse_if(
-            name == "gemm_allreduce_plugin" and value != "disable" and command.tp_size == 1,
-            f"{name} of one rank",
-        )
 
 
 def check_numbers(command: Command) -> None:
@@ -421,11 +370,8 @@ def make_engine_config(command: Command, version: str) -> dict[str, Any]:
     plugins: dict[str, Any] = {"dtype": command.config["dtype"], "paged_kv_cache": True}
     for name, flag in facts.flags.items():
         if flag.is_plugin:
-            value = values[name]
-            if flag.is_toggle:
-                plugins[name] = value == "enable"
-            else:
-                plugins[name] = None if value == "disable" else value
+            own = None if values[name] == "disable" else values[name]
+            plugins[name] = values[name] == "enable" if flag.is_toggle else own
     plugins["nccl_plugin"] = command.config["dtype"] if command.world_size > 1 else None
     plugins["paged_state"] = False
     build: dict[str, Any] = {name: values.get(name) for name in facts.build_config_keys}
@@ -436,11 +382,9 @@ def make_engine_config(command: Command, version: str) -> dict[str, Any]:
         "speculative_decoding_mode": facts.modes[command.mode or "none"],
         "plugin_config": plugins,
         "lora_config": {"lora_dir": values["lora_dir"] or [], "lora_ckpt_source": "hf"},
-        "opt_batch_size": None,
-        "strongly_typed": True,
-        "use_refit": False,
+        "opt_batch_size": None, "strongly_typed": True, "use_refit": False,
         "use_strip_plan": False,
-    }
+    }  # fmt: skip
     return {"version": version, "pretrained_config": command.config, "build_config": build}
 
 
@@ -450,18 +394,20 @@ def check_engine_config(document: dict[str, Any]) -> None:
         if key not in document:
             raise Refusal(f"config.json lacks {key}")
     pretrained, build = document["pretrained_config"], document["build_config"]
-    missing = [key for key in READ_PRETRAINED if key not in pretrained]
+    missing = [key for key in REQUIRED if key not in pretrained]
     missing += [key for key in READ_PLUGINS if key not in build["plugin_config"]]
     missing += [key for key in ("lora_config", "max_num_tokens") if not build.get(key)]
     if missing:
         raise Refusal(f"config.json lacks {missing}")
     mode = build["speculative_decoding_mode"]
-    if mode == 4 and not (pretrained.get("max_draft_len") and pretrained.get("num_medusa_heads")):
-        raise Refusal("Medusa without max_draft_len or num_medusa_heads")
-    if mode in (2, 8, 32) and not build["max_draft_len"]:
-        raise Refusal("max_draft_len must be larger than 0")
-    if mode == 16 and not pretrained.get("redrafter_num_beams"):
-        raise Refusal("ReDrafter without beams")
+    has_heads = pretrained.get("max_draft_len") and pretrained.get("num_medusa_heads")
+    for is_wrong, why in (
+        (mode == 4 and not has_heads, "Medusa without max_draft_len or num_medusa_heads"),
+        (mode in (2, 8, 32) and not build["max_draft_len"], "max_draft_len must be larger than 0"),
+        (mode == 16 and not pretrained.get("redrafter_num_beams"), "ReDrafter without beams"),
+    ):
+        if is_wrong:
+            raise Refusal(why)
 
 
 def build_engine(facts: Facts, version: str, words: Sequence[str]) -> None:

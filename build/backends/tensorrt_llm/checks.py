@@ -20,8 +20,7 @@ from specdec.model.rotary_scaling import get_kind
 from specdec.options import name_flag
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import Facts
-from specdec.trtllm.layouts import find_layout_problems
-from specdec.trtllm.pairs import find_lack
+from specdec.trtllm.lacks import find_lack, find_layout_problems
 
 from .record import Record, deduce_max_seq_len
 

@@ -13,9 +13,9 @@ from specdec.methods import find_mode
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.inventory import find_rank_files
-from specdec.trtllm.defects import list_defects
 from specdec.trtllm.environment import BUILD_COMMAND, Environment
 from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
+from specdec.trtllm.lacks import list_defects
 
 from ...settings import SAME, BuildSettings
 from . import checks
