@@ -122,12 +122,11 @@ def prepare_job(setup: Setup) -> Job:
 def load_target(setup: Setup) -> LiveTarget:
     """Load what the method reads of the target."""
     from . import target as targets
-    from .sharding import make_mesh
 
     settings, accelerator = setup.settings, setup.accelerator
     mesh = None
     if settings.shard_target:
-        mesh = make_mesh(accelerator.device, accelerator.num_processes)
+        mesh = targets.make_mesh(accelerator.device, accelerator.num_processes)
     target = targets.load_target(
         settings.model_dir, setup.config, setup.dtype, accelerator.device,
         with_head=setup.needs_head, mesh=mesh,

@@ -43,15 +43,6 @@ class Hooks:
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a training came to."""
-
-    num_steps: int
-    num_tokens: int
-    evaluation: dict[str, Any]
-
-
 class Loop:
     """One training. `accelerator` spreads it over the devices it was launched on."""
 
@@ -65,13 +56,9 @@ class Loop:
         heldout: Rows,
         hooks: Hooks,
     ) -> None:
-        self.settings = settings
-        self.accelerator = accelerator
-        self.target = target
-        self.drafter = drafter
-        self.train_rows = train
-        self.heldout_rows = heldout
-        self.hooks = hooks
+        self.settings, self.accelerator, self.hooks = settings, accelerator, hooks
+        self.target, self.drafter = target, drafter
+        self.train_rows, self.heldout_rows = train, heldout
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=settings.learning_rate,  # set anew before every step
@@ -90,24 +77,22 @@ class Loop:
         """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
         check_state(checkpoint, self.drafter.state_dict(), list(self.drafter.parameters()))
         self.drafter.load_state_dict(checkpoint["drafter"])
-        # Of its groups' numbers the settings decide, which are the same.
+        # The settings decide on the numbers of its groups.
         state = {**self.optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]}
         self.optimizer.load_state_dict(state)
-        self.step = int(checkpoint["step"])
-        self.num_tokens = int(checkpoint["num_tokens"])
+        self.step, self.num_tokens = checkpoint["step"], checkpoint["num_tokens"]
 
     def _save(self) -> None:
         """Write a checkpoint, which the main process's hook does."""
-        checkpoint = {
+        self.hooks.save({
             "step": self.step,
             "num_tokens": self.num_tokens,
             "drafter": dict(self.drafter.state_dict()),
             "optimizer": self.optimizer.state_dict(),
-        }
-        self.hooks.save(checkpoint)
+        })  # fmt: skip
 
-    def run(self) -> Outcome:
-        """Train to the last step, or until an evaluation is good enough."""
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, or until an evaluation is good enough; return the last one."""
         settings = self.settings
         recent: list[float] = []
         began, tokens_then = time.monotonic(), self.num_tokens
@@ -139,13 +124,13 @@ class Loop:
                     logger.info(
                         "step %d of %d: good enough, the training ends here", step, self.num_steps
                     )
-                    return Outcome(step, self.num_tokens, evaluation)
+                    return evaluation
                 began, tokens_then = time.monotonic(), self.num_tokens
                 recent.clear()
             if settings.save_steps and step % settings.save_steps == 0 and not is_last:
                 self._save()
                 self.accelerator.wait_for_everyone()
-        return Outcome(self.step, self.num_tokens, self._report_evaluation())
+        return self._report_evaluation()
 
     def _take_step(self, step: int, *, measure: bool) -> Measures:
         """Do one optimizer step over `rows_per_step` rows."""
@@ -267,12 +252,9 @@ class Loop:
         return evaluation
 
     def _show(self, line: dict[str, Any], seconds_per_step: float, *, is_start: bool) -> None:
-        # The first step warms things up and says nothing about the time that is left.
-        left = (
-            ""
-            if is_start
-            else f"  {_format_time((self.num_steps - self.step) * seconds_per_step)} left"
-        )
+        left = ""
+        if not is_start:  # the first step warms things up and takes longer
+            left = f"  {_format_time((self.num_steps - self.step) * seconds_per_step)} left"
         logger.info(
             "step %d/%d  loss %.3f  top-1 %s  lr %.2e  %d tokens/s%s",
             line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line, 0),
@@ -293,16 +275,20 @@ def _format_time(seconds: float) -> str:
 def check_state(
     checkpoint: Mapping[str, Any], own: Mapping[str, Tensor], parameters: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError unless weights and optimizer of a checkpoint have a drafter's shapes.
+    """Raise ValueError, or what follows from other types, unless a checkpoint is of a drafter.
 
     torch's optimizers take numbers of any shape, and fail, or spread them, at the next step.
     """
+    for name in ("step", "num_tokens"):
+        if type(checkpoint[name]) is not int or checkpoint[name] < 0:
+            raise ValueError(f"{name} is no count")
     weights = checkpoint["drafter"]
     if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
         raise ValueError("the weights are of another drafter")
     for index, entry in checkpoint["optimizer"]["state"].items():
         shapes = {"exp_avg": 1, "exp_avg_sq": 1, "step": 0}
-        if not 0 <= index < len(parameters) or entry.keys() != shapes.keys():
+        is_own = type(index) is int and 0 <= index < len(parameters)
+        if not is_own or entry.keys() != shapes.keys():
             raise ValueError("the optimizer is of another drafter")
         for name, is_whole in shapes.items():
             wanted = parameters[index].shape if is_whole else torch.Size(())

@@ -102,10 +102,11 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     if settings.push_to_hub and accelerator.is_main_process:
         hub = open_hub(settings.push_to_hub)
     report = None
-    with (
-        tell_of_resume(settings),
-        open_output(settings, is_main=accelerator.is_main_process) as folder,
-    ):
+    output: contextlib.AbstractContextManager[Path | None] = contextlib.nullcontext()
+    if accelerator.is_main_process:
+        inputs = list_inputs(settings)
+        output = stage_folder(settings.output_dir, force=settings.force, inputs=inputs)
+    with tell_of_resume(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
         try:
             loop = start_loop(job)
@@ -114,15 +115,15 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 job.state.remove()  # nothing was learned: the next command may be another
             raise
         began = time.monotonic()
-        outcome = loop.run()
+        evaluation = loop.run()
         if folder is not None:
             report = {
                 "method": settings.method,
                 "output_dir": str(settings.output_dir),
-                "steps": outcome.num_steps,
-                "tokens": outcome.num_tokens,
+                "steps": loop.step,
+                "tokens": loop.num_tokens,
                 "seconds": round(time.monotonic() - began, 1),
-                "eval": outcome.evaluation,
+                "eval": evaluation,
             }
             write_drafter(folder, job, loop.drafter, report, rows_per_step=loop.rows_per_step)
     if report is not None:
@@ -253,15 +254,3 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
                 "launch with torchrun --nproc-per-node N $(which specdec-train) ...; --shard-target"
                 " splits a target that does not fit, --dtype says what to compute in",
             )
-
-
-@contextlib.contextmanager
-def open_output(settings: TrainSettings, *, is_main: bool) -> Iterator[Path | None]:
-    """Yield the folder to write the drafter into; None on other processes than the main one."""
-    if not is_main:
-        yield None
-        return
-    with stage_folder(
-        settings.output_dir, force=settings.force, inputs=list_inputs(settings)
-    ) as folder:
-        yield folder

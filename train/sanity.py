@@ -40,19 +40,19 @@ def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
     )  # fmt: skip
     drafter, hooks = make_drafter(setup, target, row), Hooks(is_enough=is_known_by_heart)
     loop = Loop(settings, accelerator, target, drafter, row, row, hooks)
-    outcome = loop.run()
+    evaluation = loop.run()
     report = {
         "method": settings.method,
         "sanity": True,
-        "steps": outcome.num_steps,
+        "steps": loop.step,
         "row_tokens": len(row.tokens),
         "seconds": round(time.monotonic() - began, 1),
-        "eval": outcome.evaluation,
+        "eval": evaluation,
     }
-    if not is_known_by_heart(outcome.evaluation):
-        shown = " ".join(f"{100 * x[0]:.1f}" for x in outcome.evaluation["top_k_accuracy"])
+    if not is_known_by_heart(evaluation):
+        shown = " ".join(f"{100 * x[0]:.1f}" for x in evaluation["top_k_accuracy"])
         raise SpecDecError(
-            f"--sanity: after {outcome.num_steps} steps on one row of {len(row.tokens)} tokens the"
+            f"--sanity: after {loop.step} steps on one row of {len(row.tokens)} tokens the"
             f" top-1 accuracies are {shown}%, not {100 * WANTED_ACCURACY:g}% or more",
             "raise --max-steps or --learning-rate; if that does not help, look at the data, the"
             " tokenizer and the target: they may not belong together",

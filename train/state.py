@@ -99,13 +99,9 @@ class TrainingState:
         import torch
 
         try:
-            loaded: dict[str, Any] = torch.load(
-                self._checkpoint, map_location="cpu", weights_only=True
-            )
-            _check_checkpoint(loaded)
+            return dict(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
         except Exception:  # noqa: BLE001 - torch raises whatever a damaged pickle leads to
             raise self.refuse_checkpoint() from None
-        return loaded
 
     def refuse_checkpoint(self) -> SpecDecError:
         """The error for a checkpoint that is none of this training's."""
@@ -134,7 +130,8 @@ class TrainingState:
         for number, text in enumerate(whole, 1):
             try:
                 line = parse_json(text)
-                if not _is_log_line(line):
+                loss = line.get("mean_loss", 0.0) if isinstance(line, dict) else None
+                if type(loss) not in (int, float) or type(line.get("step")) is not int:
                     raise ValueError("it has no step")
             except ValueError as error:
                 raise SpecDecError(
@@ -147,29 +144,6 @@ class TrainingState:
     def remove(self) -> None:
         """Remove the folder once the drafter is written."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _is_log_line(line: Any) -> bool:
-    return (
-        isinstance(line, dict)
-        and type(line.get("step")) is int
-        and type(line.get("mean_loss", 0.0)) in (int, float)
-    )
-
-
-def _check_checkpoint(loaded: Any) -> None:
-    """Raise ValueError or KeyError where a checkpoint's parts are of other types."""
-    import torch
-
-    for name in ("step", "num_tokens"):
-        if type(loaded[name]) is not int or loaded[name] < 0:
-            raise ValueError(name)
-    weights, optimizer = loaded["drafter"], loaded["optimizer"]
-    if not all(isinstance(t, torch.Tensor) for t in weights.values()):
-        raise ValueError("drafter")
-    for index, entry in optimizer["state"].items():
-        if type(index) is not int or not isinstance(entry, dict):
-            raise ValueError("optimizer")
 
 
 def refuse_changes(

@@ -43,7 +43,14 @@ BYTES_PER_TOKEN = 256
 OTHER_BYTES = 2**20
 KEY_VARIABLE = "OPENAI_API_KEY"
 PASSING_STATUSES = (408, 409, 425, 429)  # and all from 500 on
-FATAL_STATUSES = (401, 402, 403, 404, 405)  # the next row would fare no better
+# Another row would be refused too; as are redirects, which are not followed.
+FATAL_HINTS = {
+    401: f"put the key into {KEY_VARIABLE}",
+    402: "check --base-url and the server",
+    403: f"put a key that may do so into {KEY_VARIABLE}",
+    404: "check --base-url (does it end in /v1?) and --model",
+    405: "check --base-url and the server",
+}
 
 logger = get_logger(__name__)
 
@@ -111,8 +118,7 @@ class Client:
 
     def _pause(self, reason: str, wait: float) -> None:
         """Wait for the next try; RowError where the client was closed."""
-        if not self._closed.is_set():
-            logger.debug("%s; again in %.1f s", reason, wait)
+        logger.debug("%s; again in %.1f s", reason, wait)
         if self._closed.wait(wait):
             raise RowError(reason, is_passing=True)
 
@@ -123,11 +129,9 @@ class Client:
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
             "stream": False,
+            **({"top_p": settings.top_p} if settings.top_p < 1 else {}),
+            **({"seed": seed} if seed is not None else {}),
         }
-        if settings.top_p < 1:
-            body["top_p"] = settings.top_p
-        if seed is not None:
-            body["seed"] = seed
         if isinstance(context, str):
             return {**body, "prompt": context}
         body["messages"] = write_messages(context.messages)
@@ -197,17 +201,10 @@ class Client:
             message += f", {shorten(text, 300)}"
         if status in PASSING_STATUSES or status >= 500:
             return _Passing(message, _read_wait(response.retry_after))
-        if status in FATAL_STATUSES or status < 400:
-            hints = {
-                401: f"put the key into {KEY_VARIABLE}",
-                403: f"put a key that may do so into {KEY_VARIABLE}",
-                404: "check --base-url (does it end in /v1?) and --model",
-            }
-            return SpecDecError(
-                f"{self.url} refuses every request: {message}",
-                hints.get(status, "check --base-url and the server"),
-            )
-        return RowError(message)
+        if status >= 400 and status not in FATAL_HINTS:
+            return RowError(message)
+        hint = FATAL_HINTS.get(status, "check --base-url and the server")
+        return SpecDecError(f"{self.url} refuses every request: {message}", hint)
 
 
 def write_messages(messages: list[Message]) -> list[Message]:

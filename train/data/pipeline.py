@@ -89,10 +89,6 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda s: s.output.suffix != ".jsonl", "--output is {output}",
         "name a .jsonl file, as specdec-train takes it",
     ),
-    (
-        lambda s: s.output.resolve() == Path(s.input).resolve(), "--output is the input",
-        "name another file",
-    ),
 )  # fmt: skip
 
 
@@ -113,6 +109,8 @@ def check_settings(settings: DataSettings) -> None:
         check_url(settings.base_url)
     refuse_contradictions(settings, CONTRADICTIONS)
     check_output_file(settings.output, force=settings.force)
+    if settings.output.resolve() == Path(settings.input).resolve():
+        raise UsageError("--output is the input", "name another file")
 
 
 def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
