@@ -117,28 +117,20 @@ def check_settings(settings: GenerateSettings) -> None:
     ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir")]
     ways += [list(get_flags(kind)) for kind in DRAFTS]
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
-    model, has_model = "give the draft model, or leave it out", settings.draft_model_dir is not None
-    length = settings.draft_len
     refuse_where(
         (len(drafters) > 1, f"{_join(drafters)} exclude one another", "give one of them"),
-        (
-            settings.draft_vocabulary != "same" and not has_model,
-            "--draft-vocabulary without --draft-model-dir", model,
-        ),
-        (
-            settings.draft_tree_tokens is not None and not has_model,
-            "--draft-tree-tokens without --draft-model-dir", model,
-        ),
-        (
-            length not in (None, "auto") and not has_model,
-            f"--draft-len {length} without --draft-model-dir",
-            "give the draft model, or 'auto', which adapts the length of any drafts",
-        ),
-        (
-            settings.no_cache and settings.force,
-            "--force has no effect with --no-cache", "leave one of them out",
-        ),
+        (settings.no_cache and settings.force, "--force has no effect with --no-cache",
+         "leave one of them out"),
     )  # fmt: skip
+    if settings.draft_model_dir is None:
+        length, lack = settings.draft_len, "without --draft-model-dir"
+        remedy = "give the draft model, or leave it out"
+        refuse_where(
+            (settings.draft_vocabulary != "same", f"--draft-vocabulary {lack}", remedy),
+            (settings.draft_tree_tokens is not None, f"--draft-tree-tokens {lack}", remedy),
+            (length not in (None, "auto"), f"--draft-len {length} {lack}",
+             "give the draft model, or 'auto', which adapts the length of any drafts"),
+        )  # fmt: skip
 
 
 def _join(names: list[str]) -> str:

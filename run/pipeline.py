@@ -106,31 +106,21 @@ def check_flags(settings: RunSettings) -> None:
         if settings.writes_logits:
             check_output_file(name_logits(settings.output_file), force=settings.force)
     refuse_where(
-        (
-            settings.use_py_session,
-            "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
-            "leave it out; specdec-run uses the C++ session",
-        ),
-        (
-            settings.num_beams > 1,
-            f"--num-beams is {settings.num_beams}: speculative decoding has no beam search over"
-            " the output",
-            "leave it out; ReDrafter's own beams are chosen by specdec-convert",
-        ),
-        (
-            settings.show_drafts and settings.no_speculation,
-            "--show-drafts has no effect with --no-speculation", "leave one of them out",
-        ),
-        (
-            settings.show_drafts and settings.streaming and not settings.json,
-            "--show-drafts and --streaming: what is rejected is known when a text is complete",
-            "leave --streaming out, or add --json, whose lines say how each token came about",
-        ),
-        (
-            bool(settings.input_text) == (settings.input_file is not None),
-            "give exactly one of --input-text and --input-file",
-            'for example --input-text "def main():"',
-        ),
+        (settings.use_py_session,
+         "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
+         "leave it out; specdec-run uses the C++ session"),
+        (settings.num_beams > 1,
+         f"--num-beams is {settings.num_beams}: speculative decoding has no beam search over"
+         " the output",
+         "leave it out; ReDrafter's own beams are chosen by specdec-convert"),
+        (settings.show_drafts and settings.no_speculation,
+         "--show-drafts has no effect with --no-speculation", "leave one of them out"),
+        (settings.show_drafts and settings.streaming and not settings.json,
+         "--show-drafts and --streaming: what is rejected is known when a text is complete",
+         "leave --streaming out, or add --json, whose lines say how each token came about"),
+        (bool(settings.input_text) == (settings.input_file is not None),
+         "give exactly one of --input-text and --input-file",
+         'for example --input-text "def main():"'),
     )  # fmt: skip
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
@@ -156,20 +146,14 @@ def list_prompts(settings: RunSettings) -> list[Prompt]:
 def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:
     """Raise UsageError where --show-drafts has nothing to show."""
     refuse_where(
-        (
-            method == "plain",
-            "--show-drafts has no effect with an engine that runs plain", "leave it out",
-        ),
-        (
-            not core.tells_origins,
-            f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
-            "leave it out, or build the engine with --backend torch",
-        ),
-        (
-            tokenizer is None and not settings.json,
-            "--show-drafts needs a tokenizer, and the engine holds none",
-            "give the base model's folder as --tokenizer-dir, or add --json",
-        ),
+        (method == "plain", "--show-drafts has no effect with an engine that runs plain",
+         "leave it out"),
+        (not core.tells_origins,
+         f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
+         "leave it out, or build the engine with --backend torch"),
+        (tokenizer is None and not settings.json,
+         "--show-drafts needs a tokenizer, and the engine holds none",
+         "give the base model's folder as --tokenizer-dir, or add --json"),
     )  # fmt: skip
 
 

@@ -19,27 +19,15 @@ MAX_STOPS = 16
 MAX_BIASES = 1024
 # Parameters of OpenAI's and vLLM's that are not offered, with the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "web_search_options": (),
-    "store": (False,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "min_tokens": (0,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-}
+    **dict.fromkeys(
+        ("audio", "prediction", "reasoning_effort", "web_search_options", "prompt_logprobs"), ()
+    ),
+    "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
+    "functions": ([],), "function_call": ("none",), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "store": (False,), "metadata": ({},),
+    "service_tier": ("auto", "default"), "use_beam_search": (False,), "min_tokens": (0,),
+    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
+}  # fmt: skip
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "grammar": "lark"}
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.

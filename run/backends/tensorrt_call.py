@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.decode.loop import Options
@@ -38,6 +38,16 @@ def group_requests(
             continue
         for start in range(0, len(group), max_batch_size):
             yield group[start : start + max_batch_size]
+
+
+def fill_results(requests: Sequence[Request], results: Mapping[int, Result]) -> list[Result]:
+    """Results in the order of the requests; those that never ran have no tokens."""
+    return [
+        results[place]
+        if place in results
+        else ActiveRequest(request, 0, max_depth=0, text=None).make_result()
+        for place, request in enumerate(requests)
+    ]
 
 
 class Call:

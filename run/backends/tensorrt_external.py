@@ -26,6 +26,8 @@ from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError
 from specdec.trtllm.runner import Output, TensorRTRunner
 
+from .tensorrt_call import fill_results
+
 TARGET, DRAFT = range(2)  # whose random numbers
 
 
@@ -285,13 +287,9 @@ class ExternalLoop:
         return derive_seed(self._sampling.seed, self._num_calls, stream)
 
     def _collect(self) -> list[Result]:
-        """Results so far, by place; those that never ran have no tokens."""
-        for place, request in enumerate(self._requests):
-            if place not in self._results:
-                active = self._active.get(place)
-                active = active or ActiveRequest(request, 0, max_depth=0, text=None)
-                self._results[place] = active.make_result()
-        return [self._results[place] for place in range(len(self._requests))]
+        """Results so far."""
+        active = {place: one.make_result() for place, one in self._active.items()}
+        return fill_results(self._requests, active | self._results)
 
 
 def check_step(index: int, draft: Sequence[int], emitted: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from specdec.decode.drafters.base import check_room
 from specdec.decode.drafters.pacing import DraftLength
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import Request, Result
 from specdec.decode.timing import Timing
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, UsageError
@@ -39,7 +39,7 @@ from specdec.trtllm.run_options import (
 from specdec.trtllm.runner import TensorRTRunner, find_rank, import_runtime
 
 from ..settings import RunSettings
-from .tensorrt_call import Call, group_requests
+from .tensorrt_call import Call, fill_results, group_requests
 from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter
 
 logger = logs.get_logger(__name__)
@@ -189,10 +189,10 @@ class TensorRTEngine:
                 results |= zip(places, found, strict=True)
         except Interrupted as interrupted:
             results |= zip(places, interrupted.results, strict=True)
-            raise Interrupted(_fill(requests, results)) from None
+            raise Interrupted(fill_results(requests, results)) from None
         except KeyboardInterrupt as error:
-            raise Interrupted(_fill(requests, results)) from error
-        return _fill(requests, results)
+            raise Interrupted(fill_results(requests, results)) from error
+        return fill_results(requests, results)
 
     def _run(self, requests: Sequence[Request], options: Options) -> list[Result]:
         assert self._runner is not None
@@ -217,13 +217,3 @@ class TensorRTEngine:
 
 def _describe_tokens(engine: EngineFolder) -> ModelTokens:
     return ModelTokens(engine.folder, engine.vocab_size, engine.vocabulary)
-
-
-def _fill(requests: Sequence[Request], results: Mapping[int, Result]) -> list[Result]:
-    """Results in the order of the requests; those that never ran have no tokens."""
-    return [
-        results[place]
-        if place in results
-        else ActiveRequest(request, 0, max_depth=0, text=None).make_result()
-        for place, request in enumerate(requests)
-    ]
