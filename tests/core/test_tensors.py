@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 from specdec.model.inventory import list_tensors
+from specdec.model.sharding import join, split
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
 MODEL = ModelConfig(
@@ -98,3 +101,20 @@ def test_inventory_of_a_drafter(exit_dim: int, is_rnn: bool, num_layers: int, co
     together = list_tensors(MODEL, drafter)
     assert len(together) == count + 24
     assert tensors.items() <= together.items()
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_the_ranks_make_up_medusas_heads(tp_size: int, num_layers: int) -> None:
+    """131 tokens, which no tp_size divides."""
+    model = dataclasses.replace(MODEL, tp_size=tp_size)
+    params = MedusaParams(num_heads=3, num_layers=num_layers, max_draft_len=9)
+    tensors = params.list_tensors(model)
+    assert len(tensors) == 3 * (2 * num_layers + 1)
+    assert tensors["medusa_heads.2.lm_head.weight"] == TensorSpec((131, 64), Shard.VOCAB)
+    for name, spec in tensors.items():
+        whole = np.random.default_rng(0).standard_normal(spec.shape, dtype=np.float32)
+        parts = [split(whole, spec, model, rank) for rank in range(tp_size)]
+        height = -(-131 // tp_size) if name.endswith("lm_head.weight") else 64 // tp_size
+        assert {part.shape[0] for part in parts} == {height}
+        assert np.array_equal(join(parts, spec, model), whole), name
