@@ -28,7 +28,7 @@ __all__ = [
     "RequestStats", "SpecDecError", "StepError", "Stream", "UsageError", "__version__",
 ]  # fmt: skip
 
-# A wheel holds the stages inside this package; a checkout keeps them beside it.
+# A wheel holds the stages inside this package; in a checkout they lie next to it.
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file() and str(_checkout) not in __path__:
     __path__.append(str(_checkout))

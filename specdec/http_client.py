@@ -55,7 +55,7 @@ def check_url(url: str, flag: str, extra: str, key_source: str) -> None:
     """Raise UsageError for what cannot be a server's base, SpecDecError where httpx is missing.
 
     flag: that the URL was given with. extra: what installs httpx for it. key_source: where a key is
-    taken from, for who writes one into the URL.
+    taken from, for users who write one into the URL.
     """
     try:
         import httpx
@@ -125,7 +125,7 @@ class HttpClient:
             raise self._explain(error) from None
 
     async def _exchange(self, url: str, body: bytes | None, max_bytes: int) -> Response:
-        # httpx alone waits anew for every byte: here the whole exchange has `timeout` seconds.
+        # httpx's own timeout begins anew with every byte: here it is for the whole exchange.
         import httpx
 
         headers = {

@@ -121,7 +121,7 @@ def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str],
 def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callable[[int], None]]:
     """Yield a function that moves a progress bar on; there is one on a terminal only.
 
-    Any thread may call it. The bar also tells how many a second; of bytes, how many they are, too.
+    Any thread may call it. The bar also tells how many per second, and for bytes how many they are.
     """
     if not sys.stderr.isatty() or total <= 1:
         yield lambda count: None

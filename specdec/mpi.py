@@ -70,7 +70,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """
     environ = os.environ if environ is None else environ
     given = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
-    # Of a world of one process either may be left out, as some clusters do.
+    # In a world of one process either may be left out, as some clusters do.
     if not given or given in ({"RANK": "0"}, {"WORLD_SIZE": "1"}):
         return None
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):

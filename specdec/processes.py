@@ -104,7 +104,7 @@ def _read_fields(pid: int) -> list[str] | None:
 def keep_stdout_clean() -> Iterator[None]:
     """Let what libraries write to standard output, past Python, go to standard error meanwhile.
 
-    torch 2.9 says there whom a rank is connected with, in front of `--json`'s object.
+    torch 2.9 writes there which ranks are connected, in front of `--json`'s object.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # one of the two is closed

@@ -191,7 +191,7 @@ def to_plain(settings: Any) -> dict[str, Any]:
 def to_arguments(settings: Any, kind: type | None = None) -> list[str]:
     """Return a command line that gives these settings, without what is at its default.
 
-    kind: one of the classes that `add_options` added, for its options alone.
+    kind: one of the classes that `add_options` added, for its options only.
     """
     arguments = []
     for name, (flag, default) in get_flags(kind or type(settings)).items():

@@ -266,7 +266,7 @@ def take_sigterm() -> Iterator[None]:
     def end(*_: object) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, end)

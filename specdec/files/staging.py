@@ -229,7 +229,7 @@ def _place_folder(partial: Path, output_dir: Path, old: Path, *, force: bool) ->
 def place_file(partial: Path, output: Path, *, force: bool) -> None:
     """Give a finished file its name; without force, raise SpecDecError where that is taken."""
     if not force:
-        try:  # takes the name, which a rename alone would take from anybody
+        try:  # a rename alone would take the name from another file
             os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
         except FileExistsError:
             raise _refuse_newcomer(output) from None

@@ -2,7 +2,7 @@
 
 The layout is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes
 (https://github.com/huggingface/safetensors, "Format"). bfloat16 has no numpy type: it is carried as
-uint16 bit patterns, and both kinds of float8 as uint8, beside the dtype's name.
+uint16 bit patterns, and both kinds of float8 as uint8, together with the dtype's name.
 """
 
 from __future__ import annotations

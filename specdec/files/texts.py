@@ -1,7 +1,7 @@
 """A file of tokenized texts that several processes read and add to, such as `--suffix-cache`.
 
 One line of JSON, then the tokens as little-endian int32, each text followed by -1. The file is
-replaced as a whole, so that who reads it needs no lock; who adds to it holds one on the folder.
+replaced as a whole, so that reading needs no lock; adding takes one on the folder.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _replace(path: Path, texts: Sequence[Sequence[int]], vocabulary: dict[str, A
         "format": FORMAT, "version": VERSION, "vocabulary": vocabulary,
         "sha256": hashlib.sha256(data).hexdigest(),
     }  # fmt: skip
-    # For its owner alone, as `mkstemp` makes it: the texts are what people asked.
+    # Only its owner may read it, as `mkstemp` makes it: the texts are what people asked.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -22,20 +22,19 @@ class Architecture:
     norm: root-mean-square, or layer norm with a bias.
     positions: rotary embedding, or a learned table added to the token embedding.
     mlp: `gated` has fc (activated) and gate side by side; `fused` stacks them in fc as
-    [gate; fc]; `plain` has fc alone; `experts` are fused ones, of which a
-        token takes some.
+    [gate; fc]; `plain` has only fc; `experts` are fused, and a token takes some.
     is_parallel: attention and MLP read one norm, and both are added to the layer's input.
     qkv_bias, dense_bias, mlp_bias: None where the configuration's attn_bias or mlp_bias decides.
     scales_embedding: token embeddings are multiplied by the square root of the hidden size.
     exact_gelu: whether hidden_act `gelu` means the error function; elsewhere it is the tanh form.
-    norm_epsilon: where a checkpoint's config.json need not tell it.
+    norm_epsilon: the value where a checkpoint's config.json leaves it out.
     qk_norm: each head's queries and keys are normed before they are rotated.
-    is_post_norm: attention and MLP read their input as it is, and what they yield is normed with
-    that added; there is no norm behind the last layer.
-    window_pattern: every so many layers one sees all tokens, the others a window; None where the
-    configuration tells.
-    inner_norms: what attention and MLP yield is normed before it is added to the layer's input.
-    layers_without_positions: from 0, those whose queries and keys are not rotated.
+    is_post_norm: the sum of input and output of attention or MLP is normed, instead of the input;
+    there is no norm behind the last layer.
+    window_pattern: every so many layers one sees all tokens, the others see a window; None where
+    the configuration tells.
+    inner_norms: the output of attention and MLP is normed before it is added to the input.
+    layers_without_positions: the layers, from 0, whose queries and keys are not rotated.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -58,7 +57,7 @@ class Architecture:
 
 
 _GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")
-# TensorRT-LLM's architectures: a checkpoint's name alone says what it computes, whoever wrote it.
+# TensorRT-LLM's architectures: the name in a checkpoint says what it computes, whoever wrote it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(),

@@ -157,8 +157,8 @@ def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
     if list_kinds(scaling) == ["default"]:
         return {}
     layouts = [name for name, *_ in list_layouts({"rope": scaling})]
-    beside = ("rope_theta", "partial_rotary_factor", *layouts)
-    return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*beside}}
+    others = ("rope_theta", "partial_rotary_factor", *layouts)
+    return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*others}}
 
 
 def list_layouts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, bool]]:

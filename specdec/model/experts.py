@@ -11,7 +11,7 @@ from specdec.model.bounds import MAX_EXPERTS, MAX_SIZE
 
 # TensorRT-LLM's normalization_mode: what is done to the weights of a token's experts.
 KEEPS, RENORMALIZES = 0, 1
-# Keys of `moe` that 0.14 alone has: each line makes an object of its own, and takes no other.
+# Keys of `moe` that only 0.14 has: each line makes an object of them, and takes no others.
 KEYS_014 = ("moe_intermediate_size", "num_shared_experts")
 # A layer's shared expert, which 1.x moved.
 NAME_014, NAME_1X = "shared_expert", "mlp.shared_expert"
@@ -26,12 +26,12 @@ def name_shared(version: str) -> str:
 class Experts:
     """The MLPs of each layer, of which a token takes some (https://arxiv.org/abs/2401.04088).
 
-    num: of them in a layer; top_k: of a token. inner: intermediate size of one. shared_inner: of
-    the expert that every token takes besides, times the sigmoid of a gate; 0 where there is none.
-    renormalizes: the softmax over all experts is divided by its sum over the chosen ones.
-    ep_size: groups of ranks that the experts are divided among; tp_size: ranks of a group, which
-    hold a part of each of its experts. Rank r is number r % ep_size of the groups, and has part
-    r // ep_size. shared_name: the shared expert's module, which TensorRT-LLM 1.x moved.
+    num: experts in a layer; top_k: experts that a token takes. inner: an expert's intermediate
+    size. shared_inner: the same of the expert that every token takes as well, times the sigmoid of
+    a gate; 0 where there is none. renormalizes: the softmax over all experts is divided by its sum
+    over the chosen ones. ep_size: groups of ranks that the experts are divided among; tp_size:
+    ranks in a group, each with a part of the group's experts. Rank r belongs to group r % ep_size
+    and has part r // ep_size. shared_name: the shared expert's module, which 1.x moved.
     """
 
     num: int

@@ -1,6 +1,6 @@
 """Quantization: how checkpoints store matrices, int8 as engines have it; the names of scales.
 
-FP8 is float8 e4m3 (4 exponent, 3 mantissa bits, largest value 448) beside two scales of one float32
+FP8 is float8 e4m3 (4 exponent, 3 mantissa bits, largest value 448) with two scales of one float32
 each: weight = stored value * weights_scaling_factor, and the runtime divides the linear's input by
 activation_scaling_factor before it rounds it to the same type. ALGORITHMS has the others.
 """
@@ -26,7 +26,7 @@ WHOLE_ROWS = -1  # a group_size
 WEIGHT_SCALE_2 = "weights_scaling_factor_2"
 CHANNEL_SCALE = "per_channel_scale"
 INPUT_SCALE = "prequant_scaling_factor"
-# Of an attention module; every line of TensorRT-LLM reads the first, 1.x also its two parts.
+# Scales of an attention module; every line of TensorRT-LLM reads the first, 1.x also its parts.
 KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scaling_factor")
 # Older writers label float8 bytes as int8.
 FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")

@@ -27,7 +27,7 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }  # fmt: skip
 TYPE_KEYS = ("rope_type", "type")
-# Of any scaling: transformers writes them beside a scaling's own keys, and they change nothing.
+# Keys of any scaling: transformers writes them too, and they change nothing.
 COMMON_KEYS = (
     *TYPE_KEYS, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
     "finetuned",
@@ -59,7 +59,7 @@ def find_scaling_problems(
     """What is wrong with a scaling, with a remedy; nothing where there is none.
 
     rotary_size: rotated dimensions of a head. original_positions: the length at which longrope
-    switches, where config.json has it beside the scaling.
+    switches, where config.json has it outside of the scaling.
     """
     if not scaling:
         return Problems()

@@ -16,7 +16,7 @@ EAGLE_NET, DFLASH_NET = "eagle_nets.0.", "dflash."
 MARKOV_EMBEDDING, MARKOV_HEAD = "markov.vocab_embedding.weight", f"markov.{HEAD}"
 OFFSETS = "d2t"
 EAGLE_OFFSETS, DFLASH_OFFSETS = EAGLE_NET + OFFSETS, DFLASH_NET + OFFSETS
-# Of a layer of experts: what a token's choice among them is computed with.
+# What a token's choice among a layer's experts is computed with.
 ROUTER = "mlp.router.weight"
 
 
@@ -27,9 +27,9 @@ class Shard(Enum):
     ROWS = "rows"  # dimension 0, evenly
     COLUMNS = "columns"  # dimension 1, evenly
     QKV = "qkv"  # dimension 0 = [q; k; v], each by heads; few K/V heads are duplicated
-    VOCAB = "vocab"  # dimension 0, ceil(V / tp) rows a rank, zero rows at the end
+    VOCAB = "vocab"  # dimension 0, ceil(V / tp) rows per rank, zero rows at the end
     PAIR = "pair"  # dimension 0 = two halves, each split evenly
-    # Of three dimensions, the first of which counts experts; see `Experts`.
+    # Tensors of three dimensions, the first of which counts experts; see `Experts`.
     EXPERT_PAIRS = "expert_pairs"  # whole experts, and of each as PAIR
     EXPERT_COLUMNS = "expert_columns"  # whole experts, and of each as COLUMNS
 

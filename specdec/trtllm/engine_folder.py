@@ -1,7 +1,6 @@
 """A TensorRT-LLM engine folder, read without TensorRT-LLM: by run, and for serving with Triton.
 
-Only what is needed is read, so that a folder which trtllm-build alone has written is as good as
-one by specdec-build.
+Only what is needed is read, so a folder of trtllm-build itself is as good as one of specdec-build.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ EXTERNAL = METHODS["draft_target"].mode
 class EngineFolder:
     """What an engine's config.json and manifest say; lengths in tokens.
 
-    max_seq_len is the recorded one, which holds the draft tokens of a step besides prompt and
-    output. mode: as in `--speculative-decoding-mode`, None for a plain engine. max_draft_len: what
-    the runtime takes; built_draft_len: what build_config says. lacking: settings of the engine
-    without which there is no in-flight batching. manifest: None for an engine that specdec-build
-    did not write.
+    max_seq_len: the recorded one, which counts prompt, output and the draft tokens of a step. mode:
+    as in `--speculative-decoding-mode`, None for a plain engine. max_draft_len: what the runtime
+    takes; built_draft_len: what build_config says. lacking: settings of the engine without which
+    there is no in-flight batching. manifest: None if specdec-build did not write the engine.
     """
 
     folder: Path

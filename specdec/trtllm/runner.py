@@ -25,7 +25,7 @@ from specdec.trtllm.engine_folder import EngineFolder
 
 logger = logs.get_logger(__name__)
 
-NO_END = -1  # an end id that no token has: the runtime then ends at the length alone
+NO_END = -1  # an end id that no token has: the runtime then ends only at the length
 # A runner's executor: `session` in 0.14 and 1.x, another name in some states of 1.x (03832911).
 EXECUTOR_NAMES = ("session", "executor")
 # Parts of the runtime's messages, and what helps.
@@ -136,7 +136,7 @@ class IterationCounter:
 
     def await_responses(self, *args: Any, **kwargs: Any) -> Any:
         found = self.executor.await_responses(*args, **kwargs)
-        # Of several ids, as 0.14's runner asks, they come as a list for each.
+        # For several ids, as 0.14's runner asks, there is a list for each.
         responses = [one for part in found for one in (part if isinstance(part, list) else [part])]
         for response in responses:
             if not response.has_error() and response.result.is_final:

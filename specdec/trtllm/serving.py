@@ -45,7 +45,7 @@ from specdec.trtllm.runner import (
     import_runtime,
 )
 
-# How long a step waits for tokens; meanwhile nobody new is taken.
+# How long a step waits for tokens; meanwhile no new request is taken.
 PATIENCE = datetime.timedelta(milliseconds=20)
 
 

@@ -50,7 +50,7 @@ IDLE = {
     "moe_plugin": "a mixture of experts",
     "paged_state": "Mamba",
 }
-# Parts of the engine for FP8 alone, and the quantizations that have them.
+# Parts of the engine for FP8 only, and the quantizations that have them.
 FP8_PLUGINS = {
     "gemm_swiglu_plugin": ("FP8",),
     "low_latency_gemm_plugin": ("FP8",),

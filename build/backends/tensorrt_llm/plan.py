@@ -195,7 +195,7 @@ def list_notes(build: checks.Build, here: Environment | None) -> list[str]:
         )
     is_quantized = build.checkpoint.quantization.is_quantized
     for name, reason in record.reasons.items():
-        # Of weights that are not FP8, nobody expects FP8 attention.
+        # Nobody expects FP8 attention where the weights are not quantized.
         if name not in build.given and (is_quantized or name != "use_fp8_context_fmha"):
             notes.append(f"the engine will record {name} {values[name]}: {reason}")
     if build.mode == checks.EXTERNAL and not values["gather_generation_logits"]:
