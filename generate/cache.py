@@ -17,7 +17,7 @@ LOCK_SUFFIX = ".lock"
 
 
 class EngineCache:
-    """Folders that appear whole or not at all; who uses one keeps others from removing it."""
+    """Folders that appear whole or not at all; a folder in use is not removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class EngineCache:
             yield path
 
     def clear(self) -> tuple[int, int, int]:
-        """Remove what nobody uses; return (folders removed, their bytes, folders in use)."""
+        """Remove what is not in use; return (folders removed, their bytes, folders in use)."""
         num_removed = num_bytes = num_used = 0
         locks = self.folder.glob(f"[!.]*{LOCK_SUFFIX}")
         for name in sorted(lock.name.removesuffix(LOCK_SUFFIX) for lock in locks):

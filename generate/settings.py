@@ -15,7 +15,7 @@ MODELS = option_group("Models")
 ENGINE = option_group("Engine", rare=True)
 KEPT_ENGINES = option_group("Kept engines")
 
-# Of the methods: folders of drafters, and settings of those that draft by the target alone.
+# The methods' folders of drafters, and settings of the methods that need no drafter.
 DRAFTER_FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
 DRAFTS = tuple(m.options["draft"] for m in METHODS.values() if m.source == "target")
 

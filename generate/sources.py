@@ -42,7 +42,7 @@ def describe_model(model_dir: str) -> dict[str, Any]:
 def find_commit(hub_id: str) -> str | None:
     """Return the commit that the Hub, or else its local cache, has of a model.
 
-    None where neither knows any; whether the model can be had at all is for the conversion to say.
+    None where neither has it; the conversion then says whether the model can be had at all.
     """
     try:
         from huggingface_hub import HfApi

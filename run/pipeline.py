@@ -160,7 +160,7 @@ def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer
 def load_any_engine(
     settings: RunSettings, options: DraftOptions | None, tokenizer: Any
 ) -> tuple[Engine | TensorRTEngine, Core]:
-    """Return what executes the engine folder, and what tells of it."""
+    """Return what executes the engine folder, and what describes it."""
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         from .backends.tensorrt_llm import TensorRTEngine
 

@@ -20,7 +20,7 @@ class PromptSettings:
 
     input_text: list[str] = ENGINE_PROMPTS([], help="One or several prompts.")
     input_file: Path | None = ENGINE_PROMPTS(
-        help="File of prompts: .txt has one a line, .jsonl one request object a line; - is stdin."
+        help="File of prompts: .txt has one per line, .jsonl one object per line; - is stdin."
     )
 
 
@@ -30,7 +30,7 @@ class RunSettings(DecodeSettings, PromptSettings):
     """One field is one flag and one recipe key."""
 
     streaming: bool = OUTPUT(
-        False, help="Print the text while it is generated; with --json, one object a line."
+        False, help="Print the text while it is generated; with --json, one object per line."
     )
     show_drafts: bool = OUTPUT(
         False,

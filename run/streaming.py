@@ -57,7 +57,7 @@ class StreamPrinter:
 
 
 class JsonPrinter:
-    """Writes an object a line: what a step has added to a request."""
+    """Writes one object per line: what a step has added to a request."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write

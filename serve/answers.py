@@ -17,7 +17,7 @@ from .tokens import TokenTable
 
 
 class Told(NamedTuple):
-    """A token that an answer tells of. start, end: of its text, in that of the choice."""
+    """A token in an answer. start, end: where its text begins and ends in the choice's text."""
 
     id: int
     logprob: TokenLogprob | None
@@ -29,7 +29,7 @@ class Told(NamedTuple):
 class Choice(Job):
     """A request on its way to one output: its text, and the tokens whose text is certain.
 
-    A token is told of when its own text is; what a stop word cuts off never is.
+    A token is sent when its own text is certain; what a stop word cuts off is never sent.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Choice(Job):
         starts: Sequence[int] = (),
     ) -> None:
         """is_echoed: whether the text begins with the prompt's. starts: where the prompt's tokens
-        begin, if they are to be told of.
+        begin, if their log-probabilities are asked for.
         """
         super().__init__(request, on_change, has_output=has_output)
         self.index, self.starts = index, starts
@@ -67,7 +67,7 @@ class Choice(Job):
         self.text += event.text
         number, certain = len(event.token_ids), len(self.text)
         logprobs: Sequence[TokenLogprob | None] = event.logprobs or [None] * number
-        # Where the engine does not tell how tokens came, nobody may ask for it.
+        # Empty where the engine does not report how tokens came; such a request is refused.
         origins = event.origins or [PLAIN] * number
         for token, logprob, end, origin in zip(
             event.token_ids, logprobs, event.ends, origins, strict=True
@@ -154,7 +154,7 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        # Of each prompt, tokens count once however many choices it has.
+        # The tokens of a prompt count once, however many choices it has.
         first_choices = self.choices[:: self.asked.get("n", 1)]
         prompt = sum(len(choice.request.input_ids) for choice in first_choices)
         output = sum(choice.num_output_tokens for choice in self.choices)
@@ -193,7 +193,7 @@ class Answer:
         return chunk | {"usage": None} if self.tells_usage else chunk
 
     def _describe(self, choice: Choice, start: int, prompt: Sequence[Told]) -> dict[str, Any]:
-        """What is told of a choice's tokens from a place on, and of the prompt's."""
+        """What an answer says of a choice's tokens from `start` on, and of the prompt's tokens."""
         tokens, told = choice.tokens[start:], dict[str, Any]()
         if choice.request.num_logprobs is not None:
             told["logprobs"] = self._describe_logprobs(tokens, prompt)

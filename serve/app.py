@@ -99,8 +99,8 @@ class Front:
         self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
         self._table = TokenTable(engine.tokenizer)
         self._bell = Bell()
-        # Reading and tokenizing take a while: not in the loop that serves everybody, and those of
-        # a large body not before anybody else's.
+        # Reading and tokenizing take a while, so they have threads of their own; large bodies have
+        # a second one, so that small bodies do not wait for them.
         self._readers = ThreadPoolExecutor(1, "reader")
         self._large_readers = ThreadPoolExecutor(1, "large-reader")
         self._num_held = 0  # bytes of bodies that are being sent and read
@@ -168,7 +168,7 @@ class Front:
         return JSONResponse(answer.to_json())
 
     def _prepare(self, asked: Asked) -> tuple[list[InferenceRequest], list[list[int]]]:
-        """What is asked for, and where the tokens of prompts begin that are to be told of."""
+        """The requests, and where a prompt's tokens begin if their log-probabilities are wanted."""
         requests = make_requests(self._engine, asked)
         return requests, [
             find_starts(self._engine, request) if request.wants_prompt_logprobs else []
@@ -406,7 +406,7 @@ async def _answer_http(http: Request, error: Any) -> Response:
 
 
 class Guard:
-    """Lets in who sends the key; without one, who names the server by a loopback name."""
+    """Refuses requests without the key or, where there is none, with another name than loopback."""
 
     def __init__(self, front: Front, key: str | None, local_names: frozenset[str] | None) -> None:
         """local_names: what clients without a key may call the server; None is anything."""

@@ -1,4 +1,4 @@
-"""Counters for Prometheus under vLLM's names, and what is told of a single request."""
+"""Counters for Prometheus under vLLM's names, and the `metrics` of a response."""
 
 from __future__ import annotations
 

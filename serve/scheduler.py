@@ -1,7 +1,7 @@
 """Continuous batching: requests from any thread, one thread that owns the engine.
 
-Requests join and leave between two steps. The engine's thread hands on what a step gave and never
-waits for who takes it; who submits or cancels never waits for a step.
+Requests join and leave between two steps. The engine's thread never waits for a thread that takes
+events, and a thread that submits or cancels never waits for a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Closing(Exception):
 
 
 class Job:
-    """A request on its way. Its events are taken by whoever submitted it, whenever they like.
+    """A request on its way. The thread that submitted it takes its events at any time.
 
     What waits to be taken is never more than the request's own output. Times are those of
     time.perf_counter, and None where something has not happened yet.
@@ -46,7 +46,7 @@ class Job:
     ) -> None:
         """on_change: called in the engine's thread, when there is something to take.
 
-        has_output: whether the tokens that it brings are asked for, not the prompt alone.
+        has_output: whether new tokens are asked for, or only the prompt.
         """
         self.request, self.has_output = request, has_output
         self.queued = time.perf_counter()
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of a request that is over, those that were asked for."""
+        """The new tokens of a request that is over, 0 where only the prompt was asked for."""
         return self.stats.num_output_tokens if self.stats is not None and self.has_output else 0
 
     def take(self) -> list[Event]:
@@ -236,7 +236,7 @@ class Scheduler:
             job.begun = time.perf_counter()
             try:
                 job.stream = self.engine.stream(job.request)
-            except Exception as error:  # noqa: BLE001 - it is this request's alone
+            except Exception as error:  # noqa: BLE001 - only this request fails
                 self._fail_all([job], error)
                 continue
             self._running.append(job)
@@ -264,7 +264,7 @@ class Scheduler:
                     self._end(job, event.finish_reason)
             self._running = [job for job in self._running if not job.is_over]
             self._changed.notify_all()
-        for job, event in given:  # last: whoever has an answer finds it counted
+        for job, event in given:  # last, so that an answer is counted before it can be had
             job.give(event)
 
     def _fail(self, error: Exception) -> None:

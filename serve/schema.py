@@ -112,7 +112,7 @@ ASKED: Parameters = {
     "guided_json": OBJECT,
     "guided_regex": FULL_TEXT,
     "grammar": FULL_TEXT,
-    # Of no effect here: they say who asks.
+    # Without effect here: they identify the client.
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), TEXT),
     "return_token_ids": BOOL,  # vLLM's: the ids of the prompt and of the output
     # Ours, for the page: how each token came, and what each step verified.
@@ -203,7 +203,7 @@ def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
 def read_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
     """A conversation with contents that are texts; BadRequest for what is no turn.
 
-    template: the tokenizer's, which must read whatever a turn has beside role and content.
+    template: the tokenizer's, which must read whatever a turn has besides role and content.
     """
     read = []
     for at, message in enumerate(messages):
@@ -324,7 +324,7 @@ def find_starts(engine: Engine, request: Request) -> list[int]:
     stream = TextStream(engine.tokenizer)
     for token in request.input_ids:
         stream.add(token)
-    # Of ids, the text has special tokens as well.
+    # The text of a prompt of ids has special tokens as well.
     before = max(0, request.input_text.find(stream.finish()))
     return [0, *(before + end for end in stream.ends[:-1])]
 

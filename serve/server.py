@@ -59,7 +59,7 @@ def keep_signals() -> Iterator[None]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Whether an address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -162,7 +162,7 @@ class Server:
         self.scheduler.start()
         leave_signals()  # of which the first one waits for requests
         self._http.take_signals()
-        listener.listen()  # who connects now is answered as soon as uvicorn runs
+        listener.listen()  # connections from now on are answered as soon as uvicorn runs
         host, port = listener.getsockname()[:2]
         logger.info("%s at http://%s:%d", self._model, f"[{host}]" if ":" in host else host, port)
         # The engine's thread lets go of the interpreter in every kernel, and must get it back soon.

@@ -29,7 +29,7 @@ ROLES = {
     for role in roles.split()
 }
 CALL_ROLES = ("function_call", "tool_call")  # turns whose text is the JSON of one call or several
-# A row's keys beside the conversation that a chat template takes.
+# A row's keys besides the conversation that a chat template takes.
 OPTIONS = ("tools", "documents")
 # A row that lost one of these would teach another text than the target writes or is asked with.
 NEEDED = (
@@ -64,7 +64,7 @@ class ChatError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages with all their fields, and what a chat template takes beside them.
+    """Messages with all their fields, and what else a chat template takes.
 
     A message's role is one of `ROLES`, and `assistant` wherever the assistant speaks. Its content
     is a text or a list of parts that are texts.
@@ -97,8 +97,8 @@ def join_parts(content: str | list[Any]) -> str:
 def parse_conversation(row: dict[str, Any]) -> Conversation:
     """Read `messages` [{role, content}] or `conversations` [{from, value}]; ChatError if wrong.
 
-    A `system` beside them comes first, as in Daring-Anteater; `tools`, `functions`, `documents` and
-    `chat_template_kwargs` are for the chat template.
+    A `system` text next to them comes first, as in Daring-Anteater; `tools`, `functions`,
+    `documents` and `chat_template_kwargs` are for the chat template.
     """
     key = "messages" if "messages" in row else "conversations"
     turns = row[key]
@@ -195,7 +195,7 @@ def wrap_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _parse_options(row: dict[str, Any]) -> dict[str, Any]:
-    """Read what a row has for the chat template beside its messages."""
+    """Read what a row has for the chat template besides its messages."""
     options: dict[str, Any] = {}
     for name in (*OPTIONS, "functions"):
         value = row.get(name)

@@ -119,7 +119,7 @@ class TensorRTEngine:
         }
 
     def describe_profile(self) -> dict[str, float | None]:
-        """Seconds of each part of a step, where the loop is ours; else nobody tells."""
+        """Seconds of each part of a step, where the loop is ours, else None."""
         is_told = self.folder.mode == EXTERNAL
         seconds = self.timing.list_seconds()
         return {name: value if is_told else None for name, value in seconds.items()}

@@ -111,8 +111,8 @@ class Event:
     text: what has become certain; a character of several tokens, or the beginning of a stop word,
     comes later than its tokens. ends: by token, how many characters the stream's text has with it;
     empty without a tokenizer. trees: what each of its steps verified, the prompt's own pass first,
-    where the prompt asks for them. prompt_logprobs: see Output; of the first event alone.
-    finish_reason and stats: of the last event alone.
+    where the prompt asks for them. prompt_logprobs: see Output; only of the first event.
+    finish_reason and stats: only of the last event.
     """
 
     text: str
@@ -141,7 +141,7 @@ class Engine:
         end_ids: frozenset[int],
         prompt_chunk: int | Literal["auto"] | None = None,
     ) -> None:
-        """Of `load` alone."""
+        """Called by `load` and `open` only."""
         self._core: TorchEngine | None = core
         self._settings, self._end_ids = settings, end_ids
         self._prompt_chunk = prompt_chunk
@@ -168,8 +168,8 @@ class Engine:
 
         tokenizer: a folder, a hub id, or a transformers tokenizer; None is the one that the engine
         holds, if any. draft: the engine folder of a draft model. device: auto, cpu or cuda.
-        speculation: False decodes one token a step. max_batch_size, max_seq_len: fewer and shorter
-        requests than the engine was built for, for which less memory is taken. prompt_chunk: tokens
+        speculation: False decodes one token per step. max_batch_size, max_seq_len: fewer and
+        shorter requests than the engine was built for, which take less memory. prompt_chunk: tokens
         of new prompts that are read in a step of streams that have begun; "auto" is as many as
         leave it at most six times as long as without them; None reads a prompt whole, and the
         streams wait.
@@ -259,7 +259,7 @@ class Engine:
 
     @property
     def core(self) -> TorchEngine:
-        """The loaded parts, for whoever measures them one by one."""
+        """The loaded parts, for measuring them one by one."""
         return self._get_core()
 
     @property
@@ -331,7 +331,7 @@ class Engine:
         return [_describe(result, self.tokenizer) for result in results]
 
     def run(self, requests: Sequence[Request], **kept: Any) -> list[Result]:
-        """Decode prepared requests, without streams beside them; `generate` for commands.
+        """Decode prepared requests while no stream is open; `generate` for commands.
 
         kept: fields of the loop's `Options`. Raises Interrupted on Ctrl-C, with what there is.
         """
@@ -385,8 +385,8 @@ class Engine:
     def step(self) -> bool:
         """Run one step of all open streams; return whether there was anything to do.
 
-        For whoever serves many streams: call this, then `take` of each. Where there is nothing to
-        do, it raises SpecDecError if another rank has ended.
+        For a program that serves many streams: call this, then `take` of each. Where there is
+        nothing to do, it raises SpecDecError if another rank has ended.
         """
         with self._use() as core:
             batch = self._batch
@@ -462,12 +462,12 @@ class Engine:
 class Stream:
     """The events of one prompt, as they come: an iterator.
 
-    A stream that is closed, or that nobody holds any more, is cancelled: its place in the batch is
+    A stream that is closed or garbage collected is cancelled: its place in the batch is
     free from the next step on.
     """
 
     def __init__(self, engine: Engine, batch: Batch, active: ActiveRequest) -> None:
-        """Of `Engine.stream` alone."""
+        """Called by `Engine.stream` only."""
         self._engine, self._batch, self._active = engine, batch, active
         self._num_taken = self._num_trees = 0
         self._is_over = False

@@ -52,7 +52,7 @@ class TorchEngine:
         drafting: Drafting | None = None,
         recorder: GraphRecorder | None = None,
     ) -> None:
-        """speculate: False decodes one token a step. recorder: of graphs, for devices without any.
+        """speculate: False decodes one token per step. recorder: of graphs on devices without one.
 
         drafting: None lets the checkpoint's own drafter draft, if it has one.
         """
@@ -107,7 +107,7 @@ class TorchEngine:
             self.decoder.graphs = StepGraphs(self.graphs)
         methods = choose_methods(self.config, drafting) if speculate else ()
         if methods and ranks is not None and model.use_parallel_embedding:
-            # Drafters run on this rank alone.
+            # Drafters run on this rank only.
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
         self.proposer: Drafter = make_proposer(self, methods, weights, drafting)
         self.method = name_methods(methods)
@@ -193,7 +193,7 @@ class TorchEngine:
         self.config = dataclasses.replace(self.config, build=dataclasses.replace(build, **lower))
 
     def fill_options(self, options: Options) -> Options:
-        """The options with the engine's own limits in place of theirs."""
+        """The options with the engine's own limits instead of theirs."""
         build = self.config.build
         return dataclasses.replace(
             options, max_num_tokens=build.max_num_tokens, max_batch_size=build.max_batch_size

@@ -35,7 +35,7 @@ MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library ta
 SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
-# Fields of a prompt by their keys in a line of a .jsonl file; messages of errors name the keys.
+# The fields of a prompt by their keys in a .jsonl line; error messages name the keys.
 SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
 LINE_FIELDS = SOURCES | {
     key: key for key in ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
@@ -122,7 +122,7 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
             problems += error.problems
     problems.raise_all()
     if not found:
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt a line")
+        raise SpecDecError(f"{path} holds no prompt", "write one prompt per line")
     return found
 
 
@@ -150,7 +150,7 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
         entry = parse_json(line.encode())
     except ValueError as error:
         raise SpecDecError(
-            f"{where} is not JSON: {error}", "write one JSON object a line"
+            f"{where} is not JSON: {error}", "write one JSON object per line"
         ) from None
     if not isinstance(entry, dict):
         raise SpecDecError(f"{where} is not a JSON object", 'write {"prompt": "..."}')

@@ -111,7 +111,7 @@ def test_every_token_is_marked_and_both_sides_agree(
         "redrafter \u00b7 float32 \u00b7 cpu"
     )
     verdict = page.run("return document.getElementById('verdict').textContent")
-    assert "times the tokens a second here; both texts are the same." in verdict
+    assert "times the tokens per second here; both texts are the same." in verdict
     stats = page.run("return [...document.querySelectorAll('.stats')].map(s => s.textContent)")
     assert "drafts accepted" in stats[0]
     assert "drafts accepted" not in stats[1]
