@@ -9,13 +9,12 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import make_unknown_error, require, to_plain
-from specdec.contradictions import refuse_contradictions
 from specdec.errors import UsageError
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.inventory import describe_sources
-from specdec.options import get_flags, name_flag
+from specdec.options import get_flags, name_flag, refuse_contradictions
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
 

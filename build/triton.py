@@ -17,12 +17,11 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import need
-from specdec.contradictions import Contradiction
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
-from specdec.options import name_flag
+from specdec.options import Contradiction, name_flag
 from specdec.trtllm.engine_folder import (
     EXTERNAL,
     EngineFolder,
@@ -115,23 +114,23 @@ class Templates:
     texts: dict[str, str]
 
 
-CONTRADICTIONS = (
-    Contradiction(
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (
         lambda s: s.emit_triton is None
         and next((name_flag(name) for name in FIELDS if getattr(s, name)), None),
         "{found} has no effect without --emit-triton", "leave it out",
     ),
-    Contradiction(
+    (
         lambda s: s.emit_triton is not None and s.emit_script is not None,
         "--emit-triton describes an engine that is there, --emit-script one that is not yet",
         "build the engine first; then call it with --output-dir and --emit-triton alone",
     ),
-    Contradiction(
+    (
         lambda s: s.emit_triton is not None and "tokenizer_dir" not in parse_parameters(s)[0],
         "--emit-triton needs the tokenizer's folder as the server will see it",
         "give --triton-parameters tokenizer_dir=DIR",
     ),
-    Contradiction(
+    (
         lambda s: s.emit_triton is not None and s.triton_draft_engine_dir is None
         and next(iter(parse_parameters(s)[1]), None),
         "--triton-parameters draft.{found} without --triton-draft-engine-dir",
