@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class SpecDecError(Exception):
@@ -74,6 +74,11 @@ class EngineBusyError(SpecDecError):
 
 class EngineLostError(SpecDecError):
     """The engine was closed, or one of its ranks has ended: load it again."""
+
+
+# Called where a call hangs that only the end of the process can end: the error, an exit status, and
+# what is to be done before. A command prints the error and exits.
+on_hang: Callable[[SpecDecError, int, Callable[[], None]], None] | None = None
 
 
 class StepError(SpecDecError):

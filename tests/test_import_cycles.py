@@ -98,8 +98,7 @@ def test_a_cycle_is_found(text: str, tmp_path: Path) -> None:
 
 LIBRARY = ("decode", "engine", "methods", "model", "files")
 FORBIDDEN = {"command", "trtllm", *(package for package in PACKAGES if package != "specdec")}
-# A rank of its own process, and (for now) a rank that hangs in an exchange with a lost one.
-PROGRAMS = ("ranks/follower.py", "ranks/processes.py")
+PROGRAMS = ("ranks/follower.py",)  # a rank of its own process
 ENDINGS = ("print", "exit", "quit", "sys.exit", "os._exit", "click.echo", "print_error")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from specdec import __version__, logs
+from specdec import __version__, errors, logs
 from specdec.command import help
 from specdec.command.settings import SECTIONS, resolve_settings, suggest_option, takes_others
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
@@ -356,6 +356,13 @@ def print_error(message: str, hint: str, num_problems: int = 1) -> None:
         click.echo(f"{label}: {shown}", err=True)
 
 
+def _end_hanging(error: SpecDecError, status: int, clean_up: Callable[[], None]) -> None:
+    print_error(error.message, error.hint)
+    clean_up()
+    os._exit(status)
+
+
+errors.on_hang = _end_hanging
 STAGES = {
     "generate": ("specdec.generate.cli", "Hugging Face folders -> text, in one command"),
     "convert": ("specdec.convert.cli", "Hugging Face base and drafter -> checkpoint folder"),

@@ -98,43 +98,13 @@ def accept_batch(
     if choices is not None:
         return [accept(c.tree, row) for c, row in zip(candidates, choices, strict=True)]
     assert logits is not None
-    if any(sampler.shaper is not None for sampler in samplers):
-        return _accept_shaped(candidates, logits, samplers, positions)
-    return _accept_rows(candidates, logits, samplers, positions)
-
-
-def _accept_shaped(
-    candidates: Sequence[Candidates],
-    logits: Tensor,
-    samplers: Sequence[Sampler],
-    positions: Sequence[int],
-) -> list[Accepted]:
-    """Decide rows with logits of their own one by one, and the others together."""
-    plain = [row for row, sampler in enumerate(samplers) if sampler.shaper is None]
-    found = iter(
-        _accept_rows(
-            [candidates[row] for row in plain], take_rows(logits, plain),
-            [samplers[row] for row in plain], [positions[row] for row in plain],
-        )
-        if plain else ()
-    )  # fmt: skip
-    results = []
-    for row, sampler in enumerate(samplers):
-        if sampler.shaper is None:
-            results.append(next(found))
-            continue
-        shaped = sampler.shaper.shape(candidates[row].tree, logits[row])[None]
-        results += _accept_rows([candidates[row]], shaped, [sampler], [positions[row]])
-    return results
-
-
-def _accept_rows(
-    candidates: Sequence[Candidates],
-    logits: Tensor,
-    samplers: Sequence[Sampler],
-    positions: Sequence[int],
-) -> list[Accepted]:
-    """What `accept_batch` returns, by the logits as they are."""
+    shaped = [row for row, sampler in enumerate(samplers) if sampler.shaper is not None]
+    if shaped:
+        logits = logits.to(torch.float32, copy=True)
+        for row in shaped:
+            tree, shaper = candidates[row].tree, samplers[row].shaper
+            assert shaper is not None
+            logits[row, : tree.num_nodes] = shaper.shape(tree, logits[row])
     results: list[Accepted] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:

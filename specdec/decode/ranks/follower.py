@@ -34,13 +34,13 @@ class Follower:
         """Do as told until told to end."""
         import torch
 
-        from specdec.decode.ranks.leader import follow_embed, follow_forward, follow_logits
+        from specdec.decode.ranks.leader import unpack_forward
         from specdec.decode.ranks.messages import receive
 
         with torch.inference_mode():
             while True:
                 message = receive(self.group)
-                values = message.values
+                values, arrays = message.values, message.arrays
                 for handle in values["dropped"]:
                     self._objects.pop(handle, None)
                 decoder: Any = self._objects.get(values.get("decoder"))
@@ -52,12 +52,17 @@ class Follower:
                     cache = decoder.make_cache(values["num_rows"], values["num_positions"])
                     self._objects[values["cache"]] = cache
                 elif message.call == "forward":
-                    follow_forward(decoder, self._objects[values["cache"]], message.arrays)
+                    cache = self._objects[values["cache"]]
+                    decoder.forward(unpack_forward(arrays, cache), cache)
                 elif message.call == "embed":
-                    follow_embed(decoder, message.arrays)
+                    names = "tokens", "positions"
+                    decoder.embed(*(torch.from_numpy(arrays[n]).to(decoder.device) for n in names))
                 else:
                     assert message.call == "compute_logits", message.call
-                    follow_logits(decoder, values["shape"])
+                    shape, dtype, device = values["shape"], decoder.dtype, decoder.device
+                    hidden = torch.empty(shape, dtype=dtype, device=device)
+                    self.group.broadcast(hidden)
+                    decoder.compute_logits(hidden)
 
     def _load(self, message: Message) -> None:
         import torch

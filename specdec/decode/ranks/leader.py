@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.decode.ranks.processes import Ranks
@@ -127,33 +126,8 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
     )
 
 
-def follow_forward(decoder: Decoder, cache: KVCache, arrays: dict[str, Array]) -> None:
-    """Another rank's part of `LeadingDecoder.forward`."""
-    decoder.forward(unpack_forward(arrays, cache), cache)
-
-
-def follow_embed(decoder: Decoder, arrays: dict[str, Array]) -> None:
-    """Another rank's part of `LeadingDecoder.embed`."""
-    tokens, positions = (
-        torch.from_numpy(arrays[name]).to(decoder.device) for name in ("tokens", "positions")
-    )
-    decoder.embed(tokens, positions)
-
-
-def follow_logits(decoder: Decoder, shape: list[int]) -> None:
-    """Another rank's part of `LeadingDecoder.compute_logits`."""
-    assert decoder.group is not None
-    hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-    decoder.group.broadcast(hidden)
-    decoder.compute_logits(hidden)
-
-
 def lead_decoder(
-    ranks: Ranks,
-    folder: Path,
-    model: ModelConfig,
-    weights: Mapping[str, Tensor],
-    **options: Any,
+    ranks: Ranks, folder: Path, model: ModelConfig, weights: Mapping[str, Tensor], **options: Any
 ) -> LeadingDecoder:
     """Let every rank load its part of an engine folder; `weights` are rank 0's."""
     ranks.meet()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from specdec import logs
-from specdec.decode.ranks.processes import count_local_ranks
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.kernel_cache import find_fault, list_entries
@@ -21,6 +20,7 @@ from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.int4 import INT4_ALGORITHMS
+from specdec.mpi import find_launch
 
 logger = logs.get_logger(__name__)
 
@@ -78,7 +78,8 @@ def choose_device(name: str, num_ranks: int, devices: Sequence[int] | None = Non
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise SpecDecError("--device cuda: torch sees no CUDA device", "use --device cpu or auto")
-    num_local = num_ranks if logs.get_launched_rank() is None else count_local_ranks()
+    launch = find_launch() if logs.get_launched_rank() is not None else None
+    num_local = num_ranks if launch is None else launch.local_size
     if num_gpus < num_local:
         raise SpecDecError(
             f"--device {name}: {num_local} ranks need a GPU each, torch sees {num_gpus}",

@@ -24,8 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec import logs
-from specdec.command.stages import print_error
+from specdec import errors, logs
 from specdec.errors import EngineLostError, SpecDecError, summarize
 from specdec.mpi import check_meeting_place, find_launch
 from specdec.processes import is_stopped, keep_stdout_clean, make_environment
@@ -44,13 +43,6 @@ INTERRUPT_SECONDS = 2.0  # from Ctrl-C until ranks that rank 0 still waits for a
 END_SECONDS = 5.0  # that ranks have to end after they were told to
 STATUS_BYTES = 2048  # of a rank's report on what it loaded
 LOST_STATUS = 76  # of a rank that ends because another one has; EX_PROTOCOL in sysexits.h
-
-
-def count_local_ranks() -> int:
-    """How many of a launcher's ranks are on this machine."""
-    launch = find_launch()
-    assert launch is not None
-    return launch.local_size
 
 
 def open_store(path: str, size: int) -> Any:
@@ -320,8 +312,15 @@ class Ranks:
         if self._children:
             self._kill_children()
         else:
-            print_error(self._silent.message, self._silent.hint)
-            os._exit(1)
+            self._give_up(self._silent, 1)
+
+    def _give_up(self, error: SpecDecError, status: int) -> None:
+        """Let the program end this process, which hangs in an exchange; else say that it does."""
+        if errors.on_hang is not None:
+            errors.on_hang(error, status, self._kill_children)
+        else:
+            logger.error("%s; %s", error.message, error.hint)
+            self._kill_children()
 
     def _explain_silence(self, seconds: float) -> SpecDecError:
         if stopped := self._list_stopped():
@@ -372,9 +371,7 @@ class Ranks:
                 explained = self._explain(None)
                 if is_interrupted:
                     explained = SpecDecError("interrupted", "run it again")
-                print_error(explained.message, explained.hint)
-                self._kill_children()
-                os._exit(130 if is_interrupted else 1)
+                self._give_up(explained, 130 if is_interrupted else 1)
 
     def _take_interrupt(self) -> bool:
         """Whether Ctrl-C or SIGTERM has come since the last call."""
