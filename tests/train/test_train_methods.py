@@ -27,6 +27,7 @@ from specdec.train.settings import TRAINABLE, TrainSettings
 from specdec.train.target import load_config, load_target, make_batch
 from tests.engines import call
 from tests.parity.models import make_model
+from tests.train.conftest import Finished
 
 BASIC = (
     "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
@@ -147,22 +148,36 @@ def test_every_evaluation_converts_builds_and_runs(
         assert stats[name] == measured[name]
 
 
+Train = Callable[..., Finished]
+
+
+@pytest.fixture
+def train(run_train: Any, inputs: Any, tmp_path: Path) -> Train:
+    """Train a kind of drafter into a folder, "" for none, without measuring engines."""
+
+    def run(kind: str, out: str, *flags: object, ends: int = 0) -> Finished:
+        output = ("--output-dir", tmp_path / out) if out else ()
+        done: Finished = run_train(*inputs, *KINDS[kind], *output, "--eval-prompts", 0, *flags)
+        assert done.status == ends, done.err
+        return done
+
+    return run
+
+
 @pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3-few", "dflash"])
-def test_a_training_goes_on_from_a_written_drafter(
-    kind: str, run_train: Any, inputs: Any, tmp_path: Path
-) -> None:
+def test_a_training_goes_on_from_a_written_drafter(kind: str, train: Train, tmp_path: Path) -> None:
     """By a step that is too small to change a weight; without the flag all of them differ."""
-    options = (*inputs, *KINDS[kind], "--max-steps", 1, "--eval-prompts", 0)
-    still = (*options, "--learning-rate", 1e-30, "--seed", 4, "--output-dir")
-    first, again, fresh = (tmp_path / name for name in ("first", "again", "fresh"))
-    assert run_train(*options, "--output-dir", first).status == 0
-    assert run_train(*still, again, "--start-from", first).status == 0
-    assert run_train(*still, fresh).status == 0
+    first, still = tmp_path / "first", ("--max-steps", 1, "--learning-rate", 1e-30, "--seed", 4)
+    train(kind, "first", "--max-steps", 1)
+    train(kind, "again", *still, "--start-from", first)
+    train(kind, "fresh", *still)
     (name,) = (path.name for path in first.glob("*.safetensors"))
-    assert (again / name).read_bytes() == (first / name).read_bytes() != (fresh / name).read_bytes()
-    assert "* went on from the drafter `first`\n" in (again / "README.md").read_text()
-    refused = run_train(*options, "--start-from", first, "--output-dir", first, "--force")
-    assert refused.status == 1
+    written, again, fresh = (
+        (tmp_path / f / name).read_bytes() for f in ("first", "again", "fresh")
+    )
+    assert again == written != fresh
+    assert "* went on from the drafter `first`\n" in (tmp_path / "again/README.md").read_text()
+    refused = train(kind, "first", "--max-steps", 1, "--start-from", first, "--force", ends=1)
     assert f"{first} is or holds {first}, which it would replace" in refused.err
 
 
@@ -172,38 +187,32 @@ def test_a_training_goes_on_from_a_written_drafter(
      ("dflash", ["--dflash-markov-rank", 4], "markov_head.")],
 )  # fmt: skip
 def test_a_training_goes_on_with_a_new_part(
-    kind: str, more: list[object], new: str, run_train: Any, inputs: Any, tmp_path: Path
+    kind: str, more: list[object], new: str, train: Train, tmp_path: Path
 ) -> None:
     """P-EAGLE from an EAGLE-3, a Markov head for a DFlash; the other way is an error."""
-    options = (*inputs, *KINDS[kind], "--max-steps", 1, "--eval-prompts", 0)
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    assert run_train(*options, "--output-dir", first).status == 0
-    options = (*options, "--learning-rate", 1e-30)
-    done = run_train(*options, *more, "--output-dir", second, "--start-from", first)
-    assert done.status == 0, done.err
+    first, second = tmp_path / "first", tmp_path / "second"
+    still = ("--max-steps", 1, "--learning-rate", 1e-30, "--start-from")
+    train(kind, "first", "--max-steps", 1)
+    done = train(kind, "second", *more, *still, first)
     old, grown = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert set(grown) - set(old) == {name for name in grown if name.startswith(new)} != set()
     assert all(torch.equal(grown[name], tensor) for name, tensor in old.items())
     assert done.err.count("begins anew") == len(grown) - len(old)
-    back = run_train(*options, "--output-dir", third, "--start-from", second)
-    assert back.status == 1
+    back = train(kind, "third", *still, second, ends=1)
     assert f"--start-from: {new}" in back.err
     assert "of this training missing" in back.err
 
 
-def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_path: Path) -> None:
-    options = (*inputs, *KINDS["redrafter"], "--max-steps", 1, "--eval-prompts", 0)
-    first, out = tmp_path / "first", tmp_path / "out"
-    assert run_train(*options, "--output-dir", first).status == 0
+def test_a_drafter_of_other_sizes_is_no_start(train: Train, tmp_path: Path) -> None:
+    first, one = tmp_path / "first", ("--max-steps", 1)
+    train("redrafter", "first", *one)
     more = ("--redrafter-num-layers", 1, "--redrafter-exit-dim", 24)
-    other = run_train(*options, *more, "--output-dir", out, "--start-from", first)
-    assert other.status == 1
+    other = train("redrafter", "out", *one, *more, "--start-from", first, ends=1)
     path = first / "model.safetensors"
     assert f"lm_head.0.linear.bias in {path} is [64], of this training [24]" in other.err
     assert f"lm_head.2.weight in {path} is [320, 64], of this training missing" in other.err
     assert "hint: give the method and sizes" in other.err
-    nothing = run_train(*options, "--output-dir", out, "--start-from", tmp_path / "none")
-    assert nothing.status == 1
+    nothing = train("redrafter", "out", *one, "--start-from", tmp_path / "none", ends=1)
     assert f"--start-from {tmp_path / 'none'} is no folder" in nothing.last_lines[0]
     assert list(tmp_path.iterdir()) == [first], "nothing that the next command stumbles over"
 
@@ -213,15 +222,12 @@ def test_a_drafter_of_other_sizes_is_no_start(run_train: Any, inputs: Any, tmp_p
     [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3-few", "float32")],
 )
 def test_an_interrupted_training_resumes_to_the_same_bytes(
-    kind: str, dtype: str, run_train: Any, inputs: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    kind: str, dtype: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = (
-        *inputs, *KINDS[kind], "--max-steps", 10, "--save-steps", 3, "--eval-prompts", 0,
-        "--gradient-accumulation-steps", 2, "--dtype", dtype,
+        "--max-steps", 10, "--save-steps", 3, "--gradient-accumulation-steps", 2, "--dtype", dtype,
     )  # fmt: skip
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_train(*options, "--output-dir", whole).status == 0
+    train(kind, "whole", *options)
     take_step: Callable[..., Any] = loop.Loop._take_step
 
     def stop_at_eight(self: loop.Loop, step: int, *, measure: bool) -> Any:
@@ -231,61 +237,47 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Loop, "_take_step", stop_at_eight)
-        stopped = run_train(*options, "--output-dir", cut)
-    assert stopped.status == 130
+        stopped = train(kind, "cut", *options, ends=130)
     assert stopped.last_lines[0] == "error: interrupted"
     assert "--resume goes on with what is in" in stopped.last_lines[1]
-    resumed = run_train(*options, "--output-dir", cut, "--resume")
-    assert resumed.status == 0, resumed.err
-    assert "resumed at step 6" in resumed.err
-    names = {path.name for path in whole.glob("*.safetensors")}
-    assert len(names) == 1
-    for name in (*names, "config.json"):
-        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    assert "resumed at step 6" in train(kind, "cut", *options, "--resume").err
+    (name,) = (path.name for path in (tmp_path / "whole").glob("*.safetensors"))
+    for file in (name, "config.json"):
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "p-eagle", "dspark"])
 def test_sanity_passes_where_one_row_can_be_learned(
-    kind: str, run_train: Any, inputs: Any, tmp_path: Path
+    kind: str, train: Train, tmp_path: Path
 ) -> None:
-    done = run_train(*inputs, *KINDS[kind], "--sanity", "--json")
-    assert done.status == 0, done.err
-    report = json.loads(done.out)
+    report = json.loads(train(kind, "", "--sanity", "--json").out)
     assert report["sanity"] is True
     assert report["steps"] < 400
     assert all(row[0] >= 0.9 for row in report["eval"]["top_k_accuracy"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sanity_fails_where_nothing_is_learned(run_train: Any, inputs: Any) -> None:
-    done = run_train(*inputs, *KINDS["medusa"], "--sanity", "--learning-rate", 1e-9,
-                     "--max-steps", 40)  # fmt: skip
-    assert done.status == 1
+def test_sanity_fails_where_nothing_is_learned(train: Train) -> None:
+    done = train("medusa", "", "--sanity", "--learning-rate", 1e-9, "--max-steps", 40, ends=1)
     assert done.last_lines[0].startswith("error: --sanity: after 40 steps on one row of 32 tokens")
     assert done.last_lines[1].startswith("hint: raise --max-steps or --learning-rate")
     assert done.out == ""
 
 
-def fake_measure(lengths: list[float]) -> Callable[[Any], dict[str, Any]]:
-    def measure(self: Any) -> dict[str, Any]:
-        return {
+def test_training_stops_at_the_acceptance_that_was_asked_for(
+    train: Train, stages_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [1.2, 1.5, 9.0]
+    monkeypatch.setattr(
+        acceptance.AcceptanceMeter, "measure", lambda self: {
             "prompts": 1, "max_output_len": 4, "dtype": "float32", "num_output_tokens": 4,
             "num_verify_steps": 2, "acceptance_length": lengths.pop(0), "acceptance_rate": 0.5,
-        }  # fmt: skip
-
-    return measure
-
-
-def test_training_stops_at_the_acceptance_that_was_asked_for(
-    run_train: Any, inputs: Any, stages_here: list[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(acceptance.AcceptanceMeter, "measure", fake_measure([1.2, 1.5, 9.0]))
-    done = run_train(
-        *inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 20,
-        "--eval-steps", 4, "--stop-at-acceptance", 1.5, "--json",
+        },
     )  # fmt: skip
-    assert done.status == 0, done.err
+    done = train(
+        "medusa", "out", "--eval-prompts", 1, "--max-steps", 20, "--eval-steps", 4,
+        "--stop-at-acceptance", 1.5, "--json",
+    )  # fmt: skip
     report = json.loads(done.out)
     assert report["steps"] == 8
     assert report["eval"]["acceptance"]["acceptance_length"] == 1.5
@@ -293,148 +285,107 @@ def test_training_stops_at_the_acceptance_that_was_asked_for(
 
 
 def test_a_measurement_that_fails_loses_nothing(
-    run_train: Any, inputs: Any, stages_here: list[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    train: Train, stages_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: Any) -> None:
         raise SpecDecError("no memory is left", "buy some")
 
-    options = (*inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 6)
     with monkeypatch.context() as patch:
         patch.setattr(acceptance.AcceptanceMeter, "measure", fail)
-        failed = run_train(*options)
-    assert failed.status == 1
+        failed = train("medusa", "out", "--max-steps", 6, "--eval-prompts", 16, ends=1)
     assert failed.last_lines == ["error: no memory is left", "hint: buy some"]
-    resumed = run_train(*options, "--resume", "--eval-prompts", 0)
-    assert resumed.status == 0, resumed.err
-    assert "resumed at step 6" in resumed.err
+    assert "resumed at step 6" in train("medusa", "out", "--max-steps", 6, "--resume").err
 
 
 def test_what_cannot_be_measured_is_said_before_training(
-    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(stage: str, arguments: Sequence[str]) -> None:
         assert "--dry-run" in arguments
         raise SpecDecError("there is no such converter", "use another model")
 
     monkeypatch.setattr(acceptance, "call_stage", refuse)
-    options = (*inputs, *KINDS["medusa"], "--output-dir", tmp_path / "out", "--max-steps", 6)
-    done = run_train(*options)
-    assert done.status == 1
+    options = ("--max-steps", 6, "--eval-prompts", 16)
+    done = train("medusa", "out", *options, ends=1)
     assert done.last_lines == [
         "error: --eval-prompts 16: the acceptance could not be measured: there is no such"
         " converter",
         "hint: use another model; or train with --eval-prompts 0",
     ]
     assert "step 1/6" not in done.err
-    too_long = run_train(*options, "--force", "--eval-output-len", 64)
-    assert too_long.status == 1
+    too_long = train("medusa", "out", *options, "--force", "--eval-output-len", 64, ends=1)
     assert "no held-out row leaves a prompt beside the" in too_long.last_lines[0]
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "words"),
+    ("changes", "words"),
     [
-        (("--medusa-num-heads", 2), 2, "--medusa-num-heads has no effect with --method redrafter"),
-        (("--method", "medusa", "--redrafter-num-layers", 1), 2, "--redrafter-num-layers has no"),
-        (("--self-distillation", 1.5), 2, "--self-distillation is 1.5"),
-        (("--stop-at-acceptance", 2, "--eval-prompts", 0), 2, "--stop-at-acceptance without"),
-        (("--method", "eagle", "--eagle-norm-output"), 2, "--eagle-norm-output is for EAGLE-3"),
-        (
-            (
-                "--method",
-                "eagle",
-                "--eagle-version",
-                3,
-                "--eagle-fc-norm",
-                "--eagle-norm-before-fc",
-            ),
-            2,
-            "--eagle-norm-before-fc and --eagle-fc-norm are both given",
-        ),
-        (
-            ("--method", "eagle", "--eagle-draft-vocab-size", 9),
-            2,
-            "--eagle-draft-vocab-size is for EAGLE-3",
-        ),
-        (
-            (
-                "--method",
-                "eagle",
-                "--eagle-version",
-                3,
-                "--eagle-draft-vocab-size",
-                9,
-                "--self-distillation",
-                0.5,
-            ),
-            2,
-            "--eagle-draft-vocab-size with --self-distillation 0.5",
-        ),
-        (("--method", "eagle", "--eagle-version", 2), 2, "--eagle-version: '2' is not one of 1, 3"),
-        (("--shard-target",), 2, "--shard-target has no effect in a training of one process"),
-        (("--push-to-hub", "me/heads"), 1, "--push-to-hub me/heads: HF_TOKEN is not set"),
+        ("--medusa-num-heads 2", "--medusa-num-heads has no effect with --method redrafter"),
+        ("--method medusa --redrafter-num-layers 1", "--redrafter-num-layers has no"),
+        ("--self-distillation 1.5", "--self-distillation is 1.5"),
+        ("--stop-at-acceptance 2 --eval-prompts 0", "--stop-at-acceptance without"),
+        ("--method eagle --eagle-norm-output", "--eagle-norm-output is for EAGLE-3"),
+        ("--method eagle --eagle-version 3 --eagle-fc-norm --eagle-norm-before-fc",
+         "--eagle-norm-before-fc and --eagle-fc-norm are both given"),
+        ("--method eagle --eagle-draft-vocab-size 9", "--eagle-draft-vocab-size is for EAGLE-3"),
+        ("--method eagle --eagle-version 3 --eagle-draft-vocab-size 9 --self-distillation 0.5",
+         "--eagle-draft-vocab-size with --self-distillation 0.5"),
+        ("--method eagle --eagle-version 3 --eagle-mask-token-id 4",
+         "--eagle-mask-token-id is 4 without --eagle-parallel"),
+        ("--method eagle --eagle-version 2", "--eagle-version: '2' is not one of 1, 3"),
+        ("--shard-target", "--shard-target has no effect in a training of one process"),
+        ("--push-to-hub me/heads", "--push-to-hub me/heads: HF_TOKEN is not set"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named(
-    run_train: Any, inputs: Any, tmp_path: Path, changes: Any, status: int, words: str,
+    run_train: Any, inputs: Any, tmp_path: Path, changes: str, words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes)
-    assert done.status == status, done.err
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes.split())
+    assert done.status == (1 if "hub" in changes else 2), done.err
     assert words in done.last_lines[0]
     assert done.last_lines[1].startswith("hint: ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_medusa_and_eagle_write_the_published_layouts(
-    run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
+    train: Train, target_dir: Path, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
     for kind in ("medusa", "eagle", "eagle3", "eagle-bare"):
-        done = run_train(
-            *inputs, *KINDS[kind], "--output-dir", tmp_path / kind, "--max-steps", 1,
-            "--eval-prompts", 0,
-        )  # fmt: skip
-        assert done.status == 0, done.err
+        train(kind, kind, "--max-steps", 1)
     heads = load_file(tmp_path / "medusa" / "medusa_lm_head.safetensors")
-    expected = {
-        f"{head}.{name}" for head in range(3)
-        for name in ("0.linear.weight", "0.linear.bias", "1.weight")
-    }  # fmt: skip
-    assert set(heads) == expected
-    config = json.loads((tmp_path / "medusa" / "config.json").read_text())
-    assert config == {
+    names = ("0.linear.weight", "0.linear.bias", "1.weight")
+    assert set(heads) == {f"{head}.{name}" for head in range(3) for name in names}
+    assert json.loads((tmp_path / "medusa" / "config.json").read_text()) == {
         "base_model_name_or_path": target_dir.name, "medusa_num_heads": 3,
         "medusa_num_layers": 1, "dtype": "float32",
     }  # fmt: skip
     layer = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
     layer |= {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
     layer |= {"post_attention_layernorm.weight"}
-    first = load_file(tmp_path / "eagle" / "model.safetensors")
+    first, bare, third = (
+        load_file(tmp_path / kind / "model.safetensors")
+        for kind in ("eagle", "eagle-bare", "eagle3")
+    )
     assert set(first) == {
         "embed_tokens.weight", "fc.weight", "fc.bias", *(f"layers.0.{name}" for name in layer)
     }  # fmt: skip
-    bare = load_file(tmp_path / "eagle-bare" / "model.safetensors")
     assert set(first) - set(bare) == {"fc.bias"}
     assert json.loads((tmp_path / "eagle-bare" / "config.json").read_text())["bias"] is False
     own = load_file(target_dir / "model.safetensors")
     torch.testing.assert_close(first["embed_tokens.weight"], own["model.embed_tokens.weight"])
     layer |= {"input_layernorm.weight", "hidden_norm.weight"}
-    third = load_file(tmp_path / "eagle3" / "model.safetensors")
     assert set(third) == {
         "fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{name}" for name in layer)
     }  # fmt: skip
     assert third["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
-    assert json.loads((tmp_path / "eagle3" / "config.json").read_text())["eagle_config"][
-        "eagle_aux_hidden_state_layer_ids"
-    ] == [0]
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0]
 
 
 def test_a_target_that_does_something_else_to_its_logits_is_refused(
-    run_train: Any, inputs: Any, tmp_path: Path, tokenizer: Any
+    train: Train, tmp_path: Path, tokenizer: Any
 ) -> None:
     from transformers import CohereConfig, CohereForCausalLM
 
@@ -445,11 +396,7 @@ def test_a_target_that_does_something_else_to_its_logits_is_refused(
     )  # fmt: skip
     CohereForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    done = run_train(
-        *inputs, *KINDS["medusa"], "--model-dir", folder, "--output-dir", tmp_path / "out",
-        "--eval-prompts", 0,
-    )  # fmt: skip
-    assert done.status == 1
+    done = train("medusa", "out", "--model-dir", folder, ends=1)
     assert "how it changes them is not known" in done.last_lines[0]
 
 
@@ -483,18 +430,16 @@ PAIRS = [
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_other_families_train_convert_and_run(
-    name: str, kind: str, run_train: Any, inputs: Any, stages_here: list[str], tokenizer: Any,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    name: str, kind: str, train: Train, stages_here: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
     """Two steps, from hidden states on disk; the engine gives a drafter what training gave it."""
     target = make_model(tmp_path / "target", name, vocab_size=320)
     tokenizer.save_pretrained(target)
-    done = run_train(
-        *inputs, *KINDS[kind], "--model-dir", target, "--output-dir", tmp_path / "out",
-        "--max-steps", 2, "--eval-steps", 2, "--eval-prompts", 1, "--eval-output-len", 8,
-        "--self-distillation", 0.5, "--hidden-states-dir", tmp_path / "states", "--json",
+    done = train(
+        kind, "out", "--model-dir", target, "--max-steps", 2, "--eval-steps", 2, "--eval-prompts",
+        1, "--eval-output-len", 8, "--self-distillation", 0.5, "--hidden-states-dir",
+        tmp_path / "states", "--json",
     )  # fmt: skip
-    assert done.status == 0, done.err
     assert stages_here[-3:] == ["convert", "build", "run"]
     assert json.loads(done.out)["eval"]["acceptance"]["num_verify_steps"] > 0
     stored = TensorFile(tmp_path / "states" / "target.safetensors").read("embedding")
@@ -506,8 +451,6 @@ def test_other_families_train_convert_and_run(
 
 
 def make_rows(*rows: list[tuple[int, bool]]) -> Rows:
-    import numpy as np
-
     tokens = [token for row in rows for token, _ in row]
     mask = [labelled for row in rows for _, labelled in row]
     bounds = np.cumsum([0, *map(len, rows)])
@@ -552,7 +495,7 @@ def make_fake_hub(calls: list[tuple[str, dict[str, Any]]]) -> type:
 
 
 def test_a_drafter_is_uploaded_once_it_is_complete(
-    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
 
@@ -560,19 +503,12 @@ def test_a_drafter_is_uploaded_once_it_is_complete(
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(huggingface_hub, "HfApi", make_fake_hub(calls))
     out = tmp_path / "out"
-    done = run_train(
-        *inputs, *KINDS["medusa"], "--output-dir", out, "--max-steps", 1, "--eval-prompts", 0,
-        "--push-to-hub", "me/heads", "--json",
-    )  # fmt: skip
-    assert done.status == 0, done.err
+    done = train("medusa", "out", "--max-steps", 1, "--push-to-hub", "me/heads", "--json")
     assert json.loads(done.out)["hub"] == "https://hub/me/heads/commit/1"
     (made, created), (sent, uploaded) = calls
     assert (made, created["repo_id"], created["private"]) == ("create_repo", "me/heads", True)
-    assert (sent, uploaded["repo_id"], uploaded["folder_path"]) == (
-        "upload_folder",
-        "me/heads",
-        out,
-    )
+    assert (sent, uploaded["repo_id"]) == ("upload_folder", "me/heads")
+    assert uploaded["folder_path"] == out
     assert "medusa_lm_head.safetensors" in uploaded["names"]
     assert uploaded["ignore_patterns"] == ["manifest.json"]
     everything = done.out + done.err + "".join(
