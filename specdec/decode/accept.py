@@ -1,6 +1,6 @@
-"""The accept rules. Two emit tokens exactly as the target alone would: docs/exactness.md.
+"""The accept rules. Two of them keep the text of plain decoding: docs/exactness.md.
 
-The third, typical.py, does not: it decides for those requests alone that ask for it.
+The third, typical.py, does not: it decides only for requests that ask for it.
 
 Legend: B rows, T tree nodes, V vocabulary.
 """
@@ -152,7 +152,7 @@ def accept_on_device(
     shape = tree_mask.shape[:2]
     tokens, parents = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
     for row, tree in enumerate(trees):
-        tokens[row, : tree.num_nodes] = tree.tokens  # padding holds what nobody chooses
+        tokens[row, : tree.num_nodes] = tree.tokens  # -1, as padding, is never chosen
         parents[row, 1 : tree.num_nodes] = tree.parents[1:]
     sees = to_device(tree_mask, device)
     is_chosen = choices.gather(1, to_device(parents, device)) == to_device(tokens, device)
@@ -170,8 +170,8 @@ def accept_at_once(
 ) -> list[Accepted]:
     """Return what the walks of sampled rows come to, with one wait for the device.
 
-    A token is drawn at every node, as if the walk came there, and the walk then is the host's
-    alone. That is more arithmetic than a walk's, and on a device takes less than the waits.
+    A token is drawn at every node, as if the walk came there, and the host then walks by itself.
+    That is more arithmetic than a walk's, and takes less time on a device than waiting at each node.
     """
     device = logits.device
     trees = [c.tree for c in candidates]
@@ -187,7 +187,7 @@ def accept_at_once(
         samplers[row].get_uniform(CHOICE, positions[row] + int(trees[row].depths[node]))
         for row, node in zip(rows, nodes, strict=True)
     ]
-    # Of the nodes whose child was drawn: their places, what it was drawn from, the child's token.
+    # For each node whose child was drawn: its place, what the child was drawn from, its token.
     drawn = [
         (firsts[row] + node, draft, int(candidate.tree.tokens[node + 1]))
         for row, candidate in enumerate(candidates)

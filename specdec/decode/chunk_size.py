@@ -1,4 +1,4 @@
-"""How many tokens a step has that reads prompts beside running requests, by what steps cost."""
+"""How many tokens a step has that reads prompts for waiting requests, by what steps cost."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from specdec.decode.drafters.pacing import Costs, is_plain_due
 
-# Tokens of such a step for each request that runs or waits, what the running ones verify included;
-# at least and at most. Of them LEAST_READ are of prompts, whatever that takes.
+# Tokens of such a step for each request that runs or waits, including what the running ones verify;
+# at least and at most. At least LEAST_READ of them are of prompts.
 CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 13, 64, 512
 LEAST_READ = 16
 # How many times as long as one without prompts it may be; and how long it may be in any case.
@@ -18,11 +18,11 @@ EXACT, UNIT = 64, 16  # sizes up to EXACT are told apart, larger ones by so many
 class ChunkSize:
     """Learns what steps cost by their tokens, and bounds those that read prompts by it.
 
-    Running requests wait for all of such a step, so it should not be many times as long as theirs
-    are otherwise: where multiplying takes the time, as on a processor without AMX, so many tokens
-    would be. Where reading the weights does, more cost next to nothing, and those who wait for a
-    first token gain by them. Small steps are measured again now and then, also where every step
-    reads prompts.
+    Running requests wait for all of such a step, so it should not be many times as long as their
+    steps without prompts. Where multiplying takes the time, as on a processor without AMX, a step
+    of so many tokens would be. Where reading the weights takes it, more tokens cost next to
+    nothing, and requests that wait for their first token have it sooner. Small steps are measured
+    again now and then, also where every step reads prompts.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The loop of speculative decoding: schedule, propose, one target forward, accept, commit.
 
-Methods only propose; what is emitted is decided by `accept.accept_batch` alone.
+Methods only propose; what is emitted is decided only by `accept.accept_batch`.
 Legend: B rows that are verified, E prompts that end, T tree nodes, D hidden, V vocabulary.
 """
 

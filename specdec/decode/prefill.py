@@ -20,7 +20,7 @@ ROW_POSITIONS = 2048
 
 
 class StepRunner(Protocol):
-    """What prompts are run by: the decoder, or what stands in its place."""
+    """What runs prompts: a decoder, or something that is called like one."""
 
     @property
     def max_chunk_tokens(self) -> int: ...
@@ -114,9 +114,9 @@ class PromptReader:
     """Prompts on their way into a cache, a pass at a time.
 
     Where a decoder allows it, the tokens of all prompts share a pass, each prompt in as many rows
-    of the step as it takes; else rows of like length do. Padding is never committed. Who is first:
-    each prompt should be read by the time that as many tokens more as it has were, and the one that
-    is due first goes first. So short ones overtake long ones, and none waits forever.
+    of the step as it takes; else rows of like length do. Padding is never committed. A prompt of n
+    tokens is due when n more tokens have been read, and the prompt that is due first is read first.
+    So short ones overtake long ones, and none waits forever.
     """
 
     def __init__(self, decoder: StepRunner, cache: KVCache, max_num_tokens: int) -> None:

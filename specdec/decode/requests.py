@@ -36,9 +36,9 @@ class Request:
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
-    wants_prompt_logprobs: of the prompt's places, too, which is then read whole, not taken from the
-    cache. drafts: False decodes one token a step. keep_trees: return the tree of every step.
-    grammar: what the output keeps to.
+    wants_prompt_logprobs: whether to tell the same of the prompt, which is then read whole, not
+    taken from the cache. drafts: False decodes one token per step. keep_trees: return the tree of
+    every step. grammar: what the output keeps to.
     """
 
     index: int
@@ -196,7 +196,7 @@ class ActiveRequest:
 
     @property
     def needs_only_best(self) -> bool:
-        """Whether the likeliest tokens alone decide, as the target gives them."""
+        """Whether only the target's likeliest tokens decide, as its logits are."""
         params = self.request.sampling
         is_shaped = params.is_shaped or self.request.grammar is not None
         return params.is_greedy and not is_shaped and self.request.num_logprobs is None
@@ -290,7 +290,7 @@ class ActiveRequest:
             )
 
     def note_rejected(self, tokens: list[int]) -> None:
-        """Keep what was drafted in place of the newest token."""
+        """Keep what was drafted where the newest token was emitted instead."""
         if tokens:
             self.rejected[len(self.output_ids) - 1] = tokens
 

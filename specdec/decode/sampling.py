@@ -77,7 +77,7 @@ class Shaper(Protocol):
 class Sampler:
     """The random numbers of one request: uniform on [0, 1), by stream and output position.
 
-    They come from Philox counters keyed by the seed alone (Salmon et al., "Parallel random numbers:
+    They come from Philox counters keyed only by the seed (Salmon et al., "Parallel random numbers:
     as easy as 1, 2, 3", 2011), so equal seeds give equal numbers in any batch.
     shaper: what changes the request's logits before they are sampled from.
     """

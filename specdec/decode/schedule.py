@@ -30,7 +30,7 @@ class Pass:
     """One forward pass of the target.
 
     verifies: whether running requests are in it. drafts: whether anything may be drafted for them.
-    reads: whether prompts are in it, of which it reads `max_tokens` at most, None as many as a pass
+    reads: whether prompts are in it. max_tokens: prompt tokens at most, None as many as a pass
     should have. is_shared: what the requests verify counts among `max_tokens`. num_prompt_tokens:
     that the pass reads, if no draft takes their place.
     """

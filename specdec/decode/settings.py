@@ -18,7 +18,7 @@ MACHINE = option_group("Machine", rare=True)
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """Which engine, who drafts for it, and how requests are sampled that do not say it themselves.
+    """Which engine, what drafts for it, and how requests are sampled that do not say it themselves.
 
     One field is one flag and one recipe key.
     """

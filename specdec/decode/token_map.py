@@ -1,4 +1,4 @@
-"""Two models' tokens side by side: those that both have, and how one says what the other has alone.
+"""Two models' tokens side by side: those that both have, and how one says what only the other has.
 
 Timor et al., "Accelerating LLM inference with lossless speculative decoding algorithms for
 heterogeneous vocabularies", 2025, https://arxiv.org/abs/2502.05202, section 4 (TLI): a drafter
@@ -136,7 +136,7 @@ class SameTokens:
         self.drafts_all = draft_size <= target_size  # whether any token may be drafted
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Of the draft model's logits [..., U], those of tokens that may be drafted, [..., N]."""
+        """The draft model's logits [..., U] of tokens that may be drafted, [..., N]."""
         return logits[..., : self._sizes[0]]
 
     def spread(self, probs: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class SameTokens:
 
 
 class SharedTokens:
-    """Two models of different vocabularies, of which the tokens that both have are drafted.
+    """Two models of different vocabularies: the tokens that both have are drafted.
 
     A token is in both where its bytes are: byte-level letters, SentencePiece's spaces and its
     tokens for bytes are read as what they stand for. Special tokens are in both by what they are
@@ -199,7 +199,7 @@ class SharedTokens:
         self._target, self._draft = target, draft
         self._special = special, frozenset(ours.special.values())
         self._bos = ours.special.get("bos_token_id")
-        # Of each of the target's tokens, the draft model's for it: [firsts[n], firsts[n + 1]).
+        # The draft model's tokens for each of the target's: [firsts[n], firsts[n + 1]).
         said = [
             [pairs[n]] if n in pairs else split_bytes(ours.texts.get(n, b""), theirs)
             for n in range(target_size)

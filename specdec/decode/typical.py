@@ -1,6 +1,6 @@
 """Typical acceptance: longer drafts are accepted, and the text is no longer the target's own.
 
-Medusa, https://arxiv.org/abs/2401.10774, section 2.3.1. Used on request alone; docs/exactness.md.
+Medusa, https://arxiv.org/abs/2401.10774, section 2.3.1. Used only on request; docs/exactness.md.
 Legend: T tree nodes, V vocabulary.
 """
 
@@ -40,7 +40,7 @@ def accept_typical(tree: Tree, probs: Tensor, rule: TypicalRule) -> tuple[list[i
     thresholds = (rule.delta * torch.exp(-entropies)).clamp(max=rule.epsilon)
     tokens = to_device(tree.tokens[1:], probs.device)
     parents = to_device(tree.parents[1:], probs.device)
-    # Of every node but the root, given its parent.
+    # For every node but the root, given its parent.
     found = to_host(thresholds, probs[parents, tokens], probs.argmax(-1))
     bounds, likelihoods, likeliest = (values.tolist() for values in found)
     rated: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # accepted node: depth, log-probability

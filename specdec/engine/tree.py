@@ -48,7 +48,7 @@ class Tree:
         return int(self.depths.max())
 
     def keep(self, nodes: Sequence[int] | IntArray) -> Tree:
-        """The tree of these nodes alone, in their order: each one's parent is kept, and first."""
+        """The tree of only these nodes, in their order: each one's parent is kept, and first."""
         kept = np.asarray(nodes, np.int64)
         places = np.full(self.num_nodes + 1, -1)  # the last stands for the root's parent
         places[kept] = np.arange(len(kept))
@@ -65,7 +65,7 @@ class Tree:
 
 
 def make_root(token: int) -> Tree:
-    """A tree of the root alone: a verify step that drafts nothing."""
+    """A tree of only the root: a verify step that drafts nothing."""
     zero = np.zeros(1, np.int64)
     return Tree(np.array([token], np.int64), zero - 1, zero)
 

@@ -1,6 +1,6 @@
 """Rank 0's decoder: what it is asked for, it tells the other ranks, and all compute it together.
 
-Loop, sampler and drafters run on rank 0 alone and call this decoder as they call any other, so the
+Loop, sampler and drafters run only on rank 0 and call this decoder as they call any other, so the
 ranks can never come to different decisions.
 """
 
@@ -24,7 +24,7 @@ from specdec.model.config import ModelConfig
 
 
 class LeadingCache(KVCache):
-    """Rank 0's part of a cache; remembers what was moved, for the others to do likewise.
+    """Rank 0's part of a cache; remembers what was moved, so that the others can do the same.
 
     moves: source row, row, start and number of positions, then these, of each move.
     """

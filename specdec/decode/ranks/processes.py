@@ -79,7 +79,7 @@ def join_group(rank: int, size: int, store: Any) -> Group:
             "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
         ) from None
     group = Group(rank, size)
-    # Beyond this nobody reads the store, which rank 0 may then remove.
+    # From here on the store is not read: rank 0 may remove it.
     exchange_status(group, None)
     return group
 
