@@ -171,7 +171,7 @@ def accept_at_once(
     """Return what the walks of sampled rows come to, with one wait for the device.
 
     A token is drawn at every node, as if the walk came there, and the host then walks by itself.
-    That is more arithmetic than a walk's, and takes less time on a device than waiting at each node.
+    That is more arithmetic than a walk's, and on a device takes less time than the waits.
     """
     device = logits.device
     trees = [c.tree for c in candidates]
