@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from specdec.command.stages import load_command
-from specdec.errors import UsageError, refuse_where
+from specdec.errors import UsageError
 from specdec.methods import METHODS
-from specdec.options import add_options, get_flags, like, name_flag, option_group, setting
+from specdec.options import (
+    Contradiction,
+    add_options,
+    get_flags,
+    like,
+    name_flag,
+    option_group,
+    refuse_contradictions,
+    setting,
+)
 
 MODELS = option_group("Models")
 ENGINE = option_group("Engine", rare=True)
@@ -93,6 +102,20 @@ class GenerateSettings:
         return {name: getattr(self, name) for name in names}
 
 
+LACK, REMEDY = " without --draft-model-dir", "give the draft model, or leave it out"
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (lambda s: s.no_cache and s.force,
+     "--force has no effect with --no-cache", "leave one of them out"),
+    (lambda s: s.draft_model_dir is None and s.draft_vocabulary != "same",
+     "--draft-vocabulary" + LACK, REMEDY),
+    (lambda s: s.draft_model_dir is None and s.draft_tree_tokens is not None,
+     "--draft-tree-tokens" + LACK, REMEDY),
+    (lambda s: s.draft_model_dir is None and s.draft_len not in (None, "auto"),
+     "--draft-len {draft_len}" + LACK,
+     "give the draft model, or 'auto', which adapts the length of any drafts"),
+)  # fmt: skip
+
+
 def check_settings(settings: GenerateSettings) -> None:
     """Raise UsageError for what is missing or has no effect, before anything is converted."""
     flags = get_flags(GenerateSettings).items()
@@ -117,20 +140,9 @@ def check_settings(settings: GenerateSettings) -> None:
     ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir")]
     ways += [list(get_flags(kind)) for kind in DRAFTS]
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
-    refuse_where(
-        (len(drafters) > 1, f"{_join(drafters)} exclude one another", "give one of them"),
-        (settings.no_cache and settings.force, "--force has no effect with --no-cache",
-         "leave one of them out"),
-    )  # fmt: skip
-    if settings.draft_model_dir is None:
-        length, lack = settings.draft_len, "without --draft-model-dir"
-        remedy = "give the draft model, or leave it out"
-        refuse_where(
-            (settings.draft_vocabulary != "same", f"--draft-vocabulary {lack}", remedy),
-            (settings.draft_tree_tokens is not None, f"--draft-tree-tokens {lack}", remedy),
-            (length not in (None, "auto"), f"--draft-len {length} {lack}",
-             "give the draft model, or 'auto', which adapts the length of any drafts"),
-        )  # fmt: skip
+    if len(drafters) > 1:
+        raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
+    refuse_contradictions(settings, CONTRADICTIONS)
 
 
 def _join(names: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command.settings import need, require
-from specdec.errors import UsageError, refuse_where
+from specdec.errors import UsageError
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
@@ -18,6 +18,7 @@ from specdec.methods import METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
+from specdec.options import Contradiction, refuse_contradictions
 
 from .settings import RunSettings
 
@@ -31,6 +32,23 @@ if TYPE_CHECKING:
     Core = TorchEngine | TensorRTEngine
 
 logger = logs.get_logger(__name__)
+
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (lambda s: s.use_py_session,
+     "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
+     "leave it out; specdec-run uses the C++ session"),
+    (lambda s: s.num_beams > 1,
+     "--num-beams is {num_beams}: speculative decoding has no beam search over the output",
+     "leave it out; ReDrafter's own beams are chosen by specdec-convert"),
+    (lambda s: s.show_drafts and s.no_speculation,
+     "--show-drafts has no effect with --no-speculation", "leave one of them out"),
+    (lambda s: s.show_drafts and s.streaming and not s.json,
+     "--show-drafts and --streaming: what is rejected is known when a text is complete",
+     "leave --streaming out, or add --json, whose lines say how each token came about"),
+    (lambda s: bool(s.input_text) == (s.input_file is not None),
+     "give exactly one of --input-text and --input-file",
+     'for example --input-text "def main():"'),
+)  # fmt: skip
 
 
 def run_engine(
@@ -105,23 +123,7 @@ def check_flags(settings: RunSettings) -> None:
         check_output_file(settings.output_file, force=settings.force)
         if settings.writes_logits:
             check_output_file(name_logits(settings.output_file), force=settings.force)
-    refuse_where(
-        (settings.use_py_session,
-         "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
-         "leave it out; specdec-run uses the C++ session"),
-        (settings.num_beams > 1,
-         f"--num-beams is {settings.num_beams}: speculative decoding has no beam search over"
-         " the output",
-         "leave it out; ReDrafter's own beams are chosen by specdec-convert"),
-        (settings.show_drafts and settings.no_speculation,
-         "--show-drafts has no effect with --no-speculation", "leave one of them out"),
-        (settings.show_drafts and settings.streaming and not settings.json,
-         "--show-drafts and --streaming: what is rejected is known when a text is complete",
-         "leave --streaming out, or add --json, whose lines say how each token came about"),
-        (bool(settings.input_text) == (settings.input_file is not None),
-         "give exactly one of --input-text and --input-file",
-         'for example --input-text "def main():"'),
-    )  # fmt: skip
+    refuse_contradictions(settings, CONTRADICTIONS)
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
     if settings.output_generation_logits and not settings.writes_logits:
@@ -145,16 +147,16 @@ def list_prompts(settings: RunSettings) -> list[Prompt]:
 
 def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:
     """Raise UsageError where --show-drafts has nothing to show."""
-    refuse_where(
-        (method == "plain", "--show-drafts has no effect with an engine that runs plain",
+    refuse_contradictions(settings, (
+        (lambda _: method == "plain", "--show-drafts has no effect with an engine that runs plain",
          "leave it out"),
-        (not core.tells_origins,
+        (lambda _: not core.tells_origins,
          f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
          "leave it out, or build the engine with --backend torch"),
-        (tokenizer is None and not settings.json,
+        (lambda settings: tokenizer is None and not settings.json,
          "--show-drafts needs a tokenizer, and the engine holds none",
          "give the base model's folder as --tokenizer-dir, or add --json"),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def load_any_engine(

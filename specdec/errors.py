@@ -32,13 +32,6 @@ class UsageError(SpecDecError):
     """The command line or recipe is wrong; exit status 2."""
 
 
-def refuse_where(*rows: tuple[object, str, str]) -> None:
-    """Raise a UsageError for the first row of a table (is wrong, fact, remedy) that is wrong."""
-    for is_wrong, fact, remedy in rows:
-        if is_wrong:
-            raise UsageError(fact, remedy)
-
-
 class PromptError(SpecDecError):
     """A prompt, or what it asks for, cannot be used with this engine; others can.
 
