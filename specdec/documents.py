@@ -18,9 +18,8 @@ SUFFIXES = (".jsonl", ".json", ".txt")
 def check_data_file(path: Path, flag: str) -> None:
     """Raise SpecDecError for a data file that is absent, empty or of another kind."""
     if path.suffix not in SUFFIXES:
-        raise SpecDecError(
-            f"{flag} {path} is none of {', '.join(SUFFIXES)}", "name the file by what it holds"
-        )
+        fact = f"{flag} {path} is none of {', '.join(SUFFIXES)}"
+        raise SpecDecError(fact, "name the file by what it holds")
     if not path.is_file():
         raise SpecDecError(f"{flag} {path} does not exist", "check the path")
     if path.stat().st_size == 0:
@@ -42,18 +41,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_list(path: Path) -> list[Any]:
+    advice = "one object a line is a .jsonl file"
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise SpecDecError(
-            f"{path} is not JSON: {error}",
-            "correct the file; one object a line is a .jsonl file",
-        ) from None
+        raise SpecDecError(f"{path} is not JSON: {error}", f"correct the file; {advice}") from None
     if not isinstance(rows, list):
-        raise SpecDecError(
-            f"{path} is a {type(rows).__name__}, not a list of rows",
-            "one object a line is a .jsonl file",
-        )
+        raise SpecDecError(f"{path} is a {type(rows).__name__}, not a list of rows", advice)
     return rows
 
 

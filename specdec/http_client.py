@@ -128,11 +128,9 @@ class HttpClient:
         # httpx's own timeout begins anew with every byte: here it is for the whole exchange.
         import httpx
 
-        headers = {
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",  # what is counted is what is kept
-            "Connection": "close",
-        }
+        # Not compressed: what is counted is what is kept.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity",
+                   "Connection": "close"}  # fmt: skip
         if body is not None:
             headers["Content-Type"] = "application/json"
         if self._key:

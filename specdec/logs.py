@@ -50,13 +50,10 @@ def get_logger(name: str) -> logging.Logger:
 
 def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
     """Yield `items`, with a progress bar on stderr where that is a terminal."""
-    if not sys.stderr.isatty() or total <= 1:
-        yield from items
-        return
-    import click
-
-    with click.progressbar(items, length=total, label=label, file=sys.stderr) as bar:
-        yield from bar
+    with track(label, total=total) as advance:
+        for item in items:
+            yield item
+            advance(1)
 
 
 @contextlib.contextmanager

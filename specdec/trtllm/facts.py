@@ -47,20 +47,16 @@ class BuildFlag:
         if not words or (len(words) > 1 and not self.is_list):
             wanted = "values" if self.is_list else "one value"
             raise UsageError(f"{shown} takes {wanted}, got {given!r}", f"give {shown} {wanted}")
+        if self.kind == "int" and not re.fullmatch(r"-?[0-9]+", words[0]):
+            fact = f"{shown}: expected a whole number, got {given!r}"
+            raise UsageError(fact, f"give {shown} a whole number")
+        choices = ", ".join(self.choices)
+        if wrong := [word for word in words if self.choices and word not in self.choices]:
+            near = suggest(wrong[0], self.choices)
+            fact = f"{shown}: {wrong[0]!r} is not one of {choices}{near}"
+            raise UsageError(fact, f"choose one of {choices}")
         if self.kind == "int":
-            if not re.fullmatch(r"-?[0-9]+", words[0]):
-                raise UsageError(
-                    f"{shown}: expected a whole number, got {given!r}",
-                    f"give {shown} a whole number",
-                )
             return int(words[0])
-        for word in words:
-            if self.choices and word not in self.choices:
-                choices = ", ".join(self.choices)
-                raise UsageError(
-                    f"{shown}: {word!r} is not one of {choices}{suggest(word, self.choices)}",
-                    f"choose one of {choices}",
-                )
         return list(words) if self.is_list else words[0]
 
 
@@ -96,10 +92,8 @@ class Facts:
 
     def find_flag(self, name: str) -> BuildFlag | None:
         """Return a flag by its name or an alias, with underscores."""
-        for flag in self.flags.values():
-            if name == flag.name or name in flag.aliases:
-                return flag
-        return None
+        flags = self.flags.values()
+        return next((flag for flag in flags if name in (flag.name, *flag.aliases)), None)
 
     def list_flag_names(self) -> list[str]:
         """List every name that a flag can be given by."""
@@ -117,9 +111,8 @@ def load_facts(label: str) -> Facts:
     assert label in LABELS, label
     path = Path(__file__).with_name(f"facts_{label.replace('.', '_')}.json")
     document = json.loads(path.read_text(encoding="utf-8"))
-    flags: dict[str, BuildFlag] = {}
-    for name, entry in document.pop("build_flags").items():
-        flags[name] = BuildFlag(name=name, **_freeze(entry))
+    entries = document.pop("build_flags").items()
+    flags = {name: BuildFlag(name=name, **_freeze(entry)) for name, entry in entries}
     return Facts(flags=flags, **_freeze(document))
 
 

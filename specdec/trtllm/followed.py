@@ -23,14 +23,9 @@ class Followed:
     """One request, and what it has brought so far."""
 
     def __init__(
-        self,
-        request: Request,
-        row: int,
-        folder: EngineFolder,
-        tokenizer: Any,
-        *,
+        self, request: Request, row: int, folder: EngineFolder, tokenizer: Any, *,
         follows_text: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         text = TextStream(tokenizer, request.stop) if request.stop or follows_text else None
         self.active = ActiveRequest(request, row, max_depth=0, text=text)
         self.end_id = min(request.end_ids, default=NO_END)
@@ -69,7 +64,7 @@ class Followed:
         return stops
 
     def _name_origins(self, count: int) -> list[Origin]:
-        """Of a plain engine's tokens; the runtime does not tell which of others' were drafted."""
+        """The origins of a plain engine's tokens; otherwise the runtime does not tell them."""
         return [PLAIN] * count if self._folder.mode is None else []
 
     def _end_early(self, tokens: Sequence[int]) -> None:
@@ -87,7 +82,7 @@ class Followed:
             )
 
     def _count_steps(self, tokens: Sequence[int], num_iterations: int | None) -> None:
-        """Record verify steps: of a plain engine one a token, else as the runtime counts them."""
+        """Record verify steps: one per token of a plain engine, else as the runtime counts them."""
         stats, num_tokens = self.active.stats, len(self.active.output_ids)
         if self._folder.mode is None:
             for _ in range(num_tokens - 1):

@@ -11,7 +11,7 @@ from specdec.decode.drafters.trees import grow_choices
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftOptions
-from specdec.methods.eagle import EagleDraft, EagleOptions, EagleParams
+from specdec.methods.eagle import EagleDraft, EagleParams
 from specdec.methods.eagle import read_options as read_eagle_options
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.lookahead import read_options as read_lookahead_config
@@ -44,13 +44,11 @@ def make_method_options(settings: RuntimeSettings, folder: EngineFolder) -> dict
             num_layers=folder.pretrained.get("num_medusa_layers", 1),
             max_draft_len=folder.max_draft_len,
         )
-        choices = chosen
-        if choices is not None:
-            medusa.check_choices(choices, params, folder.vocab_size)
-        else:
-            # The runtime's own default tree is for four heads and 63 tokens.
-            choices = grow_choices(params.num_heads, params.max_draft_len, folder.vocab_size)
-        options["medusa_choices"] = [list(path) for path in choices]
+        # The runtime's own default tree is for four heads and 63 tokens.
+        usual = grow_choices(params.num_heads, params.max_draft_len, folder.vocab_size)
+        if chosen is not None:
+            medusa.check_choices(chosen, params, folder.vocab_size)
+        options["medusa_choices"] = [list(path) for path in chosen or usual]
     elif chosen is not None:
         raise _make_idle_error(name_flag(list_given(settings, MedusaDraft)[0]), folder)
     options |= make_eagle_options(settings, folder)
@@ -98,11 +96,17 @@ def make_eagle_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[
             "leave it out; the engine's max_draft_len decides",
         )
     params = EagleParams.from_checkpoint(folder.pretrained)
-    if options is None:
-        return _make_static_tree(params)
-    choices = options.choices
-    if choices is None:
-        return _make_dynamic_tree(options, params)
+    choices = eagle.grow_deepest(params) if options is None else options.choices
+    if options is not None and choices is None:
+        width = eagle.count_top_k(params) if options.top_k is None else options.top_k
+        eagle.check_top_k(width, params)
+        return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}
+    if not choices:
+        raise SpecDecError(
+            f"the engine's max_draft_len is {params.max_draft_len}, and TensorRT-LLM's static tree"
+            f" is as deep as its num_eagle_layers, {params.num_eagle_layers}",
+            "give --eagle-use-dynamic-tree, or convert with a larger --max-draft-len",
+        )
     eagle.check_choices(choices, params)
     depth = max(map(len, choices))
     if depth != params.num_eagle_layers:
@@ -112,25 +116,6 @@ def make_eagle_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[
             "make the longest path as long",
         )
     return {"eagle_choices": [list(path) for path in choices]}
-
-
-def _make_static_tree(params: EagleParams) -> dict[str, Any]:
-    """The tree of an engine for which none is chosen: the runtime's own is four deep, with 63."""
-    choices = eagle.grow_deepest(params)
-    if not choices:
-        raise SpecDecError(
-            f"the engine's max_draft_len is {params.max_draft_len}, and TensorRT-LLM's static tree"
-            f" is as deep as its num_eagle_layers, {params.num_eagle_layers}",
-            "give --eagle-use-dynamic-tree, or convert with a larger --max-draft-len",
-        )
-    return {"eagle_choices": [list(path) for path in choices]}
-
-
-def _make_dynamic_tree(options: EagleOptions, params: EagleParams) -> dict[str, Any]:
-    """The tree of EAGLE-2, whose width the runtime wants to be told."""
-    width = eagle.count_top_k(params) if options.top_k is None else options.top_k
-    eagle.check_top_k(width, params)
-    return {"eagle_use_dynamic_tree": True, "eagle_dynamic_tree_max_top_k": width}
 
 
 def _make_idle_error(flag: str, folder: EngineFolder) -> UsageError:
