@@ -127,7 +127,11 @@ def test_the_public_names_are_there() -> None:
 def test_both_ways_give_what_transformers_gives(
     folder: Path, expected: list[list[int]], method: str
 ) -> None:
-    with load(folder, method) as engine:
+    """Also with prompts without drafts among them, of which the drafter never hears.
+
+    Prefixes are taken from the rows of these, too.
+    """
+    with load(folder, method, kv_cache_enable_block_reuse=True) as engine:
         outputs = engine.generate(PROMPTS, max_output_len=LIMIT, end_ids=())
         assert [output.token_ids for output in outputs] == expected
         assert [output.prompt_ids for output in outputs] == PROMPTS
@@ -145,21 +149,10 @@ def test_both_ways_give_what_transformers_gives(
         for stream, output in zip(streams, outputs[:4], strict=True):
             assert stream.output.token_ids == output.token_ids
             check_origins(stream.output, is_plain=method == "plain")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_prompts_without_drafts_beside_others(
-    folder: Path, expected: list[list[int]], method: str
-) -> None:
-    """The drafter never hears of them; with prefixes taken from their rows, too."""
-    with load(folder, method, kv_cache_enable_block_reuse=True) as engine:
-        prompts = [Prompt(token_ids=ids, speculation=n % 2 == 0) for n, ids in enumerate(PROMPTS)]
-        for _ in range(2):
-            outputs = engine.generate(prompts, max_output_len=LIMIT, end_ids=())
-            assert [output.token_ids for output in outputs] == expected
-            for number, output in enumerate(outputs):
-                if number % 2:
-                    assert output.stats.num_draft_tokens == 0
+        mixed = [Prompt(token_ids=ids, speculation=n % 2 == 0) for n, ids in enumerate(PROMPTS)]
+        outputs = engine.generate(mixed, max_output_len=LIMIT, end_ids=())
+        assert [output.token_ids for output in outputs] == expected
+        assert all(output.stats.num_draft_tokens == 0 for output in outputs[1::2])
         streams = [
             engine.stream(Prompt(token_ids=[*ids, *tokens[:5]], speculation=n % 2 == 1),
                           max_output_len=LIMIT - 5, end_ids=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import threading
@@ -195,49 +196,65 @@ def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    "method", ["redrafter", "draft_target", "draft tree", "eagle", "eagle auto"]
-)
-def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """The stated bound: one pass of so many prompt tokens a step, four times that of a drafter."""
-    options: dict[str, Any] = {}
-    own = 2  # tokens of each request that a drafter may read beside prompts
-    if method.startswith("eagle"):
-        options, own = {"name": "engine"}, 5
-    if method == "eagle auto":
-        options["draft_len"] = "auto"
-    if method == "draft_target":
-        options = {"name": "pair", "draft": folder / "draft", "draft_len": 3}
-    if method == "draft tree":
-        options = {"name": "pair", "draft": folder / "draft", "draft_tree_tokens": 3}
-        own = 4
-    passes: list[tuple[object, int]] = []
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How many tokens of prompts a pass reads, of so many, next to what else."""
+
+    decoder: Decoder
+    size: int
+    left: int
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """What readers of prompts plan."""
+    found: list[Plan] = []
     plan = PromptReader.plan
 
-    def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
-        reading = plan(reader, *arguments, **options)
-        passes.append((reader._decoder, sum(reading.counts)))
+    def note(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
+        left, reading = reader.num_left, plan(reader, *arguments, **options)
+        found.append(Plan(reader._decoder, sum(reading.counts), left, options))
         return reading
 
-    monkeypatch.setattr(PromptReader, "plan", count)
-    with load(folder, **options) as engine:
+    monkeypatch.setattr(PromptReader, "plan", note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "own"),
+    [
+        ("float32", {}, 2),
+        ("engine", {}, 5),
+        ("engine", {"draft_len": "auto"}, 5),
+        ("pair", {"draft_len": 3}, 2),
+        ("pair", {"draft_tree_tokens": 3}, 4),
+    ],
+)
+def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
+    folder: Path, plans: list[Plan], name: str, options: dict[str, Any], own: int
+) -> None:
+    """The stated bound: one pass of so many prompt tokens per step, four times that of a drafter.
+
+    own: tokens of each request that a drafter may read besides.
+    """
+    draft = {"draft": folder / "draft"} if name == "pair" else {}
+    with load(folder, name, **draft, **options) as engine:
         first = engine.stream([5, 6, 7], max_output_len=60, end_ids=())
         next(first)
         prompt = list(range(3, 123))
         second = engine.stream(prompt, max_output_len=4, end_ids=())
         num_steps, got = 0, None
         while got is None:
-            passes.clear()
+            plans.clear()
             engine.step()
             num_steps += 1
             assert first.take() is not None, "the other goes on at every step"
             got = second.take()
             assert engine._batch is not None
-            for decoder in {id(who) for who, _ in passes}:
-                sizes = [size for who, size in passes if id(who) == decoder and size > own]
-                is_target = decoder == id(engine._batch.decoder)
+            for decoder in {plan.decoder for plan in plans}:
+                sizes = [p.size for p in plans if p.decoder is decoder and p.size > own]
+                is_target = decoder is engine._batch.decoder
                 assert sum(sizes) <= (CHUNK if is_target else DRAFTER_SHARE * CHUNK + 2 * own)
         assert num_steps == -(-len(prompt) // CHUNK)
         tokens = [*got.token_ids, *(t for event in second for t in event.token_ids)]
@@ -275,28 +292,19 @@ def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, l
 
 
 def test_with_auto_more_requests_read_more_of_prompts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, plans: list[Plan]
 ) -> None:
     """Their own tokens count among those of the step; nothing is known of what these cost."""
     monkeypatch.setattr(ChunkSize, "record", lambda *_: None)
-    sizes: list[int] = []
-    plan = PromptReader.plan
-
-    def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
-        reading = plan(reader, *arguments, **options)
-        sizes.append(sum(reading.counts))
-        return reading
-
-    monkeypatch.setattr(PromptReader, "plan", count)
     with Engine.load(folder / "float32", device="cpu", prompt_chunk="auto") as engine:
         streams = [engine.stream([5, 6], max_output_len=60, end_ids=())]
         next(streams[0])
         for number, wanted in ((1, LEAST_CHUNK - 1), (6, CHUNK_SHARE * 8 - 1)):
             prompts = [[n + 9] * 200 for n in range(number)]
             streams += [engine.stream(ids, max_output_len=2, end_ids=()) for ids in prompts]
-            sizes.clear()
+            plans.clear()
             engine.step()
-            assert sizes == [wanted]
+            assert [plan.size for plan in plans] == [wanted]
         with pytest.raises(UsageError, match="prompt_chunk is 0"):
             Engine.load(folder / "float32", device="cpu", prompt_chunk=0)
 
@@ -345,22 +353,10 @@ def test_with_auto_a_step_is_bounded_by_time(
 
 @needs_compiler
 def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, plans: list[Plan]
 ) -> None:
     """The bound of a step: prompts go first, and drafts take what these leave."""
     monkeypatch.setattr(ChunkSize, "record", lambda *_: None)
-    steps: list[tuple[int, int, int]] = []  # tokens of a request, of all, and left unread before
-    plan = PromptReader.plan
-
-    def count(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
-        left = reader.num_left
-        reading = plan(reader, *arguments, **options)
-        if num_others := options.get("num_others"):
-            size = options["min_size"]
-            steps.append((size, num_others * size + sum(reading.counts), left))
-        return reading
-
-    monkeypatch.setattr(PromptReader, "plan", count)
     options: dict[str, Any] = {"draft": folder / "draft", "draft_len": 3, "prompt_chunk": "auto"}
     options["draft_budget"] = "fixed"
     with Engine.load(folder / "native pair", device="cpu", **options) as engine:
@@ -372,7 +368,10 @@ def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
         while got is None:
             engine.step()
             got = second.take()
-        assert steps == [(1, LEAST_CHUNK, 100), (4, 4 + 37, 37)]
+        shared = [plan for plan in plans if plan.options.get("num_others")]
+        sizes = [plan.options["min_size"] for plan in shared]  # tokens of the other request
+        assert [plan.size + n for plan, n in zip(shared, sizes, strict=True)] == [LEAST_CHUNK, 41]
+        assert (sizes, [plan.left for plan in shared]) == ([1, 4], [100, 37])
         tokens = [*got.token_ids, *(t for event in second for t in event.token_ids)]
         for _ in first:
             pass
