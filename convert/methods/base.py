@@ -9,13 +9,21 @@ from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.quantization import DEFAULT_EXCLUDED
+from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.lacks import Pair, find_pair
 
+from ..families.base import ROTARY_BUFFERS
+
 if TYPE_CHECKING:
+    from specdec.methods.net import NetParams
+
     from ..hf import HfFolder
     from ..plan import Part
     from ..settings import ConvertSettings
+
+
+IS_DRAFTED = "t2d"  # published drafters' map of the vocabulary, beside `OFFSETS`
 
 
 class DrafterConverter(Protocol):
@@ -51,6 +59,41 @@ class DrafterConverter(Protocol):
         """Return a target's config.json with the drafter added."""
 
 
+def share_nothing(folder: HfFolder, params: Any, canonical: Sequence[str]) -> dict[str, str | None]:
+    """`share_tensors` of a method whose drafters hold all that they need."""
+    return {}
+
+
+def share_net(
+    folder: HfFolder, params: NetParams, canonical: Mapping[str, str]
+) -> dict[str, str | None]:
+    """What a drafter with layers of its own need not hold: embedding and head, zeros for a bias.
+
+    canonical: each tensor's name, and the name without what stands for its net.
+    """
+    absent: dict[str, tuple[str, str | None]] = {
+        "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
+        "drafter.fc.bias": ("fc.bias", None),
+    }
+    if params.draft_vocab_size == params.net.vocab_size:
+        absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
+    return {
+        name: absent[bare][1] for name, bare in canonical.items()
+        if bare in absent and absent[bare][0] not in folder.tensors
+    }  # fmt: skip
+
+
+def ignore_net(params: NetParams) -> tuple[str, ...]:
+    """Of such a drafter what follows from the rest: rotary tables, and maps that were checked."""
+    is_reduced = params.draft_vocab_size < params.net.vocab_size
+    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+
+
+def list_held(folder: HfFolder) -> str:
+    """What a folder holds, for a message."""
+    return join_names(sorted(folder.tensors)) if folder.tensors else "no tensors"
+
+
 def choose_pair(method: str, title: str, target: str, version: str) -> Pair | None:
     """Return what TensorRT-LLM has for a target with a drafter, None where it has nothing.
 
@@ -84,10 +127,9 @@ def take_naming(
             f" {', '.join(known[naming] for naming in found)}",
             "keep one of them: which is the trained one cannot be known",
         )
-    names = sorted(folder.tensors)
     raise SpecDecError(
         f"{folder.path} holds no tensor of {what}, {' or '.join(known.values())}; it holds"
-        f" {join_names(names) if names else 'no tensors'}",
+        f" {list_held(folder)}",
         f"give the folder of {kind}",
     )
 

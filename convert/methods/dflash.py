@@ -18,7 +18,6 @@ from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.tensors import (
     DFLASH_NET,
-    EMBEDDING,
     HEAD,
     HEAD_BIAS,
     MARKOV_EMBEDDING,
@@ -28,11 +27,11 @@ from specdec.model.tensors import (
 from specdec.options import as_options
 
 from ..families import qwen
-from ..families.base import ROTARY_BUFFERS, read_decoder
+from ..families.base import read_decoder
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_layouts, choose_pair, exclude_modules
-from .eagle import IS_DRAFTED, check_fixed, check_offsets, read_layers
+from .base import check_layouts, choose_pair, exclude_modules, ignore_net, list_held, share_net
+from .eagle import check_fixed, check_offsets, read_layers
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -59,7 +58,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     if "fc.weight" not in folder.tensors or "hidden_norm.weight" not in folder.tensors:
         raise SpecDecError(
             f"{folder.path} lacks fc.weight or hidden_norm.weight, which every DFlash drafter has;"
-            f" it holds {join_names(sorted(folder.tensors)) if folder.tensors else 'no tensors'}",
+            f" it holds {list_held(folder)}",
             "give the folder of a DFlash drafter",
         )
     reader = ConfigReader(folder.config, folder.path)
@@ -255,15 +254,7 @@ def share_tensors(
     folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
 ) -> dict[str, str | None]:
     """What the folder does not hold: the target's embedding and head."""
-    absent = {"drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING)}
-    if params.draft_vocab_size == params.net.vocab_size:
-        absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
-    own = {name: absent.get(name.removeprefix(DFLASH_NET)) for name in canonical}
-    return {
-        name: found[1]
-        for name, found in own.items()
-        if found is not None and found[0] not in folder.tensors
-    }
+    return share_net(folder, params, {name: name.removeprefix(DFLASH_NET) for name in canonical})
 
 
 def find_sources(
@@ -291,10 +282,9 @@ def find_sources(
 
 
 def list_ignored(folder: HfFolder, params: DFlashParams) -> Sequence[str]:
-    """What follows from the rest: rotary tables, and maps of the vocabulary that were checked."""
-    is_reduced = params.draft_vocab_size < params.net.vocab_size
+    """What follows from the rest, and DSpark's other head."""
     confidence = (CONFIDENCE,) if folder.config.get("enable_confidence_head") else ()
-    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)), *confidence)
+    return (*ignore_net(params), *confidence)
 
 
 def add_to_config(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
     EAGLE3_FIXED,
@@ -28,14 +28,22 @@ from specdec.methods.eagle import (
 from specdec.methods.net import make_net
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, HEAD_BIAS, find_first_copy
+from specdec.model.tensors import EAGLE_NET, HEAD, HEAD_BIAS, OFFSETS, find_first_copy
 from specdec.options import as_options
 
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_layouts, choose_pair, exclude_modules
+from .base import (
+    IS_DRAFTED,
+    check_layouts,
+    choose_pair,
+    exclude_modules,
+    ignore_net,
+    list_held,
+    share_net,
+)
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -49,7 +57,6 @@ MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
 
 LAYER = "layers.0."
 ONLY_LAYER = "midlayer."  # what a drafter of one layer may call it
-OFFSETS, IS_DRAFTED = "d2t", "t2d"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +196,7 @@ def _check_kind(folder: HfFolder) -> None:
     if "fc.weight" not in folder.tensors:
         raise SpecDecError(
             f"{folder.path} holds no fc.weight, which every EAGLE drafter has; it holds"
-            f" {join_names(sorted(folder.tensors)) if folder.tensors else 'no tensors'}",
+            f" {list_held(folder)}",
             "give the folder of an EAGLE drafter",
         )
     prefixes = [p for p in (LAYER, ONLY_LAYER) if any(n.startswith(p) for n in folder.tensors)]
@@ -317,18 +324,8 @@ def share_tensors(
     folder: HfFolder, params: EagleParams, canonical: Sequence[str]
 ) -> dict[str, str | None]:
     """What the folder does not hold: the target's embedding and head, and zeros for a bias."""
-    absent: dict[str, tuple[str, str | None]] = {
-        "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
-        "drafter.fc.bias": ("fc.bias", None),
-    }
-    if params.draft_vocab_size == params.net.vocab_size:
-        absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
-    shared = {}
-    for name in canonical:
-        own, other = absent.get(find_first_copy(name).removeprefix(EAGLE_NET), ("", None))
-        if own and own not in folder.tensors:
-            shared[name] = other
-    return shared
+    bare = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
+    return share_net(folder, params, bare)
 
 
 def find_sources(
@@ -366,11 +363,8 @@ def find_sources(
 
 
 def list_ignored(folder: HfFolder, params: EagleParams) -> Sequence[str]:
-    """What follows from the rest: rotary tables, and maps of the vocabulary that were checked."""
-    if params.eagle3 is None:
-        return ROTARY_BUFFERS
-    is_reduced = params.draft_vocab_size < params.net.vocab_size
-    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+    """Of EAGLE-1 rotary tables only; it has no map of the vocabulary."""
+    return ROTARY_BUFFERS if params.eagle3 is None else ignore_net(params)
 
 
 def add_to_config(

@@ -18,7 +18,7 @@ from specdec.options import as_options
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_sizes, choose_pair, exclude_modules, take_naming
+from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take_naming
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -30,6 +30,7 @@ WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # (ModelOpt; Medusa 1.0 and 2).
 PREFIXES = ("", "medusa_heads.", "medusa_head.")
 IN_TARGET = tuple(f"{prefix}*" for prefix in PREFIXES if prefix)
+share_tensors = share_nothing
 _OWN = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
 
 # What config.json calls the numbers, at its top level or in ModelOpt's `medusa` object.
@@ -135,13 +136,6 @@ def find_sources(
             rest = f"{params.num_layers}.weight"
         sources[name] = (Part(f"{prefix}{head}.{rest}"),)
     return sources
-
-
-def share_tensors(
-    folder: HfFolder, params: MedusaParams, canonical: Sequence[str]
-) -> dict[str, str | None]:
-    """Nothing: the heads hold all that they need."""
-    return {}
 
 
 def list_ignored(folder: HfFolder, params: MedusaParams) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -33,7 +32,7 @@ MIN_FLOAT8 = 2.0**-9
 DYNAMIC_INPUTS = ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
 
 
-class Rounding(Protocol):
+class Rounding:
     """How rows are rounded: with one scale a row or group, beside those of the whole matrix."""
 
     def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
@@ -42,46 +41,43 @@ class Rounding(Protocol):
         whole: the matrix's own scale; kept: what part of each group's largest magnitude is to be
         represented, [rows, groups], all of it if None.
         """
+        raise NotImplementedError
 
     def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
         """Return float32 [rows, in]."""
+        raise NotImplementedError
 
     def pack(self, codes: Array) -> Array:
         """Return the codes as they are stored."""
-
-
-class Float8Rows:
-    """float8 with a scale a row: its largest magnitude / 448."""
-
-    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
-        scales = _make_scales(np.abs(values).max(1), FLOAT8_MAX)
-        return float8.encode(values / scales[:, None]), scales
-
-    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
-        restored: Array = float8.decode(codes) * scales[:, None]
-        return restored
-
-    def pack(self, codes: Array) -> Array:
-        return codes
-
-
-class Int8Rows:
-    """int8 with a scale a row: its largest magnitude / 127."""
-
-    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
-        scales = _make_scales(np.abs(values).max(1), INT8_MAX)
-        return np.rint(values / scales[:, None]).clip(-128, 127).astype(np.int8), scales
-
-    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
-        restored: Array = codes.astype(np.float32) * scales[:, None]
-        return restored
-
-    def pack(self, codes: Array) -> Array:
         return codes
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4Groups:
+class Rows(Rounding):
+    """A byte a number, with a scale a row: its largest magnitude / the type's largest number."""
+
+    maximum: float
+    encode: Callable[[Array], Array]
+    decode: Callable[[Array], Array]
+
+    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
+        scales = _make_scales(np.abs(values).max(1), self.maximum)
+        return self.encode(values / scales[:, None]), scales
+
+    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
+        restored: Array = self.decode(codes) * scales[:, None]
+        return restored
+
+
+FLOAT8_ROWS = Rows(FLOAT8_MAX, float8.encode, float8.decode)
+INT8_ROWS = Rows(
+    INT8_MAX, lambda values: np.rint(values).clip(-128, 127).astype(np.int8),
+    lambda codes: codes.astype(np.float32),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4Groups(Rounding):
     """int4, -8 to 7, with a scale a group: what is kept of its largest magnitude / 7."""
 
     group_size: int
@@ -102,7 +98,7 @@ class Int4Groups:
         return int4.pack((codes + np.int8(8)).view(np.uint8))
 
 
-class Float4Groups:
+class Float4Groups(Rounding):
     """NVFP4: float4 e2m1 with a float8 scale a group of 16, and one float32 for the matrix.
 
     A group's scale is its largest magnitude / (6 * the matrix's), at least 2^-9.
@@ -175,7 +171,7 @@ class Format:
             return Float4Groups()
         if self.algorithm.rows == 2:
             return Int4Groups(group_size)
-        return Int8Rows() if self.algorithm.dtype == "int8" else Float8Rows()
+        return INT8_ROWS if self.algorithm.dtype == "int8" else FLOAT8_ROWS
 
     def make_input_rounding(self) -> Callable[[Array, np.float32], Array] | None:
         """Return how inputs [tokens, in] are rounded, given activation_scaling_factor; or None."""

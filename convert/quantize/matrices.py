@@ -167,8 +167,12 @@ class IntMatrix(Matrix):
         self.order: Array | None = None
 
     def read_scales(self, start: int, stop: int) -> Array:
-        """Return the scales of rows [start, stop), in the storage of `dtype`: [rows, groups]."""
-        raise NotImplementedError
+        """Return the scales of rows [start, stop), in the storage of `dtype`: [rows, groups].
+
+        They are stored as [groups, out] under the name that AutoAWQ and GPTQ have.
+        """
+        name, columns = f"{self.stem}.scales", (start, stop)
+        return np.ascontiguousarray(self.folder.read_block(name, 0, self.num_groups, columns).T)
 
     def read_zeros(self, start: int, stop: int) -> Array:
         """Return the zeros of rows [start, stop), the middle of the numbers where none are stored.
@@ -277,12 +281,6 @@ class AwqMatrix(IntMatrix):
     def read_zeros(self, start: int, stop: int) -> Array:
         return self._read("qzeros", self.num_groups, start, stop)
 
-    def read_scales(self, start: int, stop: int) -> Array:
-        name = f"{self.stem}.scales"
-        return np.ascontiguousarray(
-            self.folder.read_block(name, 0, self.num_groups, (start, stop)).T
-        )
-
     def _read(self, kind: str, height: int, start: int, stop: int) -> Array:
         first, last = start // 8, -(-stop // 8)
         words = self.folder.read_block(f"{self.stem}.{kind}", 0, height, (first, last))
@@ -318,12 +316,6 @@ class GptqMatrix(IntMatrix):
             f"{self.stem}.qweight", 0, self.shape[1] * self.bits // 32, (start, stop)
         )
         return unpack_words(words.T, self.bits)
-
-    def read_scales(self, start: int, stop: int) -> Array:
-        name = f"{self.stem}.scales"
-        return np.ascontiguousarray(
-            self.folder.read_block(name, 0, self.num_groups, (start, stop)).T
-        )
 
     def read_zeros(self, start: int, stop: int) -> Array:
         per_word = 32 // self.bits
