@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
+from specdec.options import name_flag
 from specdec.pretrained import load_model
 from tests.conftest import read_error_lines, run_cli
 from tests.convert.checkpoints import set_config
@@ -55,48 +56,57 @@ Copy = Callable[..., Path]
 # ---- The target's folder.
 
 
-def test_missing_tensors_are_all_named(copy: Copy, convert: Converter) -> None:
-    folder = copy(MODEL, edit=lambda t: (t.pop(Q_PROJ), t.pop("model.norm.weight")))
-    error = convert.fail(model_dir=folder)
-    assert error.message == f"{folder} lacks 2 tensors: {Q_PROJ}, model.norm.weight"
+K_PROJ = Q_PROJ.replace("q_proj", "k_proj")
+BIAS = Q_PROJ.replace("weight", "bias")
 
 
-def test_an_untied_model_without_head(copy: Copy, convert: Converter) -> None:
-    folder = copy(MODEL, edit=lambda t: t.pop("lm_head.weight"))
-    assert "lacks 1 tensor: lm_head.weight" in convert.fail(model_dir=folder).message
+def move_rows(tensors: dict[str, Any]) -> None:
+    """From one tensor to the next: the fused qkv would have the right shape."""
+    both = np.concatenate([tensors[Q_PROJ], tensors[K_PROJ]])
+    tensors[Q_PROJ], tensors[K_PROJ] = both[:56].copy(), both[56:].copy()
 
 
-def test_unread_tensors_are_named(copy: Copy, convert: Converter) -> None:
-    extra = "model.layers.0.self_attn.q_proj.bias"
-    folder = copy(MODEL, edit=lambda t: t.update({extra: np.ones(64, np.float32)}))
-    error = convert.fail(model_dir=folder)
-    assert f"holds 1 tensor that the conversion would not use: {extra}" in error.message
-
-
-def test_a_layer_more_than_the_config_says(copy: Copy, convert: Converter) -> None:
-    error = convert.fail(model_dir=copy(MODEL, config={"num_hidden_layers": 1}))
-    assert "9 tensors that the conversion would not use: model.layers.1." in error.message
-
-
-def test_misshapen_tensors_are_named_with_both_shapes(copy: Copy, convert: Converter) -> None:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[Q_PROJ] = tensors[Q_PROJ][:, :32].copy()
-
-    error = convert.fail(model_dir=copy(MODEL, edit=edit))
-    assert f"{Q_PROJ} has shape [64, 32], not [64, 64]" in error.message
-
-
-def test_rows_moved_from_one_fused_tensor_to_the_next(copy: Copy, convert: Converter) -> None:
-    """The fused qkv would have the right shape."""
-
-    def edit(tensors: dict[str, Any]) -> None:
-        k_proj = Q_PROJ.replace("q_proj", "k_proj")
-        both = np.concatenate([tensors[Q_PROJ], tensors[k_proj]])
-        tensors[Q_PROJ], tensors[k_proj] = both[:56].copy(), both[56:].copy()
-
-    message = convert.fail(model_dir=copy(MODEL, edit=edit)).message
-    assert f"{Q_PROJ} has shape [56, 64], not [64, 64]" in message
-    assert "k_proj.weight has shape [72, 64], not [64, 64]" in message
+@pytest.mark.parametrize(
+    ("edit", "config", "messages"),
+    [
+        (
+            lambda t: (t.pop(Q_PROJ), t.pop("model.norm.weight")), {},
+            [f"lacks 2 tensors: {Q_PROJ}, model.norm.weight"],
+        ),
+        (lambda t: t.pop("lm_head.weight"), {}, ["lacks 1 tensor: lm_head.weight"]),
+        (
+            lambda t: [t.pop(name) for name in list(t)[:12]], {},
+            ["lacks 12 tensors: ", " and 2 more"],
+        ),
+        (
+            lambda t: t.update({BIAS: np.ones(64, np.float32)}), {},
+            [f"holds 1 tensor that the conversion would not use: {BIAS}"],
+        ),
+        (
+            None, {"num_hidden_layers": 1},
+            ["9 tensors that the conversion would not use: model.layers.1."],
+        ),
+        (
+            lambda t: t.update({Q_PROJ: t[Q_PROJ][:, :32].copy()}), {},
+            [f"{Q_PROJ} has shape [64, 32], not [64, 64]"],
+        ),
+        (
+            move_rows, {},
+            [f"{Q_PROJ} has shape [56, 64], not [64, 64]",
+             f"{K_PROJ} has shape [72, 64], not [64, 64]"],
+        ),
+        (
+            lambda t: t.update({Q_PROJ: np.ones((64, 64), np.int8)}), {},
+            [f"{Q_PROJ} is int8, which cannot be converted to float32"],
+        ),
+        (None, {"hidden_size": None, "vocab_size": -1}, ["size is missing", "vocab_size is -1"]),
+    ],
+)  # fmt: skip
+def test_tensors_at_odds_with_the_config(
+    edit: Edit | None, config: dict[str, Any], messages: list[str], copy: Copy, convert: Converter
+) -> None:
+    found = convert.fail(model_dir=copy(MODEL, edit=edit, config=config)).message
+    assert all(message in found for message in messages)
 
 
 def test_all_problems_come_in_one_message(copy: Copy, source: Source, convert: Converter) -> None:
@@ -111,18 +121,6 @@ def test_all_problems_come_in_one_message(copy: Copy, source: Source, convert: C
     for text in ("lacks 1 tensor: model.norm.weight", "use: stray", "[8, 64], not [64, 64]",
                  "lacks 1 tensor: rnn_w.weight"):  # fmt: skip
         assert text in error.message
-
-
-def test_many_names_are_counted(copy: Copy, convert: Converter) -> None:
-    folder = copy(MODEL, edit=lambda t: [t.pop(name) for name in list(t)[:12]])
-    assert "lacks 12 tensors: " in (message := convert.fail(model_dir=folder).message)
-    assert message.endswith(" and 2 more")
-
-
-def test_integer_weights_are_refused(copy: Copy, convert: Converter) -> None:
-    folder = copy(MODEL, edit=lambda t: t.update({Q_PROJ: np.ones((64, 64), np.int8)}))
-    message = convert.fail(model_dir=folder).message
-    assert f"{Q_PROJ} is int8, which cannot be converted to float32" in message
 
 
 def test_truncated_file(copy: Copy, convert: Converter) -> None:
@@ -196,24 +194,17 @@ def test_a_model_of_several_parts(copy: Copy, convert: Converter) -> None:
     assert error.hint.startswith("save its text model alone; the wrappers that are opened here")
 
 
-def test_two_wrong_fields_come_together(copy: Copy, convert: Converter) -> None:
-    folder = copy(MODEL, config={"hidden_size": None, "vocab_size": -1})
-    message = convert.fail(model_dir=folder).message
-    assert "hidden_size is missing" in message
-    assert "vocab_size is -1" in message
-
-
-@pytest.mark.parametrize("tp_size", [3, 16])
-def test_tp_size_that_does_not_divide(tp_size: int, source: Source, convert: Converter) -> None:
-    error = convert.fail(model_dir=source(MODEL), tp_size=tp_size)
+@pytest.mark.parametrize(
+    ("model", "tp_size", "words"),
+    [(MODEL, 3, ""), (MODEL, 16, ""), ("llama_inter110", 4, "intermediate_size=110")],
+)
+def test_tp_size_that_does_not_divide(
+    model: str, tp_size: int, words: str, source: Source, convert: Converter
+) -> None:
+    error = convert.fail(model_dir=source(model), tp_size=tp_size)
+    assert words in error.message
     assert f"do not split over tp_size={tp_size}" in error.message
-    assert "1, 2, 4, 8" in error.hint
-
-
-def test_intermediate_size_that_tp_size_does_not_divide(source: Source, convert: Converter) -> None:
-    error = convert.fail(model_dir=source("llama_inter110"), tp_size=4)
-    assert "intermediate_size=110" in error.message
-    assert "do not split over tp_size=4" in error.message
+    assert "1, 2" in error.hint
 
 
 # ---- Files that are not what they should be.
@@ -607,23 +598,43 @@ def test_base_that_has_a_drafter_already(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "missing --model-dir"),
-        ({"model_dir": "a", "base_model_checkpoint_dir": Path("b")}, "both given"),
-        ({"base_model_checkpoint_dir": Path("b")}, "leaves nothing to convert"),
-        ({"model_dir": "a", "redrafter_num_beams": 4}, "--redrafter-num-beams has no effect"),
-        ({"model_dir": "a", "redrafter_draft_len_per_beam": 4}, "--redrafter-draft-len-per-beam"),
-        ({"model_dir": "a", "redrafter_no_greedy_search": True}, "--redrafter-no-greedy-search"),
-        ({"model_dir": "a", "embedding_sharding_dim": 0}, "without --use-parallel-embedding"),
-        ({"model_dir": "a", "embedding_sharding_dim": 2, "use_parallel_embedding": True},
+        ({"model_dir": None}, "missing --model-dir"),
+        ({"base_model_checkpoint_dir": Path("b")}, "both given"),
+        ({"model_dir": None, "base_model_checkpoint_dir": Path("b")}, "leaves nothing to convert"),
+        ({"medusa_model_dir": "m", "drafter_model_dir": "d"},
+         "--drafter-model-dir and --medusa-model-dir are both given"),
+        *(
+            ({name: value}, f"{name_flag(name)} has no effect without --{folder}-model-dir")
+            for folder, name, value in (
+                ("drafter", "redrafter_num_beams", 4),
+                ("drafter", "redrafter_draft_len_per_beam", 4),
+                ("drafter", "redrafter_no_greedy_search", True),
+                ("medusa", "num_medusa_heads", 2), ("medusa", "num_medusa_layers", 1),
+                ("medusa", "max_medusa_token_len", 9), ("eagle", "num_eagle_layers", 2),
+                ("dflash", "dflash_max_draft_len", 2),
+            )
+        ),
+        ({"medusa_model_dir": "m", "redrafter_num_beams": 4}, "without --drafter-model-dir"),
+        ({"embedding_sharding_dim": 0}, "without --use-parallel-embedding"),
+        ({"embedding_sharding_dim": 2, "use_parallel_embedding": True},
          "--embedding-sharding-dim is 2"),
-        ({"model_dir": "a", "output_dir": None}, "missing --output-dir"),
+        ({"output_dir": None}, "missing --output-dir"),
+        ({"pp_size": 2, "drafter_model_dir": "d"}, "a drafter has no pipeline stages"),
+        ({"use_embedding_sharing": True}, "is not for --trtllm-version 1.2"),
+        ({"use_embedding_sharing": True, "trtllm_version": "0.14", "drafter_model_dir": "d"},
+         "no effect on a checkpoint with a ReDrafter drafter"),
+        ({"model_dir": None, "base_model_checkpoint_dir": Path("b"), "drafter_model_dir": "d",
+          "moe_tp_size": 2}, "--moe-tp-size and --moe-ep-size have no effect with"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype has no effect without --quantization"),
+        ({"calib_size": 5}, "--calib-size has no effect without --quantization"),
+        ({"quantization": "fp8"}, "--quantization fp8 without --calibration-data"),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_or_have_no_effect(
     flags: dict[str, Any], message: str, convert: Converter
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        convert(**flags)
+        convert(**{"model_dir": "a"} | flags)
 
 
 @pytest.mark.parametrize(

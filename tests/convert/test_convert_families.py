@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.families import FAMILIES, list_families
 from specdec.convert.families.base import Family, Layout, describe_rotary
 from specdec.convert.hf import HfFolder
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
@@ -460,37 +460,11 @@ def test_experts_over_the_ranks(
     assert info.shape == (4 // moe[1], 64, inner // moe[0])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"tp_size": 2, "moe_ep_size": 3}, "moe_ep_size is 3, not of 1 to 2"),
-        ({"tp_size": 2, "moe_tp_size": 2, "moe_ep_size": 2}, "moe_ep_size=2 is not tp_size=2"),
-        ({"tp_size": 8, "moe_ep_size": 8}, "num_experts=4 do not split over moe_ep_size=8"),
-        ({"tp_size": 16, "moe_ep_size": 1}, "do not split over moe_tp_size=16"),
-    ],
-)  # fmt: skip
-def test_ranks_that_experts_do_not_split_over(
-    flags: dict[str, Any], message: str, make: Maker, convert: Converter
-) -> None:
-    model_dir = make("qwen2_moe", heads=16, kv_heads=16, hidden=64)
-    assert message in convert.fail(model_dir=model_dir, **flags).message
-
-
 def test_quantizing_experts_is_refused(make: Maker, tmp_path: Path, convert: Converter) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("a b c\n")
     error = convert.fail(model_dir=make("mixtral"), quantization="fp8", calibration_data=texts)
     assert "is a mixture of experts, and --quantization is given" in error.message
-
-
-def test_flags_of_experts_for_a_model_without(make: Maker, convert: Converter) -> None:
-    error = convert.fail(model_dir=make("llama"), tp_size=2, moe_ep_size=2)
-    assert "is no mixture of experts: --moe-ep-size has no effect" in error.message
-
-
-def test_stages_must_divide_the_layers(make: Maker, convert: Converter) -> None:
-    error = convert.fail(model_dir=make("llama"), pp_size=3)
-    assert error.message == "num_hidden_layers=2 does not split over pp_size=3"
 
 
 def test_gemmas_norms_are_added_to_before_they_are_rounded(make: Maker, convert: Converter) -> None:
@@ -928,38 +902,34 @@ def test_opts_projections_are_multiplied_with_its_table(
 # ---- Flags of the layout.
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"pp_size": 2, "drafter_model_dir": "d"}, "a drafter has no pipeline stages"),
-        ({"use_embedding_sharing": True}, "is not for --trtllm-version 1.2"),
-        ({"use_embedding_sharing": True, "trtllm_version": "0.14", "drafter_model_dir": "d"},
-         "no effect on a checkpoint with a ReDrafter drafter"),
-    ],
-)  # fmt: skip
-def test_flags_that_cannot_take_effect(
-    flags: dict[str, Any], message: str, make: Maker, convert: Converter
-) -> None:
-    error = convert.fail(model_dir=make("llama"), **flags)
-    assert isinstance(error, UsageError)
-    assert message in error.message
+SHARING = {"use_embedding_sharing": True, "trtllm_version": "0.14"}
+HEADS16 = {"heads": 16, "kv_heads": 16, "hidden": 64}
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("family", "sizes", "flags", "message"),
     [
-        ({"pp_size": 2}, "share_embedding_table with pp_size=2"),
-        ({"tp_size": 2, "use_parallel_embedding": True, "embedding_sharding_dim": 1},
+        ("opt", {}, SHARING | {"pp_size": 2}, "share_embedding_table with pp_size=2"),
+        ("opt", {}, SHARING | {"tp_size": 2, "use_parallel_embedding": True,
+                               "embedding_sharding_dim": 1},
          "share_embedding_table with embedding_sharding_dim=1"),
+        ("llama", {}, {"pp_size": 3}, "num_hidden_layers=2 does not split over pp_size=3"),
+        ("llama", {}, {"tp_size": 2, "moe_ep_size": 2},
+         "is no mixture of experts: --moe-ep-size has no effect"),
+        ("qwen2_moe", HEADS16, {"tp_size": 2, "moe_ep_size": 3}, "moe_ep_size is 3, not of 1 to 2"),
+        ("qwen2_moe", HEADS16, {"tp_size": 2, "moe_tp_size": 2, "moe_ep_size": 2},
+         "moe_ep_size=2 is not tp_size=2"),
+        ("qwen2_moe", HEADS16, {"tp_size": 8, "moe_ep_size": 8},
+         "num_experts=4 do not split over moe_ep_size=8"),
+        ("qwen2_moe", HEADS16, {"tp_size": 16, "moe_ep_size": 1},
+         "do not split over moe_tp_size=16"),
     ],
 )  # fmt: skip
-def test_layouts_that_cannot_share(
-    flags: dict[str, Any], message: str, make: Maker, convert: Converter
-) -> None:
-    error = convert.fail(
-        model_dir=make("opt"), use_embedding_sharing=True, trtllm_version="0.14", **flags
-    )
-    assert message in error.message
+def test_layouts_that_a_model_has_not(
+    family: str, sizes: dict[str, Any], flags: dict[str, Any], message: str, make: Maker,
+    convert: Converter,
+) -> None:  # fmt: skip
+    assert message in convert.fail(model_dir=make(family, **sizes), **flags).message
 
 
 @pytest.mark.parametrize("family", [name for name in NAMES if name not in NOT_IN_014])

@@ -110,20 +110,6 @@ def test_biases_are_told_to_0_14_with_a_drafter(tmp_path: Path, convert: Convert
     assert "mlp_bias" not in config
 
 
-def test_stored_rotary_frequencies_are_ignored(
-    source: Source, tmp_path: Path, convert: Converter
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(source("llama_mha"), folder)
-    expected = summarize_rank(convert(model_dir=folder) / "rank0.safetensors")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(tensors, folder / "model.safetensors")
-    convert(model_dir=folder, force=True)
-    assert summarize_rank(convert.output / "rank0.safetensors") == expected
-
-
 def test_tied_model_stored_under_the_heads_name(
     source: Source, tmp_path: Path, convert: Converter
 ) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.errors import UsageError
 from tests.convert.checkpoints import read_config, set_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, read_tensors, rewrite, summarize_rank
@@ -267,24 +266,6 @@ def test_tensors_at_odds(
 ) -> None:
     error = convert.fail(model_dir=source(TARGET), medusa_model_dir=copy(edit=edit))
     assert message in error.message
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"num_medusa_heads": 2}, "--num-medusa-heads has no effect without --medusa-model-dir"),
-        ({"num_medusa_layers": 1}, "--num-medusa-layers has no effect"),
-        ({"max_medusa_token_len": 9}, "--max-medusa-token-len has no effect"),
-        (
-            {"medusa_model_dir": "m", "drafter_model_dir": "d"},
-            "--drafter-model-dir and --medusa-model-dir are both given",
-        ),
-        ({"medusa_model_dir": "m", "redrafter_num_beams": 4}, "without --drafter-model-dir"),
-    ],
-)
-def test_flags(flags: dict[str, Any], message: str, convert: Converter) -> None:
-    with pytest.raises(UsageError, match=message):
-        convert(model_dir="a", **flags)
 
 
 def test_another_activation_is_refused(source: Source, convert: Converter, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from specdec.files.tensor_file import TensorFile
 from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
-from tests.conftest import run_cli
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank
+from tests.engines import run_cli_here
 
 MEDUSA = GOLDEN / "medusa"
 MODELOPT = MEDUSA / "modelopt_llama"
@@ -176,7 +176,7 @@ def test_padding_at_a_tp_size_that_the_reference_gets_wrong(
 
 def test_the_command_writes_the_same(source: Source, tmp_path: Path) -> None:
     case = next(c for c in CASES if c["case"] == "llama_gqa+medusa_2x1__medusa__tp2__bf16")
-    done = run_cli(
+    done = run_cli_here(
         "convert", "--model_dir", source("llama_gqa"), "--medusa_model_dir", source("medusa_2x1"),
         "--output_dir", tmp_path / "out", "--dtype", "bfloat16", "--tp_size", 2,
         "--num_medusa_heads", 2, "--num_medusa_layers", 1, "--max_medusa_token_len", 63,
