@@ -196,13 +196,10 @@ def test_text_is_the_targets(
     assert [r.output_ids for r in results] == [r.output_ids for r in plain]
     assert [r.finish_reason for r in results] == [r.finish_reason for r in plain]
     assert {"length", "stop"} <= {r.finish_reason for r in results}
-    if draft_len == 4 and how == "greedy":
+    if draft_len in (4, "tree") and how == "greedy":
         drafted = sum(r.stats.num_draft_depth for r in results)
         accepted = sum(r.stats.num_accepted for r in results)
         assert accepted > LEAST_ACCEPTED * drafted, (accepted, drafted)
-    if draft_len == "tree" and how == "greedy":
-        accepted = sum(r.stats.num_accepted for r in results)
-        assert accepted > LEAST_ACCEPTED * sum(r.stats.num_draft_depth for r in results)
 
 
 # What a copy of it with noise says in its own tokens is right for the most part, if they are
@@ -475,8 +472,9 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
 
     def forward(step: Step, cache: Any, *tokens: Any) -> torch.Tensor:
         for line, row in enumerate(step.rows.tolist()):
-            for place, token in zip(step.positions[line], step.tokens[line], strict=True):
-                ran[row, int(place)] = int(token)
+            pairs = [*zip(step.positions[line].tolist(), step.tokens[line].tolist(), strict=True)]
+            for place, token in reversed(pairs):  # padding stands where the first token does
+                ran[row, place] = token
         return run_model(step, cache, *tokens)
 
     def propose(active: Sequence[Any]) -> list[Candidates]:
