@@ -13,7 +13,7 @@ from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.followed import Followed
-from specdec.trtllm.runner import Output, TensorRTRunner
+from specdec.trtllm.runner import RowOutput, TensorRTRunner
 
 
 def group_requests(
@@ -95,10 +95,12 @@ class Call:
             if moved and self._options.on_progress is not None:
                 self._options.on_progress(moved)
         iterations = self._runner.list_iterations(len(tokens))
-        outputs = [Output(row, None, count) for row, count in zip(tokens, iterations, strict=True)]
+        outputs = [
+            RowOutput(row, None, count) for row, count in zip(tokens, iterations, strict=True)
+        ]
         return self._end(outputs)
 
-    def _end(self, outputs: Sequence[Output]) -> list[Result]:
+    def _end(self, outputs: Sequence[RowOutput]) -> list[Result]:
         """Settle how each request ended, and what is known of its steps."""
         ended = []
         for followed, output in zip(self._followed, outputs, strict=True):
@@ -112,7 +114,7 @@ class Call:
             self._options.on_progress(reported)
         return [one.make_result() for one in active]
 
-    def _keep_logits(self, active: ActiveRequest, output: Output) -> None:
+    def _keep_logits(self, active: ActiveRequest, output: RowOutput) -> None:
         """Keep a row of logits for every token; where decoding is greedy, the token is the best."""
         assert output.logits is not None
         count = len(active.output_ids)

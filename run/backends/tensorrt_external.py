@@ -24,7 +24,7 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.text import TextStream
 from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError
-from specdec.trtllm.runner import Output, TensorRTRunner
+from specdec.trtllm.runner import RowOutput, TensorRTRunner
 
 from .tensorrt_call import fill_results
 
@@ -135,7 +135,7 @@ class EngineDrafter(Drafter):
             drafts=list(zip(sizes, num_accepted, strict=True)),
         )
 
-    def _cut(self, output: Output, count: int) -> DraftedTokens:
+    def _cut(self, output: RowOutput, count: int) -> DraftedTokens:
         """Take the first `count` tokens, and none that the target's vocabulary does not have."""
         tokens = output.tokens[:count]
         foreign = [at for at, token in enumerate(tokens) if token >= self._vocab_size]
@@ -218,7 +218,7 @@ class ExternalLoop:
         began = clock()
         drafts = self._drafter.draft(requests, self._next_seed(DRAFT))
         drafted = clock()
-        outputs: dict[int, Output] = {}
+        outputs: dict[int, RowOutput] = {}
         # The runtime refuses empty drafts, and a call has drafts for all of its rows or for none.
         for has_draft in (True, False):
             rows = [at for at, draft in enumerate(drafts) if bool(draft.tokens) == has_draft]
@@ -245,7 +245,7 @@ class ExternalLoop:
 
     def _verify(
         self, requests: Sequence[ActiveRequest], drafts: Sequence[DraftedTokens] | None
-    ) -> list[Output]:
+    ) -> list[RowOutput]:
         """Return what the target emits for each request; a draft's agreeing part comes first."""
         longest = max((len(draft.tokens) for draft in drafts), default=0) if drafts else 0
         logits = [draft.logits for draft in drafts if draft.logits is not None] if drafts else []
@@ -264,7 +264,7 @@ class ExternalLoop:
             check_step(request.request.index, draft, output.tokens)
         return outputs
 
-    def _emit(self, request: ActiveRequest, output: Output, draft: Sequence[int]) -> int:
+    def _emit(self, request: ActiveRequest, output: RowOutput, draft: Sequence[int]) -> int:
         num_accepted = len(output.tokens) - 1
         origins = [*[DRAFTED] * num_accepted, BONUS if draft else PLAIN]
         taken = request.emit(output.tokens, origins)

@@ -43,7 +43,7 @@ REMEDIES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class RowOutput:
     """What one row of a call has brought: new tokens only.
 
     logits: [tokens or more, V], those that each was chosen by, as the runtime has them: of its own
@@ -194,7 +194,7 @@ class TensorRTRunner:
         draft_logits: Sequence[Tensor] | None = None,
         keep_logits: bool = False,
         **call: Any,
-    ) -> list[Output]:
+    ) -> list[RowOutput]:
         """Continue texts with at most `max_new_tokens` each; `call` as of `_make_arguments`.
 
         drafts: of each text, one token or more. With them the runtime returns logits in the order
@@ -220,7 +220,7 @@ class TensorRTRunner:
         tokens = self._read_tokens(found, texts)
         kept = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
         iterations = self.list_iterations(len(texts))
-        return [Output(*row) for row in zip(tokens, kept, iterations, strict=True)]
+        return [RowOutput(*row) for row in zip(tokens, kept, iterations, strict=True)]
 
     def stream(self, texts: Sequence[Sequence[int]], **call: Any) -> Iterator[list[list[int]]]:
         """Yield every row's new tokens so far, whenever some row has more."""
