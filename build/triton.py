@@ -146,15 +146,13 @@ def read_templates(settings: BuildSettings) -> Templates:
     for model in MODELS:
         path = folder / model / CONFIG
         if not path.is_file():
-            problems.add(
+            raise SpecDecError(
                 f"{path} does not exist",
                 "give --triton-templates: the folder all_models/inflight_batcher_llm of the"
                 " TensorRT-LLM backend of Triton's release, in NVIDIA's image or from"
                 " triton_backend/ of TensorRT-LLM's repository",
             )
-            continue
         texts[model] = path.read_text(encoding="utf-8")
-    Problems(problems[:1]).raise_all()
     chosen = {**(given := parse_parameters(settings))[0], **given[1]}
     found = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
     for model, variables in found.items():
@@ -191,9 +189,8 @@ def parse_parameters(settings: BuildSettings) -> tuple[dict[str, str], dict[str,
 
 def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     """Return each model's variables; raise SpecDecError that lists what does not fit."""
-    target, draft = read_engine(settings.output_dir), None
-    if settings.triton_draft_engine_dir is not None:
-        draft = read_engine(settings.triton_draft_engine_dir)
+    target, folder = read_engine(settings.output_dir), settings.triton_draft_engine_dir
+    draft = None if folder is None else read_engine(folder)
     chosen, of_draft = parse_parameters(settings)
     find_engine_problems(target, draft, chosen, of_draft).raise_all()
     batch = min(engine.max_batch_size for engine in (target, draft) if engine)
@@ -238,8 +235,7 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
 
 def read_engine(folder: Path) -> EngineFolder:
     """Read an engine; raise SpecDecError for one that Triton's backend does not serve."""
-    backend = read_backend(folder)
-    if backend != TENSORRT_LLM:
+    if (backend := read_backend(folder)) != TENSORRT_LLM:
         raise SpecDecError(
             f"{folder} was built for the backend {backend!r}, and Triton serves TensorRT-LLM's",
             "build it with --backend tensorrt-llm",
@@ -368,8 +364,8 @@ def escape(value: str) -> str:
 def write_repository(settings: BuildSettings, templates: Templates) -> dict[str, Any]:
     """Write the model repository of the engine in output_dir; return what was written."""
     output = need(settings.emit_triton)
-    inputs = [path for path in (settings.output_dir, settings.triton_draft_engine_dir,
-                                templates.folder) if path is not None]  # fmt: skip
+    given = (settings.output_dir, settings.triton_draft_engine_dir, templates.folder)
+    inputs = [path for path in given if path is not None]
     models = plan_models(settings)
     texts = {}
     for model, values in models.items():

@@ -546,7 +546,8 @@ def make_reader(
     specs = list_tensors(model, checkpoint.drafter)
     ranks = [rank for rank in range(model.tp_size) if name_weight_file(model, rank) == file]
     own = plan.sources[ranks[0] if ranks else 0]
-    int8_scales: dict[str, Tensor] = {}  # which lie before the weights in a file
+    # Scales lie before the weights in a file.
+    int8_scales: dict[str, Tensor] = {}
     int4_scales: dict[str, Tensor] = {}
 
     def read(name: str, source: TensorFile) -> Array:
