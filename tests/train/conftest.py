@@ -89,17 +89,19 @@ def use_one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def run_train(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
-    """Run `specdec-train` in this process."""
+    """Run `specdec-train` in this process; `ends`: the status that it must end with."""
     from specdec.command.stages import run_command
     from specdec.train.cli import command
 
-    def run(*args: object) -> Finished:
+    def run(*args: object, ends: int = 0) -> Finished:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.raises(SystemExit) as exit_info:
             run_command(command, [str(a) for a in args])
         captured = capsys.readouterr()
-        return Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+        done = Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+        assert done.status == ends, done.err
+        return done
 
     return run

@@ -63,16 +63,19 @@ def run_data(
     monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
-    def run(server: ChatServer | str, *args: object) -> Finished:
+    def run(server: ChatServer | str, *args: object, ends: int = 0) -> Finished:
         url = server if isinstance(server, str) else server.url
+        path = tmp_path / "in.jsonl"
         words = [
             "data", "--base-url", url, "--model", "toy", "--output", tmp_path / "out.jsonl",
-            "--timeout", 120, *args,
+            "--timeout", 120, *(["--input", path] if path.is_file() else []), *args,
         ]  # fmt: skip
         with pytest.raises(SystemExit) as exit_info:
             run_command(command, [str(word) for word in words])
         captured = capsys.readouterr()
-        return Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+        done = Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+        assert done.status == ends, done.err
+        return done
 
     return run
 
@@ -129,8 +132,7 @@ def test_every_format_is_answered_turn_by_turn(run_data: RunData, tmp_path: Path
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(json.dumps(row) for row, _ in ROWS))
     with ChatServer(lambda number, body: {"sleep": 0.05 * max(0, 6 - number)}) as server:
-        done = run_data(server, "--input", path, "--max-tokens", 50, "--json")
-    assert done.status == 0, done.err
+        done = run_data(server, "--max-tokens", 50, "--json")
     out = read_output(tmp_path)
     assert [row["messages"] for row in out] == [answered(*turns) for _, turns in ROWS]
     assert [row["index"] for row in out] == list(range(len(ROWS)))
@@ -148,13 +150,12 @@ def test_every_format_is_answered_turn_by_turn(run_data: RunData, tmp_path: Path
 
 
 def test_options_reach_the_server(run_data: RunData, tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "in.jsonl", 3)
+    write_prompts(tmp_path / "in.jsonl", 3)
     with ChatServer() as server:
-        done = run_data(
-            server, "--input", path, "--temperature", 0.7, "--top-p", 0.9, "--seed", 5,
+        run_data(
+            server, "--temperature", 0.7, "--top-p", 0.9, "--seed", 5,
             "--system-prompt", "Be kind.", "--max-rows", 2,
         )  # fmt: skip
-    assert done.status == 0, done.err
     bodies = sorted(server.bodies, key=lambda body: body["seed"])
     assert [body["seed"] for body in bodies] == [5, 6]
     assert {(body["temperature"], body["top_p"]) for body in bodies} == {(0.7, 0.9)}
@@ -180,8 +181,7 @@ def test_calls_of_functions(run_data: RunData, tmp_path: Path) -> None:
         return {"message": called, "finish_reason": "tool_calls" if called else "stop"}
 
     with ChatServer(script) as server:
-        done = run_data(server, "--input", path, "--concurrency", 1)
-    assert done.status == 0, done.err
+        run_data(server, "--input", path, "--concurrency", 1)
     assert [len(body["messages"]) for body in server.bodies] == [1, 3, 1]
     assert all(body["tools"] == tools for body in server.bodies)
     _, call, result = server.bodies[1]["messages"]
@@ -205,8 +205,7 @@ def test_completions(run_data: RunData, tmp_path: Path, suffix: str) -> None:
     content = {".txt": "\n".join(texts), ".json": json.dumps(rows)}
     path.write_text(content.get(suffix, "\n".join(map(json.dumps, rows))))
     with ChatServer() as server:
-        done = run_data(server, "--input", path, "--completion")
-    assert done.status == 0, done.err
+        run_data(server, "--input", path, "--completion")
     assert set(server.paths) == {"/v1/completions"}
     assert [row["text"] for row in read_output(tmp_path)] == [t + write_answer(t) for t in texts]
 
@@ -218,7 +217,7 @@ def test_training_reads_the_output(run_data: RunData, tmp_path: Path, tokenizer:
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps(ROWS[0][0]))
     with ChatServer() as server:
-        assert run_data(server, "--input", path).status == 0
+        run_data(server)
     rows, _ = read_rows(tmp_path / "out.jsonl", tokenizer, 4096)
     assert len(rows) == 1
     labels = tokenizer.decode(rows.tokens[rows.mask].tolist())
@@ -271,10 +270,9 @@ FAILURES: dict[str, Reply] = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_what_passes_is_tried_again(run_data: RunData, tmp_path: Path, kind: str) -> None:
-    path = write_prompts(tmp_path / "in.jsonl", 2)
+    write_prompts(tmp_path / "in.jsonl", 2)
     with ChatServer(lambda number, body: FAILURES[kind] if number in (1, 2) else None) as server:
-        done = run_data(server, "--input", path, "--concurrency", 1, "--debug")
-    assert done.status == 0, done.err
+        done = run_data(server, "--concurrency", 1, "--debug")
     expected = [answered(user(f"question {n}")) for n in range(2)]
     assert [row["messages"] for row in read_output(tmp_path)] == expected
     assert len(server.bodies) == 4
@@ -300,10 +298,9 @@ def test_what_comes_too_late_is_asked_again(
         return real(self, *args)
 
     monkeypatch.setattr(http_client.HttpClient, "exchange", exchange)
-    path = write_prompts(tmp_path / "in.jsonl", 2)
+    write_prompts(tmp_path / "in.jsonl", 2)
     with ChatServer(lambda number, body: TOO_LATE[kind] if num_asked in (2, 3) else None) as server:
-        done = run_data(server, "--input", path, "--concurrency", 1, "--debug")
-    assert done.status == 0, done.err
+        done = run_data(server, "--concurrency", 1, "--debug")
     expected = [answered(user(f"question {n}")) for n in range(2)]
     assert [row["messages"] for row in read_output(tmp_path)] == expected
     assert num_asked == 4
@@ -325,7 +322,7 @@ def test_an_endless_answer_is_no_matter_of_memory(run_data: RunData, tmp_path: P
     with ChatServer(lambda number, body: {"pieces": pour, "pause": 0}) as server:
         done = run_data(
             server, "--input", write_prompts(tmp_path / "in.jsonl", 1), "--max-retries", 0,
-            "--max-tokens", 10, "--timeout", 60,
+            "--max-tokens", 10, "--timeout", 60, ends=1,
         )  # fmt: skip
     assert "the answer is longer than 1051136 bytes" in done.last_lines[0]
     assert num_sent < 2**27
@@ -342,8 +339,8 @@ def test_the_status_of_an_error_whose_body_never_ends(
     clock = iter([0.0, HANGS - 0.2])
     monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with ChatServer(lambda number, body: {"pieces": trickle, "pause": 0.05}) as server:
-        path = write_prompts(tmp_path / "in.jsonl", 1)
-        done = run_data(server, "--input", path, "--timeout", HANGS)
+        write_prompts(tmp_path / "in.jsonl", 1)
+        done = run_data(server, "--timeout", HANGS, ends=1)
     assert done.last_lines[0].endswith("refuses every request: HTTP 401")
     assert len(server.bodies) == 1
 
@@ -384,7 +381,7 @@ def test_retry_after(
 
 
 def test_rows_that_fail_are_reported_and_tried_again(run_data: RunData, tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "in.jsonl", 6)
+    write_prompts(tmp_path / "in.jsonl", 6)
     broken = True
 
     def script(number: int, body: Any) -> Reply | None:
@@ -394,8 +391,7 @@ def test_rows_that_fail_are_reported_and_tried_again(run_data: RunData, tmp_path
         return {"status": 500, "body": b""} if broken and text == "question 4" else None
 
     with ChatServer(script) as server:
-        first = run_data(server, "--input", path, "--max-retries", 1)
-        assert first.status == 1
+        first = run_data(server, "--max-retries", 1, ends=1)
         assert first.last_lines[0].startswith(
             "error: 2 of 6 rows failed, the first one (row 2): HTTP 400, 'the prompt is too long'"
         )
@@ -405,12 +401,11 @@ def test_rows_that_fail_are_reported_and_tried_again(run_data: RunData, tmp_path
         assert not (tmp_path / "out.jsonl").exists()
         assert len(server.bodies) == 4 + 1 + 2, "400 is not tried again"
 
-        again = run_data(server, "--input", path)
-        assert (again.status, "--resume" in again.last_lines[1]) == (1, True)
+        again = run_data(server, ends=1)
+        assert "--resume" in again.last_lines[1]
         broken = False
         server.bodies.clear()
-        last = run_data(server, "--input", path, "--resume")
-        assert last.status == 0, last.err
+        run_data(server, "--resume")
         asked = sorted(body["messages"][-1]["content"] for body in server.bodies)
     assert asked == ["question 1", "question 4"]
     assert [row["index"] for row in read_output(tmp_path)] == list(range(6))
@@ -424,8 +419,7 @@ def test_failures_can_be_allowed(run_data: RunData, tmp_path: Path) -> None:
     lines.append('{"prompt": "\\ud800"}')
     path.write_text("\n".join(lines))
     with ChatServer() as server:
-        done = run_data(server, "--input", path, "--allow-failures", "--json")
-    assert done.status == 0, done.err
+        done = run_data(server, "--allow-failures", "--json")
     report = json.loads(done.out)
     assert (report["rows"], report["answered"], report["failed"]) == (7, 1, 6)
     assert len(server.bodies) == 1
@@ -451,10 +445,9 @@ def test_failures_can_be_allowed(run_data: RunData, tmp_path: Path) -> None:
 def test_answers_that_are_none(
     run_data: RunData, tmp_path: Path, reply: Reply, reason: str
 ) -> None:
-    path = write_prompts(tmp_path / "in.jsonl", 1)
+    write_prompts(tmp_path / "in.jsonl", 1)
     with ChatServer(lambda number, body: reply) as server:
-        done = run_data(server, "--input", path, "--allow-failures")
-    assert done.status == 1, "nothing is left to write"
+        run_data(server, "--allow-failures", ends=1)
     assert reason in read_output(tmp_path, "out.failed.jsonl")[0]["reason"]
     assert len(server.bodies) == 1
 
@@ -468,10 +461,9 @@ def test_a_cut_answer_ends_its_conversation(run_data: RunData, tmp_path: Path, d
         return {"finish_reason": "length"} if body["messages"][0] == user("a") else None
 
     with ChatServer(script) as server:
-        done = run_data(server, "--input", path, *(["--drop-truncated"] if drop else []))
+        done = run_data(server, *(["--drop-truncated"] if drop else []), ends=drop)
     assert len(server.bodies) == 2
     if drop:
-        assert done.status == 1
         assert "cut at 2048 tokens" in done.last_lines[0]
         return
     assert "1 of 2 rows end with an answer that was cut" in done.err
@@ -488,7 +480,7 @@ def test_what_no_row_can_pass_ends_the_run(
     run_data: RunData, tmp_path: Path, status: int, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A redirect is not followed: it would carry the key elsewhere."""
-    path = write_prompts(tmp_path / "in.jsonl", 50)
+    write_prompts(tmp_path / "in.jsonl", 50)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with ChatServer() as elsewhere:
         reply = {
@@ -496,8 +488,7 @@ def test_what_no_row_can_pass_ends_the_run(
             "body": json.dumps({"detail": f"not with {KEY}"}).encode(),
         }  # fmt: skip
         with ChatServer(lambda number, body: reply) as server:
-            done = run_data(server, "--input", path, "--concurrency", 2, "--debug")
-    assert done.status == 1
+            done = run_data(server, "--concurrency", 2, "--debug", ends=1)
     assert f"refuses every request: HTTP {status}, 'not with [key]'" in done.last_lines[0]
     assert hint in done.last_lines[1]
     assert len(server.bodies) <= 4
@@ -507,7 +498,7 @@ def test_what_no_row_can_pass_ends_the_run(
 
 def test_no_thread_outlives_the_run(run_data: RunData, tmp_path: Path) -> None:
     """Where one row's error ends it while the server lets another row wait."""
-    path = write_prompts(tmp_path / "in.jsonl", 2)
+    write_prompts(tmp_path / "in.jsonl", 2)
     is_waiting = threading.Event()
     logger = logging.getLogger(client.__name__)
 
@@ -526,10 +517,9 @@ def test_no_thread_outlives_the_run(run_data: RunData, tmp_path: Path) -> None:
     logger.addHandler(waits)
     try:
         with ChatServer(answer) as server:
-            done = run_data(server, "--input", path, "--concurrency", 2, "--debug")
+            run_data(server, "--concurrency", 2, "--debug", ends=1)
     finally:
         logger.removeHandler(waits)
-    assert done.status == 1
     for thread in set(threading.enumerate()) - before:
         thread.join(HANGS)
         assert not thread.is_alive()
@@ -540,8 +530,7 @@ def test_nobody_listens(run_data: RunData, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(client.Client, "_pause", lambda self, reason, wait: pytest.fail(reason))
     with ChatServer() as server:
         url = server.url
-    done = run_data(url, "--input", write_prompts(tmp_path / "in.jsonl", 2))
-    assert done.status == 1
+    done = run_data(url, "--input", write_prompts(tmp_path / "in.jsonl", 2), ends=1)
     assert f"no server answers at {url}/chat/completions: " in done.last_lines[0]
     assert "refused" in done.last_lines[0]
     assert list_files(tmp_path) == ["in.jsonl"], "nothing to resume"
@@ -551,20 +540,18 @@ def test_a_server_that_dies_ends_the_run(
     run_data: RunData, tmp_path: Path, recorded: Callable[[int], bool]
 ) -> None:
     """Rather than every row's failing; what was answered is kept."""
-    path = write_prompts(tmp_path / "in.jsonl", 200)
+    write_prompts(tmp_path / "in.jsonl", 200)
 
     def die(number: int, body: Any) -> Reply | None:
         return {"status": 503} if number >= 10 and recorded(10) else None
 
     with ChatServer(die) as server:
-        done = run_data(server, "--input", path, "--concurrency", 2, "--max-retries", 1)
-        assert done.status == 1
+        done = run_data(server, "--concurrency", 2, "--max-retries", 1, ends=1)
         assert re.search(r"8 rows in succession got no answer, .* HTTP 503", done.last_lines[0])
         assert "--resume" in done.last_lines[1]
         assert len(server.bodies) < 40
         server.script = lambda number, body: None
-        done = run_data(server, "--input", path, "--resume", "--json")
-    assert done.status == 0, done.err
+        done = run_data(server, "--resume", "--json")
     assert json.loads(done.out)["resumed"] == 10
     assert [row["index"] for row in read_output(tmp_path)] == list(range(200))
 
@@ -576,14 +563,11 @@ def test_the_key_is_sent_and_seen_nowhere_else(
     run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    path = write_prompts(tmp_path / "in.jsonl", 3)
+    write_prompts(tmp_path / "in.jsonl", 3)
     echo = json.dumps({"error": {"message": f"Incorrect API key provided: {KEY}."}}).encode()
     replies: list[Reply | None] = [{"status": 500, "body": echo}, {"status": 400, "body": echo}]
     with ChatServer(lambda n, body: replies[n] if n < 2 else None) as server:
-        done = run_data(
-            server, "--input", path, "--allow-failures", "--debug", "--json", "--concurrency", 1
-        )
-    assert done.status == 0, done.err
+        done = run_data(server, "--allow-failures", "--debug", "--json", "--concurrency", 1)
     assert server.keys == {f"Bearer {KEY}"}
     assert "Incorrect API key provided: [key]" in done.err, "the debug log tells of the retry"
     assert KEY not in done.err + done.out
@@ -598,12 +582,12 @@ def test_a_key_that_no_header_can_carry(
     run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spaces around it are dropped; what is left is told of without being shown."""
-    path = write_prompts(tmp_path / "in.jsonl", 1)
+    write_prompts(tmp_path / "in.jsonl", 1)
     with ChatServer() as server:
         monkeypatch.setenv("OPENAI_API_KEY", f" {KEY}\n")
-        assert run_data(server, "--input", path).status == 0
+        run_data(server)
         monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nX-Other: 1")
-        done = run_data(server, "--input", path, "--force")
+        done = run_data(server, "--force", ends=1)
     assert server.keys == {f"Bearer {KEY}"}
     assert "OPENAI_API_KEY holds characters" in done.last_lines[0]
     assert KEY not in done.err
@@ -612,7 +596,7 @@ def test_a_key_that_no_header_can_carry(
 def test_without_httpx(run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     path = write_prompts(tmp_path / "in.jsonl", 1)
-    done = run_data("http://127.0.0.1:9/v1", "--input", path)
+    done = run_data("http://127.0.0.1:9/v1", "--input", path, ends=1)
     assert done.last_lines == [
         "error: --base-url: httpx is not installed",
         "hint: pip install 'specdec-toolchain[train]'",
@@ -621,7 +605,7 @@ def test_without_httpx(run_data: RunData, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_without_a_key_none_is_sent(run_data: RunData, tmp_path: Path) -> None:
     with ChatServer() as server:
-        assert run_data(server, "--input", write_prompts(tmp_path / "in.jsonl", 1)).status == 0
+        run_data(server, "--input", write_prompts(tmp_path / "in.jsonl", 1))
     assert server.keys == {None}
 
 
@@ -637,9 +621,8 @@ def test_requests_are_concurrent(run_data: RunData, tmp_path: Path, concurrency:
         barrier.wait(HANGS)
 
     with ChatServer(script) as server:
-        path = write_prompts(tmp_path / "in.jsonl", 4 * concurrency)
-        done = run_data(server, "--input", path, "--concurrency", concurrency)
-    assert done.status == 0, done.err
+        write_prompts(tmp_path / "in.jsonl", 4 * concurrency)
+        run_data(server, "--concurrency", concurrency)
     assert server.most_at_once == concurrency
 
 
@@ -672,7 +655,6 @@ def test_a_killed_run_goes_on(run_data: RunData, tmp_path: Path) -> None:
         killed.set()
         assert list_files(tmp_path) == [partial.name, "in.jsonl"]
         done = run_data(server, "--input", path, "--resume", "--json")
-    assert done.status == 0, done.err
     rows = read_output(tmp_path)
     assert [row["index"] for row in rows] == list(range(60))
     assert [row["messages"] for row in rows] == [answered(user(f"question {n}")) for n in range(60)]
@@ -682,46 +664,45 @@ def test_a_killed_run_goes_on(run_data: RunData, tmp_path: Path) -> None:
 
 
 def test_a_cut_line_is_dropped(run_data: RunData, tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "in.jsonl", 3)
+    write_prompts(tmp_path / "in.jsonl", 3)
     broken = True
 
     def script(number: int, body: Any) -> Reply | None:
         return {"status": 400} if broken and "2" in body["messages"][0]["content"] else None
 
     with ChatServer(script) as server:
-        assert run_data(server, "--input", path, "--concurrency", 1).status == 1
+        run_data(server, "--concurrency", 1, ends=1)
         journal = tmp_path / ".out.jsonl.partial"
         lines = journal.read_bytes().splitlines(keepends=True)
         assert len(lines) == 4
         for cut in (b"".join(lines[:2]) + lines[2][:-9], lines[0][:10], b""):
             journal.write_bytes(cut)
             broken = False
-            done = run_data(server, "--input", path, "--resume", "--json")
-            assert done.status == 0, done.err
+            done = run_data(server, "--resume", "--json")
             assert json.loads(done.out)["resumed"] == cut.count(b"\n") // 2
             assert [row["index"] for row in read_output(tmp_path)] == [0, 1, 2]
             (tmp_path / "out.jsonl").unlink()
         journal.write_bytes(lines[0] + b"7\n")
-        done = run_data(server, "--input", path, "--resume")
+        done = run_data(server, "--resume", ends=1)
         assert "is damaged" in done.last_lines[0]
 
 
 def test_what_a_run_depends_on_must_be_the_same(run_data: RunData, tmp_path: Path) -> None:
     path = write_prompts(tmp_path / "in.jsonl", 3)
     with ChatServer(lambda number, body: {"status": 400}) as server:
-        assert run_data(server, "--input", path).status == 1
-        other = run_data(server, "--input", path, "--resume", "--temperature", 1)
+        run_data(server, ends=1)
+        other = run_data(server, "--resume", "--temperature", 1, ends=1)
         assert "temperature was 0.0, is 1.0" in other.last_lines[0]
         write_prompts(path, 4)
-        assert "input was" in run_data(server, "--input", path, "--resume").last_lines[0]
-        both = run_data(server, "--input", path, "--resume", "--force")
-        assert both.status == 2
+        other = run_data(server, "--resume", ends=1)
+        assert "input was" in other.last_lines[0]
+        run_data(server, "--resume", "--force", ends=2)
         server.script = lambda number, body: None
-        assert run_data(server, "--input", path, "--force").status == 0
+        run_data(server, "--force")
         assert len(read_output(tmp_path)) == 4
         before = (tmp_path / "out.jsonl").read_bytes()
-        assert "exists" in run_data(server, "--input", path).last_lines[0]
-        assert run_data(server, "--input", path, "--force").status == 0
+        assert "exists" in run_data(server, ends=1).last_lines[0]
+        run_data(server, "--force")
         assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
@@ -738,23 +719,21 @@ def test_one_process_at_a_time(run_data: RunData, tmp_path: Path) -> None:
 def test_an_output_that_appears_meanwhile_stays(
     run_data: RunData, tmp_path: Path, force: bool
 ) -> None:
-    path = write_prompts(tmp_path / "in.jsonl", 3)
+    write_prompts(tmp_path / "in.jsonl", 3)
 
     def script(number: int, body: Any) -> Reply | None:
         (tmp_path / "out.jsonl").write_text("precious")
         return None
 
     with ChatServer(script) as server:
-        done = run_data(server, "--input", path, *["--force"][:force])
+        done = run_data(server, *["--force"][:force], ends=not force)
         if force:
-            assert done.status == 0, done.err
             assert len(read_output(tmp_path)) == 3
             return
-        assert done.status == 1
         assert "out.jsonl was not there at the start" in done.last_lines[0]
         assert (tmp_path / "out.jsonl").read_text() == "precious"
         (tmp_path / "out.jsonl").unlink()
-        done = run_data(server, "--input", path, "--resume", "--json")
+        done = run_data(server, "--resume", "--json")
         assert json.loads(done.out)["resumed"] == 3  # nothing was lost
 
 
@@ -762,7 +741,7 @@ def test_ctrl_c_tells_how_to_go_on(
     run_data: RunData, tmp_path: Path, recorded: Callable[[int], bool]
 ) -> None:
     """Without waiting for the server."""
-    path = write_prompts(tmp_path / "in.jsonl", 20)
+    write_prompts(tmp_path / "in.jsonl", 20)
     has_ended, waited = threading.Event(), []
 
     def interrupt(number: int, body: Any) -> Reply | None:
@@ -773,7 +752,7 @@ def test_ctrl_c_tells_how_to_go_on(
         return None
 
     with ChatServer(interrupt) as server:
-        done = run_data(server, "--input", path, "--concurrency", 1)
+        done = run_data(server, "--concurrency", 1, ends=1)
         assert not waited, "the command ended first"
         has_ended.set()
     assert done.last_lines[0] == "error: interrupted: 3 of 20 rows are done"
@@ -840,11 +819,11 @@ def test_wrong_usage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "datasets", None)
-    path = write_prompts(tmp_path / "in.jsonl", 1)
-    done = run_data("http://127.0.0.1:9/v1", *(a.format(**{"in": path}) for a in args))
-    assert done.status == status
+    path = write_prompts(tmp_path / "prompts.jsonl", 1)
+    words = [word.format(**{"in": path}) for word in args]
+    done = run_data("http://127.0.0.1:9/v1", *words, ends=status)
     assert message in " ".join(done.last_lines)
-    assert list_files(tmp_path) == ["in.jsonl"]
+    assert list_files(tmp_path) == ["prompts.jsonl"]
 
 
 def test_a_dataset_of_the_hub(
@@ -861,9 +840,8 @@ def test_a_dataset_of_the_hub(
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     with ChatServer() as server:
-        done = run_data(server, "--input", "org/prompts", "--dataset-split", "sft")
-        assert done.status == 0, done.err
-        absent = run_data(server, "--input", "org/absent", "--force")
+        run_data(server, "--input", "org/prompts", "--dataset-split", "sft")
+        absent = run_data(server, "--input", "org/absent", "--force", ends=1)
     assert [row["messages"][0]["content"] for row in read_output(tmp_path)] == [
         "sft 0", "sft 1", "sft 2",
     ]  # fmt: skip
@@ -877,7 +855,7 @@ def test_a_recipe_has_a_section_of_it(run_data: RunData, tmp_path: Path) -> None
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"data:\n  input: {write_prompts(tmp_path / 'in.jsonl', 5)}\n  max_rows: 2\n")
     with ChatServer() as server:
-        assert run_data(server, "--config", recipe).status == 0
+        run_data(server, "--config", recipe)
     assert len(read_output(tmp_path)) == 2
 
 

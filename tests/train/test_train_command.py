@@ -77,7 +77,6 @@ def test_the_output_is_complete(
         *inputs, "--output_dir", out, "--max_steps", 6, "--logging-steps", 2, "--eval-steps", 4,
         "--json",
     )  # fmt: skip
-    assert done.status == 0, done.err
     report = json.loads(done.out)
     assert done.out.count("\n") == 1
     assert (report["steps"], report["method"]) == (6, "redrafter")
@@ -142,7 +141,6 @@ def test_one_sample_is_learned_by_heart(run_train: Any, target_dir: Path, tmp_pa
         "--batch-size", 1, "--max-steps", 120, "--learning-rate", "0.01", "--json",
         "--model-max-length", 64, "--logging-steps", 50, "--redrafter-num-layers", 1,
     )  # fmt: skip
-    assert done.status == 0, done.err
     assert "the evaluation is on the training data" in done.err
     evaluation = json.loads(done.out)["eval"]
     assert evaluation["loss"] < 3
@@ -153,12 +151,11 @@ def test_one_sample_is_learned_by_heart(run_train: Any, target_dir: Path, tmp_pa
 def test_learning_beats_guessing_on_held_out_rows(
     run_train: Any, inputs: Any, data_file: Path, tmp_path: Path
 ) -> None:
-    done = run_train(
+    run_train(
         *inputs, "--output-dir", tmp_path / "out", "--max-steps", 80, "--learning-rate", "0.01",
         "--eval-steps", 20, "--logging-steps", 60, "--no-redrafter-rnn", "--save-dtype",
         "bfloat16", "--redrafter-exit-dim", 48, "--redrafter-predict-n-tokens", 3, "--json",
     )  # fmt: skip
-    assert done.status == 0, done.err
     log = [json.loads(t) for t in (tmp_path / "out/training_log.jsonl").read_text().splitlines()]
     first, *_, last = [line["eval"] for line in log if "eval" in line]
     assert last["loss"] < first["loss"] - 1
@@ -180,7 +177,7 @@ def test_a_killed_training_resumes_to_the_same_bytes(
         "--gradient-accumulation-steps", 2,
     )  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run_train(*options, "--output-dir", whole).status == 0
+    run_train(*options, "--output-dir", whole)
 
     arguments = [str(a) for a in (*options, "--output-dir", killed)]
     died = subprocess.run(
@@ -192,18 +189,16 @@ def test_a_killed_training_resumes_to_the_same_bytes(
     assert (state / "checkpoint.pt").is_file()
     assert not killed.exists()
 
-    refused = run_train(*options, "--output-dir", killed)
-    assert refused.status == 1
+    refused = run_train(*options, "--output-dir", killed, ends=1)
     assert refused.last_lines == [
         f"error: an unfinished training is in {state}",
         "hint: continue it with --resume, or start over with --force",
     ]
-    changed = run_train(*options, "--output-dir", killed, "--resume", "--learning-rate", "0.002")
-    assert changed.status == 1
+    again = (*options, "--output-dir", killed, "--resume")
+    changed = run_train(*again, "--learning-rate", "0.002", ends=1)
     assert "--learning-rate is 0.002, was 0.001" in changed.last_lines[0]
 
-    resumed = run_train(*options, "--output-dir", killed, "--resume", "--save-steps", 40)
-    assert resumed.status == 0, resumed.err
+    resumed = run_train(*again, "--save-steps", 40)
     assert re.search(r"resumed at step [1-5]\d?\n", resumed.err)
     for name in ("model.safetensors", "config.json"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
@@ -226,24 +221,21 @@ def test_a_damaged_checkpoint_is_refused_and_force_starts_anew(
     options = (*inputs, "--output-dir", tmp_path / "out", "--max-steps", 4, "--save-steps", 2)
     with monkeypatch.context() as patch:
         patch.setattr(loop.Loop, "_report_evaluation", stop)
-        assert run_train(*options).status == 130
+        run_train(*options, ends=130)
     checkpoint = tmp_path / ".out.training" / "checkpoint.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-2000])
-    damaged = run_train(*options, "--resume")
-    assert damaged.status == 1
+    damaged = run_train(*options, "--resume", ends=1)
     assert damaged.last_lines == [
         f"error: {checkpoint} is damaged",
         "hint: start over with --force",
     ]
-    assert run_train(*options, "--force").status == 0
-    existing = run_train(*options)
-    assert existing.status == 1
+    run_train(*options, "--force")
+    existing = run_train(*options, ends=1)
     assert "exists and is not empty" in existing.last_lines[0]
 
 
 def test_resuming_nothing_starts_a_training(run_train: Any, inputs: Any, tmp_path: Path) -> None:
     done = run_train(*inputs, "--output-dir", tmp_path / "out", "--max-steps", 1, "--resume")
-    assert done.status == 0
     assert "nothing to resume" in done.err
 
 
@@ -256,8 +248,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(
                 parameter.data.mul_(1e30)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", explode)
-    done = run_train(*inputs, "--output-dir", tmp_path / "out", "--max-steps", 40)
-    assert done.status == 1
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", "--max-steps", 40, ends=1)
     assert "error: the loss is " in done.last_lines[0]
     assert " at step " in done.last_lines[0]
     assert done.last_lines[1].startswith("hint: lower --learning-rate")
@@ -289,8 +280,7 @@ def test_mistakes_are_named(
     run_train: Any, inputs: Any, tmp_path: Path, changes: tuple[str, ...], status: int, words: str
 ) -> None:
     changes = tuple(c.format(tmp=tmp_path) for c in changes)
-    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes)
-    assert done.status == status, done.err
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes, ends=status)
     assert done.last_lines[0].startswith("error: ")
     assert words.format(tmp=tmp_path) in done.last_lines[0]
     assert done.last_lines[1].startswith("hint: ")
@@ -299,8 +289,7 @@ def test_mistakes_are_named(
 
 
 def test_what_is_missing_is_named(run_train: Any) -> None:
-    done = run_train()
-    assert done.status == 2
+    done = run_train(ends=2)
     assert done.last_lines[0] == "error: missing --model-dir, --data, --output-dir"
 
 
@@ -313,8 +302,7 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(
     vocab = document["model"]["vocab"]
     vocab.update({f"word{i}": len(vocab) + i for i in range(40)})
     (folder / "tokenizer.json").write_text(json.dumps(document))
-    done = run_train(*inputs, "--model-dir", folder, "--output-dir", tmp_path / "out")
-    assert done.status == 1
+    done = run_train(*inputs, "--model-dir", folder, "--output-dir", tmp_path / "out", ends=1)
     assert f"the tokenizer has {len(vocab)} tokens, the target's vocabulary only 320" in done.err
 
 
@@ -370,7 +358,6 @@ def test_two_processes_learn_what_one_does(
         "--gradient-accumulation-steps", 2,
     )  # fmt: skip
     one = run_train(*inputs, "--output-dir", tmp_path / "one", "--batch-size", 4, *options)
-    assert one.status == 0, one.err
     runs = {
         "whole": [],
         "killed": [],
@@ -438,8 +425,7 @@ def test_what_accelerates_launcher_was_told_is_refused(
     for name, value in made.items():
         if name not in os.environ:
             monkeypatch.setenv(name, value)
-    done = run_train(*inputs, "--output-dir", tmp_path / "out")
-    assert done.status == 2
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", ends=2)
     assert done.last_lines[0].startswith(f"error: accelerate was launched with {option[0]} (")
     assert done.last_lines[1].startswith("hint: launch with torchrun")
     assert list(tmp_path.iterdir()) == []
@@ -447,7 +433,6 @@ def test_what_accelerates_launcher_was_told_is_refused(
 
 def test_force_does_not_replace_what_is_read(run_train: Any, inputs: Any, target_dir: Path) -> None:
     for output in (target_dir, target_dir.parent):
-        done = run_train(*inputs, "--output-dir", output, "--max-steps", 1, "--force")
-        assert done.status == 1
+        done = run_train(*inputs, "--output-dir", output, "--max-steps", 1, "--force", ends=1)
         assert "is or holds" in done.err
     assert (target_dir / "model.safetensors").is_file()
