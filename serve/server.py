@@ -19,10 +19,11 @@ from specdec import Engine, SpecDecError, UsageError, logs
 from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
 from specdec.decode.ranks.processes import end_ranks, leave_signals
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import summarize
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.http_client import SERVER_KEY_VARIABLE, read_key
-from specdec.methods import name_options
+from specdec.options import get_flags
 
 from .app import MAX_HEADER_BYTES, Front, Guard
 from .metrics import Metrics
@@ -95,32 +96,27 @@ def open_socket(settings: ServeSettings) -> Iterator[socket.socket]:
 
 def load(settings: ServeSettings) -> Engine:
     """Load the engine that the settings name, for many short-lived requests."""
-    options = {name: getattr(settings, name) for name in name_options("draft")}
-    kind: type[Engine] = Engine
-    more: dict[str, Any] = {"kv_cache_enable_block_reuse": True, "is_launched": True}
+    names = [name for name in get_flags(DecodeSettings) if hasattr(settings, name)]
+    values: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    limits: dict[str, Any] = {
+        "max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len,
+        "prompt_chunk": settings.prompt_chunk or "auto",
+    }  # fmt: skip
     fraction = settings.kv_cache_free_gpu_memory_fraction
+    engine: Engine
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
-        from specdec.trtllm.serving import ExecutorEngine
+        from specdec.trtllm.serving import ExecutorEngine, ExecutorSettings
 
-        kind, more = ExecutorEngine, {"kv_cache_free_gpu_memory_fraction": fraction}
+        values["kv_cache_free_gpu_memory_fraction"] = fraction
+        engine = ExecutorEngine.open(ExecutorSettings(**values), **limits)
     elif fraction is not None:
         raise UsageError(
             "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose cache is as"
             " large as --max-batch-size and --max-seq-len say",
             "leave it out",
         )
-    engine = kind.load(
-        settings.engine_dir,
-        tokenizer=settings.tokenizer_dir,
-        draft=options.pop("draft_engine_dir"),
-        device=settings.device,
-        speculation=not settings.no_speculation,
-        max_batch_size=settings.max_batch_size,
-        max_seq_len=settings.max_seq_len,
-        prompt_chunk=settings.prompt_chunk or "auto",
-        **more,
-        **options,
-    )
+    else:
+        engine = Engine.open(DecodeSettings(kv_cache_enable_block_reuse=True, **values), **limits)
     if engine.tokenizer is None:
         engine.close()
         raise SpecDecError(

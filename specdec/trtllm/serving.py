@@ -10,11 +10,10 @@ import dataclasses
 import datetime
 import importlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from specdec.decode.api import Engine, Output, read_options
+from specdec.decode.api import Engine, Output
 from specdec.decode.prompts import SHAPING, find_end_ids
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.sampling import GREEDY, SamplingParams
@@ -22,8 +21,9 @@ from specdec.decode.settings import DecodeSettings
 from specdec.errors import Problems, SpecDecError, UsageError
 from specdec.files.folders import TENSORRT_LLM
 from specdec.methods import METHODS
-from specdec.methods.draft_target import adapts_drafts
+from specdec.methods.draft_target import DraftTargetDraft, adapts_drafts
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
+from specdec.options import as_options
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
@@ -60,25 +60,18 @@ class ExecutorEngine(Engine):
     """What `specdec.Engine` is to a server, on an engine folder of TensorRT-LLM."""
 
     @classmethod
-    def load(
+    def open(
         cls,
-        path: str | Path,
-        *,
+        settings: DecodeSettings,
         tokenizer: Any = None,
-        draft: str | Path | None = None,
-        device: str = "auto",
-        speculation: bool = True,
+        *,
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
         prompt_chunk: int | Literal["auto"] | None = None,
-        kv_cache_free_gpu_memory_fraction: float | None = None,
-        **options: Any,
     ) -> ExecutorEngine:
-        """Load an engine folder; the parameters are those of `Engine.load`.
+        """Load an engine folder as `Engine.open` does; the executor decides how prompts are read.
 
-        prompt_chunk: no number, since the executor decides how prompts are read.
-        kv_cache_free_gpu_memory_fraction: 0.9 if not given. Raises SpecDecError for what the
-        executor cannot do by itself.
+        Raises SpecDecError for what the executor cannot do by itself.
         """
         if isinstance(prompt_chunk, int):
             raise UsageError(
@@ -86,24 +79,22 @@ class ExecutorEngine(Engine):
                 " executor decides how prompts are read",
                 "leave it out",
             )
-        given = read_options(options, {
-            "engine_dir": Path(path), "device": device, "no_speculation": not speculation,
-            "draft_engine_dir": None if draft is None else Path(draft),
-        })  # fmt: skip
-        folder = read_engine_folder(given.engine_dir)
-        can_reuse = folder.has_paged_context_fmha and folder.kv_cache_type == "PAGED"
-        values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-        values |= {
-            "kv_cache_enable_block_reuse": can_reuse,
-            "kv_cache_free_gpu_memory_fraction": kv_cache_free_gpu_memory_fraction,
-        }
-        settings = ExecutorSettings(**values)
+        folder = read_engine_folder(settings.engine_dir)
+        if not isinstance(settings, ExecutorSettings):
+            settings = ExecutorSettings(**vars(settings))
+        settings = dataclasses.replace(
+            settings,
+            tokenizer_dir=find_tokenizer(settings.engine_dir, settings.tokenizer_dir),
+            kv_cache_enable_block_reuse=folder.has_paged_context_fmha
+            and folder.kv_cache_type == "PAGED",
+        )
         check_acceptance(settings.acceptance)
         for method in METHODS.values():
             method.read(settings)  # what is written wrong is told before anything is loaded
         check_settings(settings)
         drafts_itself = read_lookup_options(settings) is None and not adapts_drafts(settings)
-        if draft is not None or folder.mode == EXTERNAL or not drafts_itself:
+        has_draft = as_options(settings, DraftTargetDraft).draft_engine_dir is not None
+        if has_draft or folder.mode == EXTERNAL or not drafts_itself:
             raise SpecDecError(
                 f"{folder.folder} takes drafts from outside at every step, which TensorRT-LLM's"
                 " executor cannot be served with here",
@@ -113,15 +104,14 @@ class ExecutorEngine(Engine):
         problems += find_build_problems(folder)
         problems.raise_all()
         made = make_method_options(settings, folder)
-        name = find_tokenizer(given.engine_dir, None if tokenizer is None else str(tokenizer))
-        settings = dataclasses.replace(settings, tokenizer_dir=name)
-        loaded = None if name is None else load_tokenizer(name)
-        end_ids = find_end_ids(settings, loaded)
+        if tokenizer is None and settings.tokenizer_dir is not None:
+            tokenizer = load_tokenizer(settings.tokenizer_dir)
+        end_ids = find_end_ids(settings, tokenizer)
         check_machine(folder, None, must_run=True)
         core = ExecutorCore(
-            _lower_limits(folder, max_batch_size, max_seq_len), settings, made, loaded
+            _lower_limits(folder, max_batch_size, max_seq_len), settings, made, tokenizer
         )
-        return cls(cast(Any, core), settings, loaded, end_ids)
+        return cls(cast(Any, core), settings, tokenizer, end_ids)
 
     @property
     def tells_origins(self) -> bool:
