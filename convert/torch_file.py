@@ -130,9 +130,10 @@ def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:
 
 def _summarize(error: Exception) -> str:
     """Return what was wrong, without torch's advice to load the file in a way that runs code."""
-    paragraphs = str(error).split("\n\n")
-    if paragraphs[0].startswith("Weights only load failed") and len(paragraphs) > 1:
-        return f"its pickle holds more than weights ({paragraphs[1][:200]})"
+    text = str(error)
+    if text.startswith("Weights only load failed"):
+        found = re.search(r"WeightsUnpickler error: ([^\n]*)", text)
+        return "its pickle holds more than weights" + (f" ({found[1][:200]})" if found else "")
     return summarize(error)[:200]
 
 

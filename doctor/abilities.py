@@ -21,7 +21,7 @@ from specdec.trtllm.facts import (
     order_release,
 )
 
-MIN_TORCH = (2, 6)
+MIN_TORCH = (2, 9)
 MIN_TRANSFORMERS = (4, 57)
 
 

@@ -52,13 +52,14 @@ def describe_answer(error: BaseException) -> str:
         return "was not asked: HF_HUB_OFFLINE is set"
     if "gaierror" in kinds:
         return "cannot be reached: there is no network, or none that knows its name"
+    # urllib3 1 calls a refused connection a time-out, too: the system's own error comes first.
+    failed = next((one for one in reversed(chain) if isinstance(one, ConnectionError)), None)
+    if failed is not None and failed.errno:
+        return f"cannot be reached: {os.strerror(failed.errno).lower()}"
     if "TimeoutError" in kinds or any(kind.endswith("Timeout") for kind in kinds):
         return "did not answer in time"
     if "SSLError" in kinds:
         return "cannot be reached: its certificate is not trusted here"
-    failed = next((one for one in reversed(chain) if isinstance(one, ConnectionError)), None)
-    if failed is not None and failed.errno:
-        return f"cannot be reached: {os.strerror(failed.errno).lower()}"
     if kinds & {"ConnectionError", "TransportError", "LocalEntryNotFoundError"}:
         return "cannot be reached"
     return f"gave {type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -222,7 +222,7 @@ def test_tp_size_that_does_not_divide(
         (b'{"a": 1, "a": 2}', "is not JSON: the key 'a' is given twice"),
         (b'{"a": "\\ud800"}', "is not JSON: half of a character"),
         (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 100 deep"),
-        (b'{"a": ' * 5000, "is not JSON: values nested too deeply"),
+        (b'{"a": ' * 100_000, "is not JSON: values nested too deeply"),
         (b"", "is not JSON: Expecting value"),
         (b"[1]", "holds no JSON object"),
     ],

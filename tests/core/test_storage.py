@@ -61,8 +61,7 @@ def make_tensors(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# torch 2.6 lacks float8_e8m0fnu.
-ALL_TYPES = tuple(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
+ALL_TYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 @pytest.mark.parametrize(

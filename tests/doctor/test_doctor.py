@@ -154,7 +154,7 @@ RUN, BUILD = "run TensorRT-LLM engines", "build TensorRT-LLM engines"
         ({}, {"cuda": None}, "the torch backend on a GPU", "built without CUDA"),
         ({}, {"gpus": (A100,)}, f"{BUILD} of an FP8 checkpoint",
          "A100 has compute capability 8.0, 8.9 is needed"),
-        (OLD_TORCH, {}, "build and run on the torch backend", "torch 2.4.0 is older than 2.6"),
+        (OLD_TORCH, {}, "build and run on the torch backend", "torch 2.4.0 is older than 2.9"),
         (NO_MPI4PY, {}, BUILD, "mpi4py is not installed"),
         (NO_MPI4PY, {}, RUN, "mpi4py is not installed"),
         # specdec-run starts its ranks with mpirun, not with mpiexec.
