@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from specdec.files.folders import (
     identify_folder,
 )
 from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.engines import call
 
 Store = Callable[[str], Path]
 PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
@@ -34,21 +36,14 @@ PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Folders of every kind."""
-    from specdec.build.pipeline import build_engine
-    from specdec.build.settings import BuildSettings
-    from specdec.convert.pipeline import convert_model
-    from specdec.convert.settings import ConvertSettings
-
     root = tmp_path_factory.mktemp("folders")
     make_llama(root, name=MODEL)
     make_drafter(root, name=REDRAFTER)
     make_tokenizer(root / TOKENIZER)
     for name in (MEDUSA, EAGLE):
         shutil.copytree(PYCODE / name, root / name)
-    convert_model(ConvertSettings(model_dir=str(root / MODEL), output_dir=root / CHECKPOINT))
-    build_engine(
-        BuildSettings(checkpoint_dir=root / CHECKPOINT, output_dir=root / ENGINE, backend="torch")
-    )
+    call("convert", "--model-dir", root / MODEL, "--output-dir", root / CHECKPOINT)
+    call("build", "--checkpoint-dir", root / CHECKPOINT, "--output-dir", root / ENGINE)
     for name, file in ((ADAPTER, "adapter_config.json"), (GGUF, "model.Q4_0.gguf")):
         (root / name).mkdir()
         (root / name / file).write_text("{}")
@@ -112,63 +107,55 @@ def test_what_cannot_be_told_passes(tmp_path: Path) -> None:
 
 
 def test_a_mistyped_path_is_told_its_neighbour(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match=r"does not exist \(did you mean engine\?\)"):
-        expect_folder(store("engin"), ENGINE, "--engine-dir")
-    with pytest.raises(SpecDecError, match="absent/engine does not exist, nor does .*absent"):
-        expect_folder(tmp_path / "absent" / "engine", ENGINE)
-    with pytest.raises(SpecDecError, match="is a file") as caught:
-        expect_folder(store(MODEL) / "config.json", ENGINE)
-    assert caught.value.hint == "give the folder that holds it"
+    for path, match, hint in (
+        (store("engin"), r"does not exist \(did you mean engine\?\)", "check the path"),
+        (tmp_path / "no" / "engine", "no/engine does not exist, nor does .*no", "check the path"),
+        (store(MODEL) / "config.json", "is a file", "give the folder that holds it"),
+    ):
+        with pytest.raises(SpecDecError, match=match) as caught:
+            expect_folder(path, ENGINE, "--engine-dir")
+        assert caught.value.hint.startswith(hint)
 
 
 def test_commands_refuse_by_name(store: Store, tmp_path: Path) -> None:
     """One wrong folder for every flag that takes one."""
-    from specdec.build.pipeline import build_engine
-    from specdec.build.settings import BuildSettings
-    from specdec.convert.pipeline import convert_model
-    from specdec.convert.settings import ConvertSettings
-    from specdec.doctor.engine import check_engine
     from specdec.pretrained import load_model, load_tokenizer
-    from specdec.run.pipeline import run_engine
-    from specdec.run.settings import RunSettings
-    from specdec.verify.pipeline import verify_checkpoint
-    from specdec.verify.settings import VerifySettings
 
-    out = tmp_path / "out"
-
-    def convert(**flags: object) -> Callable[[], object]:
-        return lambda: convert_model(ConvertSettings(output_dir=out, **flags))
-
-    target = str(store(MODEL))
-    calls: list[tuple[Callable[[], object], str, str]] = [
-        (lambda: build_engine(BuildSettings(checkpoint_dir=store(MODEL), output_dir=out)),
+    out, target = ["--output-dir", tmp_path / "out"], ["--model-dir", store(MODEL)]
+    base = ["--base-model-checkpoint-dir", store(MODEL), "--drafter-model-dir", store(REDRAFTER)]
+    commands: list[tuple[list[object], str, str]] = [
+        (["build", "--checkpoint-dir", store(MODEL), *out],
          "is a Hugging Face model folder, not a checkpoint", "specdec-convert --model-dir"),
-        (lambda: build_engine(BuildSettings(checkpoint_dir=store(ENGINE), output_dir=out)),
+        (["build", "--checkpoint-dir", store(ENGINE), *out],
          "is an engine folder, not a checkpoint", "specdec-run takes it as --engine-dir"),
-        (lambda: run_engine(RunSettings(engine_dir=store(CHECKPOINT), input_text=["a"])),
+        (["run", "--engine-dir", store(CHECKPOINT), "--input-text", "a"],
          "is a checkpoint folder, not an engine", "specdec-build --checkpoint-dir"),
-        (convert(model_dir=str(store(REDRAFTER))),
+        (["convert", "--model-dir", store(REDRAFTER), *out],
          "is the folder of a ReDrafter drafter, not a Hugging Face model", "--drafter-model-dir"),
-        (convert(model_dir=str(store(ENGINE))), "is an engine folder, not", "converted from"),
-        (convert(model_dir=target, drafter_model_dir=str(store(ENGINE))),
+        (["convert", "--model-dir", store(ENGINE), *out],
+         "is an engine folder, not", "converted from"),
+        (["convert", *target, "--drafter-model-dir", store(ENGINE), *out],
          "is an engine folder, not a drafter's", "specdec-run takes it as --engine-dir"),
-        (convert(model_dir=target, medusa_model_dir=str(store(EAGLE))),
+        (["convert", *target, "--medusa-model-dir", store(EAGLE), *out],
          "is the folder of an EAGLE drafter, not a folder of Medusa heads", "--eagle-model-dir"),
-        (convert(model_dir=target, eagle_model_dir=target), "is a Hugging Face model folder, not",
-         "specdec-convert --model-dir"),
-        (convert(base_model_checkpoint_dir=store(MODEL), drafter_model_dir=str(store(REDRAFTER))),
-         "--base-model-checkpoint-dir", "convert it first"),
-        (lambda: verify_checkpoint(VerifySettings(checkpoint_dir=store(ENGINE))),
-         "--checkpoint-dir", "built already"),
+        (["convert", *target, "--eagle-model-dir", store(MODEL), *out],
+         "is a Hugging Face model folder, not", "specdec-convert --model-dir"),
+        (["convert", *base, *out], "--base-model-checkpoint-dir", "convert it first"),
+        (["verify", "--checkpoint-dir", store(ENGINE)], "--checkpoint-dir", "built already"),
+        (["doctor", "--engine-dir", store(MODEL)], "--engine-dir", "convert it first"),
+    ]  # fmt: skip
+    calls: list[tuple[Callable[[], object], str, str]] = [
+        (functools.partial(call, *map(str, words)), fact, remedy)
+        for words, fact, remedy in commands
+    ]
+    calls += [
         (lambda: load_tokenizer(store(ENGINE)), "is an engine folder, and has no tokenizer",
          "the target"),
         (lambda: load_model(store(CHECKPOINT)), "is a checkpoint folder, not", "converted from"),
-        (lambda: check_engine(store(MODEL), {}, None),
-         "--engine-dir", "convert it first"),
     ]  # fmt: skip
-    for call, fact, remedy in calls:
+    for attempt, fact, remedy in calls:
         with pytest.raises(SpecDecError) as caught:
-            call()
+            attempt()
         assert fact in caught.value.message
         assert remedy in caught.value.hint
-        assert not out.exists()
+        assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.mpi import Launch, check_meeting_place, find_launch, find_world
 from tests.conftest import ROOT, read_error_lines
-from tests.engines import run_cli_here
+from tests.engines import make_engine, run_cli_here
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -66,17 +66,14 @@ def test_a_meeting_place_that_cannot_be(environ: dict[str, str], fact: str) -> N
         check_meeting_place(environ)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+def test_a_world_that_cannot_be() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "many"}
+    for environ in (
         {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0",
-         "SLURM_STEP_NUM_TASKS": "many"},
-    ],
-)  # fmt: skip
-def test_a_world_that_cannot_be(environ: dict[str, str]) -> None:
-    with pytest.raises(SpecDecError, match="is . of "):
-        find_world(environ)
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", **step},
+    ):
+        with pytest.raises(SpecDecError, match="is . of "):
+            find_world(environ)
 
 
 def test_logs_are_set_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +100,10 @@ def test_a_stage_says_it_in_two_lines(stage: str, environ: dict[str, str], tmp_p
     arguments = ["--model-dir", pycode / "draft", "--data", tmp_path / "d.txt", "--output-dir",
                  tmp_path / "out", "--method", "redrafter"]  # fmt: skip
     if stage == "run":
-        make_two_ranks(tmp_path)
-        arguments = ["--engine-dir", tmp_path / "engine", "--input-file", tmp_path / "p.jsonl"]
+        ranks = ["--tp-size", 2]
+        engine = make_engine(tmp_path, pycode / "draft", optimize="none", convert=ranks)
+        (tmp_path / "p.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+        arguments = ["--engine-dir", engine, "--input-file", tmp_path / "p.jsonl"]
     done = run_cli_here(stage, *arguments, env=environ)
     assert done.returncode == 1, done.stderr
     fact, hint = read_error_lines(done.stderr)
@@ -112,19 +111,3 @@ def test_a_stage_says_it_in_two_lines(stage: str, environ: dict[str, str], tmp_p
     assert "torchrun" in hint
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def make_two_ranks(folder: Path) -> None:
-    from specdec.build.pipeline import build_engine
-    from specdec.build.settings import BuildSettings
-    from specdec.convert.pipeline import convert_model
-    from specdec.convert.settings import ConvertSettings
-
-    pycode = ROOT / "examples" / "pycode"
-    convert_model(
-        ConvertSettings(model_dir=str(pycode / "draft"), output_dir=folder / "ck", tp_size=2)
-    )
-    build_engine(
-        BuildSettings(checkpoint_dir=folder / "ck", output_dir=folder / "engine", backend="torch")
-    )
-    (folder / "p.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')

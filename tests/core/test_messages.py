@@ -17,7 +17,7 @@ from tests.conftest import (
     make_medusa_heads,
     read_error_lines,
 )
-from tests.engines import run_cli_here
+from tests.engines import call, run_cli_here
 
 
 def test_a_long_line_keeps_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,22 +64,16 @@ def test_problems_and_remedies_are_told_once() -> None:
 
 @pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3"])
 def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
-    from specdec.convert.pipeline import convert_model
-    from specdec.convert.settings import ConvertSettings
-
     makers: dict[str, tuple[str, Callable[..., Path]]] = {
-        "redrafter": ("drafter_model_dir", make_drafter),
-        "medusa": ("medusa_model_dir", make_medusa_heads),
-        "eagle": ("eagle_model_dir", make_eagle_drafter),
-        "eagle3": ("eagle_model_dir", functools.partial(make_eagle_drafter, version=3)),
+        "redrafter": ("--drafter-model-dir", make_drafter),
+        "medusa": ("--medusa-model-dir", make_medusa_heads),
+        "eagle": ("--eagle-model-dir", make_eagle_drafter),
+        "eagle3": ("--eagle-model-dir", functools.partial(make_eagle_drafter, version=3)),
     }
     flag, make = makers[kind]
-    given = {flag: str(make(tmp_path, vocab=200))}
-    settings = ConvertSettings(
-        model_dir=str(make_llama(tmp_path)), output_dir=tmp_path / "out", **given
-    )
+    words = ["--model-dir", make_llama(tmp_path), "--output-dir", tmp_path / "out"]
     with pytest.raises(SpecDecError) as caught:
-        convert_model(settings)
+        call("convert", *words, flag, make(tmp_path, vocab=200))
     assert caught.value.message.count("200") == 1
     assert "vocab_size is 200, the target's 128" in caught.value.message
 
@@ -106,18 +100,7 @@ def test_options_of_other_tools(stage: str, option: str, meant: str) -> None:
     assert f"(did you mean {meant}?)" in fact
 
 
-def test_stages_of_a_pipeline_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import logging
-
-    from specdec.convert.pipeline import convert_model
-    from specdec.convert.settings import ConvertSettings
-
-    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
-    model = make_llama(tmp_path, layers=2)
-    with caplog.at_level(logging.INFO):
-        convert_model(
-            ConvertSettings(model_dir=str(model), output_dir=tmp_path / "ck", tp_size=2, pp_size=2)
-        )
-    assert "tp_size 2, pp_size 2" in caplog.text
+def test_stages_of_a_pipeline_are_told(tmp_path: Path) -> None:
+    words = ["--model-dir", make_llama(tmp_path, layers=2), "--output-dir", tmp_path / "ck"]
+    done = run_cli_here("convert", *words, "--tp-size", 2, "--pp-size", 2)
+    assert "tp_size 2, pp_size 2" in done.stderr

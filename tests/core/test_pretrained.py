@@ -21,7 +21,7 @@ from specdec.model.config_reader import Rotary
 from specdec.pretrained import load_config, load_model, load_tokenizer
 from specdec.pretrained_config import adapt_config, check_rotary
 from tests.conftest import ROOT, make_llama, make_tokenizer
-from tests.engines import run_cli_here
+from tests.engines import make_engine, run_cli_here
 from tests.families import make_family_model
 
 # Where the library is told itself: this process of the benchmarks has none of our code.
@@ -33,23 +33,14 @@ def list_bare_calls(source: str, *, may_say_no: bool = False) -> list[int]:
     """Lines of `from_pretrained` that are no words of text; those that say no may be let pass."""
     tree = ast.parse(source)
     told = {
-        id(node.func)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and any(
-            word.arg == "trust_remote_code"
-            and isinstance(word.value, ast.Constant)
-            and word.value.value is False
-            for word in node.keywords
-        )
-    }
+        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)
+        and "trust_remote_code=False" in map(ast.unparse, node.keywords)
+    }  # fmt: skip
     return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr == "from_pretrained"
+        node.lineno for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
         and not (may_say_no and id(node) in told)
-    ]
+    ]  # fmt: skip
 
 
 def test_the_check_sees_a_bare_call() -> None:
@@ -91,14 +82,9 @@ def hostile(tmp_path: Path) -> Path:
     code = CODE.format(mark=str(tmp_path / "ran"))
     (folder / "own.py").write_text(code)
     config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "own",
-        "architectures": ["OwnModel"],
-        "auto_map": {
-            "AutoConfig": "own.Config", "AutoModel": "own.Model",
-            "AutoModelForCausalLM": "own.Model",
-        },
-    }  # fmt: skip
+    named = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "Model"}
+    own = {name: f"own.{kind}" for name, kind in named.items()}
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": own}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "tokenizer_config.json"
     tokenizer = json.loads(path.read_text())
@@ -141,17 +127,10 @@ def run_with_terminal(arguments: list[str], answer: bytes) -> tuple[int, str]:
 def test_a_stage_asks_no_question_and_runs_no_code(
     hostile: Path, tmp_path: Path, stage: str
 ) -> None:
-    plain = make_llama(tmp_path, name="plain")
-    checkpoint, engine, data = tmp_path / "ck", tmp_path / "en", tmp_path / "data.jsonl"
+    data, engine = tmp_path / "data.jsonl", tmp_path
     data.write_text('{"text": "t1 t2 t3 t4"}\n' * 8)
     if stage != "train":
-        from specdec.build.pipeline import build_engine
-        from specdec.build.settings import BuildSettings
-        from specdec.convert.pipeline import convert_model
-        from specdec.convert.settings import ConvertSettings
-
-        convert_model(ConvertSettings(model_dir=str(plain), output_dir=checkpoint))
-        build_engine(BuildSettings(checkpoint_dir=checkpoint, output_dir=engine, backend="torch"))
+        engine = make_engine(tmp_path, make_llama(tmp_path, name="plain"), optimize="none")
     arguments = {
         "run": ["--engine-dir", engine, "--tokenizer-dir", hostile, "--input-text", "t1"],
         "train": ["--model-dir", hostile, "--data", data, "--output-dir", tmp_path / "o",
@@ -184,10 +163,7 @@ def test_attention_code_of_the_hub_is_refused(tmp_path: Path) -> None:
     [
         ("no/such/folder", "no/such/folder does not exist, nor does no"),
         ("./nothere", "./nothere does not exist"),
-        (
-            "someone/model",
-            "is not a local folder, and at the Hub nothing was asked: HF_HUB_OFFLINE",
-        ),
+        ("someone/model", "not a local folder, and at the Hub nothing was asked: HF_HUB_OFFLINE"),
         ("", "--tokenizer-dir is empty"),
     ],
 )
@@ -284,14 +260,11 @@ SPELLINGS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 12}),
     ("stablelm", {"rope_theta": 500.0, "partial_rotary_factor": 0.75}),
     ("gemma", {"rope_theta": 500.0}),
-    (
-        "gemma3",
-        {
-            "rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-            "rope_local_base_freq": 50.0, "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    ("gemma3", {
+        "rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_local_base_freq": 50.0, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
     ("qwen3_moe", {"rope_theta": 500.0, "num_experts": 4}),
 ]  # fmt: skip
 
@@ -427,14 +400,11 @@ def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
     [
         {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["etao", "inoi"]},
         {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": ["etao", "inoi"]},
-        {
-            "tokenizer_class": "TokenizersBackend",
-            "image_token": "etao",
-            "model_specific_special_tokens": {"image_token": "etao"},
-            "extra_special_tokens": ["inoi"],
-        },
+        {"tokenizer_class": "TokenizersBackend", "image_token": "etao",
+         "model_specific_special_tokens": {"image_token": "etao"},
+         "extra_special_tokens": ["inoi"]},
     ],
-)
+)  # fmt: skip
 def test_a_tokenizer_in_the_words_of_transformers_5(tmp_path: Path, fields: dict[str, Any]) -> None:
     folder = make_tokenizer(tmp_path / "tokenizer")
     plain = load_tokenizer(folder)
