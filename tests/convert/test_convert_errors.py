@@ -583,15 +583,6 @@ def test_base_config(
     assert message in convert.fail(**flags).message
 
 
-def test_base_that_has_a_drafter_already(
-    source: Source, convert: Converter, tmp_path: Path
-) -> None:
-    flags = {"drafter_model_dir": source(DRAFTER)}
-    base = convert(model_dir=source(MODEL), output_dir=tmp_path / "base", **flags)
-    message = convert.fail(base_model_checkpoint_dir=base, **flags).message
-    assert message == f"{base} already holds a redrafter drafter"
-
-
 # ---- Flags and folders.
 
 
@@ -611,6 +602,7 @@ def test_base_that_has_a_drafter_already(
                 ("drafter", "redrafter_no_greedy_search", True),
                 ("medusa", "num_medusa_heads", 2), ("medusa", "num_medusa_layers", 1),
                 ("medusa", "max_medusa_token_len", 9), ("eagle", "num_eagle_layers", 2),
+                ("eagle", "max_draft_len", 4), ("eagle", "max_non_leaves_per_layer", 4),
                 ("dflash", "dflash_max_draft_len", 2),
             )
         ),

@@ -460,13 +460,6 @@ def test_experts_over_the_ranks(
     assert info.shape == (4 // moe[1], 64, inner // moe[0])
 
 
-def test_quantizing_experts_is_refused(make: Maker, tmp_path: Path, convert: Converter) -> None:
-    texts = tmp_path / "texts.txt"
-    texts.write_text("a b c\n")
-    error = convert.fail(model_dir=make("mixtral"), quantization="fp8", calibration_data=texts)
-    assert "is a mixture of experts, and --quantization is given" in error.message
-
-
 def test_gemmas_norms_are_added_to_before_they_are_rounded(make: Maker, convert: Converter) -> None:
     model_dir = make("gemma", dtype="bfloat16")
     convert(model_dir=model_dir, dtype="float16")

@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.files.reading import hash_file
-from specdec.model.checkpoint import read_checkpoint_config
-from specdec.model.tensors import get_rank_shape, list_target_tensors
 from tests.conftest import ROOT, make_drafter, make_llama, run_cli
 from tests.convert.checkpoints import (
     join_checkpoint,
@@ -26,7 +24,6 @@ from tests.convert.checkpoints import (
 )
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, read_tensors, summarize_rank
-from tests.sparse import write_sparse
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -227,133 +224,7 @@ def test_drafter_vocabulary_is_padded_like_the_head(convert: Converter, tmp_path
     assert read_config(convert.output)["vocab_size"] == 131
 
 
-@pytest.mark.parametrize("filename", ["model.pt", "pytorch_model.bin"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drafter_in_a_torch_file(
-    filename: str, dtype: torch.dtype, convert: Converter, tmp_path: Path
-) -> None:
-    target = make_llama(tmp_path)
-    drafter = make_drafter(tmp_path, exit_dim=96, dtype=str(dtype).removeprefix("torch."))
-    expected = convert(model_dir=target, drafter_model_dir=drafter) / "rank0.safetensors"
-    summary = summarize_rank(expected)
-    stored = drafter / "model.safetensors"
-    torch.save(load_file(stored), drafter / filename)
-    stored.unlink()
-    convert(model_dir=target, drafter_model_dir=drafter, force=True)
-    assert summarize_rank(expected) == summary
-
-
-class Unwanted:
-    """Stands for code in a pickle."""
-
-
-def test_torch_files_that_hold_more_than_weights(convert: Converter, tmp_path: Path) -> None:
-    target, drafter = make_llama(tmp_path), make_drafter(tmp_path)
-    (drafter / "model.safetensors").unlink()
-    for content, message in (
-        ({"a": Unwanted()}, "cannot be read as weights alone"),
-        ({"state_dict": {"a": torch.ones(1)}}, "is not a flat dictionary of tensors"),
-    ):
-        torch.save(content, drafter / "model.pt")
-        assert message in convert.fail(model_dir=target, drafter_model_dir=drafter).message
-    (drafter / "model.pt").write_bytes(b"no such format")
-    error = convert.fail(model_dir=target, drafter_model_dir=drafter)
-    assert "cannot be read as weights alone" in error.message
-
-
 # ---- Quantized targets.
-
-
-def make_fp8_checkpoint(
-    folder: Path, *, architecture: str = "LlamaForCausalLM", **quantization: Any
-) -> Path:
-    """Write a checkpoint as ModelOpt writes FP8, tp_size 2, with its config.json as it is."""
-    folder.mkdir()
-    config = json.loads((GOLDEN / "sources" / "modelopt_fp8_tp2.config.json").read_text())
-    config["quantization"] |= quantization
-    config["architecture"] = architecture
-    (folder / "config.json").write_text(json.dumps(config))
-    model = read_checkpoint_config(folder).model
-    generator = torch.Generator().manual_seed(0)
-    for rank in range(2):
-        tensors: dict[str, torch.Tensor] = {}
-        for name, spec in list_target_tensors(model).items():
-            module = name.removesuffix(".weight")
-            value = torch.randn(get_rank_shape(spec, model), generator=generator)
-            is_linear = module != name and (".attention." in name or ".mlp." in name)
-            tensors[name] = value.to(torch.float8_e4m3fn if is_linear else torch.bfloat16)
-            if is_linear:
-                tensors[module + ".weights_scaling_factor"] = torch.rand(1)
-                tensors[module + ".activation_scaling_factor"] = torch.rand(())
-            if name.endswith("qkv.weight"):
-                attention = module.removesuffix(".qkv")
-                tensors[attention + ".kv_cache_scaling_factor"] = torch.ones(1)
-        save_file(tensors, folder / f"rank{rank}.safetensors")
-    return folder
-
-
-DRAFTER_MODULES = [
-    "drafter", "drafter.layers", "drafter.lm_head", "drafter.rnn_u", "drafter.rnn_w",
-    "drafter.layers.0", "drafter.layers.0.linear", "drafter.layers.1", "drafter.layers.1.linear",
-    "drafter.input_proj",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("before", "starts"), [(["lm_head"], ["lm_head"]), (None, None), ([], None)]
-)
-@pytest.mark.parametrize("version", ["1.2", "0.14"])
-def test_fp8_target_keeps_its_bytes_and_excludes_the_drafter(
-    before: list[str] | None,
-    starts: list[str] | None,
-    version: str,
-    convert: Converter,
-    tmp_path: Path,
-) -> None:
-    base = make_fp8_checkpoint(tmp_path / "base", exclude_modules=before)
-    drafter = make_drafter(tmp_path, vocab=512, exit_dim=96)
-    convert(base_model_checkpoint_dir=base, drafter_model_dir=drafter, trtllm_version=version)
-    defaults = [
-        "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
-        "*shared_expert_gate",
-    ]  # fmt: skip
-    config = read_config(convert.output)
-    assert config["quantization"]["exclude_modules"] == (starts or defaults) + DRAFTER_MODULES
-    assert config["quantization"]["quant_algo"] == "FP8"
-    for rank in range(2):
-        ours = summarize_rank(convert.output / f"rank{rank}.safetensors")
-        theirs = summarize_rank(base / f"rank{rank}.safetensors")
-        added = {name: ours.pop(name) for name in list(ours) if name.startswith("drafter.")}
-        assert ours == theirs
-        assert {dtype for dtype, _, _ in added.values()} == {"bfloat16"}
-        assert len(added) == 10
-
-
-def test_fp8_qwen_target_keeps_its_biases(convert: Converter, tmp_path: Path) -> None:
-    """ModelOpt's config.json says nothing of them, nor gives the type that an engine needs."""
-    base = make_fp8_checkpoint(tmp_path / "base", architecture="Qwen2ForCausalLM")
-    assert "attn_bias" not in read_config(base)
-    convert(base_model_checkpoint_dir=base, drafter_model_dir=make_drafter(tmp_path, vocab=512))
-    config = read_config(convert.output)
-    assert config["architecture"] == "ReDrafterForQWenLM"
-    assert config["qwen_type"] == "qwen2"
-    for rank in range(2):
-        ours = summarize_rank(convert.output / f"rank{rank}.safetensors")
-        theirs = summarize_rank(base / f"rank{rank}.safetensors")
-        assert ours.items() >= theirs.items()
-        assert theirs["transformer.layers.1.attention.qkv.bias"][0] == "bfloat16"
-
-
-def test_fp8_weight_without_its_scale(convert: Converter, tmp_path: Path) -> None:
-    base = make_fp8_checkpoint(tmp_path / "base")
-    tensors = load_file(base / "rank1.safetensors")
-    scale = "transformer.layers.1.mlp.fc.weights_scaling_factor"
-    del tensors[scale]
-    save_file(tensors, base / "rank1.safetensors")
-    error = convert.fail(
-        base_model_checkpoint_dir=base, drafter_model_dir=make_drafter(tmp_path, vocab=512)
-    )
-    assert error.message == f"{base / 'rank1.safetensors'} lacks 1 tensor: {scale}"
 
 
 def test_config_of_a_1_x_target_is_cut_down_for_0_14(convert: Converter, tmp_path: Path) -> None:
@@ -456,57 +327,3 @@ def test_conversion_imports_no_torch(source: Source, tmp_path: Path) -> None:
         check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Peak memory of the process for a model of 32 MB and one of 128 MB, sparse on disk.
-
-    Mapped pages of the source count too.
-    """
-    peaks = []
-    for num_layers in (1, 4):
-        folder = make_sparse_llama(tmp_path / f"model{num_layers}", num_layers)
-        program = (
-            "from specdec.convert.cli import command\n"
-            f"command.main(['--model-dir', {str(folder)!r}, '--workers', '2', '--output-dir',"
-            f" {str(tmp_path / f'out{num_layers}')!r}], standalone_mode=False)\n"
-            "status = dict(line.split(':') for line in open('/proc/self/status'))\n"
-            "print(int(status['VmHWM'].split()[0]) // 1024)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60,
-            check=True,
-        )  # fmt: skip
-        peaks.append(int(done.stdout))
-        shutil.rmtree(tmp_path / f"out{num_layers}")
-    small, large = peaks
-    assert large < small + 40  # in MB; the models differ by 96
-    assert large < 200
-
-
-def make_sparse_llama(folder: Path, num_layers: int) -> Path:
-    """Write a Llama whose tensors are all holes: 32 MB a layer."""
-    hidden, inner = 1024, 4096
-    config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": num_layers, "num_attention_heads": 8, "vocab_size": 64,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    shapes: dict[str, list[int]] = {
-        "model.embed_tokens.weight": [64, hidden],
-        "lm_head.weight": [64, hidden],
-        "model.norm.weight": [hidden],
-    }
-    for layer in range(num_layers):
-        for name, shape in {
-            "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
-            "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden],
-            "mlp.down_proj": [hidden, inner],
-            **{f"self_attn.{part}_proj": [hidden, hidden] for part in "qkvo"},
-        }.items():  # fmt: skip
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    write_sparse(folder / "model.safetensors", shapes, "BF16")
-    return folder

@@ -207,9 +207,9 @@ import json, sys
 from pathlib import Path
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
-model, output = sys.argv[1:]
+model, output, dtype = sys.argv[1:]
 convert_model(ConvertSettings(model_dir=model, output_dir=Path(output), tp_size=2,
-              dtype="float16", workers=2))
+              dtype=dtype, workers=2))
 with open("/proc/self/status") as status:
     print(next(line for line in status if line.startswith("VmHWM")).split()[1])
 """
@@ -246,12 +246,14 @@ def make_hollow(source: Path, folder: Path, *, num_layers: int) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells the peak on Linux alone")
-def test_memory_does_not_grow_with_the_model(source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "auto"])
+def test_memory_does_not_grow_with_the_model(dtype: str, source: Source, tmp_path: Path) -> None:
+    """Whether rows are cast or copied; mapped pages of the source would count too."""
     peaks = {}
     for num_layers in (1, 5):
         model = make_hollow(source(MODEL), tmp_path / f"model{num_layers}", num_layers=num_layers)
         done = subprocess.run(
-            [sys.executable, "-c", PEAK, model, tmp_path / f"out{num_layers}"],
+            [sys.executable, "-c", PEAK, model, tmp_path / f"out{num_layers}", dtype],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
         peaks[num_layers] = int(done.stdout) / 1024

@@ -21,6 +21,7 @@ from tests.conftest import (
     make_llama,
     make_medusa_heads,
 )
+from tests.convert.conftest import Converter
 from tests.convert.test_eagle import copy_drafter, to_safeailab, to_specforge, to_speculators
 from tests.engines import run_cli_here
 
@@ -116,6 +117,28 @@ def test_a_drafter_is_told_by_what_it_holds(name: str, target: Path, tmp_path: P
     assert done.returncode == 1
     assert f"--{other}-model-dir {drafter} is " in done.stderr
     assert f"as --{option.replace('_', '-')}, beside" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ReDrafter A", "Medusa", "EAGLE-1", "EAGLE-3", "DFlash z-lab"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_drafter_added_to_a_checkpoint(
+    name: str, tp_size: int, target: Path, convert: Converter, tmp_path: Path
+) -> None:
+    """Comes to what one step writes; there is room for one drafter."""
+    option, make = FORMATS[name]
+    (tmp_path / "made").mkdir()
+    flags: dict[str, Any] = {option: str(make(tmp_path / "made"))}
+    direct = convert(model_dir=target, tp_size=tp_size, output_dir=tmp_path / "direct", **flags)
+    base = convert(model_dir=target, tp_size=tp_size, output_dir=tmp_path / "base")
+    convert(base_model_checkpoint_dir=base, **flags)
+    for path in sorted(direct.iterdir()):
+        if path.name != "manifest.json":
+            assert (convert.output / path.name).read_bytes() == path.read_bytes()
+    error = convert.fail(
+        base_model_checkpoint_dir=convert.output, output_dir=tmp_path / "twice", **flags
+    )
+    method = option.split("_")[0].replace("drafter", "redrafter")
+    assert error.message == f"{convert.output} already holds a {method} drafter"
 
 
 def save(folder: Path, config: dict[str, Any] | None, *names: str) -> None:

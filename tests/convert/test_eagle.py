@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from specdec.errors import UsageError
 from specdec.files.tensor_file import TensorFile
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from specdec.model.inventory import list_tensors
@@ -544,14 +543,6 @@ def test_flags_and_ranks(
     assert message in error.message
 
 
-@pytest.mark.parametrize(
-    "option", ["max_draft_len", "num_eagle_layers", "max_non_leaves_per_layer"]
-)
-def test_options_without_a_drafter(option: str, target: Path, convert: Converter) -> None:
-    with pytest.raises(UsageError, match="has no effect without --eagle-model-dir"):
-        convert(model_dir=target, **{option: 4})
-
-
 def test_a_target_saved_with_its_drafter(target: Path, convert: Converter, tmp_path: Path) -> None:
     folder = tmp_path / "together"
     shutil.copytree(target, folder)
@@ -577,23 +568,6 @@ def test_no_head_to_draft_with(
 
 
 # ---- An existing checkpoint as the target.
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_a_drafter_added_to_a_checkpoint(
-    version: int, target: Path, eagle1: Path, eagle3: Path, convert: Converter, tmp_path: Path
-) -> None:
-    flags: dict[str, Any] = {"eagle_model_dir": str(eagle1 if version == 1 else eagle3)}
-    direct = convert(model_dir=target, tp_size=2, output_dir=tmp_path / "direct", **flags)
-    base = convert(model_dir=target, tp_size=2, output_dir=tmp_path / "base")
-    convert(base_model_checkpoint_dir=base, **flags)
-    for path in sorted(direct.iterdir()):
-        if path.name != "manifest.json":
-            assert (convert.output / path.name).read_bytes() == path.read_bytes()
-    error = convert.fail(
-        base_model_checkpoint_dir=convert.output, output_dir=tmp_path / "twice", **flags
-    )
-    assert error.message == f"{convert.output} already holds a eagle drafter"
 
 
 def test_a_drafter_beside_an_fp8_target_is_not_quantized(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
 from specdec.model.tensors import list_linears, list_target_tensors
 from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.convert.checkpoints import read_config, set_config
 from tests.convert.conftest import Converter
 from tests.convert.golden_models import GOLDEN, summarize_rank
 
@@ -35,11 +37,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-fp8-fp8kv-tp1": ("llama", {"kv_cache_dtype": "fp8"}),
     "qwen2-fp8-tp1": ("qwen2", {}),
 }
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -91,28 +88,47 @@ def test_we_write_what_modelopt_writes(name: str, convert: Converter, tmp_path: 
     assert config["logits_dtype"] == "float32"  # as TensorRT-LLM's own converters write
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULTS = [
+    "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
+    "*shared_expert_gate",
+]  # fmt: skip
+MODULES = [
+    "drafter", "drafter.layers", "drafter.lm_head", "drafter.rnn_u", "drafter.rnn_w",
+    "drafter.layers.0", "drafter.layers.0.linear", "drafter.layers.1", "drafter.layers.1.linear",
+    "drafter.input_proj",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "version"),
+    [
+        *((name, ["lm_head"], "1.2") for name in CASES), ("llama-fp8-tp2", ["lm_head"], "0.14"),
+        ("llama-fp8-tp1", None, "1.2"), ("llama-fp8-tp1", [], "1.2"),
+        ("llama-fp8-fp8kv-tp1", None, "0.14"), ("llama-fp8-fp8kv-tp1", [], "0.14"),
+    ],
+)  # fmt: skip
 def test_modelopts_own_output_takes_a_drafter(
-    name: str, convert: Converter, tmp_path: Path
+    name: str, listed: list[str] | None, version: str, convert: Converter, tmp_path: Path
 ) -> None:
-    base = MODELOPT / "trtllm" / name
+    """The target keeps its bytes; no module of the drafter is said to be quantized."""
+    base = tmp_path / "base"
+    shutil.copytree(MODELOPT / "trtllm" / name, base, copy_function=shutil.copyfile)
+    own = read_config(base)
+    set_config(base, quantization=own["quantization"] | {"exclude_modules": listed})
     drafter = make_drafter(tmp_path, vocab=512, exit_dim=96, dtype="bfloat16")
-    convert(base_model_checkpoint_dir=base, drafter_model_dir=drafter)
+    convert(base_model_checkpoint_dir=base, drafter_model_dir=drafter, trtllm_version=version)
     config = read_config(convert.output)
-    modules = {
-        "drafter", "drafter.input_proj", "drafter.lm_head", "drafter.rnn_u", "drafter.rnn_w",
-        "drafter.layers", *(f"drafter.layers.{i}" for i in range(2)),
-        *(f"drafter.layers.{i}.linear" for i in range(2)),
-    }  # fmt: skip
-    excluded = config["quantization"]["exclude_modules"]
-    assert set(excluded) == {"lm_head"} | modules
-    assert len(excluded) == 1 + len(modules)
-    assert config.get("qwen_type") == ("qwen2" if "qwen2" in name else None)
+    assert config["quantization"]["exclude_modules"] == (listed or DEFAULTS) + MODULES
+    is_qwen = "qwen2" in name  # of whose biases and type ModelOpt's config.json says nothing
+    assert "attn_bias" not in own or not is_qwen
+    assert config.get("qwen_type") == ("qwen2" if is_qwen else None)
+    assert (config["architecture"] == "ReDrafterForQWenLM") == is_qwen
     for path in sorted(base.glob("rank*")):
         ours, theirs = summarize_rank(convert.output / path.name), summarize_rank(path)
         added = {key: ours.pop(key) for key in list(ours) if key.startswith("drafter.")}
         assert ours == theirs
         assert {dtype for dtype, _, _ in added.values()} == {"bfloat16"}
+        assert len(added) == 10
     parsed = read_checkpoint_config(convert.output)
     assert parsed.quantization.quant_algo == "FP8"
     assert parsed.quantization.excludes("drafter.input_proj")
@@ -129,6 +145,7 @@ def copy_base(folder: Path, **values: Any) -> Path:
     return folder
 
 
+FC_SCALE = "transformer.layers.1.mlp.fc.weights_scaling_factor"
 CACHE = "transformer.layers.1.attention.kv_cache_scaling_factor"
 
 
@@ -138,6 +155,7 @@ CACHE = "transformer.layers.1.attention.kv_cache_scaling_factor"
         ({"rotary_base": None}, (), "rotary_base is missing, as ModelOpt leaves it out",
          "rope_theta and rope_scaling of the model's own config.json"),
         ({}, (CACHE,), f"lacks 1 tensor: {CACHE}", ""),
+        ({}, (FC_SCALE,), f"lacks 1 tensor: {FC_SCALE}", ""),
         ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.fc"]}}, (),
          "layers.0.mlp.fc is float8_e4m3fn, config.json says unquantized", ""),
         ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["*.layers.7.*"]}}, (),

@@ -293,25 +293,6 @@ def test_tp_size_that_does_not_divide(convert: Converter, tmp_path: Path) -> Non
 # ---- An existing checkpoint as the target.
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_heads_added_to_a_checkpoint(
-    tp_size: int, source: Source, convert: Converter, tmp_path: Path
-) -> None:
-    flags: dict[str, Any] = {"medusa_model_dir": str(source(HEADS))}
-    direct = convert(
-        model_dir=source(TARGET), tp_size=tp_size, output_dir=tmp_path / "direct", **flags
-    )
-    base = convert(model_dir=source(TARGET), tp_size=tp_size, output_dir=tmp_path / "base")
-    convert(base_model_checkpoint_dir=base, **flags)
-    for path in sorted(direct.iterdir()):
-        if path.name != "manifest.json":
-            assert (convert.output / path.name).read_bytes() == path.read_bytes()
-    error = convert.fail(
-        base_model_checkpoint_dir=convert.output, output_dir=tmp_path / "twice", **flags
-    )
-    assert error.message == f"{convert.output} already holds a medusa drafter"
-
-
 MODULES = [
     f"medusa_heads.{head}.{module}"
     for head in (0, 1)
