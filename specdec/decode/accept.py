@@ -128,16 +128,45 @@ def accept_batch(
             for row, result in zip(rows, found, strict=True):
                 results[row] = result
         return results
-    walks = {b: _Walk(candidates[b], samplers[b], positions[b]) for b in sampled}
-    while walking := [b for b, walk in walks.items() if walk.bonus is None]:
-        ends = [walks[b].path[-1] for b in walking]
-        probs = process_logits(logits[walking, ends], [samplers[b].params for b in walking])
-        drawn = draw(probs, [walks[b].get_uniform(CHOICE) for b in walking])
-        for at, row in enumerate(walking):
-            walks[row].advance(probs[at], drawn[at])
-    for row, walk in walks.items():
-        assert walk.bonus is not None
-        results[row] = (walk.path, walk.bonus)
+    for row, result in _walk(candidates, logits, samplers, positions, sampled).items():
+        results[row] = result
+    return results
+
+
+def _walk(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    rows: Sequence[int],
+) -> dict[int, Accepted]:
+    """Follow sampled rows down their trees, all of them a node at a time."""
+    paths, results = {row: [0] for row in rows}, dict[int, Accepted]()
+    children = {row: map_children(candidates[row].tree) for row in rows}
+    while walking := [row for row in rows if row not in results]:
+        ends = [paths[row][-1] for row in walking]
+        places = [positions[row] + len(paths[row]) - 1 for row in walking]
+        probs = process_logits(logits[walking, ends], [samplers[row].params for row in walking])
+        uniforms = [
+            samplers[row].get_uniform(CHOICE, place)
+            for row, place in zip(walking, places, strict=True)
+        ]
+        for at, (row, choice) in enumerate(zip(walking, draw(probs, uniforms), strict=True)):
+            end, draft_probs = ends[at], candidates[row].draft_probs
+            child = children[row].get((end, choice)) if draft_probs is None else None
+            if draft_probs is not None and end < len(draft_probs):
+                # Leviathan et al. 2023, algorithm 1: a token drawn with probability q is kept with
+                # probability min(1, p / q), else replaced by one drawn from what p has beyond q.
+                token = int(candidates[row].tree.tokens[end + 1])
+                p, q = float(probs[at][token]), float(draft_probs[end][token])
+                if samplers[row].get_uniform(ACCEPT, places[at]) * q < p:
+                    child = end + 1
+                else:
+                    choice = draw_residual(probs[at], draft_probs[end], uniforms[at])
+            if child is None:
+                results[row] = paths[row], choice
+            else:
+                paths[row].append(child)
     return results
 
 
@@ -221,44 +250,3 @@ def accept_at_once(
             end += 1
         results.append((list(range(end + 1)), row_tokens[end]))
     return results
-
-
-class _Walk:
-    """One sampled row's way down its tree, a node at a time."""
-
-    def __init__(self, candidates: Candidates, sampler: Sampler, position: int) -> None:
-        self.path = [0]
-        self.bonus: int | None = None
-        self._candidates = candidates
-        self._children = map_children(candidates.tree)
-        self._sampler = sampler
-        self._position = position
-
-    def get_uniform(self, stream: int) -> float:
-        """The random number of the token that is now to be decided."""
-        return self._sampler.get_uniform(stream, self._position + len(self.path) - 1)
-
-    def advance(self, probs: Tensor, choice: int) -> None:
-        """Enter a child, or end with the bonus token.
-
-        probs: [V], the target's at the walk's end; `choice` was drawn from it.
-        """
-        end = self.path[-1]
-        draft_probs = self._candidates.draft_probs
-        if draft_probs is None:
-            child = self._children.get((end, choice))
-            if child is None:
-                self.bonus = choice
-            else:
-                self.path.append(child)
-        elif end == len(draft_probs):
-            self.bonus = choice
-        else:
-            # Leviathan et al. 2023, algorithm 1: a token drawn with probability q is kept with
-            # probability min(1, p / q), else replaced by one drawn from what p has beyond q.
-            token = int(self._candidates.tree.tokens[end + 1])
-            p, q = float(probs[token]), float(draft_probs[end][token])
-            if self.get_uniform(ACCEPT) * q < p:
-                self.path.append(end + 1)
-            else:
-                self.bonus = draw_residual(probs, draft_probs[end], self.get_uniform(CHOICE))
