@@ -488,7 +488,10 @@ def test_residual() -> None:
 
 def test_streams_are_independent_and_repeatable() -> None:
     first, again = (Sampler(SamplingParams(temperature=1, seed=9), 500) for _ in range(2))
-    others = [Sampler(SamplingParams(temperature=1, seed=n), 500) for n in (10, 9 + 2**32)]
+    others = [
+        Sampler(SamplingParams(temperature=1, seed=n), 500)
+        for n in (8, 10, 9 + 2**16, 9 + 2**32, 9 + 2**63)
+    ]
     numbers = np.array([[first.get_uniform(s, n) for n in range(500)] for s in range(3)])
     assert numbers.min() >= 0
     assert numbers.max() < 1
