@@ -620,6 +620,15 @@ def test_base_config(
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype has no effect without --quantization"),
         ({"calib_size": 5}, "--calib-size has no effect without --quantization"),
         ({"quantization": "fp8"}, "--quantization fp8 without --calibration-data"),
+        ({"group_size": 32}, "--group-size has no effect without --quantization"),
+        ({"quantization": "nvfp4", "group_size": 32}, "--group-size has no effect with"),
+        ({"quantization": "int4_awq", "group_size": 48}, "has groups of 32, 64, 128"),
+        ({"quantization": "int4_awq"}, "--quantization int4_awq without --calibration-data"),
+        ({"quantization": "fp8_pc_pt", "calib_size": 3}, "--quantization fp8_pc_pt needs no"),
+        (
+            {"quantization": "fp8_pc_pt", "kv_cache_dtype": "fp8"},
+            "--quantization fp8_pc_pt without --calibration-data",
+        ),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_or_have_no_effect(

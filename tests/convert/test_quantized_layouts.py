@@ -292,27 +292,6 @@ def test_dead_inputs_and_dead_weights_keep_a_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"group_size": 32}, "--group-size has no effect without --quantization"),
-        ({"quantization": "nvfp4", "group_size": 32}, "--group-size has no effect with"),
-        ({"quantization": "int4_awq", "group_size": 48}, "has groups of 32, 64, 128"),
-        ({"quantization": "int4_awq"}, "--quantization int4_awq without --calibration-data"),
-        ({"quantization": "fp8_pc_pt", "calib_size": 3}, "--quantization fp8_pc_pt needs no"),
-        (
-            {"quantization": "fp8_pc_pt", "kv_cache_dtype": "fp8"},
-            "--quantization fp8_pc_pt without --calibration-data",
-        ),
-    ],
-)
-def test_flags_that_do_not_fit(
-    flags: dict[str, Any], message: str, convert: Converter, tmp_path: Path
-) -> None:
-    error = convert.fail(model_dir=tmp_path / "never-opened", **flags)
-    assert message in error.message
-
-
-@pytest.mark.parametrize(
     ("quantization", "flags", "message", "hint"),
     [
         ("int4_awq", {"group_size": None}, "64 columns that a rank has are no multiple", "size 64"),

@@ -19,6 +19,7 @@ from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.tensors import list_linears
 from tests.conftest import make_drafter
+from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter
 from tests.convert.quantized import (
     CASES,
@@ -28,7 +29,7 @@ from tests.convert.quantized import (
     change_folder,
     make_quantized,
 )
-from tests.families import CLASSES
+from tests.families import CLASSES, EXPERTS
 from tests.four_bits import read_weight
 
 FOUR_BITS = [name for name, case in CASES.items() if case.kept in int4.INT4_ALGORITHMS]
@@ -199,55 +200,36 @@ def test_ranks_have_their_part_of_the_four_bits(
     assert np.array_equal(read_weight(qkv[0], 0, 128)[rows], read_weight(qkv[1], 0, 64))
 
 
-@pytest.mark.parametrize("family", CLASSES)
-def test_every_family_is_read(family: str, convert: Converter, tmp_path: Path) -> None:
-    """Quantized, its checkpoint is byte for byte that of the unquantized weights."""
-    # The experts of some are narrower than a group.
-    case = CASES["gptq-whole-rows" if family.endswith("_moe") else "gptq-act-order"]
+# The experts of some are narrower than a group. AWQ, too, for biases and fused projections.
+FAMILY_CASES = [
+    *((f, "gptq-whole-rows" if f.endswith("_moe") else "gptq-act-order") for f in CLASSES),
+    *((family, "awq") for family in ("qwen2", "phi3", "gpt2")),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CASES)
+def test_every_family_is_read(family: str, name: str, convert: Converter, tmp_path: Path) -> None:
+    """With plain weights, its checkpoint is byte for byte that of the unquantized model; and its
+    four bits stand for the same."""
+    case = CASES[name]
     source, plain = make_quantized(tmp_path, case, family=family)
     convert(model_dir=source, dequantize=True)
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": None}
-    (source / "config.json").write_text(json.dumps(config))
+    if family not in EXPERTS:
+        written = load_file(convert.output / "rank0.safetensors")
+        kept = TensorFile(
+            convert(model_dir=source, output_dir=tmp_path / "kept") / "rank0.safetensors"
+        )
+        for module in list_linears(read_checkpoint_config(convert.output).model):
+            matrix, own = int4.Int4Matrix(kept, module), written[f"{module}.weight"]
+            weight = torch.from_numpy(read_weight(matrix, 0, matrix.shape[0]))
+            assert torch.equal(weight.half().to(own.dtype), own), module
+    set_config(source, quantization_config=None)
     dtype = getattr(torch, case.dtype)
     tensors = {name: tensor.to(dtype) for name, tensor in plain.items()}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     unquantized = convert(model_dir=source, output_dir=tmp_path / "unquantized")
-    for name in ("rank0.safetensors", "config.json"):
-        assert (convert.output / name).read_bytes() == (unquantized / name).read_bytes()
-
-
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt2"])
-@pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
-def test_other_families(name: str, family: str, convert: Converter, tmp_path: Path) -> None:
-    """Biases and fused projections: the four bits stand for what the plain weights are."""
-    source, plain = make_quantized(tmp_path, CASES[name], family=family)
-    kept = TensorFile(convert(model_dir=source) / "rank0.safetensors")
-    plainly = tmp_path / "plain"
-    convert(model_dir=source, dequantize=True, output_dir=plainly)
-    written = load_file(plainly / "rank0.safetensors")
-    for module in list_linears(read_checkpoint_config(plainly).model):
-        weight = read_weight(
-            int4.Int4Matrix(kept, module), 0, int4.Int4Matrix(kept, module).shape[0]
-        )
-        restored = torch.from_numpy(weight).half().to(written[f"{module}.weight"].dtype)
-        assert torch.equal(restored, written[f"{module}.weight"]), module
-    if family == "qwen2":
-        bias = torch.cat([plain[f"{Q_PROJ[:-6]}{part}_proj.bias"] for part in "qkv"])
-        assert torch.equal(written["transformer.layers.0.attention.qkv.bias"], bias)
-
-
-def test_a_drafter_stays_plain_beside_four_bits(convert: Converter, tmp_path: Path) -> None:
-    source, _ = make_quantized(tmp_path, CASES["compressed"])
-    drafter = make_drafter(tmp_path, vocab=67, dtype="bfloat16")
-    convert(model_dir=source, drafter_model_dir=drafter)
-    checkpoint = read_checkpoint_config(convert.output)
-    assert checkpoint.drafter is not None
-    file = TensorFile(convert.output / "rank0.safetensors")
-    own = [name for name in file.tensors if name.startswith("drafter.")]
-    assert {file.tensors[name].dtype for name in own} == {"bfloat16"}
-    modules = {name.rpartition(".")[0] for name in own if name.endswith(".weight")}
-    assert all(checkpoint.quantization.excludes(module) for module in modules)
-    assert checkpoint.quantization.excludes("transformer.layers.0.mlp.fc") is False
+    for file in ("rank0.safetensors", "config.json"):
+        assert (convert.output / file).read_bytes() == (unquantized / file).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "modelopt-int4"])
@@ -258,6 +240,12 @@ def test_a_checkpoint_with_four_bits_takes_a_drafter(
     source, _ = make_quantized(tmp_path, CASES[name])
     drafter = make_drafter(tmp_path, vocab=67, dtype=CASES[name].dtype)
     at_once = convert(model_dir=source, drafter_model_dir=drafter)
+    quantization = read_checkpoint_config(at_once).quantization
+    infos = TensorFile(at_once / "rank0.safetensors").tensors
+    own = [name for name in infos if name.startswith("drafter.")]
+    assert {infos[name].dtype for name in own} == {CASES[name].dtype}
+    assert all(quantization.excludes(n[:-7]) for n in own if n.endswith(".weight"))
+    assert quantization.excludes("transformer.layers.0.mlp.fc") is False
     base = convert(model_dir=source, output_dir=tmp_path / "base")
     added = convert(
         base_model_checkpoint_dir=base, drafter_model_dir=drafter, output_dir=tmp_path / "added"
@@ -314,7 +302,10 @@ def test_biases_of_zeros_are_left_out(convert: Converter, tmp_path: Path) -> Non
     assert f"would not use: {Q_PROJ}.bias" in error.message
 
 
-def test_cache_scales_come_along(convert: Converter, tmp_path: Path) -> None:
+def test_scales_of_the_cache(
+    convert: Converter, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """They come along; plain weights have none."""
     source, _ = make_quantized(tmp_path, CASES["modelopt-int4"])
     scales = {
         f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale": torch.tensor(value)
@@ -326,16 +317,9 @@ def test_cache_scales_come_along(convert: Converter, tmp_path: Path) -> None:
     written = load_file(convert.output / "rank0.safetensors")
     assert written["transformer.layers.1.attention.kv_cache_scaling_factor"].item() == 0.5
     assert read_checkpoint_config(convert.output).quantization.kv_cache_quant_algo == "FP8"
-
-
-def test_a_cache_of_plain_weights_has_no_scales(
-    convert: Converter, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    source, _ = make_quantized(tmp_path, CASES["fp8-static"])
-    name = "model.layers.0.self_attn.k_proj.k_scale"
-    change_folder(source, {name: torch.tensor(0.5)})
-    convert(model_dir=source, dequantize=True)
+    convert(model_dir=source, dequantize=True, force=True)
     assert "the scales of its K/V cache are left out" in log.text
+    assert not any("cache" in n for n in load_file(convert.output / "rank0.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["fp8-weights", "modelopt-nvfp4-weights", "gptq-8-bits"])
@@ -451,42 +435,34 @@ def test_a_nan_scale_is_found_in_plain_weights_too(convert: Converter, tmp_path:
 KEPT = ["awq", "gptq", "compressed", "fp8-static", "fp8-channel", "modelopt-int4", "modelopt-nvfp4"]
 
 
+@pytest.mark.parametrize("module", [Q_PROJ, "lm_head", "model.embed_tokens"])
 @pytest.mark.parametrize("name", KEPT)
-def test_a_half_quantized_linear(name: str, convert: Converter, tmp_path: Path) -> None:
-    """One problem, and the remedy that it names works."""
-    source, plain = make_quantized(tmp_path, CASES[name], layers=1)
-    own = [key for key in load_file(source / "model.safetensors") if key.startswith(Q_PROJ)]
-    weight = plain[f"{Q_PROJ}.weight"].to(getattr(torch, CASES[name].dtype))
-    change_folder(source, {**dict.fromkeys(own), f"{Q_PROJ}.weight": weight})
-    error = convert.fail(model_dir=source)
-    assert "which make one linear of the checkpoint, 2 are quantized" in error.message
-    assert len(error.problems) == 1
-    assert error.hint.startswith("add --dequantize")
-    convert(model_dir=source, dequantize=True)
-    written = load_file(convert.output / "rank0.safetensors")[
-        "transformer.layers.0.attention.qkv.weight"
-    ]
-    assert torch.equal(written[: len(weight)], weight)
-
-
-@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
-@pytest.mark.parametrize("name", KEPT)
-def test_a_quantized_head_or_embedding(
+def test_what_a_checkpoint_holds_plain_only(
     name: str, module: str, convert: Converter, tmp_path: Path
 ) -> None:
+    """A linear that is quantized in part, a head, an embedding: one problem, and the remedy that it
+    names works."""
     case = CASES[name]
     source, plain = make_quantized(tmp_path, case, layers=1, vocab=64)
-    packed, restored = case.pack(plain[f"{module}.weight"], torch.Generator().manual_seed(0))
-    own = {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
-    change_folder(source, {f"{module}.weight": None, **own})
+    weight = plain[f"{module}.weight"].to(getattr(torch, case.dtype))
+    if module == Q_PROJ:
+        own = [key for key in load_file(source / "model.safetensors") if key.startswith(Q_PROJ)]
+        change_folder(source, {**dict.fromkeys(own), f"{Q_PROJ}.weight": weight})
+        words = "which make one linear of the checkpoint, 2 are quantized"
+        place = "transformer.layers.0.attention.qkv"
+    else:
+        packed, weight = case.pack(weight, torch.Generator().manual_seed(0))
+        tensors = {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
+        change_folder(source, {f"{module}.weight": None, **tensors})
+        words = f"{module} is quantized, of which a checkpoint holds plain weights only"
+        place = "lm_head" if module == "lm_head" else "transformer.vocab_embedding"
     error = convert.fail(model_dir=source)
-    assert f"{module} is quantized, of which a checkpoint holds plain weights only" in error.message
+    assert words in error.message
     assert len(error.problems) == 1
     assert error.hint.startswith("add --dequantize")
     convert(model_dir=source, dequantize=True)
-    name = "lm_head.weight" if module == "lm_head" else "transformer.vocab_embedding.weight"
-    written = load_file(convert.output / "rank0.safetensors")[name]
-    assert torch.equal(written, restored.to(written.dtype))
+    written = load_file(convert.output / "rank0.safetensors")[f"{place}.weight"]
+    assert torch.equal(written[: len(weight)], weight.to(written.dtype))
 
 
 def test_splits_that_cut_groups_or_orders(convert: Converter, tmp_path: Path) -> None:
@@ -520,20 +496,16 @@ def test_gptqmodel_carries_ones_through_words(convert: Converter, tmp_path: Path
     assert "zeros are stored as 15" in error.message
 
 
-def test_flags_that_do_not_go_together(convert: Converter, tmp_path: Path) -> None:
+def test_a_folder_that_does_not_say_that_it_is_quantized(
+    convert: Converter, tmp_path: Path
+) -> None:
     source, _ = make_quantized(tmp_path, CASES["awq"], layers=1)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"input_ids": [1, 2, 3]}\n')
-    flags = {"quantization": "fp8", "calibration_data": rows}
-    assert "is quantized already (AWQ" in convert.fail(model_dir=source, **flags).message
-    change = {"quantization_config": None}
-    config = json.loads((source / "config.json").read_text()) | change
-    (source / "config.json").write_text(json.dumps(config))
+    set_config(source, quantization_config=None)
     error = convert.fail(model_dir=source, dequantize=True)
     assert "does not say that it is quantized" in error.message
-    error = convert.fail(model_dir=source)
-    assert "lacks" in error.message
-    assert "qweight" in error.message
+    message = convert.fail(model_dir=source).message
+    assert "lacks" in message
+    assert "qweight" in message
 
 
 @pytest.mark.parametrize(
