@@ -34,11 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def list_flags(folder: Path, *args: object) -> list[object]:
     engine = ["--engine-dir", folder / "engine", "--tokenizer-dir", folder / "tokenizer"]
-    return ["run", *engine, *args]
+    return [*engine, *args]
 
 
 def run(folder: Path, *args: object) -> dict[str, Any]:
-    done = run_cli_here(*list_flags(folder, "--json", *args))
+    done = run_cli_here("run", *list_flags(folder, "--json", *args))
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -70,7 +70,7 @@ def test_json_report(folder: Path) -> None:
 
 def test_a_pasted_share_of_gpu_memory_is_no_error(folder: Path) -> None:
     pasted = ["--max_output_len", 5, "--kv_cache_free_gpu_memory_fraction=0.4"]
-    done = run_cli_here(*list_flags(folder, "--input_text", "def a", *pasted))
+    done = run_cli_here("run", *list_flags(folder, "--input_text", "def a", *pasted))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("--kv-cache-free-gpu-memory-fraction has no effect") == 1
 
@@ -78,7 +78,7 @@ def test_a_pasted_share_of_gpu_memory_is_no_error(folder: Path) -> None:
 def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
     """As a process, which the other tests spare."""
     flags = ["--max-output-len", 5, "--output-file", tmp_path / "out.txt", "--run-profiling"]
-    done = run_cli(*list_flags(folder, "--input-text", "ab", "cd", *flags))
+    done = run_cli("run", *list_flags(folder, "--input-text", "ab", "cd", *flags))
     assert done.returncode == 0, done.stderr
     assert 'Input [Text 0]: "ab"\nOutput [Text 0 Beam 0]: "' in done.stdout
     assert 'Input [Text 1]: "cd"\nOutput [Text 1 Beam 0]: "' in done.stdout
@@ -135,7 +135,7 @@ def test_end_tokens_of_the_generation_config(folder: Path, tmp_path: Path) -> No
 
 def test_limits_name_every_prompt(folder: Path) -> None:
     texts = ["ab", "y " * 40, "cd"]
-    done = run_cli_here(*list_flags(folder, "--input-text", *texts, "--max-output-len", 511))
+    done = run_cli_here("run", *list_flags(folder, "--input-text", *texts, "--max-output-len", 511))
     assert done.returncode == 1
     assert done.stdout == ""
     error, hint = read_error_lines(done.stderr)
@@ -194,7 +194,7 @@ def test_an_output_is_replaced_only_with_force(
     for path in (out, logits):
         path.write_text("kept")
         with pytest.raises(SpecDecError, match=f"{path} exists"):
-            call(*run)
+            call("run", *run)
         assert [p.read_text() for p in tmp_path.iterdir()] == ["kept"]
         path.unlink()
 
@@ -205,9 +205,9 @@ def test_an_output_is_replaced_only_with_force(
     with monkeypatch.context() as patch:
         patch.setattr("specdec.run.pipeline.check_output_file", check_too_early)
         with pytest.raises(SpecDecError, match="made since"):
-            call(*run)
+            call("run", *run)
     assert {p.read_text() for p in tmp_path.iterdir()} == {"kept"}
-    call(*run, "--force")
+    call("run", *run, "--force")
     assert "Output [Text 0 Beam 0]" in out.read_text()
     assert TensorFile(logits).tensors
 
@@ -226,7 +226,7 @@ def test_prompts_that_the_engine_cannot_take(
     file = tmp_path / "prompts.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(SpecDecError, match=match):
-        call(*list_flags(folder, "--input-file", file))
+        call("run", *list_flags(folder, "--input-file", file))
 
 
 def test_prompt_sources_are_exclusive(folder: Path) -> None:
@@ -268,4 +268,4 @@ def test_damaged_engines(folder: Path, tmp_path: Path, name: str, match: str) ->
     damage(tmp_path / "engine", name)
     flags = ["--engine-dir", tmp_path / "engine", "--input-text", "a", "--device", "cpu"]
     with pytest.raises(SpecDecError, match=match):
-        call(*list_flags(folder, *flags))
+        call("run", *list_flags(folder, *flags))

@@ -240,12 +240,6 @@ def test_the_tree_of_an_eagle_engine_stays_within_its_limits(
     assert (len(choices), max(map(len, choices))) == (tokens, layers)
 
 
-def test_eagle_choices_are_dropped_beside_a_dynamic_tree(eagle_folder: EngineFolder) -> None:
-    both = RunSettings(eagle_choices="[[0]]", eagle_use_dynamic_tree=True)
-    with pytest.raises(UsageError, match="a static tree, --eagle-use-dynamic-tree a dynamic"):
-        make_eagle_options(both, eagle_folder)
-
-
 def test_a_dynamic_tree_needs_its_width_and_room_for_it(eagle_folder: EngineFolder) -> None:
     def choose(**settings: Any) -> dict[str, Any]:
         return make_eagle_options(RunSettings(**settings), eagle_folder)
@@ -257,6 +251,8 @@ def test_a_dynamic_tree_needs_its_width_and_room_for_it(eagle_folder: EngineFold
         choose(eagle_use_dynamic_tree=True, eagle_dynamic_tree_max_top_k=5)
     with pytest.raises(UsageError, match="--eagle-tree-tokens"):
         choose(eagle_tree_tokens=5)
+    with pytest.raises(UsageError, match="a static tree, --eagle-use-dynamic-tree a dynamic"):
+        choose(eagle_choices="[[0]]", eagle_use_dynamic_tree=True)
 
 
 def test_eagle_decodes_greedily_whatever_the_temperature(eagle_folder: EngineFolder) -> None:

@@ -161,7 +161,7 @@ def test_medusa_gets_a_tree(world: World) -> None:
 
 
 def test_a_redrafter_engine_that_samples(world: World) -> None:
-    settings = {"temperature": "0.7", "max_output_len": 4}
+    settings: dict[str, Any] = {"temperature": "0.7", "max_output_len": 4}
     report = world.run(ENGINES["sampling"](world), make_prompts(4), **settings)
     assert len(report["outputs"][0]["output_ids"]) == 4
 

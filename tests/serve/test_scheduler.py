@@ -200,7 +200,7 @@ def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
 class Plan:
     """How many tokens of prompts a pass reads, of so many, next to what else."""
 
-    decoder: Decoder
+    decoder: object
     size: int
     left: int
     options: dict[str, Any]
