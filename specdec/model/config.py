@@ -15,25 +15,16 @@ from specdec.model.rotary_scaling import find_scaling_problems
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 # What a layer's attention may be, in transformers' names: of a window, or of all tokens.
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Fields that are positive numbers, None where they may be absent and are.
-NUMBERS = (
-    "norm_epsilon", "rotary_base", "rope_local_base_freq", "embedding_multiplier",
-    "attention_multiplier", "residual_multiplier", "output_multiplier_scale",
-    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-)  # fmt: skip
-# The least and the largest of the fields that are whole numbers.
-BOUNDS: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(
-        ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads",
-         "intermediate_size", "max_position_embeddings", "sliding_window"),
-        (1, MAX_SIZE),
-    ),
-    "num_hidden_layers": (1, MAX_MODULES),
-    "head_size": (1, MAX_HEAD_SIZE),
-    "original_max_position_embeddings": (2, MAX_SIZE),
-    "tp_size": (1, MAX_RANKS),
-    "pp_size": (1, MAX_RANKS),
-}  # fmt: skip
+
+
+def size(most: int = MAX_SIZE, *, least: int = 1, **default: Any) -> Any:
+    """A field that is a whole number within these bounds, or None where that is its default."""
+    return dataclasses.field(metadata={"bounds": (least, most)}, **default)
+
+
+def positive(**default: Any) -> Any:
+    """A field that is a positive number, or None where that is its default."""
+    return dataclasses.field(metadata={"is_number": True}, **default)
 
 
 def list_layer_types(num_layers: int, pattern: int | None, first_layer: int = 0) -> tuple[str, ...]:
@@ -68,37 +59,37 @@ class ModelConfig:
 
     architecture: str
     dtype: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_size: int
-    intermediate_size: int
-    norm_epsilon: float
-    max_position_embeddings: int
+    vocab_size: int = size()
+    hidden_size: int = size()
+    num_hidden_layers: int = size(MAX_MODULES)
+    num_attention_heads: int = size()
+    num_key_value_heads: int = size()
+    head_size: int = size(MAX_HEAD_SIZE)
+    intermediate_size: int = size()
+    norm_epsilon: float = positive()
+    max_position_embeddings: int = size()
     hidden_act: str = "silu"
-    rotary_base: float = 10000.0
+    rotary_base: float = positive(default=10000.0)
     rotary_scaling: dict[str, Any] | None = None
     attn_bias: bool = False
     mlp_bias: bool = False
     rotary_pct: float = 1.0
-    sliding_window: int | None = None
-    original_max_position_embeddings: int | None = None
+    sliding_window: int | None = size(default=None)
+    original_max_position_embeddings: int | None = size(least=2, default=None)
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0
     share_embedding_table: bool = False
     layer_types: tuple[str, ...] | None = None
-    rope_local_base_freq: float | None = None
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    output_multiplier_scale: float = 1.0
-    query_pre_attn_scalar: float | None = None
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    tp_size: int = 1
-    pp_size: int = 1
+    rope_local_base_freq: float | None = positive(default=None)
+    embedding_multiplier: float = positive(default=1.0)
+    attention_multiplier: float = positive(default=1.0)
+    residual_multiplier: float = positive(default=1.0)
+    output_multiplier_scale: float = positive(default=1.0)
+    query_pre_attn_scalar: float | None = positive(default=None)
+    attn_logit_softcapping: float | None = positive(default=None)
+    final_logit_softcapping: float | None = positive(default=None)
+    tp_size: int = size(MAX_RANKS, default=1)
+    pp_size: int = size(MAX_RANKS, default=1)
     experts: Experts | None = None
     own_arithmetic: Architecture | None = None
 
@@ -264,3 +255,11 @@ class ModelConfig:
     def _split_inner(self) -> int:
         """The MLP's size that all ranks share; experts have a division of their own."""
         return self.intermediate_size if self.experts is None else self.experts.shared_inner
+
+
+# The least and the largest of the fields that are whole numbers, and the positive numbers.
+_FIELDS = dataclasses.fields(ModelConfig)
+BOUNDS: dict[str, tuple[int, int]] = {
+    field.name: field.metadata["bounds"] for field in _FIELDS if "bounds" in field.metadata
+}
+NUMBERS = [field.name for field in _FIELDS if field.metadata.get("is_number")]
