@@ -55,7 +55,7 @@ def describe_net(net: ModelConfig, dtype: str, architecture: str) -> dict[str, A
 
 
 def describe_norms(eagle3: Eagle3Params) -> dict[str, bool]:
-    """EAGLE-3's norms; all are told, since runtimes differ in what they take for an absent one."""
+    """EAGLE-3's norms; all are written, since runtimes have different defaults."""
     return {name: getattr(eagle3, name) for name in ("norm_before_residual", *Eagle3Params.NEWER)}
 
 

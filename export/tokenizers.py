@@ -1,6 +1,6 @@
 """A target's tokenizer as llama.cpp needs it: a byte-level BPE, or a SentencePiece BPE.
 
-llama.cpp computes the second from scores alone (src/llama-vocab.cpp at 0c1e57098): it merges any
+llama.cpp computes the second only from scores (src/llama-vocab.cpp at 0c1e57098): it merges any
 two neighbours that make a token, that of the highest score first. Hugging Face has a list of merges
 instead. A list is written as scores only where both ways must give the same tokens.
 """

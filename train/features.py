@@ -31,7 +31,7 @@ class OutputHead:
     cap: float | None = None
 
     def take(self, tokens: Tensor) -> OutputHead:
-        """The layer of these tokens alone."""
+        """The layer for these tokens only."""
         bias = None if self.bias is None else self.bias[tokens]
         return dataclasses.replace(self, weight=self.weight[tokens], bias=bias)
 
@@ -46,7 +46,7 @@ class OutputHead:
 
     @functools.cached_property
     def joint_weight(self) -> Tensor:
-        """[V, D], or with a bias [V, D + 1]: the bias is a column beside the weights."""
+        """[V, D], or with a bias [V, D + 1]: the bias is one more column."""
         if self.bias is None:
             return self.weight
         return torch.cat((self.weight, self.bias[:, None].to(self.weight.dtype)), dim=1)

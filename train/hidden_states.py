@@ -5,7 +5,7 @@
     train-00000.safetensors     `hidden` [tokens, D] and `layer.K` [tokens, D] of some of the rows,
     heldout-00000.safetensors   one after another
 
-The folder comes about as a hidden one beside it, file by file, so that a killed run goes on.
+The folder is written as a hidden one next to it, file by file, so that a killed run can go on.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _read_shard(
 
 
 def _write_target(path: Path, target: LiveTarget) -> None:
-    """Write what of the target is read beside its hidden states."""
+    """Write the target's tables, which are read along with its hidden states."""
     table = target.table
     tensors = {"embedding": table}
     head = "none"

@@ -1,4 +1,4 @@
-"""Upload of a finished drafter to the Hugging Face Hub; the token is the environment's alone."""
+"""Upload of a finished drafter to the Hugging Face Hub, with the token of the environment."""
 
 from __future__ import annotations
 

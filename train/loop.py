@@ -31,7 +31,7 @@ def _do_nothing(_: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Where the loop reports to, and who judges; the defaults are other processes' than the main.
+    """Where the loop reports to, and who judges; the defaults are for all but the main process.
 
     measure_acceptance: called at every evaluation, on the main process.
     is_enough: whether an evaluation ends the training; the same on all processes.
@@ -168,7 +168,7 @@ class Loop:
         return measures
 
     def _seed(self, step: int, part: int) -> None:
-        """Let what a drafter draws at random depend on the place in the training alone."""
+        """Let what a drafter draws at random depend only on the place in the training."""
         place = (self.settings.seed, step, part, self.accelerator.process_index)
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 

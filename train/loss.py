@@ -1,6 +1,6 @@
 """Cross-entropy of a wide output layer without ever holding all the logits.
 
-Legend: N labels, C labels of a chunk, E width of the last layer, R of a matrix beside it, V
+Legend: N labels, C labels of a chunk, E width of the last layer, R of a second matrix, V
 vocabulary, P draft positions, K the largest k of top-k accuracy.
 """
 
@@ -143,7 +143,7 @@ def compute_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sum of the labels' losses, each one of them, and the labels' ranks.
 
-    x [N, E], or [N, E + R] with `more` [V, R] beside the weight [V, E], labels and label_weights
+    x [N, E], or [N, E + R] with `more` [V, R] next to the weight [V, E], labels and label_weights
     [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a teacher has a
     share, the divergence from its distribution. Only the first result is differentiable. Ranks are
     NOT_MEASURED unless `measure`. N may be 0. Fused linear and cross-entropy as in

@@ -14,14 +14,14 @@ from .settings import TrainSettings
 
 NUM_STEPS = 400  # if not told otherwise
 EVAL_STEPS = 20
-# Of the top-1 guesses at every draft position: what a row that is known by heart gives.
+# Share of right top-1 guesses at every draft position that a row known by heart gives.
 WANTED_ACCURACY = 0.9
 
 logger = get_logger(__name__)
 
 
 def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
-    """Train on the first row of the data alone; raise SpecDecError where it is not learned."""
+    """Train only on the first row of the data; raise SpecDecError where it is not learned."""
     from .job import load_target, make_drafter, prepare_setup, start_accelerator
     from .loop import Hooks, Loop
     from .rows import prepare_rows

@@ -23,7 +23,7 @@ TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is
 @add_options(*list_options("train"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What `specdec-train` takes; beside the options of each method."""
+    """What `specdec-train` takes, without the options of each method."""
 
     method: str = MODELS_DATA("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str = MODELS_DATA(

@@ -1,4 +1,4 @@
-"""What an interrupted training leaves behind, in `.NAME.training` beside the output folder.
+"""What an interrupted training leaves behind, in `.NAME.training` next to the output folder.
 
     settings.json     what the weights depend on; a resumed training must agree with it
     data/             the tokenized rows
@@ -104,7 +104,7 @@ class TrainingState:
             raise self.refuse_checkpoint() from None
 
     def refuse_checkpoint(self) -> SpecDecError:
-        """The error for a checkpoint that is none of this training's."""
+        """The error for a checkpoint that does not belong to this training."""
         return SpecDecError(f"{self._checkpoint} is damaged", "start over with --force")
 
     def cut_log(self, step: int) -> None:

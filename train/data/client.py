@@ -94,7 +94,7 @@ class Client:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Nobody needs answers any more: whoever waits for another try gives up."""
+        """End all waits for another try: no answers are needed any more."""
         self._closed.set()
 
     def ask(self, context: str | Conversation, seed: int | None) -> Answer:

@@ -1,7 +1,7 @@
 """What every trainable method provides. Legend: B rows, T tokens, D hidden, P draft positions.
 
-Draft position i at place t of a row is about token t+2+i: token t+1 is the target's own, which
-nobody has to guess. N counts the labels of one position, V the vocabulary.
+Draft position i at place t of a row is about token t+2+i: token t+1 comes from the target itself.
+N counts the labels of one position, V the vocabulary.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ of token t+1+i. All the blocks of a row are computed side by side; none sees ano
     context    c0 c1 c2 c3 c4 c5 c6         its labels           x4 x5 x6
 
 With a Markov head (DSpark, https://github.com/deepseek-ai/DeepSpec) every place of a block drafts
-the token after it, the anchor's too, and what a head of its own reads of the token before is added
-to its logits: in training that is the row's own token.
+the token after it, the anchor's too. The head adds to each place's logits what it makes of the
+token before, which in training is the row's own token.
 
 The loss of place i has the weight decay^i. A step takes some anchors of every row, drawn at random
 from those with a label behind them; their losses count for as many as all of these are, so that the

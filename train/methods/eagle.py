@@ -2,7 +2,7 @@
 
 With f_t the target's last hidden state and e the target's embedding, the drafter reads at place t
 the pair of e(x_{t+1}) and f_t, and gives g_t, its guess of f_{t+1}, from which the target's own
-output layer makes the distribution of token t+2. Further on it reads its own guesses in place of
+output layer makes the distribution of token t+2. Further on it reads its own guesses instead of
 features it does not have yet: draft step i at place t reads e(x_{t+1+i}) and step i-1's g_t, and
 attends to the true pairs up to place t and to its own steps before, as in a draft of the engine
 ("training-time test", https://arxiv.org/abs/2503.01840). With one step this is EAGLE-1's recipe.
@@ -13,7 +13,7 @@ attends to the true pairs up to place t and to its own steps before, as in a dra
               over [norm(e) ; norm(s)] and adds to s; its own norm and output layer give the
               distribution; no loss of features. EAGLE-3.1 norms what F reads, as a whole or by
               layers, and may feed the normed state on
-    P-EAGLE   EAGLE-3 whose steps after the first read a mask token's embedding, and in place of s
+    P-EAGLE   EAGLE-3 whose steps after the first read a mask token's embedding, and instead of s
               what F makes of one that is learned: one pass drafts them all
 
 Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
@@ -43,7 +43,7 @@ from ..settings import TrainSettings
 from ..target import Target
 from .base import Drafter, Labels, TrainingMethod, choose_mask_token
 
-# Rotary scalings by which a position's angles depend on the position alone.
+# Rotary scalings by which a position's angles depend only on the position.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
 
 History = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T_i, H] of the steps so far
@@ -102,7 +102,7 @@ class Attention(Projections):
 def make_mask(sizes: list[int], device: torch.device) -> Tensor:
     """[1, 1, T_i, sum of sizes]: a place of the newest step sees the first step up to itself.
 
-    Of the later steps it sees its own place alone. sizes: places of each step, the newest last.
+    It sees only its own place in the later steps. sizes: places of each step, the newest last.
     """
     num_places = sizes[-1]
     first = torch.ones(num_places, sizes[0], dtype=torch.bool, device=device).tril()
@@ -188,7 +188,7 @@ class Eagle(Drafter):
         )
 
     def begin(self, features: Features) -> Tensor:
-        """What the first step reads beside the embeddings, [B, T, D]."""
+        """What the first step reads along with the embeddings, [B, T, D]."""
         raise NotImplementedError
 
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
@@ -323,14 +323,14 @@ class Eagle3(Eagle):
         return normed
 
     def join(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """The state alone; the embedding joins it inside of the first layer."""
+        """Only the state; the embedding joins it inside of the first layer."""
         return state
 
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.d2t is not None:
-            # What is learned is the target's choice among these; the text's tokens do not count.
+            # The target's choice among these is learned; the text's tokens do not count.
             kept = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
             assert features.head is not None
             features = dataclasses.replace(features, head=features.head.take(kept))
@@ -340,7 +340,7 @@ class Eagle3(Eagle):
 
 
 def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
-    """Make a drafter of the target's sizes; an output layer of its own begins as the target's."""
+    """Make a drafter of the target's sizes; EAGLE-3's output layer begins as the target's."""
     assert target.head is not None
     options = as_options(settings, EagleTrain)
     model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
