@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,21 @@ def export(output: Path, **flags: Any) -> dict[str, Any]:
     return export_model(settings)
 
 
+Write = Callable[..., tuple[dict[str, Any], Path]]
+
+
+@pytest.fixture
+def write(target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> Write:
+    """Export the checkpoint of a kind; return the report and the folder."""
+
+    def run(kind: str, to: str, name: str = "", **flags: Any) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path / (name or to)
+        values: dict[str, Any] = {"model_dir": str(target), "to": to, **flags}
+        return export(folder, checkpoint_dir=checkpoints[kind][1], **values), folder
+
+    return run
+
+
 def read_checkpoint(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("config.json", "rank0.safetensors")]
 
@@ -281,36 +297,29 @@ LOADED = {
 
 
 @pytest.mark.parametrize(("kind", "to"), list(LOADED))
-def test_names_are_the_loaders(
-    kind: str, to: str, target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
-    _, checkpoint = checkpoints[kind]
-    report = export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to=to)
-    written = load_file(tmp_path / "out" / "model.safetensors")
+def test_names_are_the_loaders(kind: str, to: str, write: Write) -> None:
+    report, out = write(kind, to)
+    written = load_file(out / "model.safetensors")
     assert set(written) == LOADED[kind, to] == set(report["tensors"])
     if "t2d" in written:
         assert written["t2d"].shape == (VOCAB,)
         drafted = written["d2t"] + torch.arange(70)
         assert written["t2d"].bool().nonzero()[:, 0].tolist() == sorted(drafted.tolist())
-    assert read_manifest(tmp_path / "out", "export").outputs
-    text = (tmp_path / "out" / "README.md").read_text()
+    assert read_manifest(out, "export").outputs
+    text = (out / "README.md").read_text()
     assert report["command"] in text
     assert all(f"`{name}` is not among them" in text for name in report["left_out"])
 
 
-def test_keys_that_runtimes_take_differently_are_told(
-    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_keys_that_runtimes_take_differently_are_told(write: Write) -> None:
     """vLLM takes norm_before_residual for true in speculators' format, speculators for false."""
-    _, checkpoint = checkpoints["eagle3"]
     norms = dict.fromkeys(
         ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False
     )
     configs = {}
     for to in ("vllm", "speculators", "sglang", "trtllm-pytorch", "hf"):
-        flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE", "to": to}
-        export(tmp_path / to, num_draft_tokens=5, **flags)
-        configs[to] = read_json(tmp_path / to / "config.json")
+        _, folder = write("eagle3", to, model_dir="BASE", num_draft_tokens=5)
+        configs[to] = read_json(folder / "config.json")
         assert norms.items() <= configs[to].items()
         assert configs[to]["draft_vocab_size"] == VOCAB  # Edge-LLM knows EAGLE-3 by this key
         # Layers 1, 3, 4 are read: the ones after them are entered.
@@ -323,10 +332,7 @@ def test_keys_that_runtimes_take_differently_are_told(
     assert described["verifier"] == {"name_or_path": "BASE", "architectures": ["LlamaForCausalLM"]}
     assert isinstance(configs["speculators"]["transformer_layer_config"], dict)
     for version, key in (("1.2", "speculative_model_dir"), ("1.3", "speculative_model")):
-        folder = tmp_path / version
-        export(
-            folder, checkpoint_dir=checkpoint, to="trtllm-pytorch", trtllm_version=version
-        )  # fmt: skip
+        _, folder = write("eagle3", "trtllm-pytorch", version, trtllm_version=version)
         assert (folder / "extra_llm_api_options.yaml").read_text().splitlines() == [
             "speculative_config:", "  decoding_type: Eagle3", "  max_draft_len: 3",
             f"  {key}: {folder}", "  eagle3_layers_to_capture: [1, 3, 4]",
@@ -338,11 +344,9 @@ def test_keys_that_runtimes_take_differently_are_told(
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3-reduced"])
 def test_gguf_of_a_drafter(
-    kind: str, target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+    kind: str, checkpoints: dict[str, tuple[Path, Path]], write: Write
 ) -> None:
-    drafter, checkpoint = checkpoints[kind]
-    export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to="gguf")
-    values, tensors = read_gguf(tmp_path / "out" / "model.gguf")
+    values, tensors = read_gguf(write(kind, "gguf")[1] / "model.gguf")
     assert values["general.architecture"] == "eagle3"
     assert values["eagle3.target_layers"] == [2, 4, 5]
     assert values["eagle3.target_hidden_size"] == 64
@@ -350,7 +354,7 @@ def test_gguf_of_a_drafter(
     assert values["eagle3.block_count"] == 1
     assert len(values["tokenizer.ggml.tokens"]) == VOCAB
     assert values["tokenizer.ggml.pre"] == "gpt-2"
-    own = load_file(drafter / "model.safetensors")
+    own = load_file(checkpoints[kind][0] / "model.safetensors")
     wanted = {
         "fc": "fc", "output_norm": "norm", "output": "lm_head",
         "blk.0.attn_norm": "layers.0.input_layernorm", "blk.0.attn_norm_2": "layers.0.hidden_norm",
@@ -423,17 +427,17 @@ def test_gguf_of_other_families(family: str, tmp_path: Path) -> None:
         assert torch.equal(tensors[f"blk.1.{name}"], expected), name
 
 
-def test_gguf_has_no_windows(tmp_path: Path) -> None:
-    model = make_family_model(tmp_path, "mistral", vocab=VOCAB, sliding_window=7)
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [("mistral", {"sliding_window": 7}, "see all tokens, this one a window of 7"),
+     ("llama", {"intermediate": 100}, "ffn_down.weight has rows of 100 numbers")],
+)  # fmt: skip
+def test_gguf_has_no_windows_and_no_odd_blocks(
+    family: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = make_family_model(tmp_path, family, vocab=VOCAB, **config)
     make_tokenizer(model, vocab=VOCAB)
-    with pytest.raises(SpecDecError, match="see all tokens, this one a window of 7"):
-        export(tmp_path / "out", model_dir=str(model), to="gguf")
-
-
-def test_blocks_that_a_matrix_does_not_split_into(tmp_path: Path) -> None:
-    model = make_llama(tmp_path, vocab=VOCAB, intermediate=100)
-    make_tokenizer(model, vocab=VOCAB)
-    with pytest.raises(SpecDecError, match="ffn_down.weight has rows of 100 numbers"):
+    with pytest.raises(SpecDecError, match=message):
         export(tmp_path / "out", model_dir=str(model), to="gguf", gguf_type="Q8_0")
     assert not (tmp_path / "out").exists()
 
@@ -489,12 +493,10 @@ def test_tokenizers_that_a_gguf_file_cannot_hold(
     ],
 )  # fmt: skip
 def test_refusals_say_who_takes_it(
-    kind: str, to: str, message: str, hint: str, target: Path,
-    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path,
-) -> None:  # fmt: skip
-    _, checkpoint = checkpoints[kind]
+    kind: str, to: str, message: str, hint: str, write: Write, tmp_path: Path
+) -> None:
     with pytest.raises(SpecDecError, match=message) as caught:
-        export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to=to)
+        write(kind, to)
     assert hint in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
@@ -525,13 +527,11 @@ def test_targets_of_eagle3(family: str, tmp_path: Path) -> None:
         assert all(f" {taker}" in caught.value.hint for taker in (*TARGETS[family], "sglang"))
 
 
-def test_every_other_pair_is_refused(
-    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
-    for kind, (_, checkpoint) in checkpoints.items():
-        for to in set(RUNTIME_NAMES) - set(PAIRS[kind]):
+def test_every_other_pair_is_refused(write: Write, tmp_path: Path) -> None:
+    for kind, runtimes in PAIRS.items():
+        for to in set(RUNTIME_NAMES) - set(runtimes):
             with pytest.raises(SpecDecError) as caught:
-                export(tmp_path / "out", checkpoint_dir=checkpoint, model_dir=str(target), to=to)
+                write(kind, to)
             assert "hf" in caught.value.hint, (kind, to)
     assert list(tmp_path.iterdir()) == []
 
@@ -564,12 +564,10 @@ def test_a_dflash_drafter_that_is_refused(
 
 
 def test_a_dflash_drafter_is_told_as_each_runtime_counts(
-    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+    checkpoints: dict[str, tuple[Path, Path]], write: Write, tmp_path: Path
 ) -> None:
     """Outputs 0, 3, 6 of the target are read by two layers; blocks of five draft four tokens."""
-    drafter, checkpoint = checkpoints["dflash"]
-    flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE"}
-    reports = {to: export(tmp_path / to, to=to, **flags) for to in PAIRS["dflash"]}
+    reports = {to: write("dflash", to)[0] for to in PAIRS["dflash"]}
     configs = {to: read_json(tmp_path / to / "config.json") for to in PAIRS["dflash"]}
     assert configs["vllm"] == configs["sglang"] == configs["hf"]
     config = configs["vllm"]
@@ -590,7 +588,7 @@ def test_a_dflash_drafter_is_told_as_each_runtime_counts(
     assert '"num_speculative_tokens": 4' in reports["vllm"]["command"]
     assert "--speculative-algorithm DFLASH" in reports["sglang"]["command"]
     assert reports["sglang"]["command"].endswith("--speculative-num-draft-tokens 5")
-    own = load_file(drafter / "model.safetensors")
+    own = load_file(checkpoints["dflash"][0] / "model.safetensors")
     for to in PAIRS["dflash"]:
         written = load_file(tmp_path / to / "model.safetensors")
         assert written.keys() == own.keys()
@@ -598,11 +596,9 @@ def test_a_dflash_drafter_is_told_as_each_runtime_counts(
 
 
 def test_a_drafter_of_one_pass_is_told(
-    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+    checkpoints: dict[str, tuple[Path, Path]], write: Write, tmp_path: Path
 ) -> None:
-    drafter, checkpoint = checkpoints["p-eagle"]
-    flags: dict[str, Any] = {"checkpoint_dir": checkpoint, "model_dir": "BASE"}
-    reports = {to: export(tmp_path / to, to=to, **flags) for to in PAIRS["p-eagle"]}
+    reports = {to: write("p-eagle", to)[0] for to in PAIRS["p-eagle"]}
     config = read_json(tmp_path / "vllm" / "config.json")
     assert (config["mask_token_id"], config["pard_token"]) == (9, 9)
     assert '"num_speculative_tokens": 8, "parallel_drafting": true' in reports["vllm"]["command"]
@@ -611,7 +607,7 @@ def test_a_drafter_of_one_pass_is_told(
     assert told["architectures"] == ["PEagleSpeculator"]
     assert told["speculators_config"]["algorithm"] == "peagle"
     assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 8
-    own = load_file(drafter / "model.safetensors")
+    own = load_file(checkpoints["p-eagle"][0] / "model.safetensors")
     for to in PAIRS["p-eagle"]:
         written = load_file(tmp_path / to / "model.safetensors")
         assert torch.equal(written["mask_hidden"], own["mask_hidden"])
