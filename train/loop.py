@@ -224,11 +224,11 @@ class Loop:
                 outcome = [(error.message, error.hint)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(outcome)
-        if isinstance(outcome[0], tuple):
+        (measured,) = outcome
+        if isinstance(measured, tuple):
             self._save()  # what was learned is not lost with it
-            raise SpecDecError(*outcome[0])
-        measured: dict[str, Any] | None = outcome[0]
-        return measured
+            raise SpecDecError(*measured)
+        return measured  # type: ignore[no-any-return]
 
     def _report_evaluation(self) -> dict[str, Any]:
         evaluation = self.evaluate()

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def write_drafter(
-    folder: Path,
-    job: Job,
-    drafter: Drafter,
-    report: dict[str, Any],
-    *,
-    rows_per_step: int,
+    folder: Path, job: Job, drafter: Drafter, report: dict[str, Any], *, rows_per_step: int
 ) -> None:
     """Write everything into `folder`.
 
@@ -56,17 +51,11 @@ def write_drafter(
 def write_weights(folder: Path, job: Job, drafter: Drafter) -> dict[str, str]:
     """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
     method, target, dtype = job.method, job.target, job.save_dtype
-    tensors = {**drafter.state_dict(), **method.list_shared(target)}
-    arrays = {
-        name: to_array(
-            tensor.detach().to("cpu", TORCH_DTYPES[dtype] if tensor.is_floating_point() else None)
-        )
-        for name, tensor in tensors.items()
-    }  # d2t is a count of places
-    infos = {
-        n: TensorInfo(dtype if tensors[n].is_floating_point() else "int64", tuple(t.shape))
-        for n, t in arrays.items()
-    }
+    infos, arrays = {}, {}
+    for name, tensor in {**drafter.state_dict(), **method.list_shared(target)}.items():
+        kind = dtype if tensor.is_floating_point() else "int64"  # d2t is a count of places
+        arrays[name] = to_array(tensor.detach().to("cpu", TORCH_DTYPES.get(kind)))
+        infos[name] = TensorInfo(kind, tuple(tensor.shape))
     sha256 = write_tensor_file(
         folder / method.weights_name, infos, arrays.__getitem__, metadata={"format": "pt"}
     )
@@ -80,7 +69,7 @@ def write_card(
 ) -> str:
     """Write the model card."""
     settings = job.settings
-    evaluation = report["eval"]
+    evaluation, measured = report["eval"], report["eval"].get("acceptance")
     accuracies = evaluation["top_k_accuracy"]
     max_k = len(accuracies[0])
     losses = [line["mean_loss"] for line in log if "mean_loss" in line]
@@ -137,21 +126,15 @@ def write_card(
         f" {evaluation['chain_length']:.2f} tokens per verify step on this text if the target wrote"
         " exactly it.",
         "",
-        *_describe_acceptance(evaluation.get("acceptance")),
-    ]
-    return "\n".join(lines)
-
-
-def _describe_acceptance(measured: dict[str, Any] | None) -> list[str]:
-    if measured is None:
-        return ["What an engine accepts was not measured; `specdec-run --json` shows it.", ""]
-    return [
-        f"An engine made by specdec-convert and specdec-build ({measured['dtype']}, their defaults)"
-        f" emitted **{measured['acceptance_length']:.2f}** tokens per verify step: greedy decoding"
-        f" of {measured['prompts']} held-out prompts, {measured['num_output_tokens']} tokens in"
-        f" {measured['num_verify_steps']} verify steps.",
+        "What an engine accepts was not measured; `specdec-run --json` shows it."
+        if measured is None
+        else f"An engine made by specdec-convert and specdec-build ({measured['dtype']}, their"
+        f" defaults) emitted **{measured['acceptance_length']:.2f}** tokens per verify step: greedy"
+        f" decoding of {measured['prompts']} held-out prompts, {measured['num_output_tokens']}"
+        f" tokens in {measured['num_verify_steps']} verify steps.",
         "",
     ]
+    return "\n".join(lines)
 
 
 def _list_files(entries: list[dict[str, Any]]) -> list[str]:

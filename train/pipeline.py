@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -170,7 +169,13 @@ def start_loop(job: Job) -> Loop:
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
     drafter = make_drafter(job, job.target, job.train)
-    hooks = Hooks(is_enough=functools.partial(is_accepted, settings.stop_at_acceptance))
+    wanted = settings.stop_at_acceptance
+
+    def is_enough(evaluation: Mapping[str, Any]) -> bool:
+        measured = evaluation.get("acceptance")
+        return bool(wanted and measured and measured["acceptance_length"] >= wanted)
+
+    hooks = Hooks(is_enough=is_enough)
     if accelerator.is_main_process:
         hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
         if settings.eval_prompts:
@@ -193,14 +198,6 @@ def start_loop(job: Job) -> Loop:
         loop.rows_per_step, loop.num_steps, job.dtype, accelerator.device.type,
     )  # fmt: skip
     return loop
-
-
-def is_accepted(wanted: float | None, evaluation: Mapping[str, Any]) -> bool:
-    """Tell whether an evaluation's acceptance length is what was wanted."""
-    measured = evaluation.get("acceptance")
-    if wanted is None or measured is None:
-        return False
-    return bool(measured["acceptance_length"] >= wanted)
 
 
 def check_settings(settings: TrainSettings) -> None:
