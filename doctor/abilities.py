@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.trtllm.environment import (
     MIN_CAPABILITY,
@@ -25,15 +24,11 @@ MIN_TORCH = (2, 9)
 MIN_TRANSFORMERS = (4, 57)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ability:
+class Ability(NamedTuple):
     """Something specdec does; `reasons` say why not here, none where it does."""
 
     what: str
     reasons: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"what": self.what, "can": not self.reasons, "reasons": self.reasons}
 
 
 def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
@@ -65,7 +60,7 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
             (len(here.gpus) == 1, "one GPU is visible"),
         ),
     }  # fmt: skip
-    return [Ability(what=what, reasons=found) for what, found in reasons.items()]
+    return [Ability(*row) for row in reasons.items()]
 
 
 def _choose(*rows: tuple[object, str]) -> list[str]:

@@ -19,7 +19,10 @@ def examine(settings: DoctorSettings) -> dict[str, Any]:
     machine, here = describe_machine()
     report = {
         **machine,
-        "abilities": [ability.to_json() for ability in list_abilities(machine, here)],
+        "abilities": [
+            {"what": what, "can": not reasons, "reasons": reasons}
+            for what, reasons in list_abilities(machine, here)
+        ],
         "pins": list_pins(),
         "problems": find_pin_problems(machine, here),
     }
