@@ -129,15 +129,7 @@ def test_heads_and_eagle_equal_transformers(
     )  # fmt: skip
     engine = TorchEngine(tmp_path / "engine", device="cpu")
     assert engine.method == name
-    requests = make_requests(prompts)
-    assert outputs_of(engine.generate(requests)) == expected
-    for limit in (1, 2, 9):
-        cut = [tokens[:limit] for tokens in expected]
-        assert outputs_of(engine.generate(make_requests(prompts, limit=limit))) == cut
-    end = expected[0][4]
-    cut = [t[: t.index(end) + 1] if end in t else t for t in expected]
-    stopping = make_requests(prompts, end_ids=frozenset([end]))
-    assert outputs_of(engine.generate(stopping)) == cut
+    assert outputs_of(engine.generate(make_requests(prompts))) == expected
 
 
 @pytest.fixture(scope="module")
@@ -202,26 +194,24 @@ def test_drafts_from_the_text_leave_it_unchanged(
     assert outputs_of(generate(engine.decoder, proposer, requests, few)) == expected
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9])
-def test_length_limit_cuts_inside_a_block(target: Path, engine: TorchEngine, limit: int) -> None:
-    prompts, expected = reference(target)
-    proposer = OracleProposer(expected, beams=2, length=5, quality=1.0, seed=1)
-    results = generate(engine.decoder, proposer, make_requests(prompts, limit=limit), Options())
-    assert outputs_of(results) == [tokens[:limit] for tokens in expected]
-    assert {r.finish_reason for r in results} == {"length"}
-
-
-@pytest.mark.parametrize("position", [0, 1, 4, 11, 20])
-def test_end_token_cuts_inside_a_block(target: Path, engine: TorchEngine, position: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "position"),
+    [*((limit, None) for limit in (1, 2, 7, 8, 9)), *((LIMIT, at) for at in (0, 1, 4, 11, 20))],
+)
+def test_limits_and_ends_cut_inside_a_block(
+    target: Path, engine: TorchEngine, limit: int, position: int | None
+) -> None:
     """A token that plain decoding emits is declared the end, for one row and so for all."""
     prompts, expected = reference(target)
-    end = expected[0][position]
-    cut = [t[: t.index(end) + 1] if end in t else t for t in expected]
-    proposer = OracleProposer(expected, beams=3, length=5, quality=0.9, seed=2)
-    requests = make_requests(prompts, end_ids=frozenset([end]))
-    results = generate(engine.decoder, proposer, requests, Options())
-    assert outputs_of(results) == cut
-    assert [r.finish_reason for r in results] == ["eos" if end in t else "length" for t in expected]
+    end = -1 if position is None else expected[0][position]
+    cut = [t[: t.index(end) + 1] if end in t else t[:limit] for t in expected]
+    requests = make_requests(prompts, end_ids=frozenset([end]), limit=limit)
+    for quality in (1.0, 0.9):
+        proposer = OracleProposer(expected, beams=3, length=5, quality=quality, seed=2)
+        results = generate(engine.decoder, proposer, requests, Options())
+        assert outputs_of(results) == cut
+        reasons = ["eos" if end in tokens else "length" for tokens in cut]
+        assert [r.finish_reason for r in results] == reasons
     assert outputs_of(engine.generate(requests)) == cut, "the same without drafts"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -169,22 +168,6 @@ def test_an_engine_accepts_more_and_says_that_it_is_lossy(
     assert (tight["acceptance"], tight["lossy"]) == ("typical", True)
     assert loose["acceptance_length"] > 2 > tight["acceptance_length"]
     assert "--acceptance typical is lossy" in capsys.readouterr().err
-
-
-def test_greedy_requests_stay_exact_beside_typical_ones(engine: Path, tmp_path: Path) -> None:
-    file = tmp_path / "requests.jsonl"
-    lines: list[dict[str, Any]] = [{"prompt": "def add("}, {"prompt": "def add("}]
-    lines[1]["temperature"] = 1.5
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    common = [
-        "--engine-dir", str(engine), "--tokenizer-dir", str(engine.parent / "target"),
-        "--max-output-len", "24", "--input-file", str(file),
-    ]  # fmt: skip
-    greedy = run(engine)["outputs"][0]["output_ids"]
-    loose = ["--acceptance", "typical", "--typical-epsilon", "1e-9"]
-    mixed = run_here([*common, *loose])["outputs"]
-    assert mixed[0]["output_ids"] == greedy
-    assert mixed[1]["output_ids"] != greedy
 
 
 @pytest.mark.parametrize(
