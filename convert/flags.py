@@ -7,12 +7,13 @@ from specdec.documents import check_data_file
 from specdec.options import Contradiction, find_given, list_given, name_flag, refuse_contradictions
 
 from .methods import FOLDERS, find_folder
-from .quantize.formats import FORMATS, Format
+from .quantize.formats import FORMATS
 from .settings import ConvertSettings
 
 CALIBRATION = (
     "calibration_data", "calib_size", "calib_batch_size", "calib_max_seq_length", "calib_device",
 )  # fmt: skip
+SETTINGS_OF_QUANTIZATION = ("kv_cache_dtype", "group_size", *CALIBRATION)
 
 
 def check_flags(settings: ConvertSettings) -> None:
@@ -37,29 +38,22 @@ def _find_other_methods(settings: ConvertSettings) -> str | None:
     return None
 
 
-def _get_format(settings: ConvertSettings) -> Format | None:
-    return FORMATS[settings.quantization] if settings.quantization is not None else None
-
-
-def _find_group_sizes(settings: ConvertSettings) -> list[int]:
-    """The group sizes that there are to choose from; empty where none is asked for."""
-    format_ = _get_format(settings)
-    if format_ is None or settings.group_size is None:
-        return []
-    return list(format_.algorithm.group_sizes)
+def _list_group_sizes(settings: ConvertSettings) -> tuple[int, ...]:
+    """The group sizes that there are to choose from."""
+    name = settings.quantization
+    return FORMATS[name].algorithm.group_sizes if name is not None else ()
 
 
 def _calibrates(settings: ConvertSettings) -> bool:
-    format_ = _get_format(settings)
-    return format_ is not None and (format_.needs_data or settings.kv_cache_dtype is not None)
+    name = settings.quantization
+    return name is not None and (FORMATS[name].needs_data or settings.kv_cache_dtype is not None)
 
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     # ---- The models.
     (
         lambda s: s.model_dir is not None and s.base_model_checkpoint_dir is not None,
-        "--model-dir and --base-model-checkpoint-dir are both given",
-        "give one of them",
+        "--model-dir and --base-model-checkpoint-dir are both given", "give one of them",
     ),
     (
         lambda s: s.model_dir is None and s.base_model_checkpoint_dir is None,
@@ -68,10 +62,12 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     (
         _find_two_drafters,
-        "{found} are both given",
-        "a checkpoint holds one drafter: give one of them",
+        "{found} are both given", "a checkpoint holds one drafter: give one of them",
     ),
-    (_find_other_methods, "{found}", "give the drafter's folder, or leave the option out"),
+    (
+        _find_other_methods,
+        "{found}", "give the drafter's folder, or leave the option out",
+    ),
     (
         lambda s: s.base_model_checkpoint_dir is not None and find_folder(s) is None,
         "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
@@ -79,9 +75,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     # ---- Quantization.
     (
-        lambda s: (
-            s.quantization is None and find_given(s, "kv_cache_dtype", "group_size", *CALIBRATION)
-        ),
+        lambda s: not s.quantization and find_given(s, *SETTINGS_OF_QUANTIZATION),
         "{found} has no effect without --quantization",
         "give --quantization fp8, or leave the option out",
     ),
@@ -91,29 +85,26 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "give the target as --model-dir: the calibration runs it with transformers",
     ),
     (
-        lambda s: s.group_size is not None and len(_find_group_sizes(s)) < 2,
+        lambda s: s.group_size is not None and len(_list_group_sizes(s)) < 2,
         "--group-size has no effect with --quantization {quantization}: there is nothing to choose",
         "leave it out",
     ),
     (
-        lambda s: (
-            s.group_size not in (sizes := _find_group_sizes(s))
-            and sizes
-            and (", ".join(map(str, sizes)), sizes[-1])
-        ),
-        "--group-size is {group_size}; --quantization {quantization} has groups of {found[0]}",
-        "give {found[1]}, or leave it out",
+        lambda s: s.group_size not in (None, *_list_group_sizes(s)) and _list_group_sizes(s),
+        "--group-size is {group_size}; --quantization {quantization} has groups of {found[0]},"
+        " {found[1]}, {found[2]}",
+        "give {found[2]}, or leave it out",
     ),
     (
-        lambda s: s.quantization is not None and not _calibrates(s) and find_given(s, *CALIBRATION),
+        lambda s: s.quantization and not _calibrates(s) and find_given(s, *CALIBRATION),
         "{found} has no effect: --quantization {quantization} needs no calibration",
         "leave it out, or give --kv-cache-dtype fp8, which does",
     ),
     (
         lambda s: _calibrates(s) and s.calibration_data is None,
         "--quantization {quantization} without --calibration-data",
-        "give a .txt, .jsonl or .json file of texts like those to be decoded: the scales come"
-        " from them",
+        "give a .txt, .jsonl or .json file of texts like those to be decoded: the scales come from"
+        " them",
     ),
     # ---- The ranks' layout.
     (
@@ -128,18 +119,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "leave it out, or convert for 0.14",
     ),
     (
-        lambda s: (
-            s.use_embedding_sharing
-            and (s.base_model_checkpoint_dir is not None or find_folder(s) == "drafter_model_dir")
-        ),
+        lambda s: s.use_embedding_sharing
+        and (s.base_model_checkpoint_dir is not None or find_folder(s) == "drafter_model_dir"),
         "--use-embedding-sharing has no effect on a checkpoint with a ReDrafter drafter or made"
-        " from another one: their head is always written",
-        "leave it out",
+        " from another one: their head is always written", "leave it out",
     ),
     (
-        lambda s: (
-            s.base_model_checkpoint_dir is not None and find_given(s, "moe_tp_size", "moe_ep_size")
-        ),
+        lambda s: s.base_model_checkpoint_dir and find_given(s, "moe_tp_size", "moe_ep_size"),
         "--moe-tp-size and --moe-ep-size have no effect with --base-model-checkpoint-dir",
         "leave them out: the checkpoint's experts stay as they are split",
     ),
@@ -153,4 +139,4 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "--embedding-sharding-dim has no effect without --use-parallel-embedding",
         "give both, or neither",
     ),
-)
+)  # fmt: skip
