@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,24 +304,63 @@ def check_tensors(folder: Path, family: str, model_dir: Path) -> None:
         assert np.array_equal(joined[name], value), name
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("family", NAMES)
+def list_layouts() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """A family, its sizes, and a conversion's flags: more ranks than K/V heads, an odd vocabulary,
+    every layout of the embedding, a head of its own and a tied one, stages, experts, biases."""
+    own, tied = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+    six = {"heads": 6, "kv_heads": 3, "hidden": 48, "layers": 4}
+    for family in NAMES:
+        for sizes, tp_size, dim in (
+            (own, 2, 0), (own, 4, None), (tied, 1, None), (tied, 2, 1), (tied, 8, 0),
+        ):  # fmt: skip
+            split = {"use_parallel_embedding": True, "embedding_sharding_dim": dim}
+            yield family, sizes, {"tp_size": tp_size} | (split if dim is not None else {})
+        yield family, six, {"tp_size": 3, "pp_size": 4}
+    yield "llama", six, {"tp_size": 3}
+    yield "gpt2", six, {"pp_size": 2}
+    for family in EXPERTS:
+        version = "1.2" if family in NOT_IN_014 else "0.14"
+        for tp_size, ep_size in ((2, 2), (4, 2), (4, 4)):
+            flags = {"tp_size": tp_size, "moe_ep_size": ep_size, "trtllm_version": version}
+            yield family, {"heads": 4, "kv_heads": 2}, flags
+    both = {"attention_bias": True, "mlp_bias": True}
+    yield "llama", both, {"tp_size": 2}
+    yield "llama", {"kv_heads": 1, "heads": 4} | both, {"tp_size": 4}
+    yield "llama", {"head_dim": 32, "kv_heads": 4}, {"tp_size": 8}
+    yield "gemma", {"attention_bias": True, "hidden": 48}, {"tp_size": 2}
+
+
+@pytest.mark.parametrize(("family", "sizes", "flags"), list_layouts())
 def test_what_transformers_saves_comes_through(
-    family: str, is_tied: bool, make: Maker, tmp_path: Path, convert: Converter
+    family: str, sizes: dict[str, Any], flags: dict[str, Any], make: Maker, convert: Converter
 ) -> None:
-    """Tensor by tensor, joined again: more ranks than K/V heads, an odd vocabulary, every layout of
-    the embedding, a head of its own and a tied one."""
-    model_dir = make(family, tie_word_embeddings=is_tied)
-    layouts = [(1, None), (2, 1), (8, 0)] if is_tied else [(2, 0), (4, None)]
-    for tp_size, dim in layouts:
-        flags: dict[str, Any] = {"tp_size": tp_size, "model_dir": model_dir}
-        if dim is not None:
-            flags |= {"use_parallel_embedding": True, "embedding_sharding_dim": dim}
-        output = convert(output_dir=tmp_path / f"{tp_size}-{dim}", **flags)
-        check_tensors(output, family, model_dir)
+    """Tensor by tensor, joined again."""
+    model_dir = make(family, **sizes)
+    output = convert(model_dir=model_dir, **flags)
+    check_tensors(output, family, model_dir)
+    tp_size, pp_size = flags.get("tp_size", 1), flags.get("pp_size", 1)
+    assert len(list(output.glob("rank*"))) == tp_size * pp_size
+    assert convert.report["pp_size"] == pp_size
+    config, ep_size = read_config(output), flags.get("moe_ep_size", 1)
+    expected = {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size}
+    if family != "opt":
+        expected |= {"gpus_per_node": 8, "cp_size": 1}
+        expected |= {"moe_tp_size": tp_size // ep_size, "moe_ep_size": ep_size}
+    assert config["mapping"] == expected
+    if pp_size == 1 and "tie_word_embeddings" in sizes:
         # Gemma 1 and 2 leave a tied head out, except where a rank's columns would be no part of it.
+        is_tied, dim = sizes["tie_word_embeddings"], flags.get("embedding_sharding_dim")
         leaves_out = family in ("gemma", "gemma2") and is_tied and dim != 1
         assert ("lm_head.weight" in summarize_rank(output / "rank0.safetensors")) != leaves_out
+    if "moe_ep_size" in flags:  # only a rank's own experts are there, and of each its part
+        tensors = TensorFile(output / "rank1.safetensors").tensors
+        inner = EXPERTS[family].get("moe_intermediate_size", 48)
+        shape = tensors["transformer.layers.0.mlp.proj.weight"].shape
+        assert shape == (4 // ep_size, 64, inner // (tp_size // ep_size))
+    if family == "llama":
+        assert config["attn_bias"] is config["mlp_bias"] is sizes.get("mlp_bias", False)
+    if family == "gemma":
+        assert config["head_size"] == sizes.get("hidden", 64) // sizes.get("heads", 8)
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -345,27 +384,6 @@ def test_a_head_of_its_own_beside_a_config_that_ties_it(
     joined = join_checkpoint(convert.output)
     head = joined.get("lm_head.weight", joined["transformer.vocab_embedding.weight"])
     assert family == "opt" or np.array_equal(head, joined["transformer.vocab_embedding.weight"])
-
-
-@pytest.mark.parametrize(
-    ("family", "stages"),
-    [(family, {"tp_size": 3, "pp_size": 4}) for family in NAMES]
-    + [("llama", {"tp_size": 3}), ("gpt2", {"pp_size": 2})],
-)
-def test_three_ranks_and_pipeline_stages(
-    family: str, stages: dict[str, int], make: Maker, convert: Converter
-) -> None:
-    model_dir = make(family, heads=6, kv_heads=3, hidden=48, layers=4)
-    output = convert(model_dir=model_dir, **stages)
-    check_tensors(output, family, model_dir)
-    tp_size, pp_size = stages.get("tp_size", 1), stages.get("pp_size", 1)
-    assert len(list(output.glob("rank*"))) == tp_size * pp_size
-    assert read_config(output)["mapping"] == {
-        "world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size,
-    } | ({} if family == "opt" else {
-        "gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1,
-    })  # fmt: skip
-    assert convert.report["pp_size"] == pp_size
 
 
 def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -439,25 +457,6 @@ def test_experts_in_one_tensor_that_are_laid_out_otherwise(
         assert (
             f"{name} is float8_e4m3fn: experts in one tensor are read unquantized" in error.message
         )
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize(("tp_size", "moe"), [(2, (1, 2)), (4, (2, 2)), (4, (1, 4))])
-def test_experts_over_the_ranks(
-    family: str, tp_size: int, moe: tuple[int, int], make: Maker, convert: Converter
-) -> None:
-    model_dir = make(family, heads=4, kv_heads=2)
-    version = "1.2" if family in NOT_IN_014 else "0.14"
-    output = convert(
-        model_dir=model_dir, tp_size=tp_size, moe_ep_size=moe[1], trtllm_version=version
-    )
-    check_tensors(output, family, model_dir)
-    mapping = read_config(output)["mapping"]
-    assert (mapping["moe_tp_size"], mapping["moe_ep_size"]) == moe
-    # Only a rank's own experts are there, and of each its part.
-    info = TensorFile(output / "rank1.safetensors").tensors["transformer.layers.0.mlp.proj.weight"]
-    inner = EXPERTS[family].get("moe_intermediate_size", 48)
-    assert info.shape == (4 // moe[1], 64, inner // moe[0])
 
 
 def test_gemmas_norms_are_added_to_before_they_are_rounded(make: Maker, convert: Converter) -> None:
@@ -841,13 +840,6 @@ def test_rotated_part_of_a_head(
     if fraction == 0.75:
         error = convert.fail(model_dir=folder, trtllm_version="0.14", force=True)
         assert "0.75, which TensorRT-LLM 0.14's Phi-3 ignores" in error.message
-
-
-def test_gemma_with_attention_biases_and_head_dim(make: Maker, convert: Converter) -> None:
-    model_dir = make("gemma", attention_bias=True, hidden=48)
-    convert(model_dir=model_dir, tp_size=2)
-    check_tensors(convert.output, "gemma", model_dir)
-    assert read_config(convert.output)["head_size"] == 6
 
 
 @pytest.mark.parametrize("version", ["1.2", "0.14"])

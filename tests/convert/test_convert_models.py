@@ -19,7 +19,6 @@ from tests.conftest import ROOT, make_drafter, make_llama, run_cli
 from tests.convert.checkpoints import (
     join_checkpoint,
     read_config,
-    read_hugging_face,
     set_config,
 )
 from tests.convert.conftest import Converter, Source
@@ -29,35 +28,6 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("config", "flags"),
-    [
-        ({"attention_bias": True, "mlp_bias": True}, {"tp_size": 2}),
-        ({"kv_heads": 1, "attention_bias": True}, {"tp_size": 4, "use_parallel_embedding": True}),
-        ({"tied": True, "vocab": 131}, {"tp_size": 4}),
-        ({"tied": True, "vocab": 131},
-         {"tp_size": 2, "use_parallel_embedding": True, "embedding_sharding_dim": 1}),
-        ({"head_dim": 32, "heads": 8, "kv_heads": 4, "rope_scaling": LLAMA3}, {"tp_size": 8}),
-        ({"hidden": 96, "intermediate": 96, "heads": 6, "kv_heads": 3, "head_dim": 8},
-         {"tp_size": 3}),
-    ],
-)  # fmt: skip
-def test_what_transformers_saves_comes_through(
-    config: dict[str, Any], flags: dict[str, Any], tmp_path: Path, convert: Converter
-) -> None:
-    """Tensor by tensor, joined again from every tp_size."""
-    folder = make_llama(tmp_path, **config)
-    joined = join_checkpoint(convert(model_dir=folder, **flags))
-    expected = read_hugging_face(folder, "llama")
-    assert joined.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.array_equal(joined[name], value), name
-    written = read_config(convert.output)
-    assert written["attn_bias"] is config.get("attention_bias", False)
-    assert written["mlp_bias"] is config.get("mlp_bias", False)
-    assert written["rotary_scaling"] == config.get("rope_scaling")
 
 
 @pytest.mark.parametrize(
