@@ -44,7 +44,7 @@ def test_offsets_beyond_the_vocabulary(place: int, value: int, fact: str, tmp_pa
     data[at : at + 8] = np.int64(value).tobytes()
     path.write_bytes(data)
     with pytest.raises(SpecDecError, match=re.escape(fact)):
-        TorchEngine(engine, device="cpu").load()
+        TorchEngine(engine, device="cpu")
 
 
 @pytest.mark.parametrize("version", [1, 3])
