@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.budget import bind
-from specdec.decode.drafters.chain import ChainProposer
+from specdec.decode.drafters.paced import PacedDrafter, bind
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods import Method
 from specdec.methods.suffix import METHOD as SUFFIX
@@ -57,7 +56,7 @@ def add_suffix(candidate: Candidate, method: Method) -> Candidate:
     return dataclasses.replace(
         candidate,
         name=f"suffix of {NUM_SUFFIX_TOKENS}, else {candidate.name}",
-        proposer=ChainProposer([[lookup], [candidate.proposer]]),
+        proposer=PacedDrafter([[lookup], [candidate.proposer]], is_fixed=True),
         build=build,
         run=candidate.run
         | {"suffix_max_tokens": NUM_SUFFIX_TOKENS, "draft_chain": f"{SUFFIX.name},{method.name}"},

@@ -50,8 +50,8 @@ from specdec.bench.measure import (
 from specdec.bench.methods.draft_target import list_trees
 from specdec.bench.prompts import Prompt, read_prompt_set
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.files.reading import write_json
@@ -141,7 +141,9 @@ def list_ways(name: str, bench: Bench) -> dict[str, Drafter]:
             f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
             CHAIN: proposer,
             f"draft model, {tree.name}": tree.proposer,
-            "suffix, else draft model": ChainProposer([[SuffixProposer(suffix)], [proposer]]),
+            "suffix, else draft model": PacedDrafter(
+                [[SuffixProposer(suffix)], [proposer]], is_fixed=True
+            ),
         }
     elif name == "redrafter":
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}

@@ -39,7 +39,7 @@ from specdec.bench.measure import summarize
 from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.report import format_spread
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.chain import ChainProposer
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.loop import Batch, Options
@@ -75,8 +75,8 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
     ways["prompt lookup of 15"] = PromptLookupProposer(
         LookupOptions(num_tokens=15, max_ngram_size=NGRAM)
     )
-    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = ChainProposer(
-        [[suffix(15)], [draft()]]
+    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = PacedDrafter(
+        [[suffix(15)], [draft()]], is_fixed=True
     )
     ways[f"draft model of {DRAFT_MODEL}"] = draft()
     return ways

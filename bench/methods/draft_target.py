@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.decode.drafters.pacing import DraftLength
 from specdec.engine.decoder import Decoder
 from specdec.methods.draft_target import METHOD, DraftTargetTokens, DraftTargetTune
 from specdec.options import as_options, list_given
@@ -61,7 +60,7 @@ def list_lengths(
     return [
         Candidate(
             name=f"{length} token{'s'[length == 1 :]}",
-            proposer=DraftTargetProposer(decoder, DraftLength(length), use_logits=False, **limits),
+            proposer=DraftTargetProposer(decoder, length, use_logits=False, **limits),
             build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": length},
             run={"draft_len": str(length), **(run or {})},
         )

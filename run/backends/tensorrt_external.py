@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request, Result
@@ -81,14 +81,15 @@ class EngineDrafter(Drafter):
     def __init__(
         self,
         runner: TensorRTRunner,
-        length: DraftLength,
+        max_draft_tokens: int,
+        pace: Pace | None,
         *,
         use_logits: bool,
         target_vocab_size: int,
     ) -> None:
         self._runner = runner
-        self._length = length
-        self.max_draft_tokens = length.maximum
+        self._pace = pace  # None drafts `max_draft_tokens` always
+        self.max_draft_tokens = max_draft_tokens
         self._use_logits = use_logits
         self._vocab_size = min(target_vocab_size, runner.folder.vocab_size)
 
@@ -97,10 +98,12 @@ class EngineDrafter(Drafter):
         texts = [get_text(request) for request in requests]
         remaining = [request.remaining for request in requests]
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
-        planned = self._length.plan([0] * len(requests), remaining).counts
+        planned = self.max_draft_tokens
+        if self._pace is not None:
+            planned = self._pace.max_levels if self._pace.plan(remaining) else 0
         counts = [
-            min(count, room - 1) if max(text) < self._runner.folder.vocab_size else 0
-            for count, room, text in zip(planned, remaining, texts, strict=True)
+            min(planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
+            for room, text in zip(remaining, texts, strict=True)
         ]
         drafts = [DraftedTokens([])] * len(requests)
         rows = [row for row, count in enumerate(counts) if count > 0]
@@ -124,16 +127,13 @@ class EngineDrafter(Drafter):
         seconds: tuple[float, float],
     ) -> None:
         """Let the draft length follow what steps cost and bring."""
-        sizes = [len(draft.tokens) for draft in drafts]
-        self._length.record_step(
-            num_rows=len(drafts),
-            num_tokens=max(sizes) + 1,
-            num_passes=max(sizes),
-            num_prefilled=0,
-            draft_seconds=seconds[0],
-            verify_seconds=seconds[1],
-            drafts=list(zip(sizes, num_accepted, strict=True)),
+        if self._pace is None:
+            return
+        length, num_rows = max(len(draft.tokens) for draft in drafts), len(drafts)
+        self._pace.record_drafts(
+            seconds[0] if length else None, length + 1, [n + 1 for n in num_accepted], length
         )
+        self._pace.record_step(num_rows, num_rows * (length + 1), 0, seconds[1])
 
     def _cut(self, output: RowOutput, count: int) -> DraftedTokens:
         """Take the first `count` tokens, and none that the target's vocabulary does not have."""

@@ -12,7 +12,7 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import need
 from specdec.decode.drafters.base import check_room
-from specdec.decode.drafters.pacing import DraftLength
+from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import Request, Result
@@ -209,7 +209,8 @@ class TensorRTEngine:
         pair, longest = need(self._options), self.folder.max_draft_len
         return EngineDrafter(
             TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),
-            DraftLength(pair.draft_len or longest, is_auto=pair.draft_len is None),
+            pair.draft_len or longest,
+            Pace(longest, is_planned=True) if pair.draft_len is None else None,
             use_logits=pair.use_logits,
             target_vocab_size=self.folder.vocab_size,
         )

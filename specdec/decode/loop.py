@@ -41,7 +41,7 @@ class Options:
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     prompt_chunk: prompt tokens that a step of other requests reads at most, and a drafter four
-    times as many; None reads whole prompts first. "auto" is what `ChunkSize` chooses for the whole
+    times as many; None reads whole prompts first. "auto" is what `Pace` chooses for the whole
     step: prompts go before drafts, which are made if all unread tokens fit in as well.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
@@ -134,13 +134,12 @@ class Batch:
 
         A request whose prompt has ended has its first token.
         """
-        before = self.timing.target_seconds
         for task in self.scheduler.plan():
+            before = self.timing.target_seconds
             num_rows, num_nodes = self._run(task)
             self.scheduler.retire()
-            if num_rows:  # else a GPU may still be at it
-                seconds = self.timing.target_seconds - before
-                self.scheduler.record(task, num_rows, num_nodes, seconds)
+            seconds = self.timing.target_seconds - before
+            self.scheduler.record(task, num_rows, num_nodes, seconds)
 
     def _run(self, task: Pass) -> tuple[int, int]:
         """Propose, forward, accept, commit; return the rows that were verified, and their size."""

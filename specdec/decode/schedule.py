@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from specdec.decode.accept import Accepted
-from specdec.decode.chunk_size import ChunkSize
 from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.pace import Pace
 from specdec.decode.prefill import PromptReader, Reading, count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.timing import Timing
@@ -66,7 +66,8 @@ class Scheduler:
         self._cache, self._proposer, self._timing = cache, proposer, timing
         self._prompt_chunk, self._reuses_prefixes = prompt_chunk, reuses_prefixes
         self._held: list[list[int]] = [[] for _ in cache.past_lens]  # tokens in a row's cache
-        self._chunk_size = ChunkSize()
+        self._pace = proposer.pace or Pace()
+        self._times_prompts = decoder.device.type == "cpu"  # a GPU may still be at it
         self._num_read = 0  # prompt tokens before the step
         self._drafted_size = 1  # nodes of a row in the newest step that might be drafted for
 
@@ -114,14 +115,17 @@ class Scheduler:
         )
 
     def record(self, task: Pass, num_rows: int, num_nodes: int, seconds: float) -> None:
-        """Take what a step has cost that verified so many nodes of so many rows.
+        """Take what a pass has cost that verified so many nodes of so many rows.
 
         seconds: without what drafters did.
         """
-        if task.drafts:
-            self._drafted_size = num_nodes
-        num_tokens = num_rows * num_nodes + self.reader.num_read - self._num_read
-        self._chunk_size.record(num_rows, num_tokens, seconds)
+        num_read, self._num_read = self.reader.num_read - self._num_read, self.reader.num_read
+        if num_rows:
+            if task.drafts:
+                self._drafted_size = num_nodes
+            self._pace.record_step(num_rows, num_rows * num_nodes, num_read, seconds)
+        elif self._times_prompts:
+            self._pace.record_prompt(num_read, seconds)
 
     def retire(self) -> None:
         """Give back the rows of requests that have ended."""
@@ -172,7 +176,7 @@ class Scheduler:
         chunk = self._prompt_chunk
         if chunk == "auto":
             num_requests = len(self.active) + len(self.reading) + len(self.waiting)
-            chunk = self._chunk_size.choose(
+            chunk = self._pace.choose_chunk(
                 len(self.active), num_requests, is_reading=bool(self.reading)
             )
         self.max_prefill = None if chunk is None else DRAFTER_SHARE * chunk

@@ -13,13 +13,8 @@ import pytest
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.budget import bind
-from specdec.decode.drafters.chain import (
-    ChainProposer,
-    TrackRecord,
-    join_candidates,
-    merge_candidates,
-)
+from specdec.decode.drafters.pace import Pace
+from specdec.decode.drafters.paced import PacedDrafter, bind, join_candidates, merge_candidates
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
@@ -121,16 +116,16 @@ def test_the_text_is_that_of_plain_decoding(
     expected = [r.output_ids for r in plain.generate(requests)]
     engine = load(engines, name, chain, **options)
     assert engine.method == engine.describe()["method"] == chain
-    assert isinstance(engine.proposer, ChainProposer)
+    assert isinstance(engine.proposer, PacedDrafter)
     assert engine.proposer.follows_prompts == (name in ("eagle", "dflash"))
     chance, chosen = random.Random(chain), []
 
-    def choose(self: ChainProposer, group: int, depth: int) -> bool:
+    def choose(*_: Any) -> bool:
         chosen.append(chance.random() < 0.5)
         return chosen[-1]
 
     if "," in chain:
-        monkeypatch.setattr(ChainProposer, "_is_best", choose)
+        monkeypatch.setattr(PacedDrafter, "_is_best", choose)
     for limits in (Options(max_batch_size=3), Options(max_batch_size=2, reuse_blocks=True)):
         results = [r.output_ids for r in engine.generate(requests, limits)]
         assert results == expected
@@ -144,13 +139,13 @@ def test_accepted_tokens_come_from_every_member(engines: dict[str, Path]) -> Non
     engine = load(engines, "plain", "suffix,draft_target", **SUFFIX)
     drafted = {0: 0, 1: 0}
     chain = engine.proposer
-    assert isinstance(chain, ChainProposer)
+    assert isinstance(chain, PacedDrafter)
     propose = chain.propose
 
     def watch(requests: Sequence[ActiveRequest]) -> list[Candidates]:
         found = propose(requests)
-        for group, depth in chain._drafts:
-            drafted[group] += depth > 0
+        for candidates in chain._drafts:
+            drafted[candidates.source] += candidates.tree.depth > 0
         return found
 
     chain.propose = watch  # type: ignore[method-assign]
@@ -186,35 +181,26 @@ def test_nothing_drafted_leaves_the_other_as_it_is() -> None:
     assert join_candidates([Candidates(make_root(7))] * 2).tree.num_nodes == 1
 
 
-def simulate(rates: Sequence[float], seconds: Sequence[float], steps: int = 300) -> list[int]:
-    """How often each of two groups drafts 4 tokens; a token of each is right at some rate."""
-    chance, record, counts = random.Random(str(rates)), TrackRecord(2), [0, 0]
-    for _ in range(steps):
-        group = int(record.estimate(0, 4, 4) < record.estimate(1, None, 4))
-        record.record_draft(group, seconds[group])
-        emitted = 1
-        while emitted <= 4 and chance.random() < rates[group]:
-            emitted += 1
-        record.record_step(1.0, [(group, 4)], [emitted])
-        counts[group] += 1
-    return counts
-
-
-def test_what_pays_is_preferred() -> None:
-    assert simulate([0.9, 0.6], [0.0, 0.3])[0] > 270
-    assert simulate([0.2, 0.6], [0.0, 0.3])[1] > 240
-    # As many tokens: the cheaper one.
-    assert simulate([0.6, 0.6], [0.0, 1.0])[0] > 240
-    # What is worse is tried again now and then.
-    assert 3 <= simulate([0.0, 0.8], [0.0, 0.3], steps=2000)[0] < 200
-
-
-def test_depths_have_their_own_record() -> None:
-    """Long drafts of a lookup are right, short ones wrong: the latter go to the other."""
-    record = TrackRecord(2)
-    for _ in range(40):
-        record.record_step(1.0, [(0, 8), (0, 1), (1, 4)], [9, 1, 3])
-    assert record.estimate(0, 8, 8) > record.estimate(1, None, 4) > record.estimate(0, 1, 1)
+def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
+    """By what a lookup has in hand and what the others have brought; what is dear is left out."""
+    counts = []
+    for rate, seconds in ((0.9, 0.3), (0.2, 0.3), (0.6, 1.0), (0.6, 3.0)):
+        pace, chosen = Pace(4, max_depths=(4, 4)), 0
+        for _ in range(200):
+            pace.plan([100])
+            value = pace.value(np.cumprod([rate] * 4))
+            is_best = pace.is_best(0, value, 1)
+            chosen += is_best
+            pace.sources[0].record([value])
+            if not is_best:
+                pace.sources[1].costs.record(1, seconds)
+                pace.sources[1].record([pace.value(np.cumprod([0.6] * 4))])
+            pace.record_drafts(0.0 if is_best else seconds, 5, [3])
+            pace.record_step(1, 5, 0, 1.0)
+        counts.append(chosen)
+    assert counts[0] > 190
+    assert counts[1] < 20
+    assert min(counts[2:]) > 190, "as many tokens: the cheaper one"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +240,7 @@ def test_two_drafters_need_a_chain(engines: dict[str, Path]) -> None:
 
 def test_all_members_are_told_of_prompts_in_a_step() -> None:
     timer = Drafter()
-    outer = bind(ChainProposer([[Drafter(), timer]]))
+    outer = bind(PacedDrafter([[Drafter(), timer]]))
     for number in (9, 0):
         outer.plan_step(number, 4 * number)
         assert timer.num_prompt_tokens == outer.num_prompt_tokens == number

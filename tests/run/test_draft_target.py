@@ -17,12 +17,10 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.budget import BudgetProposer
-from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
 from specdec.decode.drafters.levels import DynamicTree
-from specdec.decode.drafters.pacing import DraftLength, DraftPlan
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
@@ -112,12 +110,11 @@ def test_greedy_text_is_the_targets(
     assert [r.output_ids for r in results] == expected
     rates = [r.stats.acceptance_rate for r in results if r.stats.num_draft_depth]
     if draft == "target-itself":
-        # What adapts may not draft at all: here it cannot pay.
-        assert set(rates) == {1.0} or (draft_len is None and not rates), "it is always right"
+        assert set(rates) == {1.0}, "it is always right"
         sampled = engine.generate(make_requests(11, temperature=0.9))
         kept = [r.stats.acceptance_rate for r in sampled if r.stats.num_draft_depth]
         # Its probabilities are those of other sums: a ratio of 1 - 1e-7 is seldom refused.
-        assert set(kept) == {1.0} or (draft_len is None and not kept)
+        assert set(kept) == {1.0}
     elif draft == "draft" and draft_len == 3:
         assert 0.2 < sum(rates) / len(rates) < 1.0
     for result in results:
@@ -128,100 +125,36 @@ def test_greedy_text_is_the_targets(
             assert emitted == len(result.output_ids)
 
 
-class Unsure(DraftLength):
-    """Ends drafts where the draft model is less sure than it often is."""
+class Erratic(PacedDrafter):
+    """Drafts as far, and reads as much of prompts, as dice fall."""
 
-    def __init__(self, maximum: int) -> None:
-        super().__init__(maximum, is_auto=True)
-        self.asked: list[bool] = []
-
-    def plan(
-        self, unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
-    ) -> DraftPlan:
-        return DraftPlan([1] * len(unread), most=self.maximum)
-
-    def goes_on(self, length: int, chances: np.ndarray) -> bool:
-        return self._answer(float(chances.mean()) > 0.4)
-
-    def keeps(self, length: int, chances: np.ndarray) -> bool:
-        return self._answer(float(chances.mean()) > 0.2)
-
-    def _answer(self, answer: bool) -> bool:
-        self.asked.append(answer)
-        return answer
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        (drafter,), dice = self.members, self.dice
+        drafter.max_levels = dice.randint(0, drafter.max_draft_tokens)
+        drafter.max_prefill = dice.choice((None, 0, 5, 9))
+        before = drafter.count_unread(requests)
+        found = drafter.propose(requests)
+        self.num_read.append(drafter.num_prefilled)
+        assert before - drafter.count_unread(requests) <= drafter.num_prefilled
+        return found
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}])
-def test_drafts_that_end_where_the_model_is_unsure_leave_the_text(
-    folder: Path, sampling: dict[str, Any]
-) -> None:
-    requests = [
-        dataclasses.replace(r, sampling=SamplingParams(seed=r.index, **sampling))
-        for r in make_requests(9)
-    ]
-    expected = [r.output_ids for r in load(folder).generate(requests)]
-    engine = load(folder, "draft", 5)
-    assert isinstance(engine.proposer, DraftTargetProposer)
-    engine.proposer.draft_length = unsure = Unsure(5)
-    results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
-    assert [r.output_ids for r in results] == expected
-    assert 0.1 < sum(unsure.asked) / len(unsure.asked) < 0.95
-    assert sum(r.stats.num_accepted for r in results) > 10
-
-
-def test_drawn_drafts_are_as_long_as_planned(folder: Path) -> None:
-    """What is drawn must not decide how much is drawn: the numbers may be read again."""
-    requests = make_requests(4, temperature=0.9)
-    engine = load(folder, "draft", 5, use_logits=True)
-    assert isinstance(engine.proposer, DraftTargetProposer)
-    engine.proposer.draft_length = unsure = Unsure(5)
-    results = engine.generate(requests)
-    assert not unsure.asked
-    assert all(r.stats.num_draft_tokens <= r.stats.num_verify_steps for r in results)
-
-
-class Erratic(DraftLength):
-    """Drafts for some, lets the draft model run pieces of the texts of others, as dice fall."""
-
-    def __init__(self, maximum: int) -> None:
-        super().__init__(maximum, is_auto=True)
-        self.dice = random.Random(2)
-        self.num_pieces = self.num_asked = self.num_told = 0  # and tokens to catch up with
-
-    def plan(
-        self, unread: Sequence[int], remaining: Sequence[int], num_prompt_tokens: int = 0
-    ) -> DraftPlan:
-        counts = [self.dice.choice((0, 0, 0, self.dice.randint(1, self.maximum))) for _ in unread]
-        pieces = {
-            row: self.dice.randint(1, size)
-            for row, size in enumerate(unread)
-            if size and not counts[row] and self.dice.random() < 0.5
-        }
-        self.num_pieces += len(pieces)
-        drafting = (row for row, n in enumerate(counts) if n and remaining[row] > 1)
-        self.num_asked += sum(pieces.values()) + sum(unread[row] for row in drafting)
-        return DraftPlan(counts, pieces)
-
-    def record_step(self, *, num_prefilled: int, **values: Any) -> None:
-        self.num_told += num_prefilled
-
-
-def test_texts_may_be_run_by_pieces(folder: Path) -> None:
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_texts_may_be_run_by_pieces(folder: Path, is_sampled: bool) -> None:
     """Whenever and however far the draft model catches up, its cache holds the text."""
     if not (folder / "target-itself").exists():
         build(folder, "target-itself", source="target")
-    requests = make_requests(11)
+    requests = make_requests(11, **({"temperature": 0.9, "top_k": 20} if is_sampled else {}))
     expected = [r.output_ids for r in load(folder).generate(requests)]
     engine = load(folder, "target-itself", 4)
-    assert isinstance(engine.proposer, DraftTargetProposer)
-    engine.proposer.draft_length = erratic = Erratic(4)
-    results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=3))
+    erratic = Erratic([[engine.proposer]])
+    erratic.dice, erratic.num_read = random.Random(2), []
+    results = generate(engine.decoder, erratic, requests, Options(max_batch_size=3))
     assert [r.output_ids for r in results] == expected
     rates = [r.stats.acceptance_rate for r in results if r.stats.num_draft_depth]
     assert len(rates) > 5
     assert set(rates) == {1.0}
-    assert erratic.num_pieces > 10
-    assert erratic.num_told == erratic.num_asked
+    assert 0 < sum(0 < n <= 9 for n in erratic.num_read) < len(erratic.num_read)
 
 
 def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
@@ -417,9 +350,9 @@ def test_ratio_keeps_the_first_tokens_distribution(
     engine = load(folder, draft, 2, True)
     proposer: Drafter = engine.proposer
     if chain:
-        proposer = ChainProposer([[Guesses()], [proposer]])
+        proposer = PacedDrafter([[Guesses()], [proposer]], is_fixed=True)
         turns = itertools.cycle([True, False])
-        monkeypatch.setattr(ChainProposer, "_is_best", lambda *_: next(turns))
+        monkeypatch.setattr(PacedDrafter, "_is_best", lambda *_: next(turns))
     p_value, kept = check_first_tokens(engine, proposer, [5, 9, 40])
     assert 150 < kept < 2850, "some drafts are kept, some are not"
     if draft == "sharp":
@@ -685,11 +618,11 @@ def test_the_command(folder: Path) -> None:
     [
         ({}, True, True),
         ({"draft_len": "auto"}, True, True),
-        ({"use_logits": True}, False, False),
+        ({"use_logits": True}, False, True),
         ({"draft_len": "4"}, True, True),
         ({"draft_len": "4", "draft_budget": "fixed"}, False, False),
         ({"draft_len": "4", "use_logits": True}, False, False),
-        ({"draft_len": "4", "draft_budget": "auto", "use_logits": True}, False, False),
+        ({"draft_len": "4", "draft_budget": "auto", "use_logits": True}, False, True),
         ({"draft_tree_tokens": 4}, True, True),
         ({"draft_tree_tokens": 4, "draft_budget": "fixed"}, True, False),
     ],
@@ -701,9 +634,9 @@ def test_what_drafts_by_default(
     pair: dict[str, Any] = {"engine_dir": folder / "target", "draft_engine_dir": folder / "draft"}
     engine = load_engine(DecodeSettings(device="cpu", **pair, **flags), None)
     proposer: Any = engine.proposer
-    assert isinstance(proposer, BudgetProposer) == is_bound
+    assert isinstance(proposer, PacedDrafter) == is_bound
     if is_bound:
-        proposer = proposer.proposer
+        (proposer,) = proposer.members
     assert isinstance(proposer, DraftTreeProposer if is_tree else DraftTargetProposer)
     if is_tree:
         given = flags.get("draft_tree_tokens", flags.get("draft_len", "auto"))

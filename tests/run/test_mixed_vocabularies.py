@@ -17,9 +17,9 @@ import torch
 from specdec import Engine
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.chain import ChainProposer
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.ranks.processes import end_ranks
@@ -465,7 +465,7 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
     engine = load(folder, "target", "merges", 3)
     model = engine.proposer
     assert isinstance(model, DraftTargetProposer)
-    chain = ChainProposer([[Oracle(), model]])
+    chain = PacedDrafter([[Oracle(), model]], is_fixed=True)
     honest, run_model = model.propose, model.decoder.forward
     ran: dict[tuple[int, int], int] = {}  # (row, position): the token there
     checked = 0

@@ -16,7 +16,7 @@ import pytest
 
 from specdec import Engine, Event, Prompt, SpecDecError, Stream, UsageError
 from specdec.decode import timing
-from specdec.decode.chunk_size import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, ChunkSize
+from specdec.decode.drafters.pace import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, Pace
 from specdec.decode.loop import Batch
 from specdec.decode.prefill import PromptReader
 from specdec.decode.schedule import DRAFTER_SHARE
@@ -295,7 +295,7 @@ def test_with_auto_more_requests_read_more_of_prompts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, plans: list[Plan]
 ) -> None:
     """Their own tokens count among those of the step; nothing is known of what these cost."""
-    monkeypatch.setattr(ChunkSize, "record", lambda *_: None)
+    monkeypatch.setattr(Pace, "record_step", lambda *_: None)
     with Engine.load(folder / "float32", device="cpu", prompt_chunk="auto") as engine:
         streams = [engine.stream([5, 6], max_output_len=60, end_ids=())]
         next(streams[0])
@@ -356,7 +356,7 @@ def test_with_auto_prompts_and_drafts_share_the_tokens_of_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, plans: list[Plan]
 ) -> None:
     """The bound of a step: prompts go first, and drafts take what these leave."""
-    monkeypatch.setattr(ChunkSize, "record", lambda *_: None)
+    monkeypatch.setattr(Pace, "record_step", lambda *_: None)
     options: dict[str, Any] = {"draft": folder / "draft", "draft_len": 3, "prompt_chunk": "auto"}
     options["draft_budget"] = "fixed"
     with Engine.load(folder / "native pair", device="cpu", **options) as engine:

@@ -14,7 +14,7 @@ from specdec.bench.engine import PARTS, open_bench
 from specdec.bench.methods.draft_target import list_lengths, list_trees
 from specdec.bench.methods.redrafter import list_searches
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.chain import ChainProposer
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.requests import Request, sum_stats
 from specdec.decode.timing import Timing
@@ -48,7 +48,7 @@ class Engine:
                 name = candidate.run.get("draft_len", candidate.name)
                 self._proposers["draft-target", name] = candidate.proposer
                 suffix = SuffixProposer(SuffixOptions(max_tokens=max_length))
-                chain = ChainProposer([[suffix], [candidate.proposer]])
+                chain = PacedDrafter([[suffix], [candidate.proposer]], is_fixed=True)
                 self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):

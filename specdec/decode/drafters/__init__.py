@@ -19,8 +19,7 @@ from specdec.methods.chain import Chain, read_chain
 from specdec.options import list_given, name_flag
 
 from .base import DraftContext, Drafter, EngineHandle
-from .budget import bind
-from .chain import ChainProposer
+from .paced import PacedDrafter
 
 logger = logs.get_logger(__name__)
 
@@ -204,8 +203,7 @@ def make_proposer(
         ]
         for group in methods
     ]
-    drafter = ChainProposer(groups) if is_chain else groups[0][0]
-    return bind(drafter) if is_bound else drafter
+    return PacedDrafter(groups, is_fixed=not is_bound) if is_bound or is_chain else groups[0][0]
 
 
 def has_budget(engine: EngineHandle, methods: Methods, drafting: Drafting) -> bool:

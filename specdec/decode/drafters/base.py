@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.pacing import DraftPlan, limit_prefill
+from specdec.decode.drafters.pace import Pace
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
@@ -43,14 +43,15 @@ class Drafter:
     follows_last: whether it reads the states that `follow` is given, instead of only those that the
     decoder observed. is_indivisible: whether drafts are verified whole or not at all, since it
     reads the states of nodes that it has placed itself. drafts_ahead: whether `compute_drafts` may
-    run before the host knows what was accepted. paces_itself: whether it chooses by itself how much
-    to draft, once `pace` has told it to.
+    run before the host knows what was accepted. is_planned: whether a draft is a chain of tokens, a
+    pass each, whose number is told before the first. pace: what times the steps that it drafts for.
 
     What it is told of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
     max_prefill, most tokens of prompts that it may itself read for a step of several requests, None
-    for all; min_gain, how many tokens another level of a draft must promise; see
-    `Budget.price_level`. What it tells of its newest draft: num_prefilled, prompt tokens that it
-    read; num_levels, passes that it took. members: those that draft for it, if it is a group.
+    for all; min_gain, how many tokens another level of a draft must promise, see
+    `Pace.price_level`; max_levels, where `is_planned`, passes at most, None for all. What it tells
+    of its newest draft: num_prefilled, prompt tokens that it read; num_levels, passes that it took.
+    members: those that draft for it, if it is a group; groups: the same, by turns.
     """
 
     max_draft_tokens = 0
@@ -59,24 +60,24 @@ class Drafter:
     follows_last = False
     is_indivisible = False
     drafts_ahead = False
-    paces_itself = False
+    is_planned = False
+    pace: Pace | None = None
     num_prompt_tokens = 0
     max_prefill: int | None = None
     min_gain = ALL_LEVELS
+    max_levels: int | None = None
     num_prefilled = 0
     num_levels = 1
     members: Sequence[Drafter] = ()
+    groups: Sequence[Sequence[Drafter]] = ()
 
     def plan_step(self, num_prompt_tokens: int, max_prefill: int | None) -> None:
         """Take what is known of the next step before its drafts; see the class."""
         self.num_prompt_tokens, self.max_prefill = num_prompt_tokens, max_prefill
 
     def fit_budget(self) -> Drafter:
-        """What drafts where only that is verified which pays."""
+        """What drafts where only what is worth its time is verified."""
         return self
-
-    def pace(self) -> None:
-        """Choose from now on how much to draft, where `paces_itself`."""
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; rows 0 ... num_rows - 1 of that many tokens will be in use.
@@ -90,6 +91,25 @@ class Drafter:
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
         """Tokens of prompts that it has to read before all of these can be drafted for."""
         return 0
+
+    def _plan_reading(self, unread: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """Places of requests to draft for, and how much to read of others, within `max_prefill`.
+
+        unread: prompt tokens that each lacks. The drafter catches up with one request after
+        another, those first that lack least.
+        """
+        left: float = np.inf
+        if self.max_prefill is not None and len(unread) > 1:
+            left = self.max_prefill
+        self.num_prefilled = int(min(sum(unread), left))
+        ready, pieces = [], {}
+        for at in sorted(range(len(unread)), key=unread.__getitem__):
+            if unread[at] <= left:
+                ready.append(at)
+            elif left:
+                pieces[at] = int(left)
+            left -= min(unread[at], left)
+        return sorted(ready), pieces
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return what is proposed for each request, rooted at the last of its emitted tokens.
@@ -198,8 +218,8 @@ class DraftContext:
     name, the target's own beside them. options: what `Method.read` made of the settings, None where
     nothing is asked for. engine: the target's, for drafters without weights in its checkpoint.
     tokenizer: the target's, to be compared with a draft model's; None where there is none.
-    is_in_chain: whether others draft for the engine too. has_budget: whether of what is drafted
-    only that is verified which pays.
+    is_in_chain: whether others draft for the engine too. has_budget: whether of what is
+    drafted only what is worth its time is verified.
     """
 
     decoder: Decoder
@@ -387,18 +407,6 @@ class StateKeeper(Drafter):
         for group in [found] if found and is_short else [[each] for each in found]:
             lines, places, parts = zip(*group, strict=True)
             self._keep(np.concatenate(lines), np.concatenate(places), torch.cat(parts))
-
-    def _plan_reading(self, unread: Sequence[int]) -> DraftPlan:
-        """Which rows to draft for, and how much to read of others, within `max_prefill`.
-
-        unread: tokens that each lacks, but those that a step brought.
-        """
-        plan = DraftPlan([1] * len(unread))
-        self.num_prefilled = sum(unread)
-        if self.max_prefill is None or len(unread) == 1:
-            return plan
-        self.num_prefilled = min(self.num_prefilled, self.max_prefill)
-        return limit_prefill(plan, unread, self.max_prefill)
 
     def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Keep states [N, F] of the tokens at `places` of `rows`, [N], the next that they lack."""

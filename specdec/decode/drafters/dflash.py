@@ -155,11 +155,10 @@ class DFlashProposer(StateKeeper):
         Nothing is drafted for those of whose context a part is left for later steps.
         """
         rows = list_rows(requests)
-        plan = self._plan_reading(self._list_unread(rows))
-        for at, count in plan.prefill.items():
+        ready, pieces = self._plan_reading(self._list_unread(rows))
+        for at, count in pieces.items():
             self._read([int(rows[at])], count)
         candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
-        ready = [at for at, count in enumerate(plan.counts) if count]
         if ready:
             self._read(rows[ready].tolist())
             roots = np.array([requests[at].output_ids[-1] for at in ready], np.int64)

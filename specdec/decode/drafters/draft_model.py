@@ -103,6 +103,19 @@ class DraftModel(Drafter):
             for past, text in zip(self._cache.past_lens[list_rows(requests)], read, strict=True)
         ]
 
+    def _catch_up(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
+        """Read texts within `max_prefill`; return the places of requests to draft for."""
+        unread = self._list_unread(requests, read)
+        places = [
+            at
+            for at, (text, request) in enumerate(zip(read, requests, strict=True))
+            if text.is_known and request.remaining > 1
+        ]
+        ready, pieces = self._plan_reading([unread[at] for at in places])
+        for at, count in pieces.items():
+            self._prefill(requests[places[at]].row, read[places[at]].ids, count)
+        return [places[at] for at in ready]
+
     def _prefill(self, row: int, text: Sequence[int], count: int) -> None:
         """Run the next tokens of a text that the cache does not hold, and wait for the end."""
         assert self._cache is not None

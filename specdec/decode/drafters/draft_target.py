@@ -7,11 +7,9 @@ Leviathan et al., "Fast inference from transformers via speculative decoding", 2
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec import logs
@@ -19,10 +17,8 @@ from specdec.decode.accept import Candidates
 from specdec.decode.ahead import run_tokens
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
-from specdec.decode.drafters.budget import Calibration
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.decode.drafters.pacing import DraftLength, limit_prefill
 from specdec.decode.engine import TorchEngine
 from specdec.decode.prefill import count_shared, fill_cache
 from specdec.decode.requests import ActiveRequest
@@ -141,9 +137,8 @@ def attach_draft(
             draft.decoder, num_tokens=tree_tokens, depth=draft_len, tokens=tokens, **limits
         )
     else:
-        length = DraftLength(draft_len or longest, is_auto=draft_len is None)
         chain = DraftTargetProposer(
-            draft.decoder, length, use_logits=use_logits, tokens=tokens, **limits
+            draft.decoder, draft_len or longest, use_logits=use_logits, tokens=tokens, **limits
         )
         proposer = chain.fit_budget() if fits_budget else chain
     target.use_method(METHOD.name, proposer, draft)
@@ -163,24 +158,20 @@ class _Draft:
 class _Chain:
     """A draft under way.
 
-    ids: the text in the draft model's tokens, num_ids of them and then what is drafted. planned,
-    most: tokens to draft, and at most. probs: what tokens were drawn from. confidence: the draft
-    model's, of the root too. chance: that all of it is right.
+    ids: the text in the draft model's tokens, num_ids of them and then what is drafted. planned:
+    tokens to draft. probs: what tokens were drawn from.
     """
 
     request: ActiveRequest
     ids: list[int]
     num_ids: int
     planned: int
-    most: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     probs: list[Tensor] = dataclasses.field(default_factory=list)
-    confidence: list[float] = dataclasses.field(default_factory=lambda: [1.0])
-    chance: float = 1.0
 
 
 class DraftTargetProposer(DraftModel):
-    """Decodes the draft model `draft_length` tokens ahead of each request.
+    """Decodes the draft model `max_draft_tokens` tokens ahead of each request, or `max_levels`.
 
     The draft model's cache is kept between steps and cut back to what was accepted; nothing is
     computed twice but the last draft token, where that was accepted. With `use_logits`, sampled
@@ -188,63 +179,37 @@ class DraftTargetProposer(DraftModel):
     the random numbers that the target will use, and compared. Greedy requests are compared always.
     """
 
-    paces_itself = True
+    is_planned = True
 
     def __init__(
-        self,
-        decoder: Decoder,
-        draft_length: DraftLength,
-        *,
-        use_logits: bool,
-        tokens: TokenMap,
-        max_num_tokens: int,
-        max_seq_len: int,
-    ) -> None:
+        self, decoder: Decoder, draft_len: int, *, use_logits: bool, tokens: TokenMap,
+        max_num_tokens: int, max_seq_len: int,
+    ) -> None:  # fmt: skip
         """tokens: which tokens the target's and the draft model's are. max_num_tokens, max_seq_len:
         of the draft model's engine.
         """
         super().__init__(
-            decoder, max_draft_tokens=draft_length.maximum, tokens=tokens,
-            max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
+            decoder, max_draft_tokens=draft_len, tokens=tokens, max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
         )  # fmt: skip
-        self.draft_length = draft_length
         self.use_logits = use_logits
-        self.max_draft_depth = draft_length.maximum
+        self.max_draft_depth = draft_len
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
-        self._num_passes = 0  # in the last draft
-        self._calibration = Calibration()
-        self._is_warm = False
-        self._draft_seconds = self._began_verify = 0.0
 
     def fit_budget(self) -> DraftTargetProposer | DraftTreeProposer:
         """On a CPU, a tree of as many tokens."""
         if self.use_logits or self.decoder.device.type != "cpu":
             return self
-        longest = min(self.draft_length.maximum, MOST_TREE_TOKENS)
+        longest = min(self.max_draft_tokens, MOST_TREE_TOKENS)
         return DraftTreeProposer(
             self.decoder, num_tokens=longest, depth=longest, tokens=self.tokens,
             max_num_tokens=self.max_num_tokens, max_seq_len=self.max_seq_len,
         )  # fmt: skip
 
-    def pace(self) -> None:
-        """Adapt the length, up to what it was."""
-        self.draft_length = DraftLength(self.draft_length.maximum, is_auto=True)
-
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
         super().allocate(num_rows, num_positions)
         self._drafts = {}
-        if self.draft_length.is_auto and not self._is_warm:
-            self._warm_up()
-
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Run a token: the first pass also finds the weights, so its time would tell nothing."""
-        assert self._cache is not None
-        hidden = fill_cache(self.decoder, self._cache, [0], [[0]], self.max_num_tokens)
-        self.decoder.compute_logits(hidden).cpu()
-        self._cache.copy_prefix(0, 0, 0)
-        self._is_warm = True
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""
@@ -254,63 +219,29 @@ class DraftTargetProposer(DraftModel):
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once, each at most up to the token before its limit."""
-        began = time.perf_counter()
-        chains, is_open = self._begin(requests)
+        read = [self._read(request) for request in requests]
+        ready = self._catch_up(requests, read)
+        planned = self.max_draft_tokens if self.max_levels is None else self.max_levels
+        chains = [
+            _Chain(
+                request, text.ids, len(text.ids),
+                min(planned, request.remaining - 1) if at in ready else 0,
+            )
+            for at, (request, text) in enumerate(zip(requests, read, strict=True))
+        ]  # fmt: skip
+        self.num_levels = max(chain.planned for chain in chains)
         is_greedy = all(request.sampler.params.is_greedy for request in requests)
         if is_greedy and self.decoder.graphs is not None:
             self._draft_ahead(chains)
         else:
-            self._draft(chains, is_open=is_open)
-        candidates = [self._finish(chain) for chain in chains]
-        self._began_verify = time.perf_counter()
-        self._draft_seconds = self._began_verify - began
-        return candidates
+            self._draft(chains)
+        return [self._finish(chain) for chain in chains]
 
-    def _begin(self, requests: Sequence[ActiveRequest]) -> tuple[list[_Chain], bool]:
-        """Plan the drafts and read what they follow, and whether they may differ from the plan.
-
-        Drafts may go on beyond it, and end before, as the draft model is sure; not where that would
-        follow from what was drawn: docs/exactness.md.
-        """
-        read = [self._read(request) for request in requests]
-        unread = self._list_unread(requests, read)
-        remaining = [request.remaining for request in requests]
-        plan = self.draft_length.plan(unread, remaining, self.num_prompt_tokens)
-        if self.max_prefill is not None and len(requests) > 1:
-            plan = limit_prefill(plan, unread, self.max_prefill)
-        draws = self.use_logits and any(not r.sampler.params.is_greedy for r in requests)
-        is_open = plan.most > 0 and not draws
-        chains, self.num_prefilled = [], 0
-        for request, text, size, count in zip(requests, read, unread, plan.counts, strict=True):
-            room = request.remaining - 1 if text.is_known else 0
-            planned = min(count, room)
-            most = min(plan.most, room) if is_open and planned else planned
-            chains.append(_Chain(request, text.ids, len(text.ids), planned, most))
-            self.num_prefilled += size if most else 0
-        for at, count in plan.prefill.items():
-            if read[at].is_known:
-                self._prefill(requests[at].row, read[at].ids, count)
-                self.num_prefilled += count
-        return chains, is_open
-
-    def _draft(self, chains: Sequence[_Chain], *, is_open: bool) -> None:
-        """Draft a token of each chain at a time, as far as planned, or as it pays if `is_open`."""
-        self._num_passes = 0
-        for depth in range(max(chain.most for chain in chains)):
-            active = [chain for chain in chains if chain.most > depth]
-            chances = np.array([chain.chance for chain in active])
-            if is_open and depth and not self.draft_length.goes_on(depth, chances):
-                break
+    def _draft(self, chains: Sequence[_Chain]) -> None:
+        """Draft a token of each chain at a time."""
+        for depth in range(self.num_levels):
+            active = [chain for chain in chains if chain.planned > depth]
             logits = self._run(active)
-            self._num_passes += 1
-            if self.draft_length.is_auto:
-                (sure,) = to_host(logits.float().softmax(-1).amax(-1).double())
-                chances *= self._calibration.rate(np.full(len(active), depth + 1), sure)
-                if is_open and depth and not self.draft_length.keeps(depth + 1, chances):
-                    break
-                for chain, value, chance in zip(active, sure.tolist(), chances, strict=True):
-                    chain.confidence.append(value)
-                    chain.chance = float(chance)
             chosen = self._choose(logits, [chain.request for chain in active], depth)
             tokens, own = self.tokens.name(np.array([place for place, _ in chosen], np.int64))
             for chain, token, twin, (_, probs) in zip(
@@ -331,7 +262,7 @@ class DraftTargetProposer(DraftModel):
         """Draft greedily as planned; tokens come to the host when all are made."""
         assert self._cache is not None
         passes: list[tuple[list[_Chain], Tensor]] = []
-        for depth in range(max(chain.planned for chain in chains)):
+        for depth in range(self.num_levels):
             active = [chain for chain in chains if chain.planned > depth]
             if not passes:
                 logits = self._run(active)
@@ -341,7 +272,6 @@ class DraftTargetProposer(DraftModel):
                 rows = np.array([chain.request.row for chain in active])
                 logits = self.tokens.restrict(run_tokens(self.decoder, self._cache, rows, newest))
             passes.append((active, logits.argmax(-1)))
-        self._num_passes = len(passes)
         found = to_host(*(places for _, places in passes)) if passes else ()
         for (active, _), places in zip(passes, found, strict=True):
             tokens, _ = self.tokens.name(places)
@@ -353,9 +283,7 @@ class DraftTargetProposer(DraftModel):
         del chain.ids[chain.num_ids :]
         root = chain.request.output_ids[-1]
         tree = pack_beams(root, np.array([chain.tokens])) if chain.tokens else make_root(root)
-        is_told = len(chain.confidence) == len(chain.tokens) + 1
-        confidence = np.array(chain.confidence) if is_told else None
-        found = Candidates(tree, chain.probs or None, confidence)
+        found = Candidates(tree, chain.probs or None)
         self._drafts[chain.request.row] = _Draft(
             chain.num_ids, len(chain.request.output_ids), found
         )
@@ -368,30 +296,16 @@ class DraftTargetProposer(DraftModel):
         assert self._cache is not None
         if not self._drafts:  # the prompts' own pass, or others have drafted
             return
-        seconds = time.perf_counter() - self._began_verify
-        drafts = []
-        for request, path in zip(requests, paths, strict=True):
+        for request in requests:
             if request.row not in self._drafts:
                 continue
             draft = self._drafts.pop(request.row)
-            drafted, emitted = draft.candidates, request.output_ids[draft.num_output :]
             # In one tree with others' drafts, the path may be theirs.
-            num_kept = count_shared(drafted.tree.tokens[1:].tolist(), emitted)
+            emitted = request.output_ids[draft.num_output :]
+            num_kept = count_shared(draft.candidates.tree.tokens[1:].tolist(), emitted)
             past = int(self._cache.past_lens[request.row])
             kept = min(past, draft.num_ids + num_kept)
             self._cache.copy_prefix(request.row, request.row, kept)
-            drafts.append((drafted.tree.num_draft_tokens, len(path) - 1))
-            if drafted.confidence is not None:
-                self._calibration.record(drafted, emitted)
-        self.draft_length.record_step(
-            num_rows=len(requests),
-            num_tokens=states.last.shape[1],
-            num_passes=self._num_passes,
-            num_prefilled=self.num_prefilled,
-            draft_seconds=self._draft_seconds,
-            verify_seconds=seconds,
-            drafts=drafts,
-        )
 
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int

@@ -12,7 +12,6 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import list_rows
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.levels import DynamicTree, TreeDraft, read_temperatures
-from specdec.decode.drafters.pacing import DraftPlan, limit_prefill
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.token_map import TokenMap
@@ -60,18 +59,8 @@ class DraftTreeProposer(DraftModel):
         """Draft for all requests at once of whose text nothing is left to be read later."""
         assert self._cache is not None
         read = [self._read(request) for request in requests]
-        unread = self._list_unread(requests, read)
-        plan = DraftPlan(
-            [int(t.is_known and r.remaining > 1) for t, r in zip(read, requests, strict=True)]
-        )
-        if self.max_prefill is not None and len(requests) > 1:
-            plan = limit_prefill(plan, unread, self.max_prefill)
-        self.num_prefilled = sum(size for size, n in zip(unread, plan.counts, strict=True) if n)
-        for at, count in plan.prefill.items():
-            self._prefill(requests[at].row, read[at].ids, count)
-            self.num_prefilled += count
+        ready = self._catch_up(requests, read)
         candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
-        ready = [at for at, count in enumerate(plan.counts) if count]
         if not ready:
             return candidates
         chosen = [requests[at] for at in ready]

@@ -383,10 +383,9 @@ class EagleProposer(StateKeeper):
 
         What a step has brought a row itself is left for its draft.
         """
-        plan = self._plan_reading(self._list_unread(rows, [*map(len, texts)]))
-        ready = [at for at, count in enumerate(plan.counts) if count]
-        self._read(rows[[*plan.prefill, *ready]].tolist())
-        for at, count in plan.prefill.items():
+        ready, pieces = self._plan_reading(self._list_unread(rows, [*map(len, texts)]))
+        self._read(rows[[*pieces, *ready]].tolist())
+        for at, count in pieces.items():
             known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
             fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
         return ready

@@ -1,0 +1,590 @@
+"""How much to draft, verify and read in the next step, by what steps cost and drafts bring.
+
+A drafter says how sure it is of each token. How often such tokens have been right turns that into
+the chance that a token is accepted. A row's best nodes are those of the greatest chance from the
+root on, as in EAGLE-2 (https://arxiv.org/abs/2406.16858, section 4.2); how many of them a step
+verifies depends on what it costs here, for so many rows, as in Sequoia
+(https://arxiv.org/abs/2402.12374, section 3.3), by times that are measured as the run goes on.
+
+Legend: B rows, T nodes of a row's tree, the root among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.trees import estimate_accuracy
+from specdec.engine.transfers import Array
+from specdec.engine.tree import Tree
+
+KEEP = 0.98  # weight of what was known of acceptance before the newest draft
+LONG_KEEP = 0.99  # the same where only what was accepted tells, or whole steps are counted
+NUM_MEASURED = 7  # measurements of a size that count, the newest
+NUM_RATIOS = 5  # steps that say how slow the machine is at present
+# Of a draft's tokens: deeper ones are counted as these; buckets of the drafter's confidence; trials
+# that its own word weighs as much as; the most that is believed of a token.
+MAX_DEPTH, NUM_BUCKETS, FIRST_TRIALS, SURE = 12, 10, 4.0, 0.999
+# Believed at first: of the drafted tokens that are reached, those that are accepted; and the drafts
+# that this weighs as much as.
+FIRST_RATE, FIRST_DRAFTS = 0.7, 3.0
+PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
+# After so many drafted steps a plain one is measured again; times the plain steps so far, while
+# those are few. Not where drafts would pay even if it took this share of its time.
+MAX_REFRESH, REFRESH_GROWTH, CLEAR_SHARE = 128, 4, 0.6
+# Of the time that plain decoding would take, what drafts may lose, and what trials may lose of
+# drafts that are known not to pay. The steps to come that count: the text may end before.
+LOSS_SHARE, TRIAL_SHARE, HORIZON = 0.022, 0.012, 128
+READ_SHARE = 0.04  # of the same time, what drafters may take to read prompts
+REST_STEPS = 8  # plain ones after a plan of no drafts, so that planning costs next to no time
+FEW_UNREAD = 64  # prompt tokens that cost a draft's pass next to nothing
+FIRST_PIECE = 2 * FEW_UNREAD  # prompt tokens by which a drafter's reading is timed
+PROMPT_UNIT = 16  # prompt tokens of a step are counted by so many
+# Tokens of a step that reads prompts for each request that runs or waits, what the running ones
+# verify included; at least and at most. LEAST_READ are prompts', whatever that takes.
+CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK, LEAST_READ = 13, 64, 512, 16
+# How many times as long as a plain step it may be; and how long it may be in any case.
+MOST_TIMES, LEAST_TIMES = 6.0, 2.0
+
+
+class Costs:
+    """Seconds by size, the median of the newest measurements; a larger size never costs less.
+
+    Between two known sizes costs lie on a line, and beyond the largest on one from its half on,
+    since two that are near each other differ by chance; below the smallest they are the smallest's,
+    as where memory is the limit.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}
+        self._counts: dict[int, int] = {}
+        self._sizes = np.zeros(0, np.int64)
+        self._seconds = np.zeros(0)
+
+    def record(self, size: int, seconds: float, guess: float | None = None) -> None:
+        """Take a measurement. guess: what was foreseen, which counts too: a first is doubtful."""
+        if size not in self._recent:
+            self._recent[size] = deque([] if guess is None else [guess], maxlen=NUM_MEASURED)
+            self._counts[size] = 0
+        self._counts[size] += 1
+        self._recent[size].append(seconds)
+        self._sizes = np.array(sorted(self._recent))
+        recent = (sorted(self._recent[n]) for n in self._sizes.tolist())
+        middle = [own[(len(own) - 1) // 2] for own in recent]
+        self._seconds = np.minimum.accumulate(middle[::-1])[::-1]
+
+    @property
+    def smallest(self) -> int:
+        """The smallest size that was measured, 0 for none."""
+        return int(self._sizes[0]) if len(self._sizes) else 0
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured, 0 for none."""
+        return int(self._sizes[-1]) if len(self._sizes) else 0
+
+    def count(self, size: int) -> int:
+        """How often a size was measured."""
+        return self._counts.get(size, 0)
+
+    def predict(self, sizes: Array) -> Array:
+        """What each of some sizes costs; 0 where nothing was measured."""
+        if not len(self._sizes):
+            return np.zeros(len(sizes))
+        largest, last = self._sizes[-1], self._seconds[-1]
+        lower = max(0, int(np.searchsorted(self._sizes, largest / 2, side="right")) - 1)
+        rise = largest - self._sizes[lower]
+        slope = (last - self._seconds[lower]) / rise if rise else 0.0
+        found = np.interp(sizes, self._sizes, self._seconds)
+        return np.asarray(found + slope * np.maximum(0, sizes - largest))
+
+    def estimate(self, size: int) -> float:
+        """What one size costs."""
+        return float(self.predict(np.array([size]))[0])
+
+
+class Calibration:
+    """How often drafted tokens were right, by drafter, depth and the drafter's own confidence.
+
+    Where little is known of a depth, what is known of all depths counts, and where that is little,
+    the drafter's word. Newer steps count more.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, Array] = {}  # by source: [2, depth, bucket], right ones and all
+
+    def estimate(self, candidates: Candidates) -> Array:
+        """[T], the chance that a node is accepted where its parent is; 1 for the root."""
+        confidence = read_confidence(candidates)
+        depths, buckets = _place(candidates.tree.depths, confidence)
+        counts = self._get(candidates.source)
+        all_right, all_seen = counts.sum(1)[:, buckets]
+        anywhere = (all_right + FIRST_TRIALS * confidence) / (all_seen + FIRST_TRIALS)
+        right, seen = counts[:, depths, buckets]
+        chances = (right + FIRST_TRIALS * anywhere) / (seen + FIRST_TRIALS)
+        chances = np.minimum(chances, SURE)
+        chances[0] = 1.0
+        return np.asarray(chances)
+
+    def record(self, candidates: Candidates, emitted: Sequence[int]) -> None:
+        """Take what was emitted after the root: on the way through the tree, what was right."""
+        tree = candidates.tree
+        if tree.num_nodes == 1:
+            return
+        depths, buckets = _place(tree.depths, read_confidence(candidates))
+        counts = self._get(candidates.source)
+        counts *= KEEP
+        node = 0
+        for token in emitted:
+            children = np.flatnonzero(tree.parents == node)
+            if not len(children):
+                break
+            counts[1, depths[children], buckets[children]] += 1
+            entered = children[tree.tokens[children] == token]
+            if not len(entered):
+                break
+            node = int(entered[0])
+            counts[0, depths[node], buckets[node]] += 1
+
+    def _get(self, source: int) -> Array:
+        if source not in self._counts:
+            self._counts[source] = np.zeros((2, MAX_DEPTH, NUM_BUCKETS))
+        return self._counts[source]
+
+
+def _place(tree_depths: Array, confidence: Array) -> tuple[Array, Array]:
+    """By which depth and bucket each node is counted; the root's are of no use."""
+    depths = np.minimum(tree_depths, MAX_DEPTH) - 1
+    buckets = np.minimum((confidence * NUM_BUCKETS).astype(np.int64), NUM_BUCKETS - 1)
+    return depths, buckets
+
+
+def read_confidence(candidates: Candidates) -> Array:
+    """[T], the drafter's confidence in each node; by its place among its siblings if not told."""
+    if candidates.confidence is not None:
+        return candidates.confidence
+    tree = candidates.tree
+    order = np.argsort(tree.parents, kind="stable")
+    _, first, counts = np.unique(tree.parents[order], return_index=True, return_counts=True)
+    ranks = np.empty(tree.num_nodes, np.int64)
+    ranks[order] = np.arange(tree.num_nodes) - np.repeat(first, counts)
+    return np.asarray(estimate_accuracy(np.maximum(tree.depths - 1, 0), ranks))
+
+
+def follow_chances(tree: Tree, chances: Array) -> Array:
+    """[T], the chance that the whole path to a node is accepted, by that of each node on it."""
+    found = chances.copy()
+    for depth in range(2, tree.depth + 1):
+        level = tree.depths == depth
+        found[level] *= found[tree.parents[level]]
+    return found
+
+
+@dataclasses.dataclass
+class Account:
+    """Seconds of drafted steps compared with those of plain ones for as many tokens.
+
+    spent: of all steps. lost: by drafts, less than nothing where they won. read: by drafters, for
+    prompts. for_trials: what trials of drafts that are known not to pay may lose yet; it grows only
+    while that is known, so that what few requests won does not pay for slow steps of many.
+    """
+
+    spent: float = 0.0
+    lost: float = 0.0
+    read: float = 0.0
+    for_trials: float = 0.0
+
+    def find_limit(self, ahead: float) -> float:
+        """Seconds that may be lost. ahead: seconds of plain decoding to come."""
+        return LOSS_SHARE * (self.spent + ahead) - self.lost
+
+    def add(self, seconds: float, lost: float, *, is_trial: bool) -> None:
+        """Take a step's seconds, and what its drafts lost."""
+        self.spent += seconds
+        self.lost += lost
+        if is_trial:
+            self.for_trials += TRIAL_SHARE * seconds - lost
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What came of the newest step's drafts.
+
+    seconds: of drafting, None where nothing was drafted. size: T. emitted: tokens of each request.
+    num_levels: passes of the drafter. num_prefilled: prompt tokens that it read.
+    """
+
+    seconds: float | None
+    size: int
+    emitted: Sequence[int]
+    num_levels: int = 1
+    num_prefilled: int = 0
+
+
+class Source:
+    """What the drafts of one drafter of a chain promise a request, and what they cost.
+
+    What was not tried for long is believed to be as at first, so that it is tried again.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.costs = Costs()  # by requests
+        self._belief = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
+        self._sum = self._weight = 0.0
+
+    def record(self, gains: Sequence[float]) -> None:
+        """Take what the drafts of a step promise, in tokens; none where it drafts for nobody."""
+        self._sum, self._weight = LONG_KEEP * self._sum, LONG_KEEP * self._weight
+        self._sum += sum(gains)
+        self._weight += len(gains)
+
+    @property
+    def gain(self) -> float:
+        """Tokens that a draft is expected to bring a request."""
+        return (self._sum + FIRST_DRAFTS * self._belief) / (self._weight + FIRST_DRAFTS)
+
+
+class Pace:
+    """Decides for each step whether to draft, who drafts, what is verified, and what is read.
+
+    A step of T nodes a row costs a draft and one pass over B x T tokens, since rows are padded to
+    the largest tree. It emits a token a row, and what is accepted of the T - 1 best nodes. What
+    those promise is kept as a mean over the newest drafts, by their number; so the best number and
+    the tokens a second that it promises are known for any B before anything is drafted. Those
+    tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
+    as promise more tokens than the time that verifying them takes would emit.
+
+    Others may use the machine too. So all times are divided by how slow it is at present, which
+    the newest steps without prompts tell: the median of what each took by what such steps take.
+
+    A size that no step had costs as many tokens of a prompt, and at least what a smaller one does;
+    where no prompt was timed, sizes are tried by doubling. The first steps are plain, and the first
+    draft of a drafter is one level. An `Account` is kept: nothing is drafted that could lose more
+    than it allows, if none of it were accepted.
+
+    A step that reads prompts too takes what its tokens in all do. Running requests wait for all of
+    it: how many tokens it may have is `choose_chunk`'s to say.
+    """
+
+    def __init__(
+        self, max_tokens: int = 0, *, is_whole: bool = False, is_planned: bool = False,
+        max_depths: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """max_tokens: of a row's draft. is_whole: whether all or nothing of it is verified.
+        is_planned: whether it is a chain of as many tokens as `length` says. max_depths: of each
+        drafter of a chain.
+        """
+        self.max_tokens, self.is_whole, self.is_planned = max_tokens, is_whole, is_planned
+        self.calibration, self.account = Calibration(), Account()
+        self.sources = [Source(depth) for depth in max_depths]
+        self.max_levels = max_tokens  # of the step's draft
+        self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
+        self.is_trial = False  # whether the step's drafts are known not to pay
+        self.is_brief = True  # whether they have one level
+        self._steps, self._drafts = Costs(), Costs()  # by tokens; of a level, by requests
+        self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
+        self._slow = 1.0  # times as long as it takes alone, everything takes at present
+        self._token = 0.0  # seconds of a prompt's token, of many; 0 where it is not known
+        self._reading = Costs()  # of a prompt's token that the drafter reads, under size 1
+        self._num_levels = 1.0  # a mean
+        self._gains = FIRST_DRAFTS * np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
+        self._weight = FIRST_DRAFTS
+        self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS  # of planned drafts
+        self._known: set[int] = set()  # numbers of requests that plain steps had
+        self._num_plain = self._since_plain = self._num_small = self._since_small = 0
+        self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
+        self._rest = 0  # steps to come without a plan
+        self._rate = 0.0  # tokens a second that the plan promised
+        self._gain = 1.0  # the same by that of plain steps
+        self._allowance = math.inf  # seconds that the step may lose
+        self._drafted: Drafted | None = None
+
+    # ---- Before a step.
+
+    def plan(
+        self, remaining: Sequence[int], num_prompt_tokens: int = 0, num_unread: int = 0
+    ) -> bool:
+        """Whether to draft.
+
+        remaining: tokens that each request of the step may still emit. num_prompt_tokens: those of
+        prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
+        """
+        num_rows = len(remaining)
+        self._rest = self._rest - 1 if num_rows == self._num_rows else 0
+        self._num_rows = num_rows
+        self._num_prompt_tokens = _round_up(num_prompt_tokens)
+        if self._rest > 0 or max(remaining) <= 1 or not self._steps.largest:
+            return False
+        seconds = self._predict()
+        plain, level = float(seconds[0]), self._drafts.estimate(num_rows)
+        sizes = np.arange(1, len(seconds))
+        draft = level * (sizes if self.is_planned else np.full(len(sizes), self._num_levels))
+        gains = self._gains[self.max_tokens - 1 :] if self.is_whole else self._gains[: len(sizes)]
+        emitted = 1 + gains / self._weight  # tokens of a request
+        rates = num_rows * emitted / (draft + seconds[1:])
+        best = int(rates.argmax())
+        self._rate = max(float(rates[best]), num_rows / plain)
+        self._gain = float(rates[best]) * plain / num_rows
+        is_known = self._drafts.count(num_rows) > 1 and self._steps.count(num_rows * 2) != 1
+        self.is_trial = self._gain <= 1 and is_known
+        ahead = min(max(remaining), HORIZON) * plain
+        limit = self.account.find_limit(ahead)
+        # The least that is drafted and verified, if it pays nothing back.
+        least = best if self.is_planned and level and self._gain > 1 else 0
+        while least and draft[least] + seconds[least + 1] - plain > limit:
+            least -= 1
+        self.max_levels = least + 1
+        self.is_brief = self.is_trial or not level
+        price = level if self.is_brief else float(draft[least])
+        self._allowance = limit - price
+        expected = price + float(seconds[least + 1]) - plain * float(emitted[least])
+        if self._is_plain_due():
+            return False
+        drafts = (
+            seconds[least + 1] - plain <= self._allowance
+            and (not self.is_trial or expected <= self.account.for_trials)
+            and self._may_read(num_unread, ahead)
+        )
+        if not drafts:
+            self._rest = REST_STEPS
+        return bool(drafts)
+
+    def _is_plain_due(self) -> bool:
+        """Whether to measure a plain step."""
+        # With fewer requests a plain step costs no more; much less, perhaps.
+        if not any(self._num_rows <= known < 2 * self._num_rows for known in self._known):
+            return True
+        if self._gain * CLEAR_SHARE > 1 and self._num_plain >= PLAIN_STEPS:
+            return self._since_plain >= MAX_REFRESH
+        return _is_due(self._num_plain, self._since_plain)
+
+    def _may_read(self, num_unread: int, ahead: float) -> bool:
+        """Whether the drafter may read what it lacks, or a piece of it, which `max_read` then says.
+
+        ahead: seconds of plain decoding to come.
+        """
+        self.max_read = None
+        price = self._reading.estimate(1)
+        if num_unread <= FEW_UNREAD:
+            return True
+        if not self.is_trial and num_unread * price > ahead * (1 - 1 / self._gain):
+            return False
+        limit = READ_SHARE * (self.account.spent + ahead) - self.account.read
+        most = int(max(0.0, limit) / price) if price else FIRST_PIECE
+        if self.is_trial or not price:
+            most = min(most, FIRST_PIECE)
+        if self._num_rows > 1:
+            self.max_read = most
+            return most >= min(num_unread, FIRST_PIECE)
+        return not price or num_unread * price <= limit
+
+    def price_level(self) -> float:
+        """How much another level of a draft must promise to be worth its price.
+
+        That is tokens of the newest level that are expected to be accepted, in all rows together
+        and at most one in each.
+        """
+        if self.is_brief:
+            return math.inf
+        seconds = self._predict()[1:]  # that a draft is verified at all is paid for already
+        token = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+        price = self._rate * (self._drafts.estimate(self._num_rows) + token)
+        return float(price * self._weight / self._gains[0])
+
+    def value(self, chances: Array) -> float:
+        """Tokens that a request's draft promises, without those that its verifying would emit."""
+        seconds = self._predict()
+        token = (seconds[-1] - seconds[0]) / max(1, (len(seconds) - 1) * self._num_rows)
+        worth = np.cumsum(chances) - self._rate * token * np.arange(1, len(chances) + 1)
+        return float(worth.max(initial=0.0))
+
+    def value_source(self, source: int, num_left: int) -> float:
+        """What a drafter of a chain would be worth to each of so many requests, its time paid."""
+        other = self.sources[source]
+        return other.gain - self._rate * other.costs.estimate(num_left) / num_left
+
+    def is_best(self, source: int, value: float, num_left: int) -> bool:
+        """Whether a draft in hand is worth more than one by those that come later in a chain."""
+        later = range(source + 1, len(self.sources))
+        return value > 0 and value >= max(self.value_source(at, num_left) for at in later)
+
+    def choose(self, chances: Sequence[Array]) -> int:
+        """How many nodes of each row to verify beside the root, by their chances, best first."""
+        seconds = self._predict()
+        most = len(seconds) - 1
+        gains = np.zeros(len(seconds))
+        for row in chances:
+            found = np.cumsum(row)
+            size = min(len(found), self.max_tokens)
+            # What a draft of this kind promises, whatever is verified of it.
+            self._gains *= KEEP
+            self._weight = KEEP * self._weight + 1
+            if size:
+                known = min(size, most)
+                gains[1 : known + 1] += found[:known]
+                gains[known + 1 :] += found[known - 1]
+                self._gains[:size] += found[:size]
+                self._gains[size:] += found[size - 1]
+        worth = gains - self._rate * seconds
+        worth[seconds - seconds[0] > self._allowance] = -np.inf
+        return max(int(worth.argmax()), int(self._gain <= 1))
+
+    def _predict(self) -> Array:
+        """Seconds of a step by nodes a row, from 1 on; of whole drafts, of 1 and of all."""
+        rows, prompt, most = self._num_rows, self._num_prompt_tokens, self.max_tokens + 1
+        if self.is_whole:
+            return self._foresee(rows * np.array([1, most]), prompt)
+        if not self._token:
+            most = max(2, min(most, (2 * self._steps.largest - prompt) // rows))
+        return self._foresee(rows * np.arange(1, most + 1), prompt)
+
+    def _foresee(self, sizes: Array, prompt: int = 0) -> Array:
+        """Seconds of steps that verify so many tokens, rising, without what their prompts take.
+
+        Beyond the largest that was measured, as many tokens of a prompt, if one was timed. Prompts
+        would be read anyway, in another step: they pay what a token more costs here, and what a
+        step costs at least, such as reading the weights, is left to its own tokens.
+        """
+        tokens, largest = sizes + prompt, self._steps.largest
+        seconds = self._steps.predict(tokens)
+        if self._token:
+            beyond = np.maximum(self._steps.estimate(largest), tokens * self._token)
+            seconds = np.where(tokens > largest, beyond, seconds)
+        if prompt:
+            price = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+            seconds = seconds - prompt * min(price, seconds[0] / tokens[0])
+        return np.asarray(seconds)
+
+    def even_out(self, seconds: float) -> float:
+        """What would have taken so long if nobody else used the machine."""
+        return seconds / self._slow
+
+    # ---- After it.
+
+    def record_drafts(
+        self, seconds: float | None, size: int, emitted: Sequence[int], num_levels: int = 1,
+        num_prefilled: int = 0,
+    ) -> None:  # fmt: skip
+        """Take what came of drafts; `record_step` follows. See `Drafted`."""
+        self._drafted = Drafted(seconds, size, emitted, num_levels, num_prefilled)
+
+    def record_prompt(self, num_tokens: int, seconds: float) -> None:
+        """Take what a pass over nothing but prompts took."""
+        if num_tokens >= FEW_UNREAD:
+            self._token = seconds / self._slow / num_tokens
+
+    def record_step(
+        self, num_rows: int, num_verified: int, num_prompt_tokens: int, seconds: float
+    ) -> None:
+        """Take what a step of so many requests, which verified so many tokens, took the target."""
+        num_tokens = num_verified + _round_up(num_prompt_tokens)
+        self._since_small += 1
+        if num_tokens <= _count_least(num_rows):
+            self._num_small += 1
+            self._since_small = 0
+        guess, steps = None, self._steps
+        if steps.count(num_tokens) > 2 and not num_prompt_tokens:
+            self._ratios.append(seconds / steps.estimate(num_tokens))
+            self._slow = sorted(self._ratios)[(len(self._ratios) - 1) // 2]
+        elif steps.largest and not steps.count(num_tokens):  # a token costs no more than others did
+            token = self._token or steps.estimate(steps.largest) / steps.largest
+            guess = max(steps.estimate(num_tokens), num_tokens * token)
+        seconds /= self._slow
+        steps.record(num_tokens, seconds, guess)
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None:
+            self._settle(drafted, seconds)
+
+    def _settle(self, drafted: Drafted, seconds: float) -> None:
+        """Learn from a step and its drafts, and enter it into the account."""
+        num_rows, size = len(drafted.emitted), drafted.size
+        self._since_plain += 1
+        if size == 1:
+            self._known.add(num_rows)
+            self._num_plain += 1
+            self._since_plain = 0
+        sizes = num_rows * np.array([1, max(2, size)])
+        foreseen = self._foresee(sizes, self._num_prompt_tokens).tolist()
+        plain, step = foreseen[0], foreseen[size > 1]
+        took, lost = (drafted.seconds or 0.0) / self._slow, 0.0
+        if drafted.seconds is not None:
+            levels = max(1, drafted.num_levels)
+            if drafted.num_prefilled > FEW_UNREAD:
+                read = max(0.0, took - levels * self._drafts.estimate(num_rows))
+                self._reading.record(1, read / drafted.num_prefilled)
+                self.account.read += read
+                took -= read
+            else:
+                self._drafts.record(num_rows, took / levels)
+            self._num_levels += (levels - self._num_levels) / FIRST_TRIALS
+            # What others delay is nobody's loss: costs of the same kind are compared.
+            draft = levels * self._drafts.estimate(num_rows)
+            lost = draft + step - plain * sum(drafted.emitted) / num_rows
+            if size > 1 and (self.is_whole or self.is_planned):
+                self._learn(drafted)
+        own = step if self._num_prompt_tokens else seconds  # without what prompts take
+        self.account.add(took + own, lost, is_trial=self.is_trial)
+
+    def _learn(self, drafted: Drafted) -> None:
+        """Take what drafts brought of which nothing was chosen by how sure the drafter is."""
+        for count in drafted.emitted:
+            self._gains *= KEEP
+            self._weight = KEEP * self._weight + 1
+            if self.is_whole:
+                self._gains += count - 1
+                continue
+            self._right = LONG_KEEP * self._right + count - 1
+            self._reached = LONG_KEEP * self._reached + min(count, drafted.size - 1)
+        if self.is_planned:
+            rate = min(self._right / self._reached, SURE)
+            self._gains = self._weight * np.cumsum(rate ** np.arange(1, self.max_tokens + 1))
+
+    # ---- Prompts.
+
+    def choose_chunk(self, num_active: int, num_requests: int, *, is_reading: bool) -> int:
+        """Tokens of a step that also reads prompts, those of the running requests included.
+
+        Where multiplying takes the time, as on a processor without AMX, it should not be many times
+        as long as theirs are otherwise; where reading the weights does, more tokens cost next to
+        nothing. num_requests: those that run and those that wait. is_reading: whether there are
+        prompts; now and then a small step is measured, also where every step reads some.
+        """
+        wanted = min(max(LEAST_CHUNK, CHUNK_SHARE * num_requests), MOST_CHUNK)
+        least, steps = _count_least(num_active), self._steps
+        most = max(wanted, min(MOST_CHUNK, 2 * steps.largest))
+        if not steps.largest or most <= least:
+            return wanted
+        if is_reading and _is_due(self._num_small, self._since_small):
+            return least
+        plain, longest = steps.estimate(num_active), steps.estimate(steps.largest)
+        if num_active < steps.smallest < steps.largest:  # on the line of all that were measured
+            slope = (longest - plain) / (steps.largest - steps.smallest)
+            plain = max(0.0, plain - slope * (steps.smallest - num_active))
+        seconds = self._foresee(np.arange(least + 1, most + 1))  # rising
+        fewest, longest = (
+            least + int(np.searchsorted(seconds, times * plain, side="right"))
+            for times in (LEAST_TIMES, MOST_TIMES)
+        )
+        return min(max(wanted, fewest), longest)
+
+
+def _round_up(num_prompt_tokens: int) -> int:
+    """Prompt tokens of a step as they are counted."""
+    unit = PROMPT_UNIT if num_prompt_tokens > FEW_UNREAD else 1
+    return -(-num_prompt_tokens // unit) * unit
+
+
+def _count_least(num_active: int) -> int:
+    """Tokens of the smallest step of so many requests that reads prompts."""
+    return num_active + max(num_active, LEAST_READ)
+
+
+def _is_due(num_measured: int, num_since: int) -> bool:
+    """Whether to measure again what was measured so often, and so many steps ago."""
+    refresh = min(MAX_REFRESH, REFRESH_GROWTH * num_measured)
+    return num_measured < PLAIN_STEPS or num_since >= refresh

@@ -1,0 +1,210 @@
+"""Drafters whose work is paced: who drafts for which request, and how much of it is verified.
+
+Lookups cost next to nothing and are right for long where a text repeats something; a trained
+drafter is right for a little while anywhere. Oliaro et al., https://arxiv.org/abs/2411.04975,
+section 4, choose between the two by a threshold; here what each promises for its time decides.
+Whoever drafts, the target's own choices are emitted: docs/exactness.md, theorem 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import Drafter, DrafterGroup
+from specdec.decode.drafters.pace import FEW_UNREAD, Pace, follow_chances, read_confidence
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.step import States
+from specdec.engine.transfers import Array
+from specdec.engine.tree import TreeBuilder
+
+
+def merge_candidates(found: Sequence[Candidates]) -> Candidates:
+    """One tree of all paths of trees with the same root; equal beginnings are merged.
+
+    The higher confidence in a token counts.
+    """
+    builder, confidence = TreeBuilder(int(found[0].tree.tokens[0])), [1.0]
+    for candidates in found:
+        tree, nodes, own = candidates.tree, [0], read_confidence(candidates).tolist()
+        for node in range(1, tree.num_nodes):
+            merged = builder.add(nodes[int(tree.parents[node])], int(tree.tokens[node]))
+            nodes.append(merged)
+            if merged == len(confidence):
+                confidence.append(0.0)
+            confidence[merged] = max(confidence[merged], own[node])
+    return Candidates(builder.build(), None, np.array(confidence))
+
+
+def join_candidates(found: Sequence[Candidates]) -> Candidates:
+    """What several methods propose for one request, in one tree.
+
+    Draws from a distribution cannot share a tree: what they are drawn from is asked for.
+    """
+    drafted = [candidates for candidates in found if candidates.tree.num_draft_tokens]
+    if len(drafted) < 2:
+        return drafted[0] if drafted else found[0]
+    assert all(candidates.draft_probs is None for candidates in drafted)
+    return merge_candidates(drafted)
+
+
+class PacedDrafter(DrafterGroup):
+    """Lets drafters draft as `Pace` says, by turns or in one tree.
+
+    Drafts that were drawn from what the accept rule is told are left as they are: to keep or to
+    leave a token for its own sake would change the distribution.
+    """
+
+    pace: Pace
+
+    def __init__(
+        self, groups: Sequence[Sequence[Drafter]], *, is_fixed: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """groups: they draft by turns, the cheapest first; the members of one share a tree.
+        is_fixed: something is drafted in every step, and all of it is verified.
+        """
+        super().__init__([drafter for group in groups for drafter in group])
+        self.groups, self.is_fixed = groups, is_fixed
+        self.max_draft_tokens = max(sum(d.max_draft_tokens for d in group) for group in groups)
+        is_alone, first = len(self.members) == 1, self.members[0]
+        self.is_indivisible = is_alone and first.is_indivisible
+        self.pace = Pace(
+            self.max_draft_tokens, is_whole=self.is_indivisible,
+            is_planned=is_alone and first.is_planned,
+            max_depths=[max(d.max_draft_depth for d in group) for group in groups],
+        )  # fmt: skip
+        self._clock = clock
+        self._seconds: float | None = None  # that the newest drafts took
+        self._drafts: list[Candidates] = []
+        self._lengths: list[int] = []  # of the outputs when they were drafted
+
+    def fit_budget(self) -> PacedDrafter:
+        """The members as they draft where only what is worth its time is verified."""
+        return PacedDrafter([[member.fit_budget() for member in g] for g in self.groups])
+
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Forget all requests; what was measured, and the account, go on."""
+        self._drafts = []
+        super().allocate(num_rows, num_positions)
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Draft for the requests that it is worth the time for; nothing but roots for the others.
+
+        The groups are asked in order, each for the requests that those before it did not suit.
+        """
+        pace, self._seconds, self.num_prefilled = self.pace, None, 0
+        num_unread = self.count_unread(requests)
+        remaining = [request.remaining for request in requests]
+        drafts = pace.plan(remaining, self.num_prompt_tokens, num_unread)
+        self._drafts = super().propose(requests)
+        self._lengths = [len(request.output_ids) for request in requests]
+        if not (drafts or self.is_fixed):
+            return self._drafts
+        if not self.is_fixed:
+            limits = [n for n in (self.max_prefill, pace.max_read) if n is not None]
+            for member in self.members:
+                member.max_prefill = min(limits, default=None)
+                member.min_gain = pace.price_level()
+                member.max_levels = pace.max_levels if pace.is_planned else None
+        began = self._clock()
+        left = list(range(len(requests)))
+        for group in range(len(self.groups)):
+            if left and self._is_worth(group, len(left)):
+                left = self._draft(group, requests, left)
+        if not (self.is_fixed or pace.is_whole or pace.is_planned):
+            self._cut()
+        self._seconds = self._clock() - began
+        return self._drafts
+
+    def _is_worth(self, group: int, num_left: int) -> bool:
+        """Whether to ask a group at all."""
+        return self.is_fixed or len(self.groups) == 1 or self.pace.value_source(group, num_left) > 0
+
+    def _draft(
+        self, group: int, requests: Sequence[ActiveRequest], left: Sequence[int]
+    ) -> list[int]:
+        """Draft for the requests at some places; return those that later groups may suit better."""
+        pace, members, began = self.pace, self.groups[group], self._clock()
+        found = [member.propose([requests[at] for at in left]) for member in members]
+        read = sum(member.num_prefilled for member in members)
+        self.num_prefilled += read
+        self.num_levels = max(member.num_levels for member in members)
+        joined = [
+            dataclasses.replace(join_candidates(own), source=group)
+            for own in zip(*found, strict=True)
+        ]
+        for at, candidates in zip(left, joined, strict=True):
+            self._drafts[at] = candidates
+        if len(self.groups) == 1:
+            return []
+        source = pace.sources[group]
+        if read <= FEW_UNREAD:  # else most of the time was not the drafts'
+            source.costs.record(len(left), pace.even_out(self._clock() - began))
+        values = [pace.value(self._rank(candidates)[0]) for candidates in joined]
+        source.record(values)
+        if group == len(self.groups) - 1:
+            return []
+        return [
+            at
+            for at, value in zip(left, values, strict=True)
+            if not self._is_best(group, value, len(left))
+        ]
+
+    def _is_best(self, group: int, value: float, num_left: int) -> bool:
+        return self.pace.is_best(group, value, num_left)
+
+    def observe(
+        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Let all see the step; note what it brought, unless it was one over prompts only."""
+        super().observe(requests, states, paths)
+        if not self._drafts:
+            return
+        drafts, self._drafts = self._drafts, []
+        size = max(candidates.tree.num_nodes for candidates in drafts)
+        self.pace.record_drafts(
+            self._seconds, size, [len(path) for path in paths], self.num_levels, self.num_prefilled
+        )
+        for request, candidates, length in zip(requests, drafts, self._lengths, strict=True):
+            self.pace.calibration.record(candidates, request.output_ids[length:])
+
+    def _rank(self, candidates: Candidates) -> tuple[Array, Array]:
+        """The chances of a draft's nodes, best first, and which nodes those are."""
+        chances = follow_chances(candidates.tree, self.pace.calibration.estimate(candidates))
+        order = np.argsort(-chances[1:], kind="stable") + 1
+        return chances[order], order
+
+    def _cut(self) -> None:
+        """Keep as many nodes of each tree as are worth their time, the likeliest."""
+        ranked = [self._rank(candidates) for candidates in self._drafts]
+        found = [chances for chances, _ in ranked]
+        if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
+            found = [chances for chances in found if len(chances)]
+        most = self.pace.choose(found)
+        self._drafts = [
+            candidates
+            if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
+            else _keep(candidates, order[:most])
+            for candidates, (_, order) in zip(self._drafts, ranked, strict=True)
+        ]
+
+
+def _keep(candidates: Candidates, nodes: Array) -> Candidates:
+    """Candidates of the root and these nodes only: a parent's chance is never the smaller."""
+    kept = np.concatenate(([0], np.sort(nodes)))
+    confidence = candidates.confidence
+    return dataclasses.replace(
+        candidates,
+        tree=candidates.tree.keep(kept),
+        confidence=None if confidence is None else confidence[kept],
+    )
+
+
+def bind(drafter: Drafter) -> PacedDrafter:
+    """What drafts as a drafter does, as far as that is worth its time."""
+    return PacedDrafter(drafter.groups or [[drafter]])

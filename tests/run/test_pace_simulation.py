@@ -1,0 +1,174 @@
+"""What pacing keeps and loses, on simulated machines and drafters, from a run's first step on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.pace import Pace
+from specdec.engine.tree import pack_beams
+from tests.covering import cover
+
+LENGTHS = 4, 12  # tokens of a draft
+FIRST, LAST = 100, 400  # steps: until the first, losses to plain decoding count, then the share
+SHARE, LOSS = 0.97, 0.05
+
+# Seconds of a step by its tokens: bound by memory for a while, by arithmetic at once, by both.
+MACHINES: dict[str, Callable[[int], float]] = {
+    "flat": lambda tokens: 1.0 + 0.02 * tokens,
+    "steep": lambda tokens: 0.3 + 0.2 * tokens,
+    "roof": lambda tokens: max(1.0 + 0.006 * tokens, 0.085 * tokens),
+    "blocks": lambda tokens: 1.0 + 0.25 * (math.ceil(tokens / 8) - 1),
+}
+# By how much a step is slower than it is alone, by its number.
+NOISES: dict[str, Callable[[int, random.Random], float]] = {
+    "still": lambda step, chance: 1.0,
+    "uneven": lambda step, chance: 1 + 0.1 * chance.random(),
+    "spikes": lambda step, chance: 2.5 if chance.random() < 0.04 else 1.0,
+    "slow minutes": lambda step, chance: 1.7 if step % 120 > 95 else 1.0,
+    "faster later": lambda step, chance: 1.6 if step < 60 else 1.0,
+}
+# How often a drafted token is right, by step.
+RATES: dict[str, Callable[[int], float]] = {
+    "0": lambda step: 0.0,
+    "0.4": lambda step: 0.4,
+    "0.7": lambda step: 0.7,
+    "0.9": lambda step: 0.9,
+    "falls": lambda step: 0.85 if step < 200 else 0.2,
+    "rises": lambda step: 0.2 if step < 200 else 0.85,
+}
+# Seconds of a level of drafts, and how a drafter works: in one pass or in one for each token, which
+# may end early or not; whole drafts are not cut; a lookup finds something every other time.
+COSTS = {"cheap": 0.06, "dear": 0.25}
+KINDS = ("pass", "levels", "planned", "whole", "lookup")
+WORDS = ("honest", "sure")  # what the drafter says of itself
+
+
+@dataclasses.dataclass
+class World:
+    """A run of `num_rows` requests that never end."""
+
+    machine: str
+    noise: str
+    rate: str
+    cost: str
+    kind: str
+    words: str
+    length: int
+    num_rows: int
+
+    def run(self, pace: Any) -> tuple[float, float]:
+        """The share kept of the better of plain and fixed drafting, and what was lost before.
+
+        Tokens are counted as they are to be expected, and all three ways have the same noise.
+        """
+        chance = random.Random(0)
+        pace.record_prompt(128, MACHINES[self.machine](128) * NOISES[self.noise](0, chance))
+        tokens, seconds = np.zeros((2, 3)), np.zeros((2, 3))  # before and after; ours, plain, fixed
+        for step in range(LAST):
+            noise = NOISES[self.noise](step, chance)
+            drafts = [self.draft(step, chance) for _ in range(self.num_rows)]
+            paid = self.step(pace, drafts, noise, chance)
+            part = int(step >= FIRST)
+            plain = MACHINES[self.machine](self.num_rows) * noise
+            longest = max(len(chances) for chances, _ in drafts)
+            fixed = MACHINES[self.machine](self.num_rows * (longest + 1)) * noise
+            fixed += self.price(self.length) * noise
+            emitted = sum(1 + np.cumprod(chances).sum() for chances, _ in drafts)
+            tokens[part] += paid[0], self.num_rows, emitted
+            seconds[part] += paid[1], plain, fixed
+        before, after = tokens / seconds
+        return after[0] / max(after[1:]), 1 - before[0] / before[1]
+
+    def price(self, num_levels: int) -> float:
+        """Seconds of a draft of so many tokens a row."""
+        level = COSTS[self.cost] * (1 + 0.02 * self.num_rows)
+        if self.kind == "lookup":
+            return level / 10
+        return level * num_levels if self.kind in ("levels", "planned") else 2 * level
+
+    def draft(self, step: int, chance: random.Random) -> tuple[np.ndarray, np.ndarray]:
+        """How often each token of a draft is right, and how sure the drafter is of it."""
+        rate = RATES[self.rate](step)
+        length = self.length
+        if self.kind == "lookup":
+            length = self.length * chance.randrange(2)
+        chances = np.full(length, rate)
+        if self.words == "honest":  # surer of some than of others, right as often in all
+            spread = min(rate, 1 - rate)
+            chances += [spread * chance.choice((-0.9, 0.9)) for _ in range(length)]
+            return chances, chances
+        return chances, np.full(length, 0.95)
+
+    def step(
+        self, pace: Pace, drafts: list[tuple[np.ndarray, np.ndarray]], noise: float,
+        chance: random.Random,
+    ) -> tuple[float, float]:  # fmt: skip
+        """One step as pace has it: tokens to be expected, seconds."""
+        num_rows, size, draft_seconds, num_levels = self.num_rows, 1, None, 1
+        found: list[Candidates] = []
+        if pace.plan([1000] * num_rows):
+            lengths = [len(chances) for chances, _ in drafts]
+            if self.kind == "planned":
+                lengths = [min(pace.max_levels, n) for n in lengths]
+                num_levels = max(lengths)
+            elif self.kind == "levels":
+                least = pace.price_level()
+                sure = np.sum([np.cumprod(words) for _, words in drafts], axis=0)
+                ends = np.flatnonzero(sure <= least)
+                num_levels = max(1, min([self.length, *(ends + 1)]))
+                lengths = [num_levels] * num_rows
+            draft_seconds = self.price(num_levels) * noise * (1 + 0.02 * chance.random())
+            found = [
+                Candidates(
+                    pack_beams(0, np.arange(1, n + 1)[None])
+                    if n else pack_beams(0, np.ones((1, 1), np.int64)).keep([0]),
+                    None, np.array([1.0, *words[:n]]),
+                )
+                for n, (_, words) in zip(lengths, drafts, strict=True)
+            ]  # fmt: skip
+            most = max(lengths)
+            if self.kind not in ("whole", "planned"):
+                chances = [np.cumprod(pace.calibration.estimate(c))[1:] for c in found]
+                most = pace.choose(chances)
+            found = [
+                dataclasses.replace(
+                    c, tree=c.tree.keep(range(min(most + 1, c.tree.num_nodes))),
+                    confidence=c.confidence[: most + 1],
+                )
+                for c in found
+            ]  # fmt: skip
+            size = max(c.tree.num_nodes for c in found)
+        took = MACHINES[self.machine](num_rows * size) * noise
+        emitted, expected = [1] * num_rows, float(num_rows)
+        for row, candidates in enumerate(found):
+            kept = drafts[row][0][: candidates.tree.num_nodes - 1]
+            expected += np.cumprod(kept).sum()
+            right = list(itertools.takewhile(lambda each: chance.random() < each, kept))
+            emitted[row] += len(right)
+            pace.calibration.record(candidates, [*range(1, len(right) + 1), 99])
+        pace.record_drafts(draft_seconds, size, emitted, num_levels)
+        pace.record_step(num_rows, num_rows * size, 0, took)
+        return expected, took + (draft_seconds or 0.0)
+
+
+def list_worlds() -> list[World]:
+    """Rows in which every pair of values occurs."""
+    rows = itertools.product(MACHINES, NOISES, RATES, COSTS, KINDS, WORDS, LENGTHS, (1, 4, 16))
+    return [World(*row) for row in cover(rows)]
+
+
+@pytest.mark.parametrize("world", list_worlds(), ids=lambda w: "-".join(map(str, vars(w).values())))
+def test_what_is_kept_and_what_is_lost(world: World) -> None:
+    pace = Pace(world.length, is_whole=world.kind == "whole", is_planned=world.kind == "planned")
+    share, loss = world.run(pace)
+    assert share >= SHARE
+    assert loss <= LOSS
