@@ -12,7 +12,7 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import ALL_LEVELS
-from specdec.decode.drafters.budget import follow_chances
+from specdec.decode.drafters.pace import follow_chances
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
