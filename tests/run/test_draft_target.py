@@ -128,6 +128,9 @@ def test_greedy_text_is_the_targets(
 class Erratic(PacedDrafter):
     """Drafts as far, and reads as much of prompts, as dice fall."""
 
+    dice: random.Random
+    num_read: list[int]
+
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         (drafter,), dice = self.members, self.dice
         drafter.max_levels = dice.randint(0, drafter.max_draft_tokens)

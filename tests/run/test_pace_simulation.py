@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.pace import Pace
+from specdec.decode.drafters.pace import Pace, read_confidence
 from specdec.engine.tree import pack_beams
 from tests.covering import cover
 
@@ -142,7 +142,7 @@ class World:
             found = [
                 dataclasses.replace(
                     c, tree=c.tree.keep(range(min(most + 1, c.tree.num_nodes))),
-                    confidence=c.confidence[: most + 1],
+                    confidence=read_confidence(c)[: most + 1],
                 )
                 for c in found
             ]  # fmt: skip
