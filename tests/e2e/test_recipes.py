@@ -248,14 +248,13 @@ def test_the_table_measures_every_method(
 
 
 def test_the_shipped_table_is_of_the_shipped_measurement() -> None:
-    """methods.json is the source; methods.md and the page's table are made of it."""
+    """methods.json is the source; methods.md, which the page links to, is made of it."""
     folder = ROOT / "examples" / "pycode"
     table = methods.format_table(json.loads((folder / "methods.json").read_text()))
     assert (folder / "methods.md").read_text() == table, (
         "python -m examples.pycode.methods --render"
     )
-    page = (folder / "README.md").read_text()
-    assert all(line in page for line in table.splitlines() if line.startswith("|"))
+    assert "](methods.md)" in (folder / "README.md").read_text()
 
 
 def test_what_edits_are_written_in(paths: dict[str, str], tmp_path: Path) -> None:
