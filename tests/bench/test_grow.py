@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -230,15 +228,3 @@ def test_every_shape_of_the_benchmarks_holds_the_shipped_models() -> None:
             words = ["--model-dir", "in", "--output-dir", "out", *shape]
             args = shipped_grow.parse_args(words)
             assert shipped_grow.grow_config(config, args)["vocab_size"] == 4096
-
-
-def test_the_memory_of_an_engine_is_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "memory.py", "--layers", "1", "--hidden", "512",
-         "--intermediate", "512"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["matrices_gb"] > 0
-    assert report["is_within_bound"]
