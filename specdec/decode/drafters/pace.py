@@ -298,6 +298,7 @@ class Pace:
         self._known: set[int] = set()  # numbers of requests that plain steps had
         self._num_plain = self._since_plain = self._num_small = self._since_small = 0
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
+        self._seconds = np.zeros(1)  # of a step by nodes a row, by the newest plan
         self._rest = 0  # steps to come without a plan
         self._rate = 0.0  # tokens a second that the plan promised
         self._gain = 1.0  # the same by that of plain steps
@@ -320,7 +321,7 @@ class Pace:
         self._num_prompt_tokens = _round_up(num_prompt_tokens)
         if self._rest > 0 or max(remaining) <= 1 or not self._steps.largest:
             return False
-        seconds = self._predict()
+        self._seconds = seconds = self._predict()
         plain, level = float(seconds[0]), self._drafts.estimate(num_rows)
         sizes = np.arange(1, len(seconds))
         draft = level * (sizes if self.is_planned else np.full(len(sizes), self._num_levels))
@@ -391,14 +392,14 @@ class Pace:
         """
         if self.is_brief:
             return math.inf
-        seconds = self._predict()[1:]  # that a draft is verified at all is paid for already
+        seconds = self._seconds[1:]  # that a draft is verified at all is paid for already
         token = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
         price = self._rate * (self._drafts.estimate(self._num_rows) + token)
         return float(price * self._weight / self._gains[0])
 
     def value(self, chances: Array) -> float:
         """Tokens that a request's draft promises, without those that its verifying would emit."""
-        seconds = self._predict()
+        seconds = self._seconds
         token = (seconds[-1] - seconds[0]) / max(1, (len(seconds) - 1) * self._num_rows)
         worth = np.cumsum(chances) - self._rate * token * np.arange(1, len(chances) + 1)
         return float(worth.max(initial=0.0))
@@ -415,7 +416,7 @@ class Pace:
 
     def choose(self, chances: Sequence[Array]) -> int:
         """How many nodes of each row to verify beside the root, by their chances, best first."""
-        seconds = self._predict()
+        seconds = self._seconds
         most = len(seconds) - 1
         gains = np.zeros(len(seconds))
         for row in chances:
