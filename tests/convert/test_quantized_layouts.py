@@ -22,9 +22,10 @@ from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
 from specdec.model.tensors import list_linears, list_target_tensors
 from tests.conftest import make_drafter, make_llama
+from tests.convert.checkpoints import read_config
 from tests.convert.conftest import Converter
 from tests.convert.golden_models import GOLDEN, summarize_rank
-from tests.convert.test_fp8 import make_rows, read_config, write_rows
+from tests.convert.test_fp8 import make_rows, write_rows
 
 MODELOPT = GOLDEN / "modelopt"
 LAYOUTS = json.loads((MODELOPT / "layouts.json").read_text())
