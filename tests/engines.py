@@ -39,6 +39,13 @@ def call(stage: str, *args: object) -> None:
     command.main([str(a) for a in args], standalone_mode=False)
 
 
+def reset_accelerator() -> None:
+    """Let a training in this process begin as in a new one, whatever trained here before."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def run_cli_here(
     *args: object, stdin: str = "", env: Mapping[str, str] | None = None, command: Any = None
 ) -> subprocess.CompletedProcess[str]:
@@ -46,6 +53,8 @@ def run_cli_here(
     from specdec.command.stages import group, run_command
 
     words = [str(arg) for arg in args]
+    if words[0] == "train":
+        reset_accelerator()
     out, err, before, status = io.StringIO(), io.StringIO(), sys.stdin, 0
     sys.stdin = io.StringIO(stdin)
     try:

@@ -33,7 +33,7 @@ from tests.conftest import (
     make_medusa_heads,
     make_tokenizer,
 )
-from tests.engines import call, run_cli_here
+from tests.engines import call, reset_accelerator, run_cli_here
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
@@ -81,12 +81,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run_recipe(path: Path, stages: Sequence[str] = recipe.STAGES) -> dict[str, dict[str, Any]]:
     """Call a recipe's commands in order; return their reports."""
-    from accelerate.state import AcceleratorState
-
     reports = {}
     for name, *arguments in recipe.list_commands(path, stages):
         if name == "specdec-train":
-            AcceleratorState._reset_state(reset_partial_state=True)
+            reset_accelerator()
         stage = name.removeprefix("specdec-")
         reports["data" if arguments[0] == "data" else stage] = call_here(stage, arguments)
     return reports

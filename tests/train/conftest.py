@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.engines import reset_accelerator
+
 PARAGRAPH = (
     "def add(first, second):\n    return first + second\n\n"
     "for number in range(10):\n    print(add(number, number))\n"
@@ -94,9 +96,7 @@ def run_train(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     from specdec.train.cli import command
 
     def run(*args: object, ends: int = 0) -> Finished:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerator()
         with pytest.raises(SystemExit) as exit_info:
             run_command(command, [str(a) for a in args])
         captured = capsys.readouterr()
