@@ -32,7 +32,7 @@ class Drafting:
     """Who is to draft, and how.
 
     options: by method, what `Method.read` made of the settings. flags: by method, the first of its
-    flags that was given. budget: whether to draft only what pays. chain: the methods that draft
+    flags that was given. budget: whether to draft what gains time. chain: the methods that draft
     together, None for one alone. tokenizer: as in `DraftContext`.
     """
 
@@ -207,7 +207,7 @@ def make_proposer(
 
 
 def has_budget(engine: EngineHandle, methods: Methods, drafting: Drafting) -> bool:
-    """Whether only what pays is drafted: on a CPU, unless something else is asked for.
+    """Whether only what gains time is drafted: on a CPU, unless something else is asked for.
 
     Where drafts are drawn from the draft model's probabilities, a text of a seed depends on what
     is drafted, and so on measured times: there it must be asked for.

@@ -82,7 +82,7 @@ class DFlashProposer(StateKeeper):
         self, net: DFlashNet, decoder: Decoder, options: DFlashOptions | None = None, *,
         has_budget: bool = False,
     ) -> None:  # fmt: skip
-        """has_budget: only what pays of a tree is verified, so it may be larger on a CPU."""
+        """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         super().__init__(decoder, net.params.aux_layers, "DFlash")
         self.net = net
         self.params = net.params

@@ -34,7 +34,7 @@ from specdec.methods import list_starters
 from specdec.methods.draft_target import METHOD, DraftOptions
 
 logger = logs.get_logger(__name__)
-# Of the tree from which a budget takes what pays, where nothing is said, on a CPU: a verify step
+# Of the tree that a CPU drafts where nothing is said; a part is verified. A verify step
 # of twice as many tokens pays on none that was measured.
 MOST_TREE_TOKENS = 31
 
@@ -89,8 +89,8 @@ def attach_draft(
 
     draft_len: tokens a step; None adapts it, up to what the engine was built for. tree_tokens: of a
     tree that is drafted in place of a chain, whose depth draft_len then is at most; None for a
-    chain. fits_budget: whether only what pays of a draft is verified. tokens: which of both models'
-    tokens are the same; None is all of them.
+    chain. fits_budget: whether only the part worth its time is verified. tokens: which of the
+    models' tokens are the same; None is all of them.
     """
     own, theirs = target.config, draft.config
     longest = own.build.max_draft_len

@@ -236,7 +236,7 @@ class EagleProposer(StateKeeper):
         self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None, *,
         has_budget: bool = False,
     ) -> None:  # fmt: skip
-        """has_budget: only what pays of a tree is verified, so it may be larger on a CPU."""
+        """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         self.net = net
         self.params = net.params
         self._is_small = decoder.device.type == "cpu"
