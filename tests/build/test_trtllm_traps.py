@@ -233,7 +233,9 @@ def test_defects_of_releases_are_told(store: CheckpointStore, tmp_path: Path) ->
     single = store.copy(tmp_path / "ckpt", "redrafter", "0.14", redrafter_num_beams=1)
     for checkpoint, label in ((single, "0.14"), (store.get("redrafter"), "1.2")):
         assert not any("3125" in note for note in plan(checkpoint, label).notes)
-    window = {"speculative_decoding_mode": "lookahead_decoding", "max_draft_len": 11}
+    window: dict[str, Any] = {
+        "speculative_decoding_mode": "lookahead_decoding", "max_draft_len": 11,
+    }  # fmt: skip
     for label in ("0.14", "1.2"):
         notes = plan(store.get("plain", label), label, **window).notes
         assert any("issue 2263" in note for note in notes) == (label == "0.14")

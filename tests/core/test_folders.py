@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,12 @@ def test_folders_that_pass_for_more_than_one_kind(store: Store, tmp_path: Path) 
 def test_a_drafters_tensors_are_listed_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[Path] = []
     found = folders._list_tensors
-    monkeypatch.setattr(folders, "_list_tensors", lambda f, n: listed.append(f) or found(f, n))
+
+    def note(folder: Path, flag: str) -> Any:
+        listed.append(folder)
+        return found(folder, flag)
+
+    monkeypatch.setattr(folders, "_list_tensors", note)
     assert folders.recognize_drafter(store(EAGLE), "--drafter-model-dir") == EAGLE
     assert listed == [store(EAGLE)]
 

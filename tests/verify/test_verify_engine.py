@@ -495,7 +495,7 @@ def test_the_model_is_asked_in_float32() -> None:
     # Far beyond the bound nothing is asked.
     rounded[0, 1] = 16.0 - 40 / 16
     found = compare_text(text, [0], rounded, "bfloat16")
-    assert judge_in_float32(None, found, [text]) == found  # type: ignore[arg-type]
+    assert judge_in_float32(None, found, [text]) == found
 
 
 def test_chi_square() -> None:
