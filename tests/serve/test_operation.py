@@ -300,50 +300,6 @@ def test_a_second_signal_while_a_rank_is_stopped(split: Path) -> None:
             os.kill(other, signal.SIGKILL)
 
 
-# --- the files of the docs ---
-
-
-def read_blocks(kind: str) -> list[str]:
-    text = (ROOT / "docs" / "serve.md").read_text()
-    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
-
-
-def test_the_docs_files_are_well_formed(tmp_path: Path) -> None:
-    import yaml
-
-    (manifest,) = read_blocks("yaml")
-    deployment, service = yaml.safe_load_all(manifest)
-    assert (deployment["kind"], service["kind"]) == ("Deployment", "Service")
-    pod = deployment["spec"]["template"]
-    assert pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
-    assert service["spec"]["selector"] == pod["metadata"]["labels"]
-    (container,) = pod["spec"]["containers"]
-    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {
-        mount["name"] for mount in container["volumeMounts"]
-    }
-    ports = {port["name"] for port in container["ports"]}
-    for name in ("startupProbe", "readinessProbe"):
-        assert container[name]["httpGet"]["path"] == "/health"
-        assert container[name]["httpGet"]["port"] in ports
-    assert container["livenessProbe"]["tcpSocket"]["port"] in ports
-    assert service["spec"]["ports"][0]["targetPort"] in ports
-    (site,) = read_blocks("nginx")
-    if (nginx := shutil.which("nginx")) is not None:
-        site = re.sub(r"(?m)^ *ssl_.*$", "", site).replace("443 ssl", f"unix:{tmp_path}/s")
-        paths = "".join(
-            f"{kind}_temp_path {tmp_path};"
-            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        )
-        path = tmp_path / "nginx.conf"
-        path.write_text(
-            f"pid {tmp_path}/pid; events {{}} http {{ access_log off; {paths}\n{site}\n}}"
-        )
-        done = subprocess.run(
-            [nginx, "-t", "-e", "stderr", "-c", path], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-
-
 # --- clients ---
 
 
