@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
-from .answers import Answer, Counts, read_text, read_tokens
-from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
+from .answers import Counts, read_text, read_tokens
+from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check, Round
 
 ENOUGH = 20  # drafts, or drafted tokens, from which on nothing accepted is no accident
 LEAST_PER_DRAFT = 0.1  # accepted tokens; below, a verify step costs more than it brings
@@ -22,37 +21,14 @@ SOURCES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """The same greedy prompts, once. counted: by the metrics page over that time."""
-
-    answers: Sequence[Answer]
-    counted: Counts | None
-
-    @property
-    def told(self) -> Counts | None:
-        """The sum of what the answers tell; None where one does not."""
-        total: Counts | None = None
-        for answer in self.answers:
-            if answer.counts is None:
-                return None
-            total = answer.counts if total is None else total + answer.counts
-        return total
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(a.completion_tokens or a.num_tokens or 0 for a in self.answers)
-
-
-def check_acceptance(audit: Audit, rounds: Sequence[Round], least: float | None) -> Check:
+def check_acceptance(audit: Audit) -> Check:
     """Judge the counts of the rounds, by the best source there is."""
-    first, last = rounds[0], rounds[-1]
-    for source, pair in (
-        ("metrics", (first.counted, last.counted)),
-        ("answers", (first.told, last.told)),
-    ):
-        before, after = pair
+    first, last = audit.rounds[0], audit.rounds[-1]
+    for source, before, after in (
+        ("metrics", first.counted, last.counted), ("answers", first.told, last.told),
+    ):  # fmt: skip
         if before is not None and after is not None:
+            least = audit.settings.min_acceptance_length
             return _judge(source, before, after, first, last, least)
     return _judge_events(audit)
 
@@ -163,10 +139,10 @@ def _judge_events(audit: Audit) -> Check:
     if not longest:
         return Check("acceptance", SKIPPED, "the greedy texts are empty")
     server = audit.server
-    extra = {**(server.offer.ids or {}), **(server.offer.logprobs or {})}
     answer, chunks, _ = server.stream(
-        audit.told[longest[0]].prompt, max_tokens=audit.max_tokens, has_usage=True, **extra
-    )
+        audit.told[longest[0]].prompt, max_tokens=audit.max_tokens, has_usage=True,
+        **server.offer.told,
+    )  # fmt: skip
     choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
     lists = (c.get("token_ids") or read_tokens(c.get("logprobs")) or () for c in choices)
     sizes = [len(tokens) for tokens in lists if tokens]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.decode.requests import RequestStats
 
 AnyPrompt = str | list[int] | list[dict[str, Any]]  # a text, token ids or a conversation
 INCOMPLETE = "\ufffd"
@@ -56,6 +61,11 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def add_counts(counts: Sequence[Counts]) -> Counts:
+    """The sum of at least one."""
+    return functools.reduce(operator.add, counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,14 +191,23 @@ def find_ends(text: str, tokens: Sequence[Token]) -> list[int] | None:
     return ends if joined.startswith(text) else None
 
 
+def count_drafts(stats: RequestStats) -> Counts:
+    """What an engine of ours counts."""
+    positions = _count_positions(stats.accepted_histogram)
+    return Counts(stats.num_verify_steps, stats.num_draft_tokens, stats.num_accepted, positions)
+
+
+def _count_positions(histogram: Sequence[int]) -> tuple[int, ...]:
+    """By position, drafts that had it accepted. histogram: drafts by what they had accepted."""
+    return tuple(sum(histogram[at:]) for at in range(1, len(histogram)))
+
+
 def read_counts(document: Mapping[str, Any]) -> Counts | None:
     """What a response tells of its own speculation: vLLM's fields, llama-server's, OpenAI's."""
     metrics = document.get("metrics") or {}
     if told := metrics.get("speculative_decoding"):
         histogram = told.get("acceptance_histogram")
-        positions = None
-        if histogram:
-            positions = tuple(sum(histogram[at:]) for at in range(1, len(histogram)))
+        positions = _count_positions(histogram) if histogram else None
         drafts, drafted = told["num_spec_steps"], told["num_draft_tokens"]
         return Counts(drafts, drafted, told["num_accepted_draft_tokens"], positions)
     timings = document.get("timings") or {}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from specdec.comparison import DIFFERS, NEAR_TIE, UNKNOWN, find_verdict
 from specdec.errors import shorten
 
-from .answers import INCOMPLETE, Answer, AnyPrompt
+from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, add_counts
 from .events import Fault, find_broken_characters
 from .reference import Reference
-from .server import Refused, Server
-from .texts import DIFFERS, LENGTH, NEAR_TIE, Difference, compare
+from .server import Counters, Refused, Server
+from .settings import AuditSettings
+from .texts import Difference, compare
 
 OK, SUSPECT, FAILED, SKIPPED = "ok", "suspect", "failed", "skipped"
 MAX_TIES = 16  # near-ties of a prompt behind which it is compared further
@@ -37,22 +39,60 @@ class Check:
         return dataclasses.asdict(self)
 
 
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """The same greedy prompts, once. counted: by the metrics page over that time."""
+
+    answers: list[Answer]
+    counted: Counts | None
+
+    @property
+    def told(self) -> Counts | None:
+        """The sum of what the answers tell; None where one does not."""
+        told = [answer.counts for answer in self.answers if answer.counts is not None]
+        return add_counts(told) if len(told) == len(self.answers) else None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(a.completion_tokens or a.num_tokens or 0 for a in self.answers)
+
+
 @dataclasses.dataclass
 class Audit:
-    """What is known so far. rounds: the greedy answers to all prompts, twice; told: with all that
-    the server tells of the tokens."""
+    """What is known so far. rounds: at the beginning and at the end; told: the greedy answers with
+    all that the server tells of the tokens."""
 
+    settings: AuditSettings
     server: Server
+    counters: Counters
     prompts: Sequence[AnyPrompt]
     reference: Reference | None
-    max_tokens: int
-    near_tie: float
-    rounds: list[list[Answer]] = dataclasses.field(default_factory=list)
+    rounds: list[Round] = dataclasses.field(default_factory=list)
     told: list[Answer] = dataclasses.field(default_factory=list)
 
-    def compare_own(self, answer: Answer, at: int) -> Difference | None:
-        """The first difference of an answer from what the server told of prompt `at`."""
-        return compare(answer, self.told[at], prompt=at, bound=self.near_tie)
+    @property
+    def max_tokens(self) -> int:
+        return self.settings.max_tokens
+
+    @property
+    def near_tie(self) -> float:
+        return self.settings.near_tie
+
+    def ask_all(self) -> None:
+        """Ask for the greedy texts once more."""
+        before, offer = self.counters.read(), self.server.offer
+        answers = [
+            self.server.complete(prompt, max_tokens=self.max_tokens, **offer.ids)
+            for prompt in self.prompts
+        ]
+        after = self.counters.read()
+        counted = None if before is None or after is None else after - before
+        self.rounds.append(Round(answers, counted))
+
+    def compare(self, answer: Answer, known: Answer, at: int) -> list[Difference]:
+        """The first difference of an answer to prompt `at` from what is known, if there is one."""
+        found = compare(answer, known, prompt=at, bound=self.near_tie)
+        return [] if found is None else [found]
 
     def list_longest(self, count: int) -> list[int]:
         """The prompts with the longest greedy answers."""
@@ -65,13 +105,14 @@ def make_check(
     **evidence: Any,
 ) -> Check:  # fmt: skip
     """A check of texts: what differs beyond a near-tie is wrong, without a margin suspect."""
-    grave = [*faults, *(str(d) for d in differences if d.cause in (DIFFERS, LENGTH))]
-    unknown = [str(d) for d in differences if d.cause not in (DIFFERS, LENGTH, NEAR_TIE)]
+    found = find_verdict(d.cause for d in differences)
+    verdict = FAILED if faults or found == DIFFERS else SUSPECT if found == UNKNOWN else OK
     num_ties = sum(d.cause == NEAR_TIE for d in differences)
-    verdict = FAILED if grave else SUSPECT if unknown else OK
     told = summary + (f", {num_ties} near-ties" if num_ties else "")
-    evidence["differences"] = [d.to_json() for d in differences]
-    return Check(name, verdict, told, grave + unknown, evidence)
+    gravest = sorted(differences, key=lambda d: d.cause == UNKNOWN)
+    wrong = [*faults, *(str(d) for d in gravest if d.cause != NEAR_TIE)]
+    evidence |= {"differences": [d.to_json() for d in differences]}
+    return Check(name, verdict, told, wrong, evidence)
 
 
 def check_greedy(audit: Audit) -> Check:
@@ -79,7 +120,7 @@ def check_greedy(audit: Audit) -> Check:
     reference = audit.reference
     if reference is None:
         return Check("greedy", SKIPPED, "no --reference-engine or --reference-url was given")
-    plain = [_with_tokens(*pair) for pair in zip(audit.rounds[0], audit.told, strict=True)]
+    plain = [_with_tokens(*pair) for pair in zip(audit.rounds[0].answers, audit.told, strict=True)]
     prompts = [answer.prompt_ids or answer.prompt for answer in plain]
     expected = reference.continue_all(prompts, audit.max_tokens)
     differences: list[Difference] = []
@@ -87,17 +128,15 @@ def check_greedy(audit: Audit) -> Check:
     for at, (answer, known) in enumerate(zip(plain, expected, strict=True)):
         found = list(_follow(answer, known, at, reference, audit))
         differences += found
-        last = found[-1] if found else None
-        length = known.num_tokens or 0
-        num_compared += length if last is None or last.cause == NEAR_TIE else last.position
+        is_whole = not found or found[-1].cause == NEAR_TIE
+        num_compared += (known.num_tokens or 0) if is_whole else found[-1].position
         num_equal += not found
-    has_ids = plain[0].ids is not None and expected[0].ids is not None
+    unit = "characters" if None in (plain[0].ids, expected[0].ids) else "token ids"
     return make_check(
-        "greedy",
-        f"{num_equal} of {len(plain)} texts equal, by {'token ids' if has_ids else 'characters'}",
-        differences, reference=reference.name, near_tie=audit.near_tie,
-        compared_by="token ids" if has_ids else "characters", tokens=num_compared,
-        prompts=len(plain), equal=num_equal,
+        "greedy", f"{num_equal} of {len(plain)} texts equal, by {unit}", differences,
+        verdict=find_verdict(d.cause for d in differences), reference=reference.name,
+        near_tie=audit.near_tie, compared_by=unit, tokens=num_compared, prompts=len(plain),
+        equal=num_equal,
     )  # fmt: skip
 
 
@@ -133,55 +172,45 @@ def _follow(
 
 def check_repeat(audit: Audit) -> Check:
     """The same greedy request again, with log-probabilities and without."""
-    differences = [
-        found
-        for answers in audit.rounds
-        for at, answer in enumerate(answers)
-        if (found := audit.compare_own(answer, at)) is not None
-    ]
-    count = sum(len(answers) for answers in audit.rounds)
-    return make_check("repeat", f"{count} answers, each asked for before or after", differences)
+    pairs = [(answer, at) for done in audit.rounds for at, answer in enumerate(done.answers)]
+    found = [one for answer, at in pairs for one in audit.compare(answer, audit.told[at], at)]
+    return make_check("repeat", f"{len(pairs)} answers, each asked for before or after", found)
 
 
 def check_own_choice(audit: Audit) -> Check:
     """Each greedy token is the likeliest by the server's own log-probabilities."""
-    num_told, faults = 0, []
+    logprobs, faults = [], []
     for at, answer in enumerate(audit.told):
         for place, token in enumerate(answer.tokens or []):
             told = [one.logprob for one in token.top if one.logprob is not None]
             if token.logprob is None or not told:
                 continue
-            num_told += 1
+            logprobs.append(token.logprob)
             if max(told) - token.logprob > audit.near_tie:
                 faults.append(
                     f"prompt {at}, token {place}: {shorten(token.text)} is written, another token"
                     f" is {max(told) - token.logprob:.3g} higher by the server's own logits"
                 )
-    if not num_told:
+    if not logprobs:
         return Check("own_choice", SKIPPED, "the server tells no log-probabilities")
-    verdict = FAILED if faults else SUSPECT if _is_constant(audit.told) else OK
-    if verdict == SUSPECT:
-        faults = ["every token has the same log-probability"]
-    return Check("own_choice", verdict, f"{num_told} tokens", faults, {"tokens": num_told})
-
-
-def _is_constant(answers: Sequence[Answer]) -> bool:
-    told = [token.logprob for answer in answers for token in answer.tokens or []]
-    return len(told) > 20 and len(set(told)) == 1
+    verdict = FAILED if faults else OK
+    if not faults and len(logprobs) > 20 and len(set(logprobs)) == 1:
+        verdict, faults = SUSPECT, ["every token has the same log-probability"]
+    evidence = {"tokens": len(logprobs)}
+    return Check("own_choice", verdict, f"{len(logprobs)} tokens", faults, evidence)
 
 
 def check_narrow_sampling(audit: Audit) -> Check:
-    """Sampling from the likeliest token alone gives the greedy text, by the rule of sampling."""
+    """Sampling from the likeliest token only gives the greedy text, by the rule of sampling."""
     longest = audit.list_longest(4)
     differences = []
     for at in longest:
         base = _cut(audit.told[at], SAMPLED)
         answer = audit.server.complete(
             base.prompt, max_tokens=SAMPLED, temperature=1.0, top_p=NARROW, seed=SEEDS[0],
-            **(audit.server.offer.ids or {}),
+            **audit.server.offer.ids,
         )  # fmt: skip
-        if (found := compare(answer, base, prompt=at, bound=audit.near_tie)) is not None:
-            differences.append(found)
+        differences += audit.compare(answer, base, at)
     return make_check("narrow_sampling", f"{len(longest)} texts at top_p {NARROW}", differences)
 
 
@@ -222,22 +251,19 @@ def check_stops(audit: Audit) -> Check:
     for at in audit.list_longest(NUM_STOP_PROMPTS):
         base = audit.told[at]
         for number, stop in enumerate(choose_stops(base)):
-            extra = {**(audit.server.offer.ids or {}), **(audit.server.offer.logprobs or {})}
+            body = {"max_tokens": audit.max_tokens, "stop": [stop], **audit.server.offer.told}
             if number % 2:
-                asked = {"stop": [stop], "max_tokens": audit.max_tokens, **extra}
-                answer, _, stream_faults = audit.server.stream(
-                    base.prompt, has_usage=True, **asked
-                )  # fmt: skip
-                faults += [f"stream with stop {stop!r}: {f.text}" for f in _grave(stream_faults)]
+                answer, _, found = audit.server.stream(base.prompt, has_usage=True, **body)
+                faults += [f"stream with stop {stop!r}: {fault}" for fault in _list_grave(found)]
             else:
-                answer = audit.server.complete(
-                    base.prompt, max_tokens=audit.max_tokens, stop=[stop], **extra
-                )
+                answer = audit.server.complete(base.prompt, **body)
             tried.append({"prompt": at, "stop": stop, "expected": base.text.find(stop)})
-            found, wrong = _judge_stop(audit, answer, base, stop, at)
-            if found is not None:
-                differences.append(found)
-            faults += wrong
+            expected = base.text[: base.text.find(stop)]
+            if answer.text.startswith(expected):
+                faults += _find_stop_faults(answer, base, stop, f"prompt {at}, stop {stop!r}")
+            else:  # another text, or it ends too early
+                known = dataclasses.replace(base, text=expected, ids=None)
+                differences += audit.compare(answer, known, at)
     if not tried:
         return Check("stops", SKIPPED, "the greedy texts are too short")
     return make_check("stops", f"{len(tried)} stop words", differences, faults, stops=tried)
@@ -267,24 +293,16 @@ def choose_stops(base: Answer) -> list[str]:
     return chosen
 
 
-def _judge_stop(
-    audit: Audit, answer: Answer, base: Answer, stop: str, prompt: int
-) -> tuple[Difference | None, list[str]]:
+def _find_stop_faults(answer: Answer, base: Answer, stop: str, where: str) -> list[str]:
+    """What is wrong with an answer whose text begins as it should."""
     place = base.text.find(stop)
-    expected = base.text[:place]
-    if answer.text != expected:
-        if not answer.text.startswith(expected):  # another text, or it ends too early
-            whole = dataclasses.replace(answer, ids=None)
-            known = dataclasses.replace(base, text=expected, ids=None)
-            return compare(whole, known, prompt=prompt, bound=audit.near_tie), []
-        behind = answer.text[place : place + 40]
-        return None, [f"prompt {prompt}, stop {stop!r}: {behind!r} is written behind the text"]
+    if len(answer.text) > place:
+        return [f"{where}: {answer.text[place : place + 40]!r} is written behind the text"]
     faults = []
-    where = f"prompt {prompt}, stop {stop!r}"
     if answer.finish_reason != "stop":
         faults.append(f"{where}: finish_reason is {answer.finish_reason!r}")
     if base.ends is None:
-        return None, faults
+        return faults
     # The token that completes the stop word is the last that may be told of.
     most = next(i for i, end in enumerate(base.ends, 1) if end >= place + len(stop))
     least = sum(end <= place for end in base.ends)
@@ -300,11 +318,11 @@ def _judge_stop(
     ]
     if (count := answer.completion_tokens) is not None and count < least:
         faults.append(f"{where}: usage.completion_tokens is {count}, the text has {least} tokens")
-    return None, faults
+    return faults
 
 
-def _grave(faults: Sequence[Fault]) -> list[Fault]:
-    return [fault for fault in faults if not fault.is_mild]
+def _list_grave(faults: Sequence[Fault]) -> list[str]:
+    return [fault.text for fault in faults if not fault.is_mild]
 
 
 def check_limits(audit: Audit) -> Check:
@@ -319,9 +337,7 @@ def check_limits(audit: Audit) -> Check:
     faults: list[str] = []
     differences: list[Difference] = []
     for limit in sorted(set(limits)):
-        answer = audit.server.complete(
-            base.prompt, max_tokens=limit, **(audit.server.offer.ids or {})
-        )
+        answer = audit.server.complete(base.prompt, max_tokens=limit, **audit.server.offer.ids)
         counts = {"token ids": answer.num_tokens, "usage": answer.completion_tokens}
         faults += [
             f"max_tokens {limit}: {count} by {name}"
@@ -333,11 +349,7 @@ def check_limits(audit: Audit) -> Check:
         text = answer.text.rstrip(INCOMPLETE)
         least = 0 if base.ends is None else base.ends[limit - 1]
         if not base.text.startswith(text):
-            known = dataclasses.replace(base, ids=None)
-            found = compare(
-                dataclasses.replace(answer, ids=None), known, prompt=at, bound=audit.near_tie
-            )
-            differences += [found] if found is not None else []
+            differences += audit.compare(answer, dataclasses.replace(base, ids=None), at)
         elif len(text) < len(base.text[:least].rstrip(INCOMPLETE)):
             faults.append(
                 f"max_tokens {limit}: the text ends at {len(text)} characters, {limit} tokens have"
@@ -361,17 +373,13 @@ def check_stream(audit: Audit) -> Check:
         answer, chunks, found = server.stream(prompt, max_tokens=known.max_tokens, **body)
         found += find_broken_characters(chunks, known.text)
         faults.extend(Fault(f"{what}: {fault.text}", fault.is_mild) for fault in found)
-        if (differs := compare(answer, known, prompt=at, bound=audit.near_tie)) is not None:
-            differences.append(differs)
+        differences.extend(differing := audit.compare(answer, known, at))
         told, whole = answer.completion_tokens, known.completion_tokens
-        if None not in (told, whole) and told != whole and differs is None:
+        if None not in (told, whole) and told != whole and not differing:
             faults.append(Fault(f"{what}: usage has {told} tokens, of the whole answer {whole}"))
 
-    asked: dict[str, dict[str, Any]] = {
-        "greedy": {**(server.offer.ids or {})}, "with usage": {"has_usage": True},
-    }  # fmt: skip
-    for what, body in asked.items():
-        try_stream(what, base.prompt, base, body)
+    try_stream("greedy", base.prompt, base, {**server.offer.ids})
+    try_stream("with usage", base.prompt, base, {"has_usage": True})
     # Hot sampling writes bytes that are halves of characters, where a tokenizer has such tokens.
     hot: dict[str, Any] = {"temperature": 1.5, "seed": SEEDS[0]}
     whole = server.complete(base.prompt, max_tokens=SAMPLED, **hot)
@@ -389,9 +397,8 @@ def check_stream(audit: Audit) -> Check:
             try_stream("chat", chat, whole, {})
             try_stream("chat with usage", chat, whole, {"has_usage": True})
     check = make_check(
-        "stream", "greedy, sampled and chat", differences, [f.text for f in _grave(faults)],
-        skipped=skipped,
-    )  # fmt: skip
+        "stream", "greedy, sampled and chat", differences, _list_grave(faults), skipped=skipped
+    )
     mild = [fault.text for fault in faults if fault.is_mild]
     verdict = SUSPECT if mild and check.verdict == OK else check.verdict
     return dataclasses.replace(check, verdict=verdict, faults=[*check.faults, *mild])
@@ -444,16 +451,3 @@ def check_usage(audit: Audit) -> Check:
     faults = list(dict.fromkeys(faults))
     verdict = FAILED if faults else OK
     return Check("usage", verdict, f"{len(counted)} answers", faults, {"answers": len(counted)})
-
-
-TEXT_CHECKS: dict[str, Callable[[Audit], Check]] = {
-    "greedy": check_greedy,
-    "repeat": check_repeat,
-    "own_choice": check_own_choice,
-    "narrow_sampling": check_narrow_sampling,
-    "seeds": check_seeds,
-    "stops": check_stops,
-    "limits": check_limits,
-    "stream": check_stream,
-    "usage": check_usage,
-}

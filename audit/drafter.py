@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .answers import INCOMPLETE, Answer, AnyPrompt, Counts
+from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, add_counts, count_drafts
 from .checks import FAILED, OK, SKIPPED, Audit, Check
-from .reference import Drafted, EngineReference
+from .reference import EngineReference
 from .server import Refused
+
+if TYPE_CHECKING:
+    from specdec import Output
 
 NUM_PIECES = 36  # greedy texts that are compared, and the fewest of them
 LEAST_PIECES = 12
@@ -32,7 +35,7 @@ class Pair:
 
     num_tokens: int
     server: Counts
-    reference: Drafted
+    reference: Counts
 
     @property
     def num_steps(self) -> int:
@@ -43,31 +46,35 @@ class Pair:
         """
         return max(self.server.drafts or 0, self.num_tokens - 1 - self.server.accepted)
 
+    @property
+    def num_known(self) -> int:
+        """The reference's."""
+        assert self.reference.drafts is not None
+        return self.reference.drafts
 
-def check_drafter(
-    audit: Audit, reference: EngineReference, read: Callable[[], Counts | None]
-) -> Check:
-    """Let both sides write the same texts, and compare their verify steps.
 
-    read: the server's counters, for a server whose answers do not tell.
-    """
-    seen = _count_one(audit, audit.prompts[0], audit.max_tokens, read)[1]
+def check_drafter(audit: Audit) -> Check:
+    """Let both sides write the same texts, and compare their verify steps."""
+    reference = audit.reference
+    if not audit.settings.same_drafter or not isinstance(reference, EngineReference):
+        return Check("drafter", SKIPPED, "no --reference-engine was given with --same-drafter")
+    seen = _count_one(audit, audit.prompts[0], audit.max_tokens)[1]
     if seen is None or not seen.drafted:
         return Check("drafter", SKIPPED, "the server counts no drafts")
     length = find_length(seen, audit.max_tokens)
     reference.start_drafting(length)
     pairs: list[Pair] = []
     num_asked = 0
-    for drafted in _write(audit, reference):
+    for known in _write(audit, reference):
         num_asked += 1
         try:
-            answer, counts = _count_one(audit, drafted.prompt_ids, PIECE, read)
+            answer, counts = _count_one(audit, known.prompt_ids, PIECE)
         except Refused as refusal:
             if refusal.is_fault:
                 raise
             continue  # longer than the server takes
-        if counts is not None and drafted.is_cut and _is_same(answer, drafted):
-            pairs.append(Pair(len(drafted.ids), counts, drafted))
+        if counts is not None and _is_cut(known) and _is_same(answer, known):
+            pairs.append(Pair(len(known.token_ids), counts, count_drafts(known.stats)))
     if len(pairs) < LEAST_PIECES:
         return Check(
             "drafter",
@@ -79,15 +86,15 @@ def check_drafter(
 
 
 def _count_one(
-    audit: Audit, prompt: AnyPrompt, max_tokens: int, read: Callable[[], Counts | None]
-) -> tuple[Answer, Counts | None]:
-    """An answer and what was drafted for it."""
+    audit: Audit, prompt: AnyPrompt, max_tokens: int
+) -> tuple[Answer, Counts | None]:  # fmt: skip
+    """An answer and what was drafted for it; by the counters where answers do not tell."""
     server = audit.server
-    before = None if server.facts["answers_count"] else read()
-    answer = server.complete(prompt, max_tokens=max_tokens, **(server.offer.ids or {}))
+    before = None if server.facts["answers_count"] else audit.counters.read()
+    answer = server.complete(prompt, max_tokens=max_tokens, **server.offer.ids)
     if answer.counts is not None or before is None:
         return answer, answer.counts
-    after = read()
+    after = audit.counters.read()
     return answer, None if after is None else after - before
 
 
@@ -99,7 +106,7 @@ def find_length(counts: Counts, num_tokens: int) -> int | None:
     return None if depth and length > depth else length
 
 
-def _write(audit: Audit, reference: EngineReference) -> Iterator[Drafted]:
+def _write(audit: Audit, reference: EngineReference) -> Iterator[Output]:
     """The reference's texts in pieces: each goes on where the one before has ended."""
     prompts: Sequence[AnyPrompt] = audit.prompts[:NUM_PIECES]
     left = NUM_PIECES
@@ -107,14 +114,19 @@ def _write(audit: Audit, reference: EngineReference) -> Iterator[Drafted]:
         written = reference.draft(prompts[:left], PIECE)
         yield from written
         left -= len(written)
-        longer = [[*piece.prompt_ids, *piece.ids] for piece in written if piece.is_cut]
+        longer = [[*piece.prompt_ids, *piece.token_ids] for piece in written if _is_cut(piece)]
         prompts = [ids for ids in longer if reference.can_continue(ids, PIECE)]
 
 
-def _is_same(answer: Answer, drafted: Drafted) -> bool:
+def _is_cut(output: Output) -> bool:
+    """Whether a text was ended by the number of its tokens."""
+    return output.finish_reason == "length"
+
+
+def _is_same(answer: Answer, known: Output) -> bool:
     if answer.ids is not None:
-        return answer.ids == drafted.ids
-    return answer.text.rstrip(INCOMPLETE) == drafted.text.rstrip(INCOMPLETE)
+        return answer.ids == known.token_ids
+    return answer.text.rstrip(INCOMPLETE) == known.text.rstrip(INCOMPLETE)
 
 
 def find_margin(differences: Sequence[int]) -> int:
@@ -143,13 +155,14 @@ def judge(
     is_exact: both compute in float32, in which the same drafter drafts the same tokens.
     """
     own = sum(pair.num_steps for pair in pairs)
-    expected = sum(pair.reference.num_steps for pair in pairs)
+    expected = sum(pair.num_known for pair in pairs)
     num_tokens = sum(pair.num_tokens - 1 for pair in pairs)
-    margin = find_margin([pair.num_steps - pair.reference.num_steps for pair in pairs])
+    differences = [pair.num_steps - pair.num_known for pair in pairs]
+    margin = find_margin(differences)
     most = expected + max(margin - 1, math.floor(TOLERANCE * expected))
-    server = _add([pair.server for pair in pairs])
-    reference = _add([pair.reference.counts for pair in pairs])
-    num_others = sum(pair.num_steps != pair.reference.num_steps for pair in pairs)
+    server = add_counts([pair.server for pair in pairs])
+    reference = add_counts([pair.reference for pair in pairs])
+    num_others = sum(difference != 0 for difference in differences)
     evidence: dict[str, Any] = {
         "texts": num_asked, "compared": len(pairs), "others": num_others, "tokens": num_tokens,
         "chain": length, "steps": own, "reference_steps": expected, "most_steps": most,
@@ -182,13 +195,6 @@ def judge(
             " many"
         )
     return Check("drafter", FAILED if faults else OK, summary, faults, evidence)
-
-
-def _add(counts: Sequence[Counts]) -> Counts:
-    total = counts[0]
-    for one in counts[1:]:
-        total += one
-    return total
 
 
 def _drafts_less(

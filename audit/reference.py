@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import SpecDecError
 from specdec.http_client import read_key
 
-from .answers import Answer, AnyPrompt, Counts, Token
+from .answers import Answer, AnyPrompt, Token
 from .server import Server
 from .settings import AuditSettings
+
+if TYPE_CHECKING:
+    from specdec import Output
 
 
 class Reference(Protocol):
@@ -39,25 +41,9 @@ def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
         model = settings.reference_model or settings.model
         server = Server(settings.reference_url, model, key, settings.timeout, flags)
         server.open()
-        yield ServerReference(server)
+        yield server
     else:
         yield None
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafted:
-    """What an engine wrote while it drafted, and in how many verify steps."""
-
-    prompt_ids: list[int]
-    ids: list[int]
-    text: str
-    is_cut: bool  # by the number of tokens, not by their end
-    counts: Counts  # of all verify steps
-
-    @property
-    def num_steps(self) -> int:
-        assert self.counts.drafts is not None
-        return self.counts.drafts
 
 
 class EngineReference:
@@ -118,24 +104,11 @@ class EngineReference:
         is_long = len(ids) > engine.max_input_len or len(ids) + max_tokens > engine.max_seq_len
         return not is_long
 
-    def draft(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Drafted]:
+    def draft(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Output]:
         """Continue prompts greedily, several at once."""
         asked = [_make_prompt(prompt) for prompt in prompts]
-        outputs = self._engine.generate(asked, max_output_len=max_tokens)
-        return [
-            Drafted(
-                output.prompt_ids, output.token_ids, output.text, output.finish_reason == "length",
-                Counts(
-                    output.stats.num_verify_steps, output.stats.num_draft_tokens,
-                    output.stats.num_accepted,
-                    tuple(
-                        sum(output.stats.accepted_histogram[at:])
-                        for at in range(1, len(output.stats.accepted_histogram))
-                    ),
-                ),
-            )
-            for output in outputs
-        ]  # fmt: skip
+        outputs: list[Output] = self._engine.generate(asked, max_output_len=max_tokens)
+        return outputs
 
     def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
         """Continue prompts, several at once."""
@@ -181,15 +154,3 @@ def _make_prompt(prompt: AnyPrompt, **options: Any) -> Any:
         kind = "messages" if prompt and isinstance(prompt[0], dict) else "token_ids"
     given: dict[str, Any] = {kind: prompt, **options}
     return Prompt(**given, temperature=0.0)
-
-
-class ServerReference:
-    """Another server."""
-
-    def __init__(self, server: Server) -> None:
-        self.name = server.base
-        self._server = server
-
-    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
-        """Continue prompts, one after the other."""
-        return [self._server.ask_told(prompt, max_tokens=max_tokens) for prompt in prompts]

@@ -45,11 +45,14 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What a server can tell: each is what a body must hold for it, or None."""
+    """What a server can tell: what a body must hold for it, empty where it does not tell.
 
-    is_chat: bool  # it has chat/completions alone
-    ids: Mapping[str, Any] | None
-    logprobs: Mapping[str, Any] | None
+    is_chat: it has chat/completions only. told: all of it, ids and log-probabilities.
+    """
+
+    is_chat: bool
+    ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Server:
@@ -60,18 +63,18 @@ class Server:
     ) -> None:
         """url: with or without /v1. flags: those of the URL, the model and the key."""
         self.root = url.rstrip("/").removesuffix("/v1")
-        self.base = f"{self.root}/v1"
+        self.base = self.name = f"{self.root}/v1"
         self.model, self.flags = model, flags
         self.http = HttpClient(key, timeout)
         self.answers: list[Answer] = []  # all that came
         self.facts: dict[str, Any] = {"base_url": self.base, "model": model}
-        self.offer = Offer(False, None, None)
+        self.offer = Offer(False)
 
     def open(self) -> None:
         """Find out what the server offers; SpecDecError where it has no such model."""
         self._find_model()
         for is_chat in (False, True):
-            self.offer = Offer(is_chat, None, None)
+            self.offer = Offer(is_chat)
             try:
                 first = self.complete("The", max_tokens=1)
                 break
@@ -86,9 +89,8 @@ class Server:
         has_ids = told is not None and told.ids is not None
         listed = self._try(logprobs)
         has_logprobs = listed is not None and listed.tokens is not None
-        self.offer = dataclasses.replace(
-            self.offer, ids=ids if has_ids else None, logprobs=logprobs if has_logprobs else None
-        )
+        ids = ids if has_ids else {}
+        self.offer = Offer(self.offer.is_chat, ids, {**ids, **(logprobs if has_logprobs else {})})
         self.facts |= {
             "endpoint": "chat/completions" if self.offer.is_chat else "completions",
             "token_ids": has_ids or (listed is not None and listed.ids is not None),
@@ -124,8 +126,11 @@ class Server:
 
     def ask_told(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Answer:
         """Ask for all that the server can tell of the tokens."""
-        extra = {**(self.offer.ids or {}), **(self.offer.logprobs or {})}
-        return self.complete(prompt, max_tokens=max_tokens, **extra, **body)
+        return self.complete(prompt, max_tokens=max_tokens, **self.offer.told, **body)
+
+    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
+        """Continue prompts as a reference does, one after the other."""
+        return [self.ask_told(prompt, max_tokens=max_tokens) for prompt in prompts]
 
     def complete(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Answer:
         """Ask for one whole answer, greedily unless `body` says otherwise."""
@@ -228,9 +233,15 @@ def _parse(data: bytes) -> dict[str, Any]:
 class Counters:
     """The counters of a server's metrics page."""
 
-    def __init__(self, server: Server, url: str, http: HttpClient, *, is_given: bool) -> None:
-        """is_given: the URL is the user's, so that there must be something."""
-        self._url, self._model, self._http, self._is_given = url, server.model, http, is_given
+    def __init__(self, server: Server, url: str | None, key: str | None, timeout: float) -> None:
+        """url: the page, where there must be something; None looks beside the server's API.
+
+        The key goes to no other host than the server's.
+        """
+        self._is_given, self._model = url is not None, server.model
+        self._url = url or f"{server.root}/metrics"
+        is_own = _find_origin(self._url) == _find_origin(server.root)
+        self._http = HttpClient(key if is_own else None, timeout)
 
     def read(self) -> Counts | None:
         """The counts once they have settled; None where there are none of speculation."""
@@ -258,6 +269,13 @@ class Counters:
                 f"{self._url} has no metrics: {reason}", "check --metrics-url, or leave it out"
             )
         return None
+
+
+def _find_origin(url: str) -> tuple[str, str, int | None]:
+    import httpx
+
+    parts = httpx.URL(url)
+    return parts.scheme, parts.host, parts.port
 
 
 def read_counters(page: str, model: str) -> Counts | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from .answers import Answer, Token
+from specdec.comparison import LENGTH, find_difference, judge_margin, name_token
 
-NEAR_TIE, DIFFERS, UNKNOWN, LENGTH = "near-tie", "differs", "unknown", "length"
+from .answers import Answer, Token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,101 +48,66 @@ class Difference:
 def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> Difference | None:
     """The first difference of an answer from the reference's, None where there is none.
 
-    By token ids where both have them, else by characters. The reference may be longer only by
+    By token ids where both have them, then by characters. The reference may be longer only by
     tokens that are no text: an end token, which some servers tell of and some do not.
     """
-    if answer.ids is not None and reference.ids is not None:
-        return _compare_ids(answer, reference, prompt, bound) or _compare_characters(
-            answer, reference, prompt, bound
-        )
-    return _compare_characters(answer, reference, prompt, bound)
-
-
-def _compare_ids(
-    answer: Answer, reference: Answer, prompt: int, bound: float
-) -> Difference | None:  # fmt: skip
-    own, theirs = answer.ids or [], reference.ids or []
-    at = _find_difference(own, theirs)
-    if at < min(len(own), len(theirs)):
-        token = reference.tokens[at] if reference.tokens is not None else None
-        found = None
-        if token is not None:
+    own, theirs = answer.ids, reference.ids
+    at = None if own is None or theirs is None else find_difference(own, theirs)
+    if own is not None and theirs is not None and at is not None:
+        facts: dict[str, Any] = {"prompt": prompt, "position": at, "unit": "token", "bound": bound}
+        if at < min(len(own), len(theirs)):
+            token = reference.tokens[at] if reference.tokens is not None else None
             text = answer.tokens[at].text if answer.tokens is not None else None
-            found = next((other for other in token.top if _is(other, own[at], text)), None)
-        margin, is_least = _measure(token, found)
-        return Difference(
-            prompt=prompt, position=at, unit="token", server=_name(own[at], found),
-            reference=_name(theirs[at], token), server_token=own[at], reference_token=theirs[at],
-            margin=margin, is_least=is_least, bound=bound, cause=_judge(margin, is_least, bound),
-        )  # fmt: skip
-    if abs(len(own) - len(theirs)) <= (answer.finish_reason != "length"):
+            top = () if token is None else token.top
+            # By its text where its id is not told.
+            other = next(
+                (t for t in top if (t.text == text if t.id is None else t.id == own[at])), None
+            )
+            return Difference(
+                **facts, **_measure(token, other, bound),
+                server=name_token(own[at], other.text if other else None),
+                server_token=own[at],
+                reference=name_token(theirs[at], token.text if token else None),
+                reference_token=theirs[at],
+            )  # fmt: skip
+        if abs(len(own) - len(theirs)) > (answer.finish_reason != "length"):
+            return Difference(
+                **facts, server=f"{len(own)} tokens ({answer.finish_reason})",
+                reference=f"{len(theirs)} ({reference.finish_reason})", cause=LENGTH,
+            )  # fmt: skip
+    at = find_difference(answer.text, reference.text)
+    if at is None:
         return None
+    measured: dict[str, Any] = {"cause": LENGTH}
+    same_ids = own is not None and own == theirs
+    if at < min(len(answer.text), len(reference.text)) and not same_ids:
+        measured = _measure(*_find_tokens(answer, reference, at), bound)
     return Difference(
-        prompt=prompt, position=at, unit="token", bound=bound, cause=LENGTH,
-        server=f"{len(own)} tokens ({answer.finish_reason})",
-        reference=f"{len(theirs)} ({reference.finish_reason})",
+        prompt=prompt, position=at, unit="character", bound=bound,
+        server=repr(answer.text[at : at + 20]), reference=repr(reference.text[at : at + 20]),
+        **measured,
     )  # fmt: skip
 
 
-def _compare_characters(
-    answer: Answer, reference: Answer, prompt: int, bound: float
-) -> Difference | None:  # fmt: skip
-    own, theirs = answer.text, reference.text
-    if own == theirs:
-        return None
-    at = _find_difference(own, theirs)
-    shown: dict[str, Any] = {
-        "server": repr(own[at : at + 20]),
-        "reference": repr(theirs[at : at + 20]),
-    }
-    same_ids = answer.ids is not None and answer.ids == reference.ids
-    if at == min(len(own), len(theirs)) or same_ids:
-        return Difference(
-            prompt=prompt, position=at, unit="character", bound=bound, cause=LENGTH, **shown
-        )
-    margin, is_least = None, False
-    if reference.tokens is not None and reference.ends is not None:
-        place = next(i for i, end in enumerate(reference.ends) if end > at)
-        token = reference.tokens[place]
-        rest = own[reference.ends[place - 1] if place else 0 :]
-        fitting = [
-            other for other in token.top
-            if other.text and other.text != token.text and rest.startswith(other.text)
-        ]  # fmt: skip
-        best = max(fitting, key=lambda other: other.logprob or -math.inf, default=None)
-        margin, is_least = _measure(token, best)
-    return Difference(
-        prompt=prompt, position=at, unit="character", margin=margin, is_least=is_least,
-        bound=bound, cause=_judge(margin, is_least, bound), **shown,
-    )  # fmt: skip
+def _find_tokens(answer: Answer, reference: Answer, at: int) -> tuple[Token | None, Token | None]:
+    """The reference's token at a character, and the likeliest one that fits the answer there."""
+    if reference.tokens is None or reference.ends is None:
+        return None, None
+    place = next(i for i, end in enumerate(reference.ends) if end > at)
+    token = reference.tokens[place]
+    rest = answer.text[reference.ends[place - 1] if place else 0 :]
+    fitting = [t for t in token.top if t.text and t.text != token.text and rest.startswith(t.text)]
+    return token, max(fitting, key=lambda other: other.logprob or -math.inf, default=None)
 
 
-def _is(token: Token, number: int, text: str | None) -> bool:
-    """Whether a likely token is that of an id; by its text where its id is not told."""
-    return token.text == text if token.id is None else token.id == number
-
-
-def _find_difference(own: Sequence[Any], theirs: Sequence[Any]) -> int:
-    """The first place where two sequences differ, or the shorter one's length."""
-    pairs = enumerate(zip(own, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(own), len(theirs)))
-
-
-def _measure(token: Token | None, other: Token | None) -> tuple[float | None, bool]:
+def _measure(token: Token | None, other: Token | None, bound: float) -> dict[str, Any]:
     """How much likelier, in logits, a token is than another; of one that is not told, at least."""
-    if token is None or token.logprob is None:
-        return None, False
-    if other is not None and other.logprob is not None:
-        return token.logprob - other.logprob, False
-    told = [one.logprob for one in token.top if one.logprob is not None]
-    return (token.logprob - min(told), True) if told else (None, False)
-
-
-def _judge(margin: float | None, is_least: bool, bound: float) -> str:
-    if margin is None or (is_least and margin <= bound):
-        return UNKNOWN
-    return NEAR_TIE if margin <= bound else DIFFERS
-
-
-def _name(token: int, told: Token | None) -> str:
-    return str(token) if told is None or told.text is None else f"{token} {told.text!r}"
+    margin, is_least = None, False
+    if token is not None and token.logprob is not None:
+        told = [one.logprob for one in token.top if one.logprob is not None]
+        if other is not None and other.logprob is not None:
+            margin = token.logprob - other.logprob
+        elif told:
+            margin, is_least = token.logprob - min(told), True
+    cause = judge_margin(margin, bound, is_least=is_least)
+    return {"margin": margin, "is_least": is_least, "cause": cause}

@@ -15,7 +15,6 @@ from specdec.audit import server as audited
 from specdec.audit.answers import Counts
 from specdec.audit.drafter import Pair, find_length, find_margin, judge
 from specdec.audit.events import find_broken_characters, find_faults, read_events
-from specdec.audit.reference import Drafted
 from specdec.audit.server import read_counters
 from tests.audit.doubles import MODEL, Double
 from tests.conftest import read_error_lines
@@ -284,7 +283,7 @@ def make_pairs(steps: list[tuple[int, int]], *, drafted: int = 3, cut: int = 0) 
     for own, known in steps:
         counts = Counts(own - (cut > 0), drafted * own - cut, 31 - own)
         reference = Counts(known, drafted * known, 31 - known)
-        pairs.append(Pair(32, counts, Drafted([1], [2] * 32, "", True, reference)))
+        pairs.append(Pair(32, counts, reference))
     return pairs
 
 
