@@ -234,7 +234,7 @@ class Counters:
     """The counters of a server's metrics page."""
 
     def __init__(self, server: Server, url: str | None, key: str | None, timeout: float) -> None:
-        """url: the page, where there must be something; None looks beside the server's API.
+        """url: the page, where there must be something; None looks alongside the server's API.
 
         The key goes to no other host than the server's.
         """
@@ -281,7 +281,7 @@ def _find_origin(url: str) -> tuple[str, str, int | None]:
 def read_counters(page: str, model: str) -> Counts | None:
     """The counts of speculation on a page in Prometheus's form; None where there are none.
 
-    vLLM's names behind any prefix, as vLLM, llama-server and specdec have them. Of a page that
+    vLLM's names behind any prefix, as vLLM, llama-server and specdec have them. A page that
     tells models apart, this model's.
     """
     found = [(m[1], dict(LABEL.findall(m[2] or "")), m[3]) for m in COUNTER.finditer(page)]

@@ -44,7 +44,7 @@ def add_budget(candidate: Candidate) -> Candidate:
 
 def pace(drafter: Drafter) -> Drafter:
     """What drafts as a drafter does, as far as that pays."""
-    return bind(copy.copy(drafter.fit_budget()))  # what a run changes is made anew for each
+    return bind(copy.copy(drafter.fit_budget()))  # what a run changes is made again for each
 
 
 def add_suffix(candidate: Candidate, method: Method) -> Candidate:

@@ -69,7 +69,7 @@ def draw_step(report: Report) -> Any:
         axes.bar(range(len(columns)), heights, bottom=bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(columns)), [name for name, _ in columns], fontsize=7)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not over them
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # alongside the bars, not over them
     return figure
 
 

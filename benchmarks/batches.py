@@ -11,7 +11,7 @@ process for each engine. A batch size decodes as many prompts as it has rows, at
 those whose plain texts do not loop (benchmarks/without_loops.py). The models are those of
 benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are built if they are
 not there, or by --prepare, which ends then: some minutes that need no quiet machine. Build them
-anew after a change of the engine. --more measures further drafters of the pycode target beside,
+again after a change of the engine. --more measures further drafters of the pycode target alongside,
 such as one that a recipe has just trained.
 Writes batches-SIZE.json and batches.png into --output-dir; fails where a text differs from plain
 decoding's.
@@ -181,7 +181,7 @@ def measure(
     for size in args.batch_sizes:
         bench.take_prompts(prompts[: max(size, LEAST_PROMPTS)], settings)
         passes: dict[str, list[Pass]] = {name: [] for name in ways}
-        beside: dict[str, list[Pass]] = {name: [] for name in ways}
+        around: dict[str, list[Pass]] = {name: [] for name in ways}
         for number in range(args.repeat):
             before = bench.run(bench.plain, size)
             for label in labels[:: -1 if number % 2 else 1]:
@@ -190,10 +190,10 @@ def measure(
                     passes[name].append(bench.run(ways[name], size))
                 after = bench.run(bench.plain, size)
                 for name in pair:
-                    beside[name] += (before, after)
+                    around[name] += (before, after)
                 before = after
         for name in ways:
-            ours, plain = (Rounds(turns[0], turns) for turns in (passes[name], beside[name]))
+            ours, plain = (Rounds(turns[0], turns) for turns in (passes[name], around[name]))
             ratio = divide(ours.list_rates(), join_pairs(plain.list_rates()))
             found[name].append(
                 {

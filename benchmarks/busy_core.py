@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What plain decoding keeps of its speed beside a program that keeps one core busy.
+"""What plain decoding keeps of its speed alongside a program that keeps one core busy.
 
     python benchmarks/busy_core.py [--kinds float32 bfloat16 int8 int4] [--flags=-mno-avx512f]
                                    [--context 200] [--rounds 9]
 
 A Llama of random weights in the shapes of a 135M model decodes in this process, with all cores; the
-other program runs by turns. With n cores the fair share beside it is (n - 1/2) / n of the quiet
+other program runs by turns. With n cores the fair share alongside it is (n - 1/2) / n of the quiet
 speed. --flags: of the compiler, such as those that leave instructions out.
 """
 
@@ -113,10 +113,10 @@ def main() -> None:
                         os.kill(neighbour.pid, told)
                         found.append(decode(decoder, cache, args.context))
                 # The first round warms up.
-                quiet, beside = (statistics.median(found[1:]) for found in speeds.values())
+                quiet, busy = (statistics.median(found[1:]) for found in speeds.values())
                 print(
-                    f"{kind:8} quiet {quiet:7.2f} tokens/s, beside a busy core {beside:7.2f}:"
-                    f" {beside / quiet:.2f}, {beside / quiet / fair:.2f} times the fair share",
+                    f"{kind:8} quiet {quiet:7.2f} tokens/s, alongside a busy core {busy:7.2f}:"
+                    f" {busy / quiet:.2f}, {busy / quiet / fair:.2f} times the fair share",
                     flush=True,
                 )
     finally:

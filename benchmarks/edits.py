@@ -52,7 +52,7 @@ from specdec.run.settings import RunSettings
 
 DRAFT_MODEL = 8  # tokens that it drafts
 LENGTHS = (8, 15, 31)  # of lookups: 15 and a root are what AMX multiplies at once
-FACTOR = 16  # tokens drafted for each that was found, beside the default
+FACTOR = 16  # tokens drafted for each that was found, alongside the default
 NGRAM = 4
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the embedded engine reaches on a GPU, beside transformers: one machine, one run.
+"""What the embedded engine reaches on a GPU, compared with transformers: one machine, one run.
 
     python benchmarks/gpu.py [--shapes 1b 7b] [--repeat 5] [--output-dir benchmarks/results]
     python benchmarks/gpu.py --quick                 # toy sizes, any device: that the script works

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Our engine beside transformers, llama.cpp and OpenVINO GenAI: one machine, one run.
+"""Our engine compared with transformers, llama.cpp and OpenVINO GenAI: one machine, one run.
 
     python benchmarks/peers.py [--size full|small|pycode] [--peers NAME...] [--threads 2]
 

@@ -14,7 +14,7 @@ by many tokens at a time. The report has the time over the larger one, and --cha
 --contexts: positions in the cache, each its own table; the limits are of the first. --prompt: the
 time to read so many tokens.
 
-With --experts it is a mixture, whose experts have the size --intermediate: beside each step's time
+With --experts it is a mixture, whose experts have the size --intermediate: with each step's time
 stand the experts a layer that its tokens read, and the bytes of all that is read.
 """
 

@@ -161,7 +161,7 @@ class HfFolder:
                     f"{file.path} lacks tensors that the index places there: {join_names(lacking)}",
                     "download the file and the index again",
                 )
-            # Of what the index places in another file, this one holds a stale copy.
+            # This file holds a stale copy of what the index places in another file.
             unplaced = sorted(file.tensors.keys() - placed)
             self.unplaced.update(unplaced)
             if unplaced and problems:  # they may be what is lacking, by another name
@@ -180,7 +180,7 @@ class HfFolder:
 
 
 def read_index(path: Path) -> dict[str, set[str]]:
-    """Read an index of shards: the files in order, all beside it, and the tensors in each."""
+    """Read an index of shards: the files in order, all alongside it, and the tensors in each."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(filename, str) for filename in weight_map.values()
@@ -238,7 +238,7 @@ def open_model(
     """Open a local folder, or a Hub id whose files are fetched or already cached.
 
     kind: what the folder has to be, of those in specdec/files/folders.py. `weight_files` are read
-    in place of the usual ones where a folder has them.
+    instead of the usual ones where a folder has them.
     """
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")

@@ -33,7 +33,7 @@ DRAFTERS = re.compile(r"eagle|medusa|draft|dflash|dspark|specul|redrafter|mtp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A drafter's folder beside its target's: what each says, for `find_other_base`.
+    """A drafter's folder alongside its target's: what each says, for `find_other_base`.
 
     recorded: (bytes, sha256) of the weight files that it was trained with; named: the models that
     it names; names: of the target; files: its weight files; hashes: those known without reading.

@@ -29,7 +29,7 @@ class ConvertSettings:
         folder="model", metavar="BASE", help="The target: a Hugging Face folder or Hub id."
     )
     base_model_checkpoint_dir: Path | None = MODELS(
-        metavar="CKPT", help="The target as an existing checkpoint folder, in place of --model-dir."
+        metavar="CKPT", help="The target as an existing checkpoint folder, instead of --model-dir."
     )
     output_dir: Path = CHECKPOINT(required=True, help="Checkpoint folder to write.")
     dtype: str = CHECKPOINT(

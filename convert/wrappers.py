@@ -1,4 +1,4 @@
-"""Models that hold a text model beside a vision tower: the text model is taken out.
+"""Models that hold a text model alongside a vision tower: the text model is taken out.
 
 Without an image they compute what the text model computes. Only the wrappers named here are known
 to; others attend otherwise (PaliGemma), or have positions of their own (Qwen2-VL).
@@ -28,7 +28,7 @@ VISION = (
     "model.vision_tower.", "model.vision_model.", "model.multi_modal_projector.",
     "model.image_newline",
 )  # fmt: skip
-# Of a wrapper's own config.json where its text_config does not say.
+# Keys of a wrapper's own config.json where its text_config does not say.
 INHERITED = ("dtype", "torch_dtype", "quantization_config")
 # A text_config leaves out what its class in transformers takes by default; these are the sizes that
 # the families here do not know by themselves.

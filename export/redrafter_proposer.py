@@ -1,6 +1,6 @@
 """ReDrafter (https://arxiv.org/abs/2403.09919) as a proposer class of vLLM 0.32.
 
-specdec-export writes this file beside a drafter's config.json and model.safetensors; it needs
+specdec-export writes this file alongside a drafter's config.json and model.safetensors; it needs
 nothing of specdec:
 
     PYTHONPATH=FOLDER vllm serve TARGET --enforce-eager --speculative-config

@@ -48,7 +48,7 @@ class ExportSettings:
     """One field is one flag."""
 
     checkpoint_dir: Path | None = MODELS(
-        metavar="CKPT", help="A checkpoint of specdec-convert, in place of a drafter."
+        metavar="CKPT", help="A checkpoint of specdec-convert, instead of a drafter."
     )
     model_dir: str | None = MODELS(
         metavar="BASE",

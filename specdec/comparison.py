@@ -12,7 +12,7 @@ from typing import Any
 
 # What a difference is: within the bound, beyond it, without a margin, the end of one text.
 NEAR_TIE, DIFFERS, UNKNOWN, LENGTH = "near-tie", "differs", "unknown", "length"
-EXACT, NEAR_TIES = "exact", "near-ties"  # verdicts, beside DIFFERS and UNKNOWN
+EXACT, NEAR_TIES = "exact", "near-ties"  # verdicts, alongside DIFFERS and UNKNOWN
 
 
 def find_difference(own: Sequence[Any], reference: Sequence[Any]) -> int | None:

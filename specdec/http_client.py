@@ -115,7 +115,7 @@ class HttpClient:
     def exchange(self, url: str, body: bytes | None, max_bytes: int) -> Response:
         """POST a JSON body, or GET without one; NoAnswer where none comes in time.
 
-        Of a body that is longer than max_bytes a little more is returned.
+        A body that is longer than max_bytes is returned with a little more than that.
         """
         import httpx
 
@@ -125,7 +125,7 @@ class HttpClient:
             raise self._explain(error) from None
 
     async def _exchange(self, url: str, body: bytes | None, max_bytes: int) -> Response:
-        # httpx's own timeout begins anew with every byte: here it is for the whole exchange.
+        # httpx's own timeout begins again with every byte: here it is for the whole exchange.
         import httpx
 
         # Not compressed: what is counted is what is kept.

@@ -403,7 +403,7 @@ def make_dflash_drafter(
 
     form: as z-lab publishes it, or as `speculators` or `deepspec` do, with embedding and head of
     its own; a reduced vocabulary, which only speculators' have, has every other token, then the
-    rest. markov_rank: of DSpark's Markov head, with a confidence head beside it. net: fields of its
+    rest. markov_rank: of DSpark's Markov head, with a confidence head with it. net: fields of its
     layers, config: others.
     """
     from safetensors.torch import save_file

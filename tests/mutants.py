@@ -1,4 +1,4 @@
-"""Forty deliberate breaks of the product, each of which the tests named beside it must catch.
+"""Forty deliberate breaks of the product, each of which the tests named alongside it must catch.
 
 `make mutants` applies them one at a time to a copy of the tree and runs those tests there. A break
 whose text is not found exactly once is an error: give it the text that does its work today.

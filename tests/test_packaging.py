@@ -52,7 +52,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip("pyproject.toml asks for setuptools 77 or newer")
-    # From a copy: building leaves a folder of its own beside the sources.
+    # From a copy: building leaves a folder of its own alongside the sources.
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns("__pycache__", ".*", "*.safetensors", "work", "out", "dist")
     for name in (*SOURCES, "docs", "pyproject.toml", "setup.cfg", "LICENSE", "README.md"):
@@ -78,7 +78,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
         }
     expected |= {f"specdec/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     expected |= {f"specdec/{path.relative_to(ROOT)}" for path in (ROOT / "docs").rglob("*.md")}
-    # Whatever else the sources carry beside the modules is needed at run time too.
+    # Whatever else the sources carry alongside the modules is needed at run time too.
     for source in SOURCES:
         for path in [
             p for kind in ("cpp", "h", "json") for p in (ROOT / source).rglob(f"*.{kind}")
@@ -110,7 +110,7 @@ def test_hints_name_our_own_distribution() -> None:
 
 
 def test_commands_of_the_wheel_start_without_a_checkout(tmp_path: Path) -> None:
-    """The stages are found inside the package when no pyproject.toml lies beside it."""
+    """The stages are found inside the package when no pyproject.toml lies alongside it."""
     site = tmp_path / "site"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "specdec", site / "specdec", ignore=ignored)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .job import Job
     from .methods.base import Drafter
 
-# Of a text; of a conversation everything up to its first answer is the prompt.
+# The prompt of a text; a conversation's prompt is everything up to its first answer.
 MAX_TEXT_PROMPT = 128
 
 

@@ -61,7 +61,7 @@ class Loop:
         self.train_rows, self.heldout_rows = train, heldout
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
-            lr=settings.learning_rate,  # set anew before every step
+            lr=settings.learning_rate,  # set again before every step
             weight_decay=settings.weight_decay,
         )
         self.model = accelerator.prepare_model(drafter, device_placement=False)

@@ -43,13 +43,13 @@ class TrainSettings:
         metavar="FILE",
     )  # fmt: skip
     start_from: Path | None = MODELS_DATA(
-        help="Go on from this drafter, in place of fresh weights: a folder that specdec-train"
+        help="Go on from this drafter, instead of fresh weights: a folder that specdec-train"
         " wrote, of the same method and sizes; P-EAGLE also from an EAGLE-3, and a DFlash with a"
         " Markov head from one without.", metavar="DRAFTER",
     )  # fmt: skip
     max_steps: int | None = LENGTH_SPEED(help="Number of optimizer steps.", minimum=1, metavar="N")
     num_epochs: float | None = LENGTH_SPEED(
-        help="Passes over the data, in place of --max-steps; 2 if neither is given.", minimum=0,
+        help="Passes over the data, instead of --max-steps; 2 if neither is given.", minimum=0,
         metavar="X",
     )  # fmt: skip
     learning_rate: float = LENGTH_SPEED(

@@ -55,7 +55,7 @@ class TrainingState:
             )
 
     def open(self, facts: Mapping[str, Any], *, resume: bool) -> None:
-        """Start anew, or check that what is there belongs to the same training.
+        """Start again, or check that what is there belongs to the same training.
 
         `facts` are the settings and hashes that the weights depend on.
         """

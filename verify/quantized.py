@@ -49,7 +49,7 @@ def measure_distance(
 ) -> dict[str, Any]:
     """How far the logits of an engine's own texts are from the model's after the same tokens.
 
-    Of the model's distribution P and the engine's Q: KL(P || Q) in nats, where both have the same
+    KL(P || Q) in nats, P the model's distribution and Q the engine's, where both have the same
     most probable token, and the first token of each text that is not the model's.
     """
     divergences, agreements, firsts = [], [], []

@@ -9,7 +9,7 @@ from specdec.errors import SpecDecError
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
 END_HINT = "check eos_token_id in generation_config.json"
-WITHOUT_DRAFTS = ("with drafts", "without")  # of an engine beside itself
+WITHOUT_DRAFTS = ("with drafts", "without")  # of an engine alongside itself
 CAUSES = {
     "rounding": "a near-tie",
     "logits": "the engine computes other logits",

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/peers.py: our engine beside others on one machine in one run."""
+"""The parts of benchmarks/peers.py: our engine compared with others on one machine in one run."""

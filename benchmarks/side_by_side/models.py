@@ -109,7 +109,7 @@ def build_engines(
     models: Models, beams: int, tree_length: int, max_length: int, build_flags: Sequence[str],
     quantization: str | None = None,
 ) -> dict[str, Path]:  # fmt: skip
-    """Convert and build anew, for the engine may have changed: redrafter, draft-target, draft.
+    """Convert and build again, for the engine may have changed: redrafter, draft-target, draft.
 
     beams, tree_length, max_length: the most that any setting to be measured has. quantization: of
     the target; then there is none with ReDrafter, and the draft stays as it is.
@@ -142,7 +142,7 @@ def build_engines(
 def build_engine(
     model: Path, folder: Path, convert: Sequence[str] = (), build: Sequence[str] = ()
 ) -> Path:
-    """Convert and build a model in bfloat16 into a folder, in place of what is there."""
+    """Convert and build a model in bfloat16 into a folder, instead of what is there."""
     checkpoint = folder.with_name(f"{folder.name}-checkpoint")
     for old in (folder, checkpoint):
         shutil.rmtree(old, ignore_errors=True)

@@ -122,7 +122,7 @@ def run(way: Way, setting: Setting, worker: Caller, work: Work) -> dict[str, Any
 
 
 def describe_ways(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One object a way: speed, acceptance, and its texts beside others'.
+    """One object a way: speed, acceptance, and its texts compared with others'.
 
     Texts are held against those of the first way that has any, which is plain decoding of the first
     peer, and against the same peer's plain decoding.

@@ -46,7 +46,7 @@ from .servers import (
 )
 
 HEADING = "## Servers under load, {size}: `serve.py load`"
-# Of benchmarks/grow.py. Heads of 64 and 32: vLLM has none of pycode's 40 and 24 on a CPU.
+# Sizes for benchmarks/grow.py. Heads of 64 and 32: vLLM has none of pycode's 40 and 24 on a CPU.
 SHAPES = {
     "pycode": ("--layers", "12", "--hidden", "320", "--intermediate", "1664", "--heads", "8",
                "--kv-heads", "4", "--head-size", "64"),
@@ -95,7 +95,7 @@ def prepare(args: argparse.Namespace) -> Weights:
     flags = {"target": (*external, str(longest)), "draft": ()}
     engines = {}
     for name, source in folders.items():
-        engines[name] = build_engine(  # anew: the engine may have changed
+        engines[name] = build_engine(  # again: the engine may have changed
             source, folder / "engines" / name,
             build=["--max-batch-size", str(max(args.concurrency)), *flags[name]],
         )  # fmt: skip

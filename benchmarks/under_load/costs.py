@@ -199,7 +199,7 @@ def count_thread_seconds(pid: int) -> dict[str, float]:
 
 
 def share_of_http(before: dict[str, float], after: dict[str, float], threads: int) -> float:
-    """The share of processor time that threads took beside the engine's, which are the busiest.
+    """The share of processor time that threads took alongside the engine's, which are the busiest.
 
     Those take requests apart, tokenize prompts and send events; tokens become text in the engine's.
     """

@@ -1,4 +1,4 @@
-"""Texts under load beside those that each request has alone."""
+"""Texts under load compared with what each request has without others."""
 
 from __future__ import annotations
 

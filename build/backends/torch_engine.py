@@ -341,7 +341,7 @@ def find_float8(source: TensorFile, names: Iterable[str]) -> set[str]:
 
 
 def find_int4(source: TensorFile, names: Iterable[str]) -> set[str]:
-    """Find the matrices that are stored in four bits, and check what they have beside the codes."""
+    """Find the matrices that are stored in four bits, and check what they have with the codes."""
     stored = {
         name for name in names
         if name.endswith(".weight") and int4.is_int4(name.removesuffix(".weight"), source.tensors)
@@ -434,7 +434,7 @@ def plan_four_bits(
 
 
 def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
-    """What stacked matrices have beside their codes, by kind; they must read their inputs alike."""
+    """What stacked matrices have with their codes, by kind; they must read their inputs alike."""
     first = parts[0]
 
     def list_inputs(part: int4.Int4Matrix) -> list[Any]:
@@ -563,7 +563,7 @@ def make_reader(
         return array[plan.draft_tokens] if is_drafters and plan.draft_tokens is not None else array
 
     def make_int8_scales(name: str) -> Tensor:
-        """Of whole rows, also where the ranks hold parts of them: tp_size changes no weight."""
+        """Whole rows are rounded, also where ranks hold parts of them: tp_size changes nothing."""
         shard, sources, experts = specs[name].shard if name in specs else None, [own], model.experts
         if shard is Shard.COLUMNS:
             sources = plan.sources

@@ -22,7 +22,7 @@ from ..plan import Part, are_equal
 logger = logs.get_logger(__name__)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-# What every loader computes anew.
+# What every loader computes again.
 ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
@@ -224,7 +224,7 @@ class Family:
 def _list_fused(name: str, num_parts: int, num_experts: int) -> Iterator[Part]:
     """The parts of all experts in one tensor, as transformers 5 has them in memory.
 
-    Of each expert the half that is activated comes first there; a checkpoint has it second.
+    The half of each expert that is activated comes first there; a checkpoint has it second.
     """
     for expert in range(num_experts):
         for place in reversed(range(num_parts)):
@@ -431,7 +431,7 @@ def get_window(reader: ConfigReader, default: int | None) -> int | None:
 
 
 def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> int:
-    """Length at which longrope switches its factors; in the scaling, or beside it."""
+    """Length at which longrope switches its factors; in the scaling, or alongside it."""
     name = "original_max_position_embeddings"
     inner, outer = scaling.get(name), reader.config.get(name)
     if inner is None:

@@ -99,7 +99,7 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     modules=BESIDE_MLP | {
         OURS + "mlp.router": (_EXPERTS + "gate",),
-        # Of each expert what is multiplied, then what is activated.
+        # What is multiplied of each expert, then what is activated.
         OURS + "mlp.fc": (_EXPERT + "w3", _EXPERT + "w1"),
         OURS + "mlp.proj": (_EXPERT + "w2",),
     },
@@ -116,7 +116,7 @@ def read_multipliers(
     reader: ConfigReader, _: Layout, values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Read what Granite multiplies embeddings, scores, residuals and logits by."""
-    # TensorRT-LLM has that of scores beside 1 / sqrt(head_size). Its own converter takes an
+    # TensorRT-LLM has that of scores alongside 1 / sqrt(head_size). Its own converter takes an
     # attention_multiplier of 1 for none, and scores are then divided.
     attention = reader.get_float("attention_multiplier", 1.0) * math.sqrt(values["head_size"])
     return {

@@ -124,7 +124,7 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
                 f" {'missing' if info is None else list(info.shape)}, not {list(shape)}",
                 "its config.json and tensors disagree: take both from the same model",
             )
-    # Of each its table, [V, P], its projection, and whether that is stored as [D, P].
+    # Its table, [V, P], its projection, and whether the projection is stored as [D, P].
     products = {table: (table, inward, True), HEAD: (head, outward, False)}
 
     def widen(name: str, values: Array) -> Any:

@@ -57,7 +57,7 @@ QWEN2 = Family(
 
 _MLP = SELF + "mlp."
 _EXPERT, _SHARED = _MLP + "experts.{expert}.", _MLP + "shared_expert"
-# Of each expert what is multiplied, then what is activated.
+# What is multiplied of each expert, then what is activated.
 EXPERTS: Modules = {
     OURS + "mlp.router": (_MLP + "gate",),
     OURS + "mlp.fc": (_EXPERT + "up_proj", _EXPERT + "gate_proj"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
 
-IS_DRAFTED = "t2d"  # published drafters' map of the vocabulary, beside `OFFSETS`
+IS_DRAFTED = "t2d"  # published drafters' map of the vocabulary, alongside `OFFSETS`
 
 
 class DrafterConverter(Protocol):
@@ -84,7 +84,7 @@ def share_net(
 
 
 def ignore_net(params: NetParams) -> tuple[str, ...]:
-    """Of such a drafter what follows from the rest: rotary tables, and maps that were checked."""
+    """What follows from the rest of such a drafter: rotary tables, and maps that were checked."""
     is_reduced = params.draft_vocab_size < params.net.vocab_size
     return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
 

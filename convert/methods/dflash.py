@@ -41,7 +41,7 @@ logger = logs.get_logger(__name__)
 WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
 
-# Of the drafter's layers; z-lab's for any target are a Qwen3's.
+# The defaults of the drafter's layers; z-lab's drafters for any target have a Qwen3's.
 FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}
 # What `dflash_config` may tell; the scales are of the rows of the target's embedding, the first one
 # z-lab's, the other what specdec-train wrote before.
@@ -93,7 +93,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     block_size = _read_block_size(reader, place)
     mask_token_id = place.get_int("mask_token_id", minimum=0)
     markov_rank = _read_markov_rank(reader) if is_spark else 0
-    # Of speculators' DSpark vLLM takes another default than speculators does.
+    # For speculators' DSpark, vLLM takes another default than speculators does.
     default = None if is_speculators and is_spark else is_spark
     samples = (is_speculators or is_spark) and reader.get_bool("sample_from_anchor", default)
     if not 2 - samples <= block_size <= MAX_DRAFT_TOKENS:
@@ -261,18 +261,18 @@ def find_sources(
     folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
 ) -> dict[str, tuple[Part, ...]]:
     """Map canonical tensor names to the folder's."""
-    beside: dict[str, tuple[Part, ...]] = {
+    extras: dict[str, tuple[Part, ...]] = {
         f"{DFLASH_NET}{name}": (Part(name.removeprefix("drafter.")),)
         for name in ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
     }
-    beside |= {f"{DFLASH_NET}{name}": (Part(other),) for name, other in MARKOV.items()}
+    extras |= {f"{DFLASH_NET}{name}": (Part(other),) for name, other in MARKOV.items()}
     names = {
         name: name.removeprefix(DFLASH_NET).replace("drafter.", "transformer.", 1)
         for name in canonical
-        if name not in beside
+        if name not in extras
     }
     found = qwen.QWEN3.find_sources(names.values())
-    sources = {name: beside[name] for name in canonical if name in beside}
+    sources = {name: extras[name] for name in canonical if name in extras}
     for name, other in names.items():
         parts = found[other]
         sources[name] = tuple(

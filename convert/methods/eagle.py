@@ -130,7 +130,7 @@ VLLM_PEAGLE = dataclasses.replace(
 PEAGLE = dataclasses.replace(SPECULATORS, fixed={"speculators_model_type": "peagle"})
 # What vLLM looks for in P-EAGLE's config.json, the first of which counts.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-# Of the drafter's layers, in the Llama config that each format has somewhere.
+# The drafter's layers, in the Llama config that each format has somewhere.
 FIXED_NET = {
     "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
     "use_sliding_window": False,
@@ -334,7 +334,7 @@ def find_sources(
     """Map canonical tensor names to the folder's; every net is made from the same ones."""
     first = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
     decoder = {name: f"transformer.{own.removeprefix('drafter.')}" for name, own in first.items()}
-    beside = {
+    extras = {
         "drafter.fc.weight": "fc.weight",
         "drafter.fc.bias": "fc.bias",
         "drafter.layers.0.hidden_norm.weight": "layers.0.hidden_norm.weight",
@@ -343,9 +343,9 @@ def find_sources(
         OFFSETS: OFFSETS,
     }
     if params.eagle3 is not None:
-        beside |= {f"drafter.{name}": name for name in params.eagle3.list_read_norms()}
-        beside[MASK_HIDDEN] = MASK_HIDDEN.removeprefix("drafter.")
-    found = llama.LLAMA.find_sources(decoder[n] for n in canonical if first[n] not in beside)
+        extras |= {f"drafter.{name}": name for name in params.eagle3.list_read_norms()}
+        extras[MASK_HIDDEN] = MASK_HIDDEN.removeprefix("drafter.")
+    found = llama.LLAMA.find_sources(decoder[n] for n in canonical if first[n] not in extras)
     is_only = any(name.startswith(ONLY_LAYER) for name in folder.tensors)
 
     def rename(part: Part) -> Part:
@@ -357,7 +357,7 @@ def find_sources(
     sources = {}
     for name in canonical:
         is_row = first[name] == MASK_HIDDEN
-        parts = found.get(decoder[name]) or (Part(beside[first[name]], is_row=is_row),)
+        parts = found.get(decoder[name]) or (Part(extras[first[name]], is_row=is_row),)
         sources[name] = tuple(rename(part) for part in parts)
     return sources
 

@@ -126,7 +126,7 @@ def hold_out(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Divide rows into those that calibrate and those to measure on.
 
-    Of few rows, an eighth is left to measure on, unless all are asked for.
+    An eighth of few rows is left to measure on, unless all are asked for.
     """
     if size is None:
         size = usual if len(rows) > usual else len(rows) - len(rows) // 8

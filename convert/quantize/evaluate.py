@@ -1,4 +1,4 @@
-"""The quantized model beside the model itself, on text that the calibration has not seen."""
+"""The quantized model compared with the model itself, on text that the calibration has not seen."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _choose(rows: Sequence[list[int]], vocab_size: int) -> list[list[int]]:
 
 
 def _replace(model: Any, matrix: RoundedMatrix, model_dir: Path) -> list[str]:
-    """Put rounded weights in place of the model's own; return the modules that have them."""
+    """Put rounded weights instead of the model's own; return the modules that have them."""
     import torch
 
     offset, names = 0, []

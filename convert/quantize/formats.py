@@ -33,7 +33,7 @@ DYNAMIC_INPUTS = ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
 
 
 class Rounding:
-    """How rows are rounded: with one scale a row or group, beside those of the whole matrix."""
+    """How rows are rounded: with one scale a row or group, alongside those of the whole matrix."""
 
     def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
         """Return codes [rows, in] and scales [rows] or [rows, groups] as they are stored.

@@ -192,7 +192,7 @@ def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, Held]:
 
 # What of a linear is held: kind -> the whole tensor, and its type.
 _Kinds = dict[str, tuple[TensorSpec, str]]
-# Of which the matrices that make one linear of a checkpoint have one in common.
+# The matrices that make one linear of a checkpoint have one of these in common.
 _SHARED = (int4.PERMUTATION, INPUT_SCALE, WEIGHT_SCALE_2, ACTIVATION_SCALE)
 
 

@@ -2,7 +2,7 @@
 
 There each projection has scales of its own (`weight_scale`, `input_scale`), where TensorRT-LLM's
 layout has one for q, k and v, and one for fc and gate: the largest of them. What had a smaller one
-is rounded anew: value * own scale / shared scale, in float32, to the nearest float8, ties to even.
+is rounded again: value * own scale / shared scale, in float32, to the nearest float8, ties to even.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ScaleReader:
         self.bad: list[str] = []
 
     def get(self, name: str) -> np.float32:
-        """Return a scale; 1 in place of one that is missing or wrong."""
+        """Return a scale; 1 instead of one that is missing or wrong."""
         self.used.add(name)
         info = self.folder.tensors.get(name)
         if info is None:

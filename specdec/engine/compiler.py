@@ -25,7 +25,7 @@ FLAGS = (
     *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
 )  # fmt: skip
-# Of one call. The kernels take a minute on a slow machine, a version or preprocessing a second.
+# Seconds for one call. The kernels take a minute on a slow machine, a version one second.
 COMPILE_SECONDS, ANSWER_SECONDS = 600.0, 60.0
 MAX_MESSAGE = 600  # characters of a compiler's last lines in an error
 
@@ -59,7 +59,7 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
     seconds = ANSWER_SECONDS if output is None else COMPILE_SECONDS
     hint = "set CXX to a C++ compiler with OpenMP, or build with --optimize none"
     try:
-        # Of a group of its own, so that what the compiler starts ends with it.
+        # In a group of its own, so that what the compiler starts ends with it.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
@@ -89,7 +89,7 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
 
 
 def hash_source(source: Path) -> str:
-    """The sum of a source and of the headers in the folder beside it that has its name."""
+    """The sum of a source and of the headers in the folder alongside it that has its name."""
     files = [source, *sorted(source.with_suffix("").glob("*.h"))]
     sums = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()

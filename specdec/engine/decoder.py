@@ -38,7 +38,7 @@ MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
 # Tokens of all rows of a native prompt pass. More make it no faster: reading the weights takes a
 # small part of its time.
 NATIVE_PASS_TOKENS = 512
-# Of a row in one step. The native attention compares all of them with one another.
+# Tokens of a row in one step. The native attention compares all of them with one another.
 MAX_NATIVE_TOKENS = 256
 
 
@@ -47,7 +47,7 @@ class Decoder:
 
     head: another decoder's, which this one has too; the weights' own if None.
 
-    Of a model that is split over ranks it is one rank's part. All ranks of the group make the same
+    For a model that is split over ranks it is one rank's part. All ranks of the group make the same
     calls; hidden states are whole on every rank, logits on rank 0.
     """
 
@@ -200,7 +200,7 @@ class Decoder:
     def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D].
 
-        tokens: [B, T] on the device, in place of the step's, where the host does not know them yet.
+        tokens: [B, T] on the device, instead of the step's, where the host does not know them yet.
         """
         self._check_lengths(step, cache)
         if tokens is None:

@@ -61,7 +61,7 @@ class DFlashNet(DraftNet):
         net = params.make_net_model(model)
         super().__init__(own, weights, net, model, kernels=kernels, **options)
         self.hidden_norm = Norm(own["drafter.hidden_norm.weight"], None, net.norm_epsilon)
-        # Of every layer's projections the rows that make keys and values, as one matrix.
+        # The rows of every layer's projections that make keys and values, as one matrix.
         first = net.num_attention_heads * net.head_size
         names = [f"drafter.layers.{n}.attention.qkv" for n in range(net.num_hidden_layers)]
         bias = None

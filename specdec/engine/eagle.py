@@ -5,7 +5,7 @@ makes a layer's input of it and the next token's embedding; what comes out is th
 which the target's head reads. EAGLE-3, https://arxiv.org/abs/2503.01840: the feature is what `fc`
 makes of the outputs of some of the target's layers; the first layer's attention reads embedding and
 feature side by side, each normed; what comes out is the next feature, and normed, the head's input.
-EAGLE-3.1 may norm what `fc` reads, and feed the normed state on in place of the bare one. P-EAGLE,
+EAGLE-3.1 may norm what `fc` reads, and feed the normed state on instead of the bare one. P-EAGLE,
 https://arxiv.org/abs/2602.01469: pairs of a mask token and a feature that was learned follow the
 last true pair, and draft the tokens after its own in the same pass.
 

@@ -156,7 +156,7 @@ def widen_integers(
 class IntegerLinear(Linear):
     """x W^T + b with a matrix of integers.
 
-    Without kernels each product widens the matrix to float32 anew, block by block: that is slow.
+    Without kernels each product widens the matrix to float32 again, block by block: that is slow.
     """
 
     def __init__(

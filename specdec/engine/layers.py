@@ -45,7 +45,7 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """How a layer attends, beside its products.
+    """How a layer attends, alongside its products.
 
     scale: of the scores. cap: a score s becomes cap tanh(s / cap), None where it stays. window:
     positions that a token sees, itself included, None for all. rotary: None where positions are

@@ -47,7 +47,7 @@ from specdec.vocabulary import read_recorded
 
 logger = logs.get_logger(__name__)
 
-# Of an engine of one rank, everything; of several, each has a file, and the drafter has its own.
+# An engine of one rank has one file; with several ranks, each has a file and so has the drafter.
 WEIGHTS_NAME = "weights.safetensors"
 DRAFTER_NAME = "drafter.safetensors"
 PACKED_FOLDER = "packed"  # their matrices as the kernels read them, in files of the same names
@@ -98,7 +98,7 @@ def list_engine_tensors(
 
     Experts stay as they are.
 
-    Of the target, shapes are one rank's; the drafter is whole.
+    The target's shapes are one rank's; the drafter is whole.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in list_target_tensors(model).items():
@@ -451,7 +451,7 @@ def _describe_quantized(
             tensors[weight] = TensorInfo(FLOAT8, shapes[weight])
             for kind in SCALES:
                 scale = f"{module}.{kind}"
-                # Of stacked halves that were quantized one by one there are two.
+                # Stacked halves that were quantized one by one have two.
                 is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in weight
                 info = stored.get(scale)
                 size = 2 if is_pair and info is not None and info.shape == (2,) else 1
@@ -480,7 +480,7 @@ def plan_int8(tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict
 def plan_int4(
     tensors: Mapping[str, TensorInfo], name: str, group_size: int
 ) -> dict[str, TensorInfo]:
-    """What a matrix that is rounded to int4 has in place of its tensor, by name."""
+    """What a matrix that is rounded to int4 has instead of its tensor, by name."""
     num_rows, num_inputs = tensors[name].shape
     scales = TensorInfo("float32", (num_rows, num_inputs // group_size))
     return {
@@ -518,7 +518,7 @@ def plan_drafter(
 
 
 def name_offsets(drafter: Iterable[str]) -> str:
-    """What a shortened vocabulary adds to a drafted token is called, beside the first head."""
+    """What a shortened vocabulary adds to a drafted token is called, alongside the first head."""
     head = min(name for name in drafter if name.endswith(f".{HEAD}"))
     return head.removesuffix(HEAD) + OFFSETS
 

@@ -47,8 +47,8 @@ def load_tensors(
 
     maps_matrices: what linears multiply with stays in the file, to be packed from there, and so
     does what is `mapped`.
-    Float8 weights stay as they are, their scales beside them, where the device multiplies such;
-    elsewhere they become weights of `dtype`. Integers have their scales beside them, int4 what
+    Float8 weights stay as they are, their scales alongside them, where the device multiplies such;
+    elsewhere they become weights of `dtype`. Integers have their scales alongside them, int4 what
     else specdec/model/int4.py names, scales as float32.
     """
     tensors: dict[str, Tensor] = {}
@@ -89,7 +89,7 @@ def load_tensors(
 
 
 def read_int4(file: TensorFile, module: str) -> dict[str, Tensor]:
-    """What a four-bit matrix has beside its codes, by name; scales are float32."""
+    """What a four-bit matrix has alongside its codes, by name; scales are float32."""
     matrix = int4.Int4Matrix(file, module)
     int4.check_damage(matrix)
     num_rows = matrix.shape[0]

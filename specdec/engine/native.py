@@ -107,7 +107,7 @@ def compile_kernels(folder: Path, reason: str = "") -> dict[str, str]:
 
 
 def load_kernels(wanted: Mapping[str, str], dtype: torch.dtype) -> NativeKernels:
-    """The kernels of this version for this CPU: those an engine was built with, or made anew.
+    """The kernels of this version for this CPU: those an engine was built with, or made again.
 
     wanted: what the engine's were compiled with. They come out of the user's cache; an engine
     folder's own copy is code of whoever built it, and is not looked at. Raises SpecDecError where
@@ -148,7 +148,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
             is_openmp = "undefined symbol: GOMP" in str(error)
             if not is_openmp and "undefined symbol: omp" not in str(error):
                 raise
-        # Of the compiler; torch has another kind.
+        # The compiler's kind; torch has another kind.
         ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -460,7 +460,7 @@ class NativeKernels:
         return self._pack("a matrix", weight, self.dtype, self._pack_matrix)
 
     def pack_router(self, weight: Tensor) -> Tensor:
-        """Lay out a float32 matrix [N, depth] beside weights of any type, as `pack_matrix` does."""
+        """Lay out a float32 matrix [N, depth] with weights of any type, as `pack_matrix` does."""
         return self._pack("a router", weight, torch.float32, self._pack_router)
 
     def _pack(self, what: str, weight: Tensor, dtype: torch.dtype, lay_out: Any) -> Tensor:

@@ -44,7 +44,7 @@ def find_packed(
 
 
 def use_packed(file: TensorFile, weights: Mapping[str, Tensor], kernels: NativeKernels) -> None:
-    """Let kernels take a file's matrices in place of packing `weights`, which are mapped, too."""
+    """Let kernels take a file's matrices instead of packing `weights`, which are mapped, too."""
     for name, info in file.tensors.items():
         weight = weights.get(name)
         if weight is None:

@@ -58,7 +58,7 @@ class ReDrafterHead:
                 parts["input_proj"] = linear("input_proj")
             else:
                 joint = take_matrix(weights, "drafter.input_proj")
-                # Of the target's state, and of the recurrent one.
+                # Parts for the target's state, and for the recurrent state.
                 first, second = (
                     joint.halve() if isinstance(joint, IntegerMatrix) else joint.chunk(2, 1)
                 )

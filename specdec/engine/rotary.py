@@ -134,7 +134,7 @@ class RotaryTable:
     dynamic: a token beyond the trained length has the frequencies of the length that it completes;
     tokens before it keep theirs. Prompts must be within the trained length.
     longrope: one table for sequences up to the switch length, one for prompts beyond it. A sequence
-    may not cross it: transformers computes all keys anew there.
+    may not cross it: transformers computes all keys again there.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Layer:
     """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share.
 
     dense_norm, down_norm: of what `dense` and `down` yield, before it is added; None for none.
-    experts: in place of up and down.
+    experts: instead of up and down.
     """
 
     attention: Attention

@@ -45,7 +45,7 @@ class Verification:
         entries = _list_entries(folder)
         files = [(folder / e.path, e) for e in entries if e.path.endswith(names)]
         self._files = [(path, entry) for path, entry in files if not _is_remembered(path, entry)]
-        # Whether it takes long enough to go on beside what the engine does first.
+        # Whether it takes long enough to go on alongside what the engine does first.
         self.is_long = sum(entry.num_bytes for _, entry in self._files) > LARGE_BYTES
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         self._thread.start()

@@ -131,7 +131,7 @@ def name_final(path: Path) -> Path:
 def stage_folder(
     output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), resume: bool = False
 ) -> Iterator[Path]:
-    """Yield a hidden folder beside `output_dir`; it takes that name only if the body succeeds.
+    """Yield a hidden folder alongside `output_dir`; it takes that name only if the body succeeds.
 
     What has come under that name meanwhile stays, and SpecDecError is raised, without `force`. A
     second process that stages the same output is refused; what a killed one left is removed. With
@@ -166,7 +166,7 @@ def stage_folder(
 
 @contextlib.contextmanager
 def _hold_lock(output_dir: Path) -> Iterator[None]:
-    """Hold a lock file beside `output_dir`, or raise SpecDecError when another process does."""
+    """Hold a lock file alongside `output_dir`, or raise SpecDecError when another process does."""
     path = output_dir.parent / f".{output_dir.name}.lock"
     with path.open("w") as lock:
         try:

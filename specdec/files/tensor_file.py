@@ -64,7 +64,7 @@ class TensorInfo:
 
     @property
     def num_rows(self) -> int:
-        """Of all matrices where there are several, one below the other; a vector's elements."""
+        """Rows of all matrices, one below the other if there are several; a vector's elements."""
         return math.prod(self.shape[:-1]) if len(self.shape) > 2 else math.prod(self.shape[:1])
 
     @property

@@ -40,7 +40,7 @@ from .net import NET_RULES, NetParams, read_net
 from .net import make_net as make_net_of
 
 ARCHITECTURE = "SpecDecDFlashForCausalLM"
-# Of the layers, a Qwen3's.
+# The layers' defaults are a Qwen3's.
 RULES = NET_RULES | {
     "attn_bias": FLAG,
     "sliding_window": or_null(whole(1, MAX_SIZE), whole(1, MAX_SIZE).words),

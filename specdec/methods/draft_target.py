@@ -54,7 +54,7 @@ class DraftTargetDraft:
     )
     draft_tree_tokens: int | None = number(
         maximum=MAX_DRAFT_TOKENS,
-        help="With a draft model: draft a tree of so many tokens in place of a chain, the likeliest"
+        help="With a draft model: draft a tree of so many tokens instead of a chain, the likeliest"
         " that the draft model finds; --draft-len N then bounds its depth. Not with --use-logits.",
     )
     use_logits: bool = setting(
@@ -168,7 +168,7 @@ def adapts_drafts(settings: Any) -> bool:
 
 
 def _read_joined(text: str, others: str, pair: DraftTargetDraft) -> DraftOptions:
-    """The options with four of them in TensorRT-LLM's form; others: those given beside it."""
+    """The options with four of them in TensorRT-LLM's form; others: those given alongside it."""
     flag = "--draft-target-model-config"
     if others:
         raise UsageError(f"{flag} and {others} are both given", "use one way or the other")

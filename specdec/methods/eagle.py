@@ -56,7 +56,7 @@ class Eagle3Params:
     tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
     to the normed state. The others are EAGLE-3.1's: norm_before_fc norms what is read of the target
     as a whole, fc_norm each layer's part, and norm_output makes the normed state the next feature.
-    mask_token_id: P-EAGLE's (https://arxiv.org/abs/2602.01469), which stands, beside a feature that
+    mask_token_id: P-EAGLE's (https://arxiv.org/abs/2602.01469), which stands, with a feature that
     was learned, where a token is not known yet, so that one pass drafts all; None for EAGLE-3.
     """
 

@@ -41,7 +41,7 @@ class LookaheadConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most nodes of the tree beside its root; TensorRT-LLM's max_draft_len for [W,N,G]."""
+        """Most nodes of the tree besides its root; TensorRT-LLM's max_draft_len for [W,N,G]."""
         return count_lookahead_tokens(*dataclasses.astuple(self))
 
     @property

@@ -34,13 +34,13 @@ from specdec.model.tensors import (
 )
 
 NVFP4_GROUP_SIZE = 16
-# What TensorRT-LLM's own writer stores and every loader computes anew.
+# What TensorRT-LLM's own writer stores and every loader computes again.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """A file beside what config.json describes; `wrong` says what is wrong with each tensor.
+    """A file alongside what config.json describes; `wrong` says what is wrong with each tensor.
 
     Buffers that every loader computes are in none of the lists.
     """

@@ -127,7 +127,7 @@ def _find_contradictions(
     rotary_base: float,
     positions: tuple[int, int | None],
 ) -> list[str]:
-    """What is wrong with values beside one another."""
+    """What is wrong with values alongside one another."""
     if kind == "dynamic" and rotary_size <= 2:
         return [f"{rotary_size} rotated dimensions, and needs more than 2"]
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:

@@ -205,7 +205,7 @@ def find_first_copy(name: str) -> str:
 
 
 def get_stored_dtype(name: str, dtype: str) -> str:
-    """The type that a tensor is stored in beside weights of `dtype`."""
+    """The type that a tensor is stored in alongside weights of `dtype`."""
     if name.endswith(f".{ROUTER}"):
         return "float32"
     return "int64" if name in (EAGLE_OFFSETS, DFLASH_OFFSETS) else dtype

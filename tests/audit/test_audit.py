@@ -33,7 +33,7 @@ from tests.serve.servers import MODEL, make_served_engine, serve_here
 
 PYCODE = ROOT / "examples" / "pycode"
 NUM_RUNS = int(os.environ.get("SPECDEC_AUDIT_RUNS", "0"))
-# Way -> what is converted beside the target, and the server's options.
+# Way -> what is converted alongside the target, and the server's options.
 WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "medusa": (["--medusa-model-dir", "medusa"], {}),
     "redrafter": (["--drafter-model-dir", "redrafter"], {}),

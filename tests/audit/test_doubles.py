@@ -274,7 +274,7 @@ def test_a_slow_server_is_told() -> None:
     assert "--timeout" in hint
 
 
-# --- the drafter beside the reference's ---
+# --- the drafter alongside the reference's ---
 
 
 def make_pairs(steps: list[tuple[int, int]], *, drafted: int = 3, cut: int = 0) -> list[Pair]:

@@ -118,7 +118,7 @@ def test_the_list_of_families_is_complete() -> None:
 
 
 def read_docs_table() -> dict[str, list[str]]:
-    """The table of families in docs/convert.md: architecture -> the cells beside it."""
+    """The table of families in docs/convert.md: architecture -> the cells alongside it."""
     text = (ROOT / "docs/convert.md").read_text().split("## Families")[1].split("\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
     assert rows[0] == ["architecture", "models", "TensorRT-LLM"]
@@ -689,7 +689,7 @@ def test_every_rotary_scaling_is_carried_over(
 
 
 def test_longrope_as_tensorrt_llm_reads_it(make: Maker, tmp_path: Path, convert: Converter) -> None:
-    """Phi-3's own fields, the length beside the scaling, and its first name."""
+    """Phi-3's own fields, the length alongside the scaling, and its first name."""
     folder = copy_model(
         make("phi3"), tmp_path, rope_scaling=LONGROPE | {"type": "su"},
         original_max_position_embeddings=32,

@@ -72,7 +72,7 @@ def test_what_a_family_has_is_not_told_as_lacking() -> None:
 def make_wrapper(
     folder: Path, target: Path, architecture: str, *, is_old: bool, **text: Any
 ) -> Path:
-    """A text model's folder as a wrapper holds it, its vision tower beside it."""
+    """A text model's folder as a wrapper holds it, its vision tower alongside it."""
     folder.mkdir()
     inner = read_config(target)
     tensors = load_file(target / "model.safetensors")

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
 
-# Ignores what asks it to end, and so does its child, which is stopped beside.
+# Ignores what asks it to end, and so does its child, which is stopped alongside.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)

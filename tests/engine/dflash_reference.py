@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 
 class DFlashReference:
-    """A drafter as its folder has it, beside its target; every call computes everything anew."""
+    """A drafter as its folder has it, alongside its target; every call computes everything anew."""
 
     def __init__(self, target: Path, drafter: Path) -> None:
         document = json.loads((drafter / "config.json").read_text())

@@ -22,7 +22,7 @@ from specdec.engine.tree import Tree
 
 
 class EagleReference:
-    """A drafter as its folder has it, beside its target; every call computes everything anew."""
+    """A drafter as its folder has it, alongside its target; every call computes everything anew."""
 
     def __init__(self, target: Path, drafter: Path, *, version: int = 1) -> None:
         self.is_third = version == 3

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.engine import native
 
-# form -> what the compiler is told beside the usual. No user has pairs and bands, which are plain
+# form -> what the compiler is told with the usual. No user has pairs and bands, which are plain
 # code: they are compiled in half the time here (`make kernels` compiles them at -O3 too).
 FORMS = {
     "own": (),

@@ -1,7 +1,7 @@
 """The kernels by many compilers, tunings and forms, held to the rule of bits: `make kernels`.
 
 Each library is run by kernel_bits.cpp, which checks that a token's numbers have the same bits
-whatever is beside them, and tells what the library computes. Libraries of the same arithmetic must
+whatever is with them, and tells what the library computes. Libraries of the same arithmetic must
 compute the same, to the last bit. Then the tests of the engine run under the sanitizers. What is
 not installed is named and left out. What was made and found is kept in .build/kernels.
 """
@@ -131,7 +131,7 @@ def find_openmp() -> tuple[str, ...]:
     headers = sorted(Path("/usr/lib").glob("llvm-*/lib/clang/*/include/omp.h"))
     if not headers:
         return ()
-    folder = CACHE / "include"  # the header alone: beside it lie those of one compiler
+    folder = CACHE / "include"  # the header alone: alongside it lie those of one compiler
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(headers[-1], folder)
     libraries = headers[-1].parents[3]
@@ -260,7 +260,7 @@ def list_pairs(build: Build) -> set[tuple[tuple[int, str], ...]]:
 
 
 def cover_pairs(choices: list[Build], builds: list[Build]) -> Iterator[Build]:
-    """A few builds that have every pair of choices between them, beside what `builds` have."""
+    """A few builds that have every pair of choices between them, alongside what `builds` have."""
     pairs = {build: list_pairs(build) for build in choices}
     missing = set[tuple[tuple[int, str], ...]]().union(*pairs.values())
     for build in builds:

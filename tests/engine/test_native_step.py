@@ -43,7 +43,7 @@ TOKENS = [CHAIN[0], CHAIN[1], 8, CHAIN[2], CHAIN[3], 17, 23, CHAIN[4], 50]
 NODES = [0, 1, 3, 4, 7]
 
 
-# All that a layer may have beside a Llama's: Gemma 3's, with Gemma 2's caps and Granite's numbers.
+# All that a layer may have with a Llama's: Gemma 3's, with Gemma 2's caps and Granite's numbers.
 EVERYTHING: dict[str, Any] = {
     "architecture": "Gemma3ForCausalLM", "hidden_act": "gelu_pytorch_tanh",
     "layer_types": (SLIDING, SLIDING, FULL, SLIDING), "rope_local_base_freq": 100.0,
@@ -265,7 +265,7 @@ def test_a_prompt_has_the_same_bits_in_a_step_with_trees(library: Path) -> None:
 
 @torch.inference_mode()
 def test_steps_too_long_for_the_kernels(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's attention beside the kernels' products: the same model."""
+    """Torch's attention alongside the kernels' products: the same model."""
     decoder = make_decoder(library, "float32", 6, 2, None, is_int8=False)
     step = make_step([0], make_tree(TOKENS, PARENTS))
     expected = decoder.forward(step, decoder.make_cache(1, 200))

@@ -22,7 +22,7 @@ from tests.engines import call
 from tests.oracles.models import PYCODE, pad_heads
 from tests.oracles.ours import make_engine
 
-# vLLM 0.32.0 samples wrongly beside a drafter on a CPU: docs/audit.md.
+# vLLM 0.32.0 samples wrongly alongside a drafter on a CPU: docs/audit.md.
 WRONG_IN_VLLM = ("narrow_sampling", "seeds")
 SERVERS = ("vllm", "llama.cpp")
 

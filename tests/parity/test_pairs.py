@@ -75,7 +75,7 @@ TITLES = {
 }  # fmt: skip
 NOWHERE = ("eagle3", "p-eagle", "dflash", "dspark")  # which no line has for any target
 # DSpark's Markov head adds to what a head says: these do more than multiply. P-EAGLE's masks are
-# beside embeddings, which some of these scale.
+# alongside embeddings, which some of these scale.
 SOME = {"dspark": ("Llama", "Gemma2", "Granite", "Phi"), "p-eagle": ("Llama", "Gemma2")}
 WITHOUT = [name for name, method in METHODS.items() if method.source != "checkpoint"]
 MakeEngine = Callable[..., Path]

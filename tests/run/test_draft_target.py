@@ -161,7 +161,7 @@ def test_texts_may_be_run_by_pieces(folder: Path, is_sampled: bool) -> None:
 
 
 def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
-    """The draft model runs the new prompt beside one token of a row that is almost at its end."""
+    """The draft model runs the new prompt with one token of a row that is almost at its end."""
     requests = [
         Request(index=n, input_ids=[3 + n] * size, max_output_len=limit, end_ids=frozenset())
         for n, (size, limit) in enumerate([(30, 100), (5, 40), (120, 9), (90, 30)])

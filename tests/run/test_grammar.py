@@ -170,7 +170,7 @@ def check_text(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("method", ["redrafter", "lookahead"])
 def test_texts_keep_to_their_grammar_and_drafts_change_nothing(folder: Path, method: str) -> None:
-    """Greedy, sampled and penalized, beside requests without a grammar."""
+    """Greedy, sampled and penalized, alongside requests without a grammar."""
     prompts = [
         Prompt(
             text=f"hello {n}", temperature=(n % 3) * 0.7, seed=n, frequency_penalty=(n % 2) * 0.5,

@@ -1,4 +1,4 @@
-"""Engines whose weights lie packed for this machine's kernels beside the portable ones."""
+"""Engines whose weights lie packed for this machine's kernels alongside the portable ones."""
 
 from __future__ import annotations
 

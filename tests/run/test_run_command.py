@@ -187,7 +187,7 @@ def test_files_that_cannot_be_used(
 def test_an_output_is_replaced_only_with_force(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it comes about while the text is generated, and for the logits beside it."""
+    """Also where it comes about while the text is generated, and for the logits alongside it."""
     out, logits = tmp_path / "out.txt", tmp_path / "out.logits.safetensors"
     flags = ["--max-output-len", 2, "--output-generation-logits", "--output-file", out]
     run = list_flags(folder, "--input-text", "ab", *flags)

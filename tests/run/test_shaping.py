@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_drafts_change_nothing_of_shaped_texts(folder: Path) -> None:
-    """With drafts as without, greedy and sampled, beside requests that are not shaped."""
+    """With drafts as without, greedy and sampled, alongside requests that are not shaped."""
     prompts = []
     for n in range(12):
         shaped: Any = {

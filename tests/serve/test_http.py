@@ -347,7 +347,7 @@ def turn(role: str, content: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}]}
 
 
-# What is sent beside a prompt of "x", where not said otherwise; the parameter named; the message.
+# What is sent with a prompt of "x", where not said otherwise; the parameter named; the message.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "prompt is missing"),
     ({"prompt": [True]}, "prompt", "not a text, a list of texts"),
@@ -430,7 +430,7 @@ def test_refusals_name_the_parameter(
 
 
 def test_structured_output(url: str) -> None:
-    """Valid in a stream as in a whole answer, beside requests of other grammars and of none."""
+    """Valid in a stream as in a whole answer, alongside requests of other grammars and of none."""
     schema: Any = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
     schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}

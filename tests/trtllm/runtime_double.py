@@ -622,9 +622,9 @@ class Run:
 
 
 def get_engine(engine: EngineDouble) -> TorchEngine:
-    """The torch engine of an engine file's checkpoint, built beside it when first needed.
+    """The torch engine of an engine file's checkpoint, built alongside it when first needed.
 
-    One of several ranks is represented by the checkpoint of one rank that lies beside it.
+    One of several ranks is represented by the checkpoint of one rank that lies alongside it.
     """
     content = read_engine_file(engine.folder / "rank0.engine")
     checkpoint = Path(content["checkpoint_dir"])

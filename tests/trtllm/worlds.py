@@ -92,7 +92,7 @@ class World:
         return self.checkpoint(name, "--eagle-model-dir", drafter, *EAGLE, *flags)
 
     def split(self, make: Callable[..., Path], name: str, tp_size: int) -> Path:
-        """Make a checkpoint of several ranks, and beside it the one whose tokens are its own."""
+        """Make a checkpoint of several ranks, and alongside it the one whose tokens are its own."""
         whole = make(name)
         if tp_size == 1:
             return whole

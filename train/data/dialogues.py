@@ -112,7 +112,7 @@ def _load_dataset(name: str, split: str) -> Source:
 class Dialogue:
     """One row on its way: what is asked next, and the answers so far.
 
-    In a chat an assistant's turn is made anew wherever one follows a user's or a tool's, and after
+    In a chat an assistant's turn is made again wherever one follows a user's or a tool's, and after
     the last of those; every answer is given in view of the new ones before it. A tool's turn that
     follows a call is an answer to that call: where the target does not call the same, the
     conversation ends with what it says.

@@ -1,4 +1,4 @@
-"""Answers made anew by the target: read, ask, journal, write."""
+"""Answers made again by the target: read, ask, journal, write."""
 
 from __future__ import annotations
 

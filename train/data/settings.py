@@ -34,7 +34,7 @@ class DataSettings:
         metavar="URL",
     )
     model: str | None = SERVER_TARGET(help="The target's name at the server.", metavar="NAME")
-    engine_dir: Path | None = ENGINE(help="The target's engine, in place of a server.")
+    engine_dir: Path | None = ENGINE(help="The target's engine, instead of a server.")
     tokenizer_dir: str | None = ENGINE(
         help="With --engine-dir: folder or Hub id of the tokenizer.", metavar="DIR"
     )

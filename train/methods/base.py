@@ -160,7 +160,7 @@ class TrainingMethod:
     given besides the drafter's folder, which follows `convert_folder`. list_shared: tensors of the
     target that the written file repeats, by their names there. choose_layers: the target's layers,
     from 0, whose outputs are read as `Features.auxiliary`, from the settings and its configuration.
-    new_parts: beginnings of tensors' names that a drafter to start from may lack; they begin anew.
+    new_parts: beginnings of tensors' names that a drafter to start from may lack; they begin again.
     """
 
     build: Callable[[TrainSettings, Target], Drafter]

@@ -215,7 +215,7 @@ class DraftContext:
     """What a drafter's `make_proposer` works with.
 
     decoder: the target's. params, weights: of the drafter in the target's checkpoint, by canonical
-    name, the target's own beside them. options: what `Method.read` made of the settings, None where
+    name, the target's own with them. options: what `Method.read` made of the settings, None where
     nothing is asked for. engine: the target's, for drafters without weights in its checkpoint.
     tokenizer: the target's, to be compared with a draft model's; None where there is none.
     is_in_chain: whether others draft for the engine too. has_budget: whether of what is
@@ -402,7 +402,7 @@ class StateKeeper(Drafter):
             if size < len(states):
                 self._waiting[row] = [states[size:]]
             found.append((np.full(size, row), np.arange(first, first + size), states[:size]))
-        # Of several rows at once, unless there is much of each.
+        # Several rows at once, unless there is much of each.
         is_short = sum(len(states) for *_, states in found) <= MOST_WAITING
         for group in [found] if found and is_short else [[each] for each in found]:
             lines, places, parts = zip(*group, strict=True)

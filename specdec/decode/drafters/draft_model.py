@@ -1,4 +1,4 @@
-"""A draft model beside its target: each request's text in its tokens, and the cache of them."""
+"""A draft model alongside its target: each request's text in its tokens, and the cache of them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DraftModel(Drafter):
     emitted adds its own, whatever follows, so what the cache holds stays true.
     """
 
-    num_run = 0  # tokens of a draft that the cache has room for beside those that are verified
-    num_again = 1  # of what a step accepted, tokens beside the newest that the next draft runs
+    num_run = 0  # tokens of a draft that the cache has room for alongside those that are verified
+    num_again = 1  # of what a step accepted, tokens alongside the newest that the next draft runs
 
     def __init__(
         self, decoder: Decoder, *, max_draft_tokens: int, tokens: TokenMap, max_num_tokens: int,

@@ -88,7 +88,7 @@ def attach_draft(
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
     draft_len: tokens a step; None adapts it, up to what the engine was built for. tree_tokens: of a
-    tree that is drafted in place of a chain, whose depth draft_len then is at most; None for a
+    tree that is drafted instead of a chain, whose depth draft_len then is at most; None for a
     chain. fits_budget: whether only the part worth its time is verified. tokens: which of the
     models' tokens are the same; None is all of them.
     """

@@ -81,7 +81,7 @@ class DraftTreeProposer(DraftModel):
         return candidates
 
     def _name(self, found: Candidates) -> Candidates:
-        """The same with the target's tokens in place of what they were drafted as."""
+        """The same with the target's tokens instead of what they were drafted as."""
         tree = found.tree
         drafted, _ = self.tokens.name(tree.tokens[1:])
         tokens = np.concatenate((tree.tokens[:1], drafted))

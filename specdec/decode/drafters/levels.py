@@ -18,7 +18,7 @@ from specdec.engine.step import Step
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 
-# Of a drafter that learned the target's distribution: the token that it finds likeliest is the
+# For a drafter that learned the target's distribution: the token that it finds likeliest is the
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
 # those of a lower temperature; by this one trees of pycode's ReDrafter and EAGLEs hold most.
 LEAST_TEMPERATURE = 0.5

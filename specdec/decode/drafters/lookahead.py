@@ -12,7 +12,7 @@ column 0 is the newest token itself. Toy example, W = 3, N = 4, newest token 7:
     row 2   f g h                  +- c - f              (column 0)
 
 So what a token of the window sees, the paper's figure 2, is the path to it, and one forward pass
-over one tree evaluates the window beside the n-grams that are to be verified. Equal paths are one
+over one tree evaluates the window with the n-grams that are to be verified. Equal paths are one
 node, and a node of the window is accepted like any other if it holds the target's token.
 
 The target's tokens after the last row, here f, g and h, become the new last row; each column is

@@ -37,7 +37,7 @@ PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
 # After so many drafted steps a plain one is measured again; times the plain steps so far, while
 # those are few. Not where drafts would pay even if it took this share of its time.
 MAX_REFRESH, REFRESH_GROWTH, CLEAR_SHARE = 128, 4, 0.6
-# Of the time that plain decoding would take, what drafts may lose, and what trials may lose of
+# Shares of the time of plain decoding: what drafts may lose, and what trials may lose of
 # drafts that are known not to pay. The steps to come that count: the text may end before.
 LOSS_SHARE, TRIAL_SHARE, HORIZON = 0.022, 0.012, 128
 READ_SHARE = 0.04  # of the same time, what drafters may take to read prompts
@@ -415,7 +415,7 @@ class Pace:
         return value > 0 and value >= max(self.value_source(at, num_left) for at in later)
 
     def choose(self, chances: Sequence[Array]) -> int:
-        """How many nodes of each row to verify beside the root, by their chances, best first."""
+        """How many nodes of each row to verify besides the root, by their chances, best first."""
         seconds = self._seconds
         most = len(seconds) - 1
         gains = np.zeros(len(seconds))

@@ -57,7 +57,7 @@ class NgramIndex:
     def draft(self, num_tokens: int) -> list[int]:
         """Copy what followed the longest end of the text that occurred before; [] if none did.
 
-        Of several occurrences the last one counts. A copy that reaches the end of the text goes on
+        The last of several occurrences counts. A copy that reaches the end of the text goes on
         with what it has copied, so a text that repeats itself is continued for any length.
         """
         end = len(self._text)

@@ -29,7 +29,7 @@ from specdec.model.tensors import EMBEDDING
 
 
 def make_proposer(context: DraftContext) -> ReDrafterProposer:
-    """Lay out the drafter beside the target whose embedding it shares."""
+    """Lay out the drafter alongside the target whose embedding it shares."""
     params, decoder, num_tokens = context.params, context.decoder, context.options
     assert isinstance(params, ReDrafterParams)
     head = ReDrafterHead(
