@@ -26,7 +26,7 @@ FALSE_ALARMS = 1e-3  # of audits of servers that differ from the reference by ro
 TOLERANCE = 0.03  # more verify steps than the reference: what coarser number formats may cost
 EXACT = 0.01  # --near-tie below which both sides are taken to compute in float32
 MAX_OTHERS = 2  # texts that may then take another number of steps
-FULL = 0.8  # of the reference's drafted tokens a step, in trees; below, the server drafts less
+FULL = 0.8  # of the reference's drafted tokens per step, in trees; below, the server drafts less
 
 
 @dataclasses.dataclass(frozen=True)

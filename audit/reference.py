@@ -47,7 +47,7 @@ def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
 
 
 class EngineReference:
-    """An engine in this process, decoding one token a step until it is told to draft."""
+    """An engine in this process, decoding one token per step until it is told to draft."""
 
     def __init__(self, settings: AuditSettings) -> None:
         self.name = str(settings.reference_engine)

@@ -24,7 +24,7 @@ class BatchFacts:
     """What was measured for one batch size.
 
     speculation, plain: milliseconds of a step by part, and `total`. step_ms: of a verify step by
-    tokens a request. tokens_per_step: verified a request. by_position: share of steps that accept
+    tokens per request. tokens_per_step: verified a request. by_position: share of steps that accept
     at least 1, 2, ... draft tokens. contexts: (tokens before a step, draft tokens it accepted).
     ratio: of tokens per second, prompts included; step_ratio: without them. smallest: the ratio at
     the smallest batch that was measured, and its size. is_trained: whether what drafts has weights.

@@ -1,4 +1,4 @@
-"""The machine that figures come from, and what else it was doing meanwhile."""
+"""The machine that figures come from, and what else it was doing at that time."""
 
 from __future__ import annotations
 

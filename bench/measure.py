@@ -73,7 +73,7 @@ def alternate(
 ) -> dict[str, Rounds]:
     """Decode with each proposer in turn, `repeat` times after one round that is not timed.
 
-    Every other round goes backwards, so that what drifts meanwhile favours none.
+    Every other round goes backwards, so that a drift of the machine's speed favours none.
     """
     rounds = {name: Rounds(bench.run(p, batch_size)) for name, p in proposers.items()}
     for index in logs.show_progress(range(repeat), label="rounds", total=repeat):

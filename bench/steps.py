@@ -44,7 +44,7 @@ def make_step(past_len: int, size: int, batch_size: int = 1) -> Step:
 def time_steps(
     decoder: Decoder, sizes: Sequence[int], *, past_len: int, repeat: int, batch_size: int = 1
 ) -> dict[int, float]:
-    """Median seconds of a forward with logits and the choice of tokens, by tokens a request.
+    """Median seconds of a forward with logits and the choice of tokens, by tokens per request.
 
     Sizes take turns, after rounds that are not timed, each with other tokens: of a mixture they
     choose other experts.

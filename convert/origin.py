@@ -123,7 +123,7 @@ def find_other_base(origin: Origin, hashes: Mapping[Path, str] | None = None) ->
 
 
 def is_same(named: str, name: str) -> bool:
-    """Whether two names are of one model, whoever publishes it and in whatever form."""
+    """Whether two names are of one model, under any publisher and in any form."""
     mine, other = _split(name), _split(named)
     if not mine or not other:
         return False

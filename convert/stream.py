@@ -306,7 +306,7 @@ class _Stream:
     def _stop_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let all tasks and jobs end as soon as they look.
 
-        No pool may drop its jobs instead: whoever waits for one that a pool has dropped waits for
+        No pool may drop its jobs instead: a thread that waits for a dropped job waits for
         ever.
         """
         if kind is not None:

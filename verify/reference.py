@@ -67,7 +67,7 @@ class Reference:
 
     @torch.inference_mode()
     def continue_greedily(self, prompt: Sequence[int], length: int) -> list[int]:
-        """Return the argmax after each token, one token a step, end tokens included.
+        """Return the argmax after each token, one token per step, end tokens included.
 
         Not `generate`, which applies what generation_config.json says of repetition.
         """

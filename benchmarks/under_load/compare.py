@@ -290,7 +290,7 @@ def run_rounds(
 
 
 def summarize_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds; of tokens a second each round's too, for ratios within rounds."""
+    """Medians over the rounds; of tokens per second each round's too, for ratios within rounds."""
     rates = [run["tokens_per_second"] for run in runs]
     summary: dict[str, Any] = {
         "rates": [round(rate, 3) for rate in rates], "tokens_per_second": summarize(rates),

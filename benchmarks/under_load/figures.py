@@ -1,4 +1,4 @@
-"""What replies say of a server: tokens a second, times to the first token and between tokens."""
+"""What replies say of a server: tokens per second, times to the first token and between tokens."""
 
 from __future__ import annotations
 

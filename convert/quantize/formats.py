@@ -78,7 +78,7 @@ INT8_ROWS = Rows(
 
 @dataclasses.dataclass(frozen=True)
 class Int4Groups(Rounding):
-    """int4, -8 to 7, with a scale a group: what is kept of its largest magnitude / 7."""
+    """int4, -8 to 7, with a scale per group: what is kept of its largest magnitude / 7."""
 
     group_size: int
 
@@ -99,7 +99,7 @@ class Int4Groups(Rounding):
 
 
 class Float4Groups(Rounding):
-    """NVFP4: float4 e2m1 with a float8 scale a group of 16, and one float32 for the matrix.
+    """NVFP4: float4 e2m1 with a float8 scale per group of 16, and one float32 for the matrix.
 
     A group's scale is its largest magnitude / (6 * the matrix's), at least 2^-9.
     """

@@ -328,7 +328,7 @@ def _describe(
 
 
 def _list_rows(module: _Module) -> _Kinds:
-    """FP8_PER_CHANNEL_PER_TOKEN: a scale a row."""
+    """FP8_PER_CHANNEL_PER_TOKEN: a scale per row."""
     spec = module.spec
     shard = Shard.WHOLE if spec.shard is Shard.COLUMNS else spec.shard
     scales = TensorSpec(spec.shape[:1], shard, spec.owner)

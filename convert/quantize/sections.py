@@ -93,7 +93,7 @@ class Scheme:
 
 
 class Section:
-    """A section of a config.json, read key by key; what nobody asked for is an error."""
+    """A section of a config.json, read key by key; a key that no reader asked for is an error."""
 
     def __init__(self, folder: HfFolder, values: Mapping[str, Any], where: str) -> None:
         self.folder = folder
@@ -307,7 +307,7 @@ def _read_block(section: Section, value: Any) -> tuple[int, int] | None:
 def _make_float8(
     words: str, block: tuple[int, int] | None, inputs: str, *, in_scale_dtype: bool = False
 ) -> Scheme:
-    """inputs: `static`, `dynamic` (a scale a token), `weights` (not rounded, or otherwise)."""
+    """inputs: `static`, `dynamic` (a scale per token), `weights` (not rounded, or otherwise)."""
     name = "fp8-block" if block else f"fp8-{inputs}"
     make = functools.partial(matrices.Float8Matrix, block=block, in_scale_dtype=in_scale_dtype)
     return Scheme(name=name, bits=8, description=words, make=make)

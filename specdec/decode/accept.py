@@ -64,7 +64,7 @@ def accept(tree: Tree, choices: Sequence[int]) -> Accepted:
     choices[n] is the token that the target emits after node n: its argmax when decoding greedily.
     From the root, the child holding the target's token is entered while there is one. So every
     emitted token, the accepted ones and the bonus token, is the target's own choice given what
-    precedes it, whatever was drafted: the output is that of decoding one token a step.
+    precedes it, whatever was drafted: the output is that of decoding one token per step.
     """
     children = map_children(tree)
     path = [0]

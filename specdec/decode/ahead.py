@@ -86,7 +86,7 @@ class PlainAhead:
 
 
 def run_tokens(decoder: Decoder, cache: KVCache, rows: IntArray, tokens: Tensor) -> Tensor:
-    """Run and commit one token a row, `tokens` [B] on the device; return logits [B, V]."""
+    """Run and commit one token per row, `tokens` [B] on the device; return logits [B, V]."""
     positions = cache.past_lens[rows][:, None]
     step = Step(
         rows=rows,

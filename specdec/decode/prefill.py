@@ -237,7 +237,7 @@ class PromptReader:
         sizes = np.arange(min_size, max(min_size, longest) + 1)
         parts = -(-tokens // sizes)
         price = (parts * (sizes + (past + tokens) / ROW_POSITIONS)).sum(0) + num_others * sizes
-        # One token a row always fits.
+        # One token per row always fits.
         fits = (past + parts * sizes <= self._cache.num_positions).all(0)
         return int(sizes[np.where(fits, price, np.inf).argmin()])
 

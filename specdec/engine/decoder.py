@@ -1,6 +1,6 @@
 """The decoder: executes a checkpoint's own tensors, one step over any tree of tokens.
 
-Legend: B rows in the step, T tokens a row, D hidden, V vocabulary.
+Legend: B rows in the step, T tokens per row, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

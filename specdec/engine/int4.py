@@ -1,4 +1,4 @@
-"""Rounding weights to int4: codes from 0 to 15 and one float32 scale a group of a row's inputs.
+"""Rounding weights to int4: codes from 0 to 15 and one float32 scale per group of a row's inputs.
 
 weight[n, d] = scale[n, d // group] * (code[n, d] - 8), as specdec/model/int4.py stores them;
 integers.py multiplies with them. The number of largest magnitude decides a group's scale: of those

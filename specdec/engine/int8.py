@@ -1,4 +1,4 @@
-"""Rounding weights to int8: integers from -127 to 127 and one float32 scale a row, an output.
+"""Rounding weights to int8: integers from -127 to 127 and one float32 scale per row, an output.
 
 weight[n, d] = scale[n] * integer[n, d]. integers.py multiplies with them.
 """

@@ -1,4 +1,4 @@
-"""Products with matrices of integers: int8 with a scale a row, int4 with scales by groups.
+"""Products with matrices of integers: int8 with a scale per row, int4 with scales by groups.
 
 weight[n, d] = scale[n, d // group] * (code[n, d] - zero[n, d // group]). The kernels round the
 inputs of such products too, in float32: each group of a token's inputs to the integers from -127

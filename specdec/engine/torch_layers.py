@@ -1,6 +1,6 @@
 """A decoder's layers, and the way through them by torch's own operators, on any device.
 
-Legend: B rows in the step, T tokens a row, D hidden, S cache positions.
+Legend: B rows in the step, T tokens per row, D hidden, S cache positions.
 """
 
 from __future__ import annotations

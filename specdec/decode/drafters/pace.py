@@ -253,9 +253,9 @@ class Pace:
     """Decides for each step whether to draft, who drafts, what is verified, and what is read.
 
     A step of T nodes a row costs a draft and one pass over B x T tokens, since rows are padded to
-    the largest tree. It emits a token a row, and what is accepted of the T - 1 best nodes. What
+    the largest tree. It emits a token per row, and what is accepted of the T - 1 best nodes. What
     those promise is kept as a mean over the newest drafts, by their number; so the best number and
-    the tokens a second that it promises are known for any B before anything is drafted. Those
+    the tokens per second that it promises are known for any B before anything is drafted. Those
     tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
     as promise more tokens than the time that verifying them takes would emit.
 
@@ -300,7 +300,7 @@ class Pace:
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
         self._seconds = np.zeros(1)  # of a step by nodes a row, by the newest plan
         self._rest = 0  # steps to come without a plan
-        self._rate = 0.0  # tokens a second that the plan promised
+        self._rate = 0.0  # tokens per second that the plan promised
         self._gain = 1.0  # the same by that of plain steps
         self._allowance = math.inf  # seconds that the step may lose
         self._drafted: Drafted | None = None
