@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -228,7 +229,9 @@ def convert_arguments(messages: Sequence[Message], *, to_text: bool) -> list[Mes
     """
 
     def convert(call: Message) -> Message:
-        function = call["function"]
+        function = call.get("function")
+        if not isinstance(function, dict):
+            return call
         arguments = {} if function.get("arguments") is None else function["arguments"]
         if to_text and isinstance(arguments, (dict, list)):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -242,10 +245,33 @@ def convert_arguments(messages: Sequence[Message], *, to_text: bool) -> list[Mes
 
     return [
         {**message, "tool_calls": [convert(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
+        if message.get("tool_calls")
         else message
         for message in messages
     ]
+
+
+def render_calls(
+    apply: Callable[[list[Message]], str], messages: Sequence[Message], wants_text: bool
+) -> tuple[str, bool]:
+    """Render messages with the arguments of tool calls in the form that a chat template can read.
+
+    wants_text: whether texts are tried before objects. Returns the text, and which form it was.
+    Raises what the template raises.
+    """
+    given = convert_arguments(messages, to_text=wants_text)
+    other = convert_arguments(messages, to_text=not wants_text)
+    try:
+        text = apply(given)
+        if wants_text or other == given or not _shows_objects(given, text):
+            return text, wants_text
+    except Exception:
+        if other == given:
+            raise
+        with contextlib.suppress(Exception):  # the first one tells more
+            return apply(other), not wants_text
+        raise
+    return apply(other), not wants_text
 
 
 class ChatFormat:
@@ -297,26 +323,15 @@ class ChatFormat:
         self, messages: Sequence[Message], options: Mapping[str, Any], ask: bool = False
     ) -> str:
         prepared = [self._prepare(message) for message in messages]
-        given = convert_arguments(prepared, to_text=self._wants_text)
         try:
-            text = self._apply(given, options, ask)
-            if self._wants_text or not _shows_objects(given, text):
-                return text
-            refusal: Exception | None = None
-        except Exception as error:  # noqa: BLE001 - templates raise whatever they like
-            text, refusal = "", error
-        other = convert_arguments(prepared, to_text=not self._wants_text)
-        if other != given:
-            try:
-                text, refusal = self._apply(other, options, ask), None
-                self._wants_text = not self._wants_text
-            except Exception as error:  # noqa: BLE001
-                refusal = refusal or error
-        if refusal is not None:
-            raise ChatError(
-                f"the chat template refuses it: {summarize(refusal)}",
-                "check the turns' roles, their order and fields, or leave such rows out",
+            text, self._wants_text = render_calls(
+                lambda given: self._apply(given, options, ask), prepared, self._wants_text
             )
+        except Exception as error:  # noqa: BLE001 - templates raise whatever they like
+            raise ChatError(
+                f"the chat template refuses it: {summarize(error)}",
+                "check the turns' roles, their order and fields, or leave such rows out",
+            ) from None
         return text
 
     def _apply(self, messages: list[Message], options: Mapping[str, Any], ask: bool) -> str:
@@ -421,8 +436,9 @@ class ChatFormat:
 
 def _shows_objects(messages: Sequence[Message], text: str) -> bool:
     """Whether a template printed arguments as Python does: it wants texts."""
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    arguments = [call["function"]["arguments"] for call in calls]
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
+    arguments = [function.get("arguments") for function in functions]
     return any(isinstance(one, dict) and one and str(one) in text for one in arguments)
 
 

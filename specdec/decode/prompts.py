@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.chat import render_calls
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
@@ -48,21 +49,22 @@ FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
 class Prompt:
     """One prompt with its own settings; None leaves a setting to `generate` or `stream`.
 
-    Exactly one of text, token_ids and messages is given. messages: a conversation of
-    {"role", "content"}, put into the tokenizer's chat template. end_ids: tokens that end the
-    output; empty for none. min_p: least share of the likeliest token's probability.
-    logit_bias: what is added to the logits of tokens. The penalties: repetition_penalty of tokens
-    in prompt or output, the two others of those in the output. logprobs: for how many of the
-    likeliest tokens to return log-probabilities, besides each new one's; None returns none.
-    prompt_logprobs: whether to return those of the prompt's tokens too, which takes reading it
-    whole. speculation: False drafts nothing for this prompt. keep_trees: let the events of a
-    stream have the tree of each step. grammar: what the text keeps to: {"json_schema": {...}},
-    {"json_object": True}, {"regex": "..."} or {"lark": "..."}.
+    Exactly one of text, token_ids and messages is given. messages: a conversation of {"role",
+    "content"}, put into the tokenizer's chat template. chat_template_kwargs: what else the template
+    is given, as tools. end_ids: tokens that end the output; empty for none. min_p: least share of
+    the likeliest token's probability. logit_bias: what is added to the logits of tokens. The
+    penalties: repetition_penalty of tokens in prompt or output, the two others of those in the
+    output. logprobs: for how many of the likeliest tokens to return log-probabilities, besides each
+    new one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens
+    too, which takes reading it whole. speculation: False drafts nothing for this prompt.
+    keep_trees: let the events of a stream have the tree of each step. grammar: what the text keeps
+    to: {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or {"lark": "..."}.
     """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     max_output_len: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -241,6 +243,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
         'a list of {"role", "content"}',
     ),
+    "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
     "max_output_len": (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
     "temperature": (lambda v: _is_number(v, 0), "a number of at least 0"),
     "top_k": (_is_count, f"a whole number from 0 to {MAX_COUNT}"),
@@ -421,7 +424,13 @@ def encode_prompt(
             field="messages",
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text, _ = render_calls(
+            lambda given: tokenizer.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=True,
+                **(prompt.chat_template_kwargs or {}),
+            ),
+            [dict(message) for message in messages], wants_text=False,
+        )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
         raise PromptError(
             f"the chat template refuses the messages: {summarize(error)}",
