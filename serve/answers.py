@@ -51,6 +51,7 @@ class Choice(Job):
         self.text = request.input_text if is_echoed else ""
         self.tokens: list[Told] = []
         self.finish_reason: str | None = None
+        self.num_seen = 0  # of its tokens
         self._prefix = self._ended = len(self.text)  # and where the last token seen ends
         self._pending: list[Told] = []
 
@@ -59,6 +60,7 @@ class Choice(Job):
         if self.starts and event.prompt_logprobs:
             triples = zip(self.request.input_ids, event.prompt_logprobs, self.starts, strict=True)
             self.prompt = [Told(*triple) for triple in triples]
+        self.num_seen += len(event.token_ids)
         if event.finish_reason is not None:
             self.finish_reason = FINISHED[event.finish_reason]
         if not self.has_output:
@@ -80,8 +82,8 @@ class Choice(Job):
             first = self._pending[0]
             if first.end > certain and not (is_over and first.start < certain):
                 break
-            if self.finish_reason == "stop" and first.start >= certain:
-                break
+            if event.finish_reason == "stop" and first.start >= certain:
+                break  # behind a stop word; an end token has no text, and is told of
             self.tokens.append(self._pending.pop(0))
         return event.text
 
@@ -94,7 +96,9 @@ class Answer:
     ) -> None:
         self.asked, self.model, self.choices, self.table = asked, model, choices, table
         self.is_chat = "messages" in asked
-        self.tells_usage = asked.get("stream_options", {}).get("include_usage", False)
+        options = asked.get("stream_options", {})
+        self.tells_usage = options.get("include_usage", False)
+        self._counts_on = options.get("continuous_usage_stats", False)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 
@@ -118,7 +122,7 @@ class Answer:
                 document["prompt_token_ids"] = choice.request.input_ids
             choices.append(document)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._wrap(kind, choices) | {"usage": self.usage, "metrics": self.metrics}
+        return self._wrap(kind, choices) | {"usage": self.usage, **self._told_last}
 
     def open(self) -> Iterator[dict[str, Any]]:
         """The chunks that a stream begins with."""
@@ -144,20 +148,20 @@ class Answer:
         if choice.finish_reason is not None:
             content: Any = {} if self.is_chat else ""
             chunk = self._make_chunk(choice, content, finish_reason=choice.finish_reason)
-            yield chunk | ({"metrics": self.metrics} if self.is_over else {})
+            yield chunk | (self._told_last if self.is_over else {})
 
     def close(self) -> Iterator[dict[str, Any]]:
         """The chunk of the usage, where it was asked for."""
         if self.tells_usage:
             chunk = self._wrap(self._chunk_kind, [])
-            yield chunk | {"usage": self.usage, "metrics": self.metrics}
+            yield chunk | {"usage": self.usage, **self._told_last}
 
     @property
     def usage(self) -> dict[str, Any]:
         # The tokens of a prompt count once, however many choices it has.
         first_choices = self.choices[:: self.asked.get("n", 1)]
         prompt = sum(len(choice.request.input_ids) for choice in first_choices)
-        output = sum(choice.num_output_tokens for choice in self.choices)
+        output = sum(choice.num_seen for choice in self.choices if choice.has_output)
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
@@ -173,8 +177,9 @@ class Answer:
         return usage
 
     @property
-    def metrics(self) -> dict[str, Any]:
-        return describe_jobs(self.choices)
+    def _told_last(self) -> dict[str, Any]:
+        ignored = list(dict.fromkeys(self.asked.get("ignored", ())))
+        return {"metrics": describe_jobs(self.choices), "specdec": {"ignored": ignored}}
 
     @property
     def _chunk_kind(self) -> str:
@@ -190,7 +195,9 @@ class Answer:
         content = {"delta" if self.is_chat else "text": content}
         whole = {"index": choice.index, **content, "logprobs": None, "finish_reason": None, **told}
         chunk = self._wrap(self._chunk_kind, [whole])
-        return chunk | {"usage": None} if self.tells_usage else chunk
+        if not self.tells_usage:
+            return chunk
+        return chunk | {"usage": self.usage if self._counts_on else None}
 
     def _describe(self, choice: Choice, start: int, prompt: Sequence[Told]) -> dict[str, Any]:
         """What an answer says of a choice's tokens from `start` on, and of the prompt's tokens."""

@@ -51,6 +51,7 @@ MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 60.0  # in which a body must have come
 MAX_BODIES = 32  # of the largest size, which all that are being sent may have together
 LARGE_BODY = 64 * 1024
+MAX_IGNORED = 100  # names of parameters without effect that the log tells
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -103,6 +104,7 @@ class Front:
         # a second one, so that small bodies do not wait for them.
         self._readers = ThreadPoolExecutor(1, "reader")
         self._large_readers = ThreadPoolExecutor(1, "large-reader")
+        self._ignored: set[str] = set()  # parameters that the log has named
         self._num_held = 0  # bytes of bodies that are being sent and read
 
     def make_app(self) -> Starlette:
@@ -134,6 +136,10 @@ class Front:
 
     async def _generate(self, http: Request, parameters: Parameters, needed: str) -> Response:
         asked, (requests, starts) = await self._read(http, parameters, self._prepare, needed)
+        for name in set(asked["ignored"]) - self._ignored:
+            if len(self._ignored) < MAX_IGNORED:
+                self._ignored.add(name)
+                logger.info("parameter %s has no effect (said once)", ascii(name)[1:-1])
         most = self._scheduler.max_queue + self._engine.max_batch_size
         if len(requests) > most:
             raise BadRequest(
@@ -207,7 +213,7 @@ class Front:
         if ("messages" in asked) == ("prompt" in asked):
             raise BadRequest("give exactly one of prompt and messages", "prompt")
         if "messages" in asked:
-            chat = {"messages": asked["messages"], "max_tokens": 1}
+            chat = {"messages": asked["messages"], "max_tokens": 1, "ignored": []}
             return make_requests(self._engine, chat)[0].input_ids
         return list(self._engine.tokenizer(asked["prompt"], verbose=False)["input_ids"])
 

@@ -17,23 +17,33 @@ from specdec.errors import shorten, suggest, summarize
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
 MAX_STOPS = 16
 MAX_BIASES = 1024
-# Parameters of OpenAI's and vLLM's that are not offered, with the values that ask for nothing.
+# What cannot change the text, and does nothing here. OpenAI's, vLLM's, and llama.cpp's.
+IDLE = (
+    "store", "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "verbosity", "prediction", "request_id",
+    "cache_salt", "priority", "cache_prompt", "id_slot", "n_keep", "timings_per_token",
+    "return_progress",
+)  # fmt: skip
+# Parameters of theirs that are not offered, with the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("audio", "prediction", "reasoning_effort", "web_search_options", "prompt_logprobs"), ()
-    ),
-    "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
-    "functions": ([],), "function_call": ("none",), "parallel_tool_calls": (True, False),
-    "modalities": (["text"],), "store": (False,), "metadata": ({},),
-    "service_tier": ("auto", "default"), "use_beam_search": (False,), "min_tokens": (0,),
-    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("best_of", "length_penalty", "typical_p"), (1, 1.0)),
+    **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier", "min_tokens"), (0, 0.0)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
+    "suffix": ("",), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+    "skip_special_tokens": (True,),
 }  # fmt: skip
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "grammar": "lark"}
+PART = ("type", "text")  # of a message
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.
 SETTINGS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "speculation", "stop",
+    "speculation",
 )  # fmt: skip
 
 
@@ -47,9 +57,12 @@ class BadRequest(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
 
-# What a body's parameter may be: an object of parameters, or a check and what it expects.
+# What a body's parameter may be: an object of parameters, a check and what it expects, or None,
+# which is without effect; "*" stands for all others of an object.
 Parameters = dict[str, Any]
-Asked = dict[str, Any]  # a body that was checked; a parameter that is null is left out
+# A body that was checked; a parameter that is null is left out. "ignored" has the names of those
+# that were without effect.
+Asked = dict[str, Any]
 
 
 def _is_list(value: Any, is_part: Callable[[Any], bool]) -> bool:
@@ -69,7 +82,7 @@ def _is_stop(value: Any) -> bool:
     return (
         isinstance(words, list)
         and len(words) <= MAX_STOPS
-        and all(_is_text(word) and 0 < len(word) <= 1000 for word in words)
+        and all(_is_text(word) and len(word) <= 1000 for word in words)
     )
 
 
@@ -81,13 +94,12 @@ MESSAGES = (lambda v: _is_list(v, lambda m: isinstance(m, dict)), "a list of mes
 SETTING = (lambda v: True, "")  # checked with the prompt, by the table of prompts
 ASKED: Parameters = {
     "model": TEXT,
-    **dict.fromkeys(SETTINGS, SETTING),
-    **dict.fromkeys(("max_tokens", "top_k"), SETTING),
+    **dict.fromkeys((*SETTINGS, "max_tokens", "top_k"), SETTING),
     "logit_bias": (
         lambda v: not isinstance(v, dict) or len(v) <= MAX_BIASES, f"at most {MAX_BIASES} tokens"
     ),
     "stop": (
-        _is_stop, f"a text of 1 to 1000 characters, or a list of at most {MAX_STOPS} of them"
+        _is_stop, f"a text of at most 1000 characters, or a list of at most {MAX_STOPS} of them"
     ),
     "n": (
         lambda v: type(v) is int and 1 <= v <= MAX_CHOICES,
@@ -98,22 +110,22 @@ ASKED: Parameters = {
         "a whole number from -2**63 to 2**64 - 1",
     ),
     "stream": BOOL,
-    "stream_options": {
-        "include_usage": BOOL, "include_obfuscation": (lambda v: v is False, "false")
-    },
+    "stream_options": {"include_usage": BOOL, "continuous_usage_stats": BOOL, "*": None},
     "ignore_eos": BOOL,
     "response_format": {
         "type": (
             lambda v: v in ("text", "json_object", "json_schema"),
             "text, json_object or json_schema",
         ),
-        "json_schema": {"name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL},
+        "json_schema": {
+            "name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL, "*": None
+        },
+        "schema": OBJECT,
     },
     "guided_json": OBJECT,
     "guided_regex": FULL_TEXT,
     "grammar": FULL_TEXT,
-    # Without effect here: they identify the client.
-    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), TEXT),
+    **dict.fromkeys(IDLE),
     "return_token_ids": BOOL,  # vLLM's: the ids of the prompt and of the output
     # Ours, for the page: how each token came, and what each step verified.
     "return_origins": BOOL,
@@ -150,29 +162,38 @@ def read_asked(
             else "the body is not a JSON object",
             param or None,
         )
-    asked: Asked = {}
+    asked: Asked = {"ignored": []}
     for name, value in body.items():
         where = f"{path}.{name[:100]}" if path else name[:100]
         param = where.partition(".")[0] if path else name[:100]
-        if name not in parameters and (path or name not in NEUTRAL):
+        if value is None and (name in parameters or name in NEUTRAL or "*" in parameters):
+            continue
+        if name not in parameters and name in NEUTRAL and not path:
+            if not any(type(value) is type(one) and value == one for one in NEUTRAL[name]):
+                raise BadRequest(f"{name} is not supported", name, code="unsupported_parameter")
+            continue
+        if name not in parameters and "*" not in parameters:
             raise BadRequest(
                 f"unknown parameter {shorten(where)}{suggest(name[:100], list(parameters))}", param
             )
-        if value is None:
-            continue
-        if name not in parameters:
-            if not any(type(value) is type(one) and value == one for one in NEUTRAL[name]):
-                raise BadRequest(f"{name} is not supported", name, code="unsupported_parameter")
-        elif isinstance(parameters[name], dict):
-            asked[name] = read_asked(parameters[name], value, path=where)
-        else:
-            is_good, expected = parameters[name]
-            if not is_good(value):
-                raise BadRequest(f"{where} is {shorten(value)}, not {expected}", param)
-            asked[name] = value
+        _take(asked, name, value, parameters.get(name), where)
     if needed is not None and needed not in asked:
         raise BadRequest(f"{needed} is missing", needed)
     return asked
+
+
+def _take(asked: Asked, name: str, value: Any, rule: Any, where: str) -> None:
+    """Check one parameter by its rule, and put it into what is asked."""
+    if rule is None:
+        asked["ignored"].append(where)
+    elif isinstance(rule, dict):
+        asked[name] = read_asked(rule, value, path=where)
+        asked["ignored"] += asked[name].pop("ignored")
+    elif not rule[0](value):
+        param = name if where == name[:100] else where.partition(".")[0]
+        raise BadRequest(f"{where} is {shorten(value)}, not {rule[1]}", param[:100])
+    else:
+        asked[name] = value
 
 
 def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
@@ -186,8 +207,14 @@ def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
             raise BadRequest(
                 f"json_schema has no place beside response_format.type {kind!r}", "response_format"
             )
-        if kind == "json_object":
-            found["response_format"] = {"json_object": True}
+        if kind != "json_object" and "schema" in form:
+            raise BadRequest(
+                f"schema has no place beside response_format.type {kind!r}", "response_format"
+            )
+        if kind == "json_object":  # llama.cpp takes a schema with it
+            found["response_format"] = (
+                {"json_schema": form["schema"]} if "schema" in form else {"json_object": True}
+            )
         if kind == "json_schema":
             if schema is None or "schema" not in schema:
                 raise BadRequest("response_format has no json_schema.schema", "response_format")
@@ -200,10 +227,12 @@ def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
     return found
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], template: str, ignored: list[str]
+) -> list[dict[str, Any]]:
     """A conversation with contents that are texts; BadRequest for what is no turn.
 
-    template: the tokenizer's, which must read whatever a turn has besides role and content.
+    template: the tokenizer's. ignored: gains the names of what it reads nowhere.
     """
     read = []
     for at, message in enumerate(messages):
@@ -220,7 +249,8 @@ def read_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[
             raise BadRequest(f"{where}.content is missing", "messages")
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             for part in content:
-                if part.get("type") != "text" or not _is_text(part.get("text")) or len(part) != 2:
+                ignored += [f"messages.content.{key[:100]}" for key in part if key not in PART]
+                if part.get("type") != "text" or not _is_text(part.get("text")):
                     raise BadRequest(
                         f"{where}.content is {shorten(content)}: of parts only"
                         ' {"type": "text", "text": "..."} is supported',
@@ -232,53 +262,87 @@ def read_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[
                 f"{where}.content is {shorten(content)}: give a text, or a list of parts of text",
                 "messages",
             )
-        for name in others:
-            if name not in template:
-                raise BadRequest(
-                    f"the chat template does not read {where}.{name[:100]}", "messages"
-                )
-        read.append({**message, "content": content})
+        for name in [name for name in others if name not in template]:
+            if name in ("tools", "tool_calls", "function_call"):
+                raise BadRequest(f"the chat template does not read {where}.{name}", "messages")
+            ignored.append(f"messages.{name[:100]}")
+            del others[name]
+        read.append({"role": message["role"], "content": content, **others})
     return read
+
+
+def _read_completion(asked: Asked) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The prompts of a completion, and what it says in its own way."""
+    limit, num_top = asked.get("max_tokens", 16), asked.get("logprobs")
+    if type(limit) is int and limit == 0:
+        if not asked.get("echo"):
+            raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
+        limit = 1  # the prompt's own pass makes a token
+    prompts = [asked["prompt"]] if _is_prompt(asked["prompt"]) else asked["prompt"]
+    return [{"text" if _is_text(p) else "token_ids": p} for p in prompts], {
+        "max_output_len": limit, "logprobs": num_top,
+        "prompt_logprobs": bool(asked.get("echo")) and num_top is not None,
+    }  # fmt: skip
+
+
+def _read_chat(
+    asked: Asked, tokenizer: Any, names: dict[str, str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The conversation of a chat, and what it says in its own way.
+
+    names: by the field of a Prompt, the parameter that says it; gains those of a chat.
+    """
+    limit, num_top = asked.get("max_tokens"), None
+    if "max_completion_tokens" in asked:
+        names["max_output_len"] = "max_completion_tokens"
+        if limit not in (None, asked["max_completion_tokens"]):
+            raise BadRequest(
+                "max_tokens and max_completion_tokens are both given, and differ",
+                "max_completion_tokens",
+            )
+        limit = asked["max_completion_tokens"]
+    names["logprobs"] = "top_logprobs"
+    if asked.get("logprobs"):
+        num_top = asked.get("top_logprobs", 0)
+    elif asked.get("top_logprobs"):
+        raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
+    template = str(tokenizer.chat_template or "")
+    messages = read_messages(asked["messages"], template, asked["ignored"])
+    return [{"messages": messages}], {"max_output_len": limit, "logprobs": num_top}
+
+
+def _read_settings(asked: Asked) -> dict[str, Any]:
+    """What both endpoints say in the same way, by the field of a Prompt."""
+    top_k, bias, stop = asked.get("top_k"), asked.get("logit_bias"), asked.get("stop")
+    if isinstance(bias, dict):
+        bias = {int(k) if TOKEN_NAME.fullmatch(k) else k: value for k, value in bias.items()}
+    return {"temperature": 1.0} | {name: asked[name] for name in SETTINGS if name in asked} | {
+        "logit_bias": bias,
+        "stop": [word for word in ([stop] if _is_text(stop) else stop or ()) if word],
+        "top_k": 0 if type(top_k) is int and top_k == -1 else top_k,  # vLLM's for all
+        "end_ids": () if asked.get("ignore_eos") else None,
+        "keep_trees": asked.get("return_trees"),
+    }  # fmt: skip
 
 
 def make_requests(engine: Engine, asked: Asked) -> list[Request]:
     """Tokenize and check; n requests of each prompt. The seeds of all choices are consecutive.
 
-    BadRequest where the engine cannot take them.
+    Adds to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
     """
-    is_chat = "messages" in asked
-    source = "messages" if is_chat else "prompt"
     for name in ("stream_options", "return_trees"):
         if asked.get(name) not in (None, False) and not asked.get("stream"):
             raise BadRequest(f"{name} is only for stream", name)
     if asked.get("return_origins") and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
+    source = "messages" if "messages" in asked else "prompt"
     # By the field of a Prompt, the parameter that says it.
     names = {"text": source, "token_ids": source, "keep_trees": "return_trees"}
     names["max_output_len"] = "max_tokens"
-    if is_chat:
-        if "max_completion_tokens" in asked:
-            names["max_output_len"] = "max_completion_tokens"
-            if "max_tokens" in asked:
-                raise BadRequest(
-                    "max_tokens and max_completion_tokens are both given", "max_completion_tokens"
-                )
-        limit, num_top = asked.get(names["max_output_len"]), None
-        names["logprobs"] = "top_logprobs"
-        if asked.get("logprobs"):
-            num_top = asked.get("top_logprobs", 0)
-        elif "top_logprobs" in asked:
-            raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
-        messages = read_messages(asked["messages"], str(engine.tokenizer.chat_template or ""))
-        sources: list[dict[str, Any]] = [{"messages": messages}]
+    if source == "messages":
+        sources, own = _read_chat(asked, engine.tokenizer, names)
     else:
-        limit, num_top = asked.get("max_tokens", 16), asked.get("logprobs")
-        if type(limit) is int and limit == 0:
-            if not asked.get("echo"):
-                raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
-            limit = 1  # the prompt's own pass makes a token
-        prompts = [asked["prompt"]] if _is_prompt(asked["prompt"]) else asked["prompt"]
-        sources = [{"text" if _is_text(p) else "token_ids": p} for p in prompts]
+        sources, own = _read_completion(asked)
     count = asked.get("n", 1)
     if len(sources) * count > MAX_CHOICES:
         raise BadRequest(
@@ -289,34 +353,28 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
     grammar = find_grammar(asked)
     names["grammar"] = next(iter(grammar), "grammar")
     seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
-    shared: dict[str, Any] = {"temperature": 1.0} | {
-        name: asked[name] for name in SETTINGS if name in asked
-    }  # fmt: skip
-    top_k, bias = asked.get("top_k"), asked.get("logit_bias")
-    if isinstance(bias, dict):
-        bias = {int(k) if TOKEN_NAME.fullmatch(k) else k: value for k, value in bias.items()}
-    shared |= {
-        "max_output_len": limit, "seed": seed % 2**64, "logprobs": num_top, "logit_bias": bias,
-        "top_k": 0 if type(top_k) is int and top_k == -1 else top_k,  # vLLM's for all
-        "end_ids": () if asked.get("ignore_eos") else None,
-        "prompt_logprobs": bool(asked.get("echo")) and num_top is not None,
-        "keep_trees": asked.get("return_trees"), "grammar": next(iter(grammar.values()), None),
-    }  # fmt: skip
+    shared = _read_settings(asked) | own
+    shared |= {"seed": seed % 2**64, "grammar": next(iter(grammar.values()), None)}
     requests: list[Request] = []
     for one in sources:
         try:
             request = engine.prepare(Prompt(**one, **shared), max_output_len=None)
         except SpecDecError as error:
-            field = error.field if isinstance(error, PromptError) else None
-            param = source if field is None else names.get(field, field)
-            if isinstance(error, PromptError) and error.reason is not None:
-                raise BadRequest(f"{param} {error.reason}", param) from None
-            raise BadRequest(summarize(error), param) from None
+            raise _explain(error, source, names) from None
         for _ in range(count):
             own_seed = (seed + len(requests)) % 2**64
             sampling = dataclasses.replace(request.sampling, seed=own_seed)
             requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
     return requests
+
+
+def _explain(error: SpecDecError, source: str, names: Mapping[str, str]) -> BadRequest:
+    """The error of a prompt, by the names of the parameters."""
+    field = error.field if isinstance(error, PromptError) else None
+    param = source if field is None else names.get(field, field)
+    if isinstance(error, PromptError) and error.reason is not None:
+        return BadRequest(f"{param} {error.reason}", param)
+    return BadRequest(summarize(error), param)
 
 
 def find_starts(engine: Engine, request: Request) -> list[int]:

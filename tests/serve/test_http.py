@@ -26,7 +26,7 @@ from specdec.http_client import read_key
 from specdec.serve import app, protocol
 from specdec.serve.answers import Answer, Choice
 from specdec.serve.schema import CHAT as CHAT_PARAMETERS
-from specdec.serve.schema import COMPLETION, NEUTRAL
+from specdec.serve.schema import COMPLETION, IDLE, NEUTRAL
 from specdec.serve.server import Server, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
@@ -46,6 +46,7 @@ def expected(folder: Path) -> Any:
 
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
+EOS_ID = 2
 
 
 # --- answers ---
@@ -357,10 +358,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [1]}, "tools", "tools is not supported"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
     ({"best_of": True}, "best_of", "best_of is not supported"),
-    ({"store": 0}, "store", "store is not supported"),
     ({"suffix": "x"}, "suffix", "suffix is not supported"),
-    ({"metadata": {"a": "b"}}, "metadata", "metadata is not supported"),
-    ({"service_tier": "flex"}, "service_tier", "not supported"),
+    ({"modalities": ["audio"]}, "modalities", "modalities is not supported"),
     ({"n": True}, "n", "n is True, not a whole number from 1 to 128"),
     ({"seed": 1.0}, "seed", "seed is 1.0, not a whole number"),
     ({"top_k": "1"}, "top_k", "top_k is '1', not a whole number"),
@@ -376,8 +375,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "is empty"),
     ({"prompt": [900]}, "prompt", "holds token 900"),
     ({"prompt": [1, "a"]}, "prompt", "prompt"),
-    ({"stop": ""}, "stop", "1 to 1000 characters"),
-    ({"stop": ["a", None]}, "stop", "1 to 1000 characters"),
+    ({"stop": ["a", None]}, "stop", "at most 1000 characters"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias is {'a': 1}, not numbers"),
     ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "by token id"),
@@ -386,7 +384,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 50}, "logprobs", "from 0 to 20"),
     ({"max_tokens": 0}, "max_tokens", "without echo"),
     ({"stream_options": {}}, "stream_options", "only for stream"),
-    ({"stream_options": {"a": 1}, "stream": True}, "stream_options", "'stream_options.a'"),
+    ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options", "true or false"),
     ({"return_trees": True}, "return_trees", "only for stream"),
     ({"model": "gpt-9"}, "model", "'gpt-9' does not exist"),
     ({"seed": 2**64}, "seed", "to 2**64 - 1"),
@@ -394,12 +392,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (turn("user", 3), "messages", "messages.0.content is 3: give a text"),
     (turn("user", None), "messages", "messages.0.content is missing"),
     ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
-    ({"messages": [{**CHAT[0], "typo": 1}]}, "messages", "does not read messages.0.typo"),
     ({"messages": [{**CHAT[0], "tool_calls": [{}]}]}, "messages", "does not read messages.0.tool"),
     (
-        {"messages": CHAT, "max_tokens": 2, "max_completion_tokens": 2},
+        {"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 2},
         "max_completion_tokens",
-        "both given",
+        "both given, and differ",
     ),
     ({"messages": CHAT, "max_completion_tokens": 900}, "max_completion_tokens", "asks for 900"),
     (turn("villain", "x"), "messages", "refuses the messages: no villains"),
@@ -451,14 +448,62 @@ def test_structured_output(url: str) -> None:
 
 def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
     nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
-    nothing |= {"user": "u", "top_k": -1, "response_format": {"type": "text"}}
-    nothing |= {"safety_identifier": "u", "prompt_cache_key": "k", "logit_bias": {}, "stop": []}
-    post(url, "/v1/completions", prompt="x", max_tokens=1, **nothing)
-    post(url, "/v1/completions", prompt="x", max_tokens=1, **dict.fromkeys(NEUTRAL))
+    nothing |= {"top_k": -1, "response_format": {"type": "text"}, "logit_bias": {}, "stop": [""]}
+    answer = post(url, "/v1/completions", prompt="x", max_tokens=1, **nothing)
+    assert answer["specdec"] == {"ignored": []}
+    post(url, "/v1/completions", prompt="x", max_tokens=1, **dict.fromkeys((*NEUTRAL, *IDLE)))
     # As clients send back what they got.
     whole = post(url, "/v1/chat/completions", messages=CHAT, max_tokens=2)
     message = whole["choices"][0]["message"] | {"tool_calls": None, "annotations": []}
     post(url, "/v1/chat/completions", messages=[*CHAT, message], max_tokens=2)
+
+
+def test_parameters_without_effect_are_taken_and_told(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer is the one without them, and names them; the log names each once."""
+    caplog.set_level("INFO")
+    idle: dict[str, Any] = dict.fromkeys(IDLE, {"a": ["b"]})
+    body: Any = {"max_tokens": 8, "seed": 4, "max_completion_tokens": 8}
+    content = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+    message = {"role": "user", "content": content, "typo": 1, "refusal": None}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}
+    plain = post(url, "/v1/chat/completions", messages=CHAT, response_format=form, **body)
+    form["json_schema"]["x"] = 1  # type: ignore[index]
+    more = {**body, **idle, "messages": [message], "response_format": form}
+    for _ in range(2):
+        whole = post(url, "/v1/chat/completions", **more)
+        assert whole["choices"] == plain["choices"]
+        told = {*IDLE, "messages.content.cache_control", "messages.typo"}
+        assert {*whole["specdec"]["ignored"]} == {*told, "response_format.json_schema.x"}
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("parameter prediction has no effect (said once)") <= 1
+    options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": True}
+    events = read_events(url, "/v1/chat/completions", **more, stream_options=options)
+    assert "stream_options.include_obfuscation" in events[-1]["specdec"]["ignored"]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == whole["usage"]["completion_tokens"]
+
+
+def test_an_end_token_is_told_of(folder: Path, url: str) -> None:
+    """It counts as output, and so it has its id and log-probability, and no text."""
+    body: Any = {"prompt": TEXT, "max_tokens": 40, "logit_bias": {str(EOS_ID): 100}, "logprobs": 1}
+    body |= {"return_token_ids": True, "temperature": 0}
+    for answer in (post(url, "/v1/completions", **body), None):
+        events = [answer] if answer else read_events(url, "/v1/completions", **body)
+        told = [c for event in events for c in event["choices"] if c.get("token_ids")]
+        assert [c["token_ids"] for c in told] == [[EOS_ID]]
+        assert (told[0]["text"], told[0]["logprobs"]["tokens"]) == ("", [EOS])
+        assert told[0]["logprobs"]["text_offset"] == [0]
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+        assert answer is None or answer["usage"]["completion_tokens"] == 1
+    (part,) = post(
+        url, "/v1/chat/completions", messages=CHAT, logprobs=True, logit_bias={str(EOS_ID): 100},
+        temperature=0,
+    )["choices"][0]["logprobs"]["content"]  # fmt: skip
+    assert part["token"] == EOS
 
 
 ANY_JSON = st.recursive(
