@@ -142,8 +142,11 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
             step(pace, 1, plain, [1])
         for size in (2, 4, 8):
             assert pace.plan([100])
-            assert np.isinf(pace.price_level()) == (size == 2), "not known yet what a level costs"
-            step(pace, size, 1.0 + 0.01 * size, [size], 0.1, num_levels=2)
+            # A draft of one level first, then one of all, which tells what a level costs.
+            price = pace.price_level()
+            assert price == {2: np.inf, 4: -np.inf, 8: price}[size]
+            levels = {2: 1, 4: 8}.get(size, 2)
+            step(pace, size, 1.0 + 0.01 * size, [size], 0.1 + 0.05 * levels, num_levels=levels)
         assert pace.plan([100])
         prices.append(pace.price_level())
     assert prices[0] == pytest.approx(prices[1], rel=0.01)

@@ -45,9 +45,10 @@ RATES: dict[str, Callable[[int], float]] = {
     "falls": lambda step: 0.85 if step < 200 else 0.2,
     "rises": lambda step: 0.2 if step < 200 else 0.85,
 }
-# Seconds of a level of drafts, and how a drafter works: in one pass or in one for each token, which
-# may end early or not; whole drafts are not cut; a lookup finds something every other time.
-COSTS = {"cheap": 0.06, "dear": 0.25}
+# Seconds of a level of drafts, and of a draft besides. How a drafter works: in one pass or in one
+# for each token, which may end early or not; whole drafts are not cut; a lookup finds something
+# every other time.
+COSTS = {"cheap": (0.06, 0.0), "dear": (0.25, 0.0), "dear at first": (0.06, 0.4)}
 KINDS = ("pass", "levels", "planned", "whole", "lookup")
 WORDS = ("honest", "sure")  # what the drafter says of itself
 
@@ -90,10 +91,10 @@ class World:
 
     def price(self, num_levels: int) -> float:
         """Seconds of a draft of so many tokens a row."""
-        level = COSTS[self.cost] * (1 + 0.02 * self.num_rows)
+        level, first = (seconds * (1 + 0.02 * self.num_rows) for seconds in COSTS[self.cost])
         if self.kind == "lookup":
             return level / 10
-        return level * num_levels if self.kind in ("levels", "planned") else 2 * level
+        return first + level * (num_levels if self.kind in ("levels", "planned") else 2)
 
     def draft(self, step: int, chance: random.Random) -> tuple[np.ndarray, np.ndarray]:
         """How often each token of a draft is right, and how sure the drafter is of it."""
@@ -161,9 +162,13 @@ class World:
 
 
 def list_worlds() -> list[World]:
-    """Rows in which every pair of values occurs."""
+    """Rows in which every pair of values occurs, and two where only long drafts pay."""
     rows = itertools.product(MACHINES, NOISES, RATES, COSTS, KINDS, WORDS, LENGTHS, (1, 4, 16))
-    return [World(*row) for row in cover(rows)]
+    long = [
+        World("flat", "still", "0.9", "dear at first", kind, "honest", 12, 1)
+        for kind in ("levels", "planned")
+    ]
+    return [World(*row) for row in cover(rows)] + long
 
 
 @pytest.mark.parametrize("world", list_worlds(), ids=lambda w: "-".join(map(str, vars(w).values())))

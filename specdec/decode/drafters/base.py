@@ -363,17 +363,20 @@ class StateKeeper(Drafter):
         kept = states.last if self.follows_last else states.layers
         assert kept is not None
         counts = [len(path) for path in paths]
-        lines = np.repeat(np.arange(len(rows)), counts)
-        nodes = np.array([node for path in paths for node in path], np.int64)
-        device = self._decoder.device
-        chosen = kept[to_device(lines, device), to_device(nodes, device)]
+        if kept.shape[1] == 1:
+            chosen = kept[:, 0].clone()  # the next pass may write over them
+        else:
+            lines = np.repeat(np.arange(len(rows)), counts)
+            nodes = np.array([node for path in paths for node in path], np.int64)
+            device = self._decoder.device
+            chosen = kept[to_device(lines, device), to_device(nodes, device)]
         for row, own in zip(rows, torch.split(chosen, counts), strict=True):
             self._waiting.setdefault(row, []).append(own)
-        self._num_known[list(rows)] += counts
-        self._read([row for row in rows if self._count_waiting(row) > MOST_WAITING])
-
-    def _count_waiting(self, row: int) -> int:
-        return int(self._num_known[row] - self._num_read[row])
+        known = np.array(rows)
+        self._num_known[known] += counts
+        waiting = self._num_known[known] - self._num_read[known]
+        if waiting.max() > MOST_WAITING:
+            self._read(known[waiting > MOST_WAITING].tolist())
 
     def _go_back(self, row: int, length: int) -> None:
         """Forget what waits of a row's tokens from `length` on."""

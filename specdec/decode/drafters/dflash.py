@@ -147,7 +147,7 @@ class DFlashProposer(StateKeeper):
     def _list_unread(self, rows: IntArray) -> list[int]:
         """How many tokens' context each row lacks, but those that a step has brought."""
         own = self.max_draft_depth + 1
-        return [max(0, self._count_waiting(int(row)) - own) for row in rows]
+        return [max(0, int(self._num_known[row] - self._num_read[row]) - own) for row in rows]
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Fill a block for every request, and make a tree of each.

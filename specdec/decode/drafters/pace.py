@@ -11,10 +11,11 @@ Legend: B rows, T nodes of a row's tree, the root among them.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -52,6 +53,12 @@ CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK, LEAST_READ = 13, 64, 512, 16
 MOST_TIMES, LEAST_TIMES = 6.0, 2.0
 
 
+def find_middle(values: Iterable[float]) -> float:
+    """The median of some values, the lower one of two."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 class Costs:
     """Seconds by size, the median of the newest measurements; a larger size never costs less.
 
@@ -62,50 +69,115 @@ class Costs:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
+        self._middle: dict[int, float] = {}
         self._counts: dict[int, int] = {}
-        self._sizes = np.zeros(0, np.int64)
-        self._seconds = np.zeros(0)
+        self.smallest = self.largest = 0  # sizes that were measured
+        self._line: tuple[list[int], list[float], float] | None = None  # and the rise beyond
 
     def record(self, size: int, seconds: float, guess: float | None = None) -> None:
         """Take a measurement. guess: what was foreseen, which counts too: a first is doubtful."""
         if size not in self._recent:
             self._recent[size] = deque([] if guess is None else [guess], maxlen=NUM_MEASURED)
             self._counts[size] = 0
+            self.smallest, self.largest = min(self._recent), max(self._recent)
         self._counts[size] += 1
         self._recent[size].append(seconds)
-        self._sizes = np.array(sorted(self._recent))
-        recent = (sorted(self._recent[n]) for n in self._sizes.tolist())
-        middle = [own[(len(own) - 1) // 2] for own in recent]
-        self._seconds = np.minimum.accumulate(middle[::-1])[::-1]
-
-    @property
-    def smallest(self) -> int:
-        """The smallest size that was measured, 0 for none."""
-        return int(self._sizes[0]) if len(self._sizes) else 0
-
-    @property
-    def largest(self) -> int:
-        """The largest size that was measured, 0 for none."""
-        return int(self._sizes[-1]) if len(self._sizes) else 0
+        self._middle[size] = find_middle(self._recent[size])
+        self._line = None
 
     def count(self, size: int) -> int:
         """How often a size was measured."""
         return self._counts.get(size, 0)
 
+    @property
+    def num_measured(self) -> int:
+        """How often any size was measured."""
+        return sum(self._counts.values())
+
+    def find_usual(self, size: int) -> float:
+        """The median of a size that was measured."""
+        return self._middle[size]
+
     def predict(self, sizes: Array) -> Array:
         """What each of some sizes costs; 0 where nothing was measured."""
-        if not len(self._sizes):
+        if not self._recent:
             return np.zeros(len(sizes))
-        largest, last = self._sizes[-1], self._seconds[-1]
-        lower = max(0, int(np.searchsorted(self._sizes, largest / 2, side="right")) - 1)
-        rise = largest - self._sizes[lower]
-        slope = (last - self._seconds[lower]) / rise if rise else 0.0
-        found = np.interp(sizes, self._sizes, self._seconds)
-        return np.asarray(found + slope * np.maximum(0, sizes - largest))
+        known, seconds, slope = self._line_up()
+        found = np.interp(sizes, known, seconds)
+        if slope and sizes[-1] > self.largest:
+            found += slope * np.maximum(0, sizes - self.largest)
+        return np.asarray(found)
 
-    def estimate(self, size: int) -> float:
+    def estimate(self, size: float) -> float:
         """What one size costs."""
-        return float(self.predict(np.array([size]))[0])
+        if not self._recent:
+            return 0.0
+        known, seconds, slope = self._line_up()
+        if size >= self.largest:
+            return seconds[-1] + slope * (size - self.largest)
+        at = bisect.bisect_right(known, size)
+        if not at:
+            return seconds[0]
+        share = (size - known[at - 1]) / (known[at] - known[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+
+    def _line_up(self) -> tuple[list[int], list[float], float]:
+        if self._line is None:
+            sizes = sorted(self._middle)
+            seconds = [self._middle[size] for size in sizes]
+            for at in range(len(sizes) - 1, 0, -1):
+                seconds[at - 1] = min(seconds[at - 1], seconds[at])
+            lower = max(0, bisect.bisect_right(sizes, self.largest / 2) - 1)
+            rise = self.largest - sizes[lower]
+            slope = (seconds[-1] - seconds[lower]) / rise if rise else 0.0
+            self._line = sizes, seconds, slope
+        return self._line
+
+
+class DraftCosts:
+    """Seconds of drafts by the number of requests and by levels, which are passes of the drafter.
+
+    The first level costs more than another: it reads the newest tokens too, and bears what a draft
+    costs at least. So costs are measured by the number of levels. Where only drafts of about as
+    many levels were measured, the rise is that of the nearest number of requests that has more; and
+    proportional to the levels where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._costs: dict[int, Costs] = {}
+
+    def record(self, num_rows: int, num_levels: int, seconds: float) -> None:
+        """Take a measurement."""
+        self._costs.setdefault(num_rows, Costs()).record(num_levels, seconds)
+
+    def count(self, num_rows: int) -> int:
+        """How many drafts of so many requests were measured."""
+        return self._costs[num_rows].num_measured if num_rows in self._costs else 0
+
+    def estimate(self, num_rows: int, num_levels: float = 1) -> float:
+        """What a draft costs; 0 where nothing was measured."""
+        own = self._costs.get(num_rows)
+        if own is not None and own.largest >= 2 * own.smallest:
+            return own.estimate(num_levels)
+        if not self._costs:
+            return 0.0
+        nearest = sorted(self._costs, key=lambda known: (abs(known - num_rows), -known))
+        known = [self._costs[at] for at in nearest]
+        like = next((costs for costs in known if costs.largest >= 2 * costs.smallest), None)
+        most = known[0].largest
+        times = (
+            num_levels / most if like is None else like.estimate(num_levels) / like.estimate(most)
+        )
+        return known[0].find_usual(most) * times
+
+    def predict(self, num_rows: int, levels: Iterable[int]) -> Array:
+        """The same of each of some numbers of levels."""
+        return np.array([self.estimate(num_rows, number) for number in levels])
+
+    def price_level(self, num_rows: int) -> float:
+        """What one level more costs."""
+        top = max([2, *(costs.largest for costs in self._costs.values())])
+        return (self.estimate(num_rows, top) - self.estimate(num_rows)) / (top - 1)
 
 
 class Calibration:
@@ -117,17 +189,16 @@ class Calibration:
 
     def __init__(self) -> None:
         self._counts: dict[int, Array] = {}  # by source: [2, depth, bucket], right ones and all
+        self._anywhere: dict[int, Array] = {}  # the same of all depths: [2, bucket]
 
     def estimate(self, candidates: Candidates) -> Array:
         """[T], the chance that a node is accepted where its parent is; 1 for the root."""
         confidence = read_confidence(candidates)
         depths, buckets = _place(candidates.tree.depths, confidence)
-        counts = self._get(candidates.source)
-        all_right, all_seen = counts.sum(1)[:, buckets]
+        right, seen = self._get(candidates.source)[:, depths, buckets]
+        all_right, all_seen = self._anywhere[candidates.source][:, buckets]
         anywhere = (all_right + FIRST_TRIALS * confidence) / (all_seen + FIRST_TRIALS)
-        right, seen = counts[:, depths, buckets]
-        chances = (right + FIRST_TRIALS * anywhere) / (seen + FIRST_TRIALS)
-        chances = np.minimum(chances, SURE)
+        chances = np.minimum((right + FIRST_TRIALS * anywhere) / (seen + FIRST_TRIALS), SURE)
         chances[0] = 1.0
         return np.asarray(chances)
 
@@ -137,23 +208,27 @@ class Calibration:
         if tree.num_nodes == 1:
             return
         depths, buckets = _place(tree.depths, read_confidence(candidates))
-        counts = self._get(candidates.source)
+        right, seen = counts = self._get(candidates.source)
         counts *= KEEP
-        node = 0
+        children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+        for child, parent in enumerate(tree.parents.tolist()[1:], 1):
+            children[parent].append(child)
+        tokens, node = tree.tokens.tolist(), 0
         for token in emitted:
-            children = np.flatnonzero(tree.parents == node)
-            if not len(children):
+            if not children[node]:
                 break
-            counts[1, depths[children], buckets[children]] += 1
-            entered = children[tree.tokens[children] == token]
-            if not len(entered):
+            for child in children[node]:
+                seen[depths[child], buckets[child]] += 1
+            node = next((child for child in children[node] if tokens[child] == token), 0)
+            if not node:
                 break
-            node = int(entered[0])
-            counts[0, depths[node], buckets[node]] += 1
+            right[depths[node], buckets[node]] += 1
+        self._anywhere[candidates.source] = counts.sum(1)
 
     def _get(self, source: int) -> Array:
         if source not in self._counts:
             self._counts[source] = np.zeros((2, MAX_DEPTH, NUM_BUCKETS))
+            self._anywhere[source] = np.zeros((2, NUM_BUCKETS))
         return self._counts[source]
 
 
@@ -178,11 +253,10 @@ def read_confidence(candidates: Candidates) -> Array:
 
 def follow_chances(tree: Tree, chances: Array) -> Array:
     """[T], the chance that the whole path to a node is accepted, by that of each node on it."""
-    found = chances.copy()
-    for depth in range(2, tree.depth + 1):
-        level = tree.depths == depth
-        found[level] *= found[tree.parents[level]]
-    return found
+    found = chances.tolist()
+    for node, parent in enumerate(tree.parents.tolist()[1:], 1):  # parents come first
+        found[node] *= found[parent]
+    return np.array(found)
 
 
 @dataclasses.dataclass
@@ -285,13 +359,15 @@ class Pace:
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are known not to pay
-        self.is_brief = True  # whether they have one level
-        self._steps, self._drafts = Costs(), Costs()  # by tokens; of a level, by requests
+        self.is_brief = True  # whether they have one level, since it is not known what more cost
+        self._steps, self._drafts = Costs(), DraftCosts()  # by tokens
         self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self._slow = 1.0  # times as long as it takes alone, everything takes at present
         self._token = 0.0  # seconds of a prompt's token, of many; 0 where it is not known
         self._reading = Costs()  # of a prompt's token that the drafter reads, under size 1
         self._num_levels = 1.0  # a mean
+        self._depth = max(max_depths, default=max_tokens)  # levels at most
+        self._is_tried = False  # whether a draft of more than a level was made
         self._gains = FIRST_DRAFTS * np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
         self._weight = FIRST_DRAFTS
         self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS  # of planned drafts
@@ -316,15 +392,17 @@ class Pace:
         prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
         """
         num_rows = len(remaining)
-        self._rest = self._rest - 1 if num_rows == self._num_rows else 0
-        self._num_rows = num_rows
+        rests, self._num_rows = self.rests(num_rows), num_rows
+        self._rest -= 1
         self._num_prompt_tokens = _round_up(num_prompt_tokens)
-        if self._rest > 0 or max(remaining) <= 1 or not self._steps.largest:
+        if rests or max(remaining) <= 1 or not self._steps.largest:
             return False
         self._seconds = seconds = self._predict()
         plain, level = float(seconds[0]), self._drafts.estimate(num_rows)
         sizes = np.arange(1, len(seconds))
-        draft = level * (sizes if self.is_planned else np.full(len(sizes), self._num_levels))
+        draft = np.full(len(sizes), self._drafts.estimate(num_rows, self._num_levels))
+        if self.is_planned:
+            draft = self._drafts.predict(num_rows, range(1, len(seconds)))
         gains = self._gains[self.max_tokens - 1 :] if self.is_whole else self._gains[: len(sizes)]
         emitted = 1 + gains / self._weight  # tokens of a request
         rates = num_rows * emitted / (draft + seconds[1:])
@@ -335,13 +413,17 @@ class Pace:
         self.is_trial = self._gain <= 1 and is_known
         ahead = min(max(remaining), HORIZON) * plain
         limit = self.account.find_limit(ahead)
+        self.is_brief = not level or (not self._is_tried and self._depth * level > limit)
         # The least that is drafted and verified, if it pays nothing back.
-        least = best if self.is_planned and level and self._gain > 1 else 0
+        least = 0
+        if self.is_planned and not self.is_brief and not self.is_trial:
+            least = best if self._is_tried else min(1, len(sizes) - 1)
         while least and draft[least] + seconds[least + 1] - plain > limit:
             least -= 1
         self.max_levels = least + 1
-        self.is_brief = self.is_trial or not level
         price = level if self.is_brief else float(draft[least])
+        if not (self.is_brief or self._is_tried or self.is_planned):
+            price = self._depth * level
         self._allowance = limit - price
         expected = price + float(seconds[least + 1]) - plain * float(emitted[least])
         if self._is_plain_due():
@@ -354,6 +436,10 @@ class Pace:
         if not drafts:
             self._rest = REST_STEPS
         return bool(drafts)
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether the next step of so many requests is one of the plain ones after a plan."""
+        return self._rest > 1 and num_rows == self._num_rows
 
     def _is_plain_due(self) -> bool:
         """Whether to measure a plain step."""
@@ -390,11 +476,11 @@ class Pace:
         That is tokens of the newest level that are expected to be accepted, in all rows together
         and at most one in each.
         """
-        if self.is_brief:
-            return math.inf
+        if self.is_brief or not self._is_tried:
+            return math.inf if self.is_brief else -math.inf
         seconds = self._seconds[1:]  # that a draft is verified at all is paid for already
         token = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
-        price = self._rate * (self._drafts.estimate(self._num_rows) + token)
+        price = self._rate * (self._drafts.price_level(self._num_rows) + token)
         return float(price * self._weight / self._gains[0])
 
     def value(self, chances: Array) -> float:
@@ -429,8 +515,13 @@ class Pace:
                 known = min(size, most)
                 gains[1 : known + 1] += found[:known]
                 gains[known + 1 :] += found[known - 1]
-                self._gains[:size] += found[:size]
-                self._gains[size:] += found[size - 1]
+                promised = np.concatenate(
+                    (found[:size], np.full(self.max_tokens - size, found[size - 1]))
+                )
+                if self.is_brief:  # as if each further level were as good as the first
+                    chain = np.cumsum(row[0] ** np.arange(1, self.max_tokens + 1))
+                    promised = np.maximum(promised, chain)
+                self._gains += promised
         worth = gains - self._rate * seconds
         worth[seconds - seconds[0] > self._allowance] = -np.inf
         return max(int(worth.argmax()), int(self._gain <= 1))
@@ -490,8 +581,8 @@ class Pace:
             self._since_small = 0
         guess, steps = None, self._steps
         if steps.count(num_tokens) > 2 and not num_prompt_tokens:
-            self._ratios.append(seconds / steps.estimate(num_tokens))
-            self._slow = sorted(self._ratios)[(len(self._ratios) - 1) // 2]
+            self._ratios.append(seconds / steps.find_usual(num_tokens))
+            self._slow = find_middle(self._ratios)
         elif steps.largest and not steps.count(num_tokens):  # a token costs no more than others did
             token = self._token or steps.estimate(steps.largest) / steps.largest
             guess = max(steps.estimate(num_tokens), num_tokens * token)
@@ -509,22 +600,29 @@ class Pace:
             self._known.add(num_rows)
             self._num_plain += 1
             self._since_plain = 0
-        sizes = num_rows * np.array([1, max(2, size)])
-        foreseen = self._foresee(sizes, self._num_prompt_tokens).tolist()
-        plain, step = foreseen[0], foreseen[size > 1]
+        if drafted.seconds is None and not self._num_prompt_tokens:
+            self.account.add(seconds, 0.0, is_trial=self.is_trial)
+            return
+        if self._num_prompt_tokens:
+            sizes = num_rows * np.array([1, max(2, size)])
+            foreseen = self._foresee(sizes, self._num_prompt_tokens).tolist()
+            plain, step = foreseen[0], foreseen[size > 1]
+        else:
+            plain, step = (self._steps.estimate(num_rows * n) for n in (1, size))
         took, lost = (drafted.seconds or 0.0) / self._slow, 0.0
         if drafted.seconds is not None:
             levels = max(1, drafted.num_levels)
             if drafted.num_prefilled > FEW_UNREAD:
-                read = max(0.0, took - levels * self._drafts.estimate(num_rows))
+                read = max(0.0, took - self._drafts.estimate(num_rows, levels))
                 self._reading.record(1, read / drafted.num_prefilled)
                 self.account.read += read
                 took -= read
             else:
-                self._drafts.record(num_rows, took / levels)
+                self._drafts.record(num_rows, levels, took)
+                self._is_tried |= not self.is_brief and (levels > 1 or not self.is_planned)
             self._num_levels += (levels - self._num_levels) / FIRST_TRIALS
             # What others delay is nobody's loss: costs of the same kind are compared.
-            draft = levels * self._drafts.estimate(num_rows)
+            draft = self._drafts.estimate(num_rows, levels)
             lost = draft + step - plain * sum(drafted.emitted) / num_rows
             if size > 1 and (self.is_whole or self.is_planned):
                 self._learn(drafted)

@@ -98,11 +98,11 @@ class PacedDrafter(DrafterGroup):
         The groups are asked in order, each for the requests that those before it did not suit.
         """
         pace, self._seconds, self.num_prefilled = self.pace, None, 0
-        num_unread = self.count_unread(requests)
-        remaining = [request.remaining for request in requests]
-        drafts = pace.plan(remaining, self.num_prompt_tokens, num_unread)
         self._drafts = super().propose(requests)
         self._lengths = [len(request.output_ids) for request in requests]
+        remaining = [request.remaining for request in requests]
+        num_unread = 0 if pace.rests(len(requests)) else self.count_unread(requests)
+        drafts = pace.plan(remaining, self.num_prompt_tokens, num_unread)
         if not (drafts or self.is_fixed):
             return self._drafts
         if not self.is_fixed:
@@ -170,11 +170,15 @@ class PacedDrafter(DrafterGroup):
         self.pace.record_drafts(
             self._seconds, size, [len(path) for path in paths], self.num_levels, self.num_prefilled
         )
+        if size == 1:
+            return
         for request, candidates, length in zip(requests, drafts, self._lengths, strict=True):
             self.pace.calibration.record(candidates, request.output_ids[length:])
 
     def _rank(self, candidates: Candidates) -> tuple[Array, Array]:
         """The chances of a draft's nodes, best first, and which nodes those are."""
+        if candidates.tree.num_nodes == 1:
+            return np.zeros(0), np.zeros(0, np.int64)
         chances = follow_chances(candidates.tree, self.pace.calibration.estimate(candidates))
         order = np.argsort(-chances[1:], kind="stable") + 1
         return chances[order], order
