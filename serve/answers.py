@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from specdec import Event
 from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogprob
 
 from .metrics import FINISHED, describe_jobs
+from .parsing import Delta, Parser
 from .scheduler import Job
 from .schema import Asked
 from .tokens import TokenTable
@@ -41,9 +43,10 @@ class Choice(Job):
         has_output: bool = True,
         is_echoed: bool = False,
         starts: Sequence[int] = (),
+        parser: Parser | None = None,
     ) -> None:
         """is_echoed: whether the text begins with the prompt's. starts: where the prompt's tokens
-        begin, if their log-probabilities are asked for.
+        begin, if their log-probabilities are asked for. parser: finds the parts of the text.
         """
         super().__init__(request, on_change, has_output=has_output)
         self.index, self.starts = index, starts
@@ -54,6 +57,10 @@ class Choice(Job):
         self.num_seen = 0  # of its tokens
         self._prefix = self._ended = len(self.text)  # and where the last token seen ends
         self._pending: list[Told] = []
+        self.parser, self.num_reasoning_tokens = parser, 0
+        self._deltas: list[Delta] = []
+        self._marks: deque[tuple[int, str]] = deque()  # markers that are no text, by their places
+        self._parsed = self._num_marked = 0  # characters: of the text, of markers before reasoning
 
     def add(self, event: Event) -> str:
         """Take an event; return the new text."""
@@ -77,6 +84,8 @@ class Choice(Job):
             end += self._prefix
             self._pending.append(Told(token, logprob, self._ended, end, origin))
             self._ended = end
+            if self.parser is not None and token in self.parser.marks:
+                self._marks.append((end, self.parser.marks[token]))
         is_over = event.finish_reason is not None
         while self._pending:
             first = self._pending[0]
@@ -85,7 +94,40 @@ class Choice(Job):
             if event.finish_reason == "stop" and first.start >= certain:
                 break  # behind a stop word; an end token has no text, and is told of
             self.tokens.append(self._pending.pop(0))
+        if self.parser is not None:
+            self._parse(self.parser, is_over)
         return event.text
+
+    def take_deltas(self) -> list[Delta]:
+        """What the parser has found since the last call, as a stream tells it."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The whole answer as a message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if (parser := self.parser) is not None:
+            message["content"] = parser.content or (None if parser.calls else "")
+            message |= {"reasoning_content": parser.reasoning} if parser.reasoning else {}
+            message |= {"tool_calls": parser.calls} if parser.calls else {}
+        return message
+
+    def _parse(self, parser: Parser, is_over: bool) -> None:
+        """Find the parts of the text that is certain."""
+        while self._marks and self._marks[0][0] <= len(self.text):
+            at, mark = self._marks.popleft()
+            self._num_marked += 0 if parser.reasoning_end else len(mark)
+            self._deltas += parser.feed(self.text[self._parsed : at] + mark)
+            self._parsed = at
+        self._deltas += parser.feed(self.text[self._parsed :])
+        self._parsed = len(self.text)
+        if is_over:
+            self._deltas += parser.finish()
+            end = parser.reasoning_end - self._num_marked
+            self.num_reasoning_tokens = sum(token.start < end for token in self.tokens)
+            if parser.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
 
 
 class Answer:
@@ -112,8 +154,7 @@ class Answer:
         for choice in self.choices:
             content: dict[str, Any] = {"text": choice.text}
             if self.is_chat:
-                message = {"role": "assistant", "content": choice.text, "refusal": None}
-                content = {"message": message}
+                content = {"message": choice.message}
             document = {
                 "index": choice.index, **content, "logprobs": None,
                 "finish_reason": choice.finish_reason, **self._describe(choice, 0, choice.prompt),
@@ -139,15 +180,22 @@ class Answer:
         prompt = [] if knew_prompt else choice.prompt
         if prompt:
             text = choice.request.input_text + text
-        if text or len(choice.tokens) > known:
-            told = self._describe(choice, known, prompt)
-            if self.asked.get("return_trees"):
-                trees = [tree for event in events for tree in event.trees]
-                told["trees"] = [self._describe_tree(tree) for tree in trees]
-            yield self._make_chunk(choice, {"content": text} if self.is_chat else text, **told)
+        has_gained = bool(text) or len(choice.tokens) > known
+        told = self._describe(choice, known, prompt) if has_gained else {}
+        if has_gained and self.asked.get("return_trees"):
+            trees = [tree for event in events for tree in event.trees]
+            told["trees"] = [self._describe_tree(tree) for tree in trees]
+        contents: list[Any] = [text] if has_gained else []
+        if choice.parser is not None:
+            contents = choice.take_deltas() or ([{}] if told else [])
+        elif self.is_chat:
+            contents = [{"content": text}] if has_gained else []
+        for content in contents:
+            yield self._make_chunk(choice, content, **told)
+            told = {}
         if choice.finish_reason is not None:
-            content: Any = {} if self.is_chat else ""
-            chunk = self._make_chunk(choice, content, finish_reason=choice.finish_reason)
+            nothing: Any = {} if self.is_chat else ""
+            chunk = self._make_chunk(choice, nothing, finish_reason=choice.finish_reason)
             yield chunk | (self._told_last if self.is_over else {})
 
     def close(self) -> Iterator[dict[str, Any]]:
@@ -174,6 +222,9 @@ class Answer:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(s.num_draft_tokens for s in stats) - accepted,
             }
+        if any(choice.parser is not None for choice in self.choices):
+            reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+            usage.setdefault("completion_tokens_details", {})["reasoning_tokens"] = reasoning
         return usage
 
     @property

@@ -26,8 +26,10 @@ from specdec.errors import summarize
 from specdec.files.reading import parse_json
 
 from .answers import Answer, Choice
+from .formats import NO_FORMATS, ChatFormats
 from .metrics import Metrics
-from .protocol import make_error
+from .parsing import Parser
+from .protocol import BadRequest, make_error
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
     CHAT,
@@ -35,7 +37,6 @@ from .schema import (
     DETOKENIZE,
     TOKENIZE,
     Asked,
-    BadRequest,
     Parameters,
     check_model,
     find_starts,
@@ -43,6 +44,7 @@ from .schema import (
     read_asked,
 )
 from .tokens import TokenTable
+from .tools import make_parser, read_calling
 
 logger = logs.get_logger(__name__)
 PAGE = Path(__file__).parent / "page.html"
@@ -93,10 +95,10 @@ class Front:
 
     def __init__(
         self, engine: Engine, scheduler: Scheduler, metrics: Metrics, *, model: str,
-        max_body_bytes: int, request_timeout: float,
+        max_body_bytes: int, request_timeout: float, formats: ChatFormats = NO_FORMATS,
     ) -> None:  # fmt: skip
         self._engine, self._scheduler, self._metrics = engine, scheduler, metrics
-        self._model = model
+        self._model, self._formats = model, formats
         self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
         self._table = TokenTable(engine.tokenizer)
         self._bell = Bell()
@@ -135,7 +137,8 @@ class Front:
         return await self._generate(request, CHAT, "messages")
 
     async def _generate(self, http: Request, parameters: Parameters, needed: str) -> Response:
-        asked, (requests, starts) = await self._read(http, parameters, self._prepare, needed)
+        asked, prepared = await self._read(http, parameters, self._prepare, needed)
+        requests, starts, parsers = zip(*prepared, strict=True)
         for name in set(asked["ignored"]) - self._ignored:
             if len(self._ignored) < MAX_IGNORED:
                 self._ignored.add(name)
@@ -150,7 +153,7 @@ class Front:
         jobs = [
             Choice(
                 at, request, wake, has_output=asked.get("max_tokens") != 0,
-                is_echoed=bool(asked.get("echo")), starts=starts[at],
+                is_echoed=bool(asked.get("echo")), starts=starts[at], parser=parsers[at],
             )
             for at, request in enumerate(requests)
         ]  # fmt: skip
@@ -173,12 +176,19 @@ class Front:
             cancel_all(self._scheduler, jobs)
         return JSONResponse(answer.to_json())
 
-    def _prepare(self, asked: Asked) -> tuple[list[InferenceRequest], list[list[int]]]:
-        """The requests, and where a prompt's tokens begin if their log-probabilities are wanted."""
-        requests = make_requests(self._engine, asked)
-        return requests, [
-            find_starts(self._engine, request) if request.wants_prompt_logprobs else []
-            for request in requests
+    def _prepare(self, asked: Asked) -> list[tuple[InferenceRequest, list[int], Parser | None]]:
+        """The requests, each with where its prompt's tokens begin if their log-probabilities are
+        wanted, and with what finds the parts of its answer.
+        """
+        formats = self._formats if "messages" in asked else NO_FORMATS
+        calling = read_calling(asked, formats)
+        return [
+            (
+                request,
+                find_starts(self._engine, request) if request.wants_prompt_logprobs else [],
+                make_parser(calling, formats, request.input_text),
+            )
+            for request in make_requests(self._engine, asked, formats, calling)
         ]
 
     async def _follow(
@@ -214,7 +224,7 @@ class Front:
             raise BadRequest("give exactly one of prompt and messages", "prompt")
         if "messages" in asked:
             chat = {"messages": asked["messages"], "max_tokens": 1, "ignored": []}
-            return make_requests(self._engine, chat)[0].input_ids
+            return make_requests(self._engine, chat, self._formats)[0].input_ids
         return list(self._engine.tokenizer(asked["prompt"], verbose=False)["input_ids"])
 
     async def _detokenize(self, http: Request) -> Response:

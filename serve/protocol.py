@@ -15,6 +15,16 @@ HEAD_SECONDS = 30.0  # in which the headers of a request must have come
 STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its answer
 
 
+class BadRequest(Exception):
+    """The request cannot be served as it is; status is 4xx."""
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+
 def make_error(
     message: str, status: int, param: str | None = None, code: str | None = None,
     headers: Mapping[str, str] | None = None,

@@ -14,6 +14,10 @@ from specdec.decode.requests import Request
 from specdec.decode.text import TextStream
 from specdec.errors import shorten, suggest, summarize
 
+from .formats import ChatFormats
+from .protocol import BadRequest
+from .tools import Calling, GrammarWriter, write_messages
+
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
 MAX_STOPS = 16
 MAX_BIASES = 1024
@@ -45,16 +49,6 @@ SETTINGS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "speculation",
 )  # fmt: skip
-
-
-class BadRequest(Exception):
-    """The request cannot be served as it is; status is 4xx."""
-
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
 
 
 # What a body's parameter may be: an object of parameters, a check and what it expects, or None,
@@ -141,7 +135,7 @@ COMPLETION: Parameters = ASKED | {
 }
 CHAT: Parameters = ASKED | {
     "messages": MESSAGES, "max_completion_tokens": SETTING, "logprobs": BOOL,
-    "top_logprobs": SETTING,
+    "top_logprobs": SETTING, "tools": SETTING, "tool_choice": SETTING, "parallel_tool_calls": BOOL,
 }  # fmt: skip
 TOKENIZE: Parameters = {"model": TEXT, "prompt": TEXT, "messages": MESSAGES}
 DETOKENIZE: Parameters = {"model": TEXT, "tokens": CHECKS["token_ids"]}
@@ -286,7 +280,11 @@ def _read_completion(asked: Asked) -> tuple[list[dict[str, Any]], dict[str, Any]
 
 
 def _read_chat(
-    asked: Asked, tokenizer: Any, names: dict[str, str]
+    asked: Asked,
+    tokenizer: Any,
+    names: dict[str, str],
+    formats: ChatFormats,
+    calling: Calling | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The conversation of a chat, and what it says in its own way.
 
@@ -307,8 +305,12 @@ def _read_chat(
     elif asked.get("top_logprobs"):
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
     template = str(tokenizer.chat_template or "")
-    messages = read_messages(asked["messages"], template, asked["ignored"])
-    return [{"messages": messages}], {"max_output_len": limit, "logprobs": num_top}
+    read = f"{template} tool_calls tool_call_id" if formats.as_text else template
+    messages = read_messages(asked["messages"], read, asked["ignored"])
+    source: dict[str, Any] = {"messages": write_messages(messages, template, calling, formats)}
+    if calling is not None and formats.reads_tools:
+        source["chat_template_kwargs"] = {"tools": list(calling.tools)}
+    return [source], {"max_output_len": limit, "logprobs": num_top}
 
 
 def _read_settings(asked: Asked) -> dict[str, Any]:
@@ -325,10 +327,13 @@ def _read_settings(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_requests(engine: Engine, asked: Asked) -> list[Request]:
+def make_requests(
+    engine: Engine, asked: Asked, formats: ChatFormats, calling: Calling | None = None
+) -> list[Request]:
     """Tokenize and check; n requests of each prompt. The seeds of all choices are consecutive.
 
-    Adds to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
+    formats: how the model writes what is no content. calling: what a chat says of tools. Adds
+    to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
     """
     for name in ("stream_options", "return_trees"):
         if asked.get(name) not in (None, False) and not asked.get("stream"):
@@ -340,7 +345,7 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
     names = {"text": source, "token_ids": source, "keep_trees": "return_trees"}
     names["max_output_len"] = "max_tokens"
     if source == "messages":
-        sources, own = _read_chat(asked, engine.tokenizer, names)
+        sources, own = _read_chat(asked, engine.tokenizer, names, formats, calling)
     else:
         sources, own = _read_completion(asked)
     count = asked.get("n", 1)
@@ -352,13 +357,19 @@ def make_requests(engine: Engine, asked: Asked) -> list[Request]:
         )
     grammar = find_grammar(asked)
     names["grammar"] = next(iter(grammar), "grammar")
+    given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
     seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
     shared = _read_settings(asked) | own
-    shared |= {"seed": seed % 2**64, "grammar": next(iter(grammar.values()), None)}
+    shared |= {"seed": seed % 2**64, "grammar": given}
     requests: list[Request] = []
     for one in sources:
         try:
             request = engine.prepare(Prompt(**one, **shared), max_output_len=None)
+            full = writer.write(calling, formats, given, request.input_text)
+            if full is not given:
+                names["grammar"] = "tools" if calling is not None else names["grammar"]
+                shared["grammar"] = full
+                request = engine.prepare(Prompt(**one, **shared), max_output_len=None)
         except SpecDecError as error:
             raise _explain(error, source, names) from None
         for _ in range(count):

@@ -26,6 +26,7 @@ from specdec.http_client import SERVER_KEY_VARIABLE, read_key
 from specdec.options import get_flags
 
 from .app import MAX_HEADER_BYTES, Front, Guard
+from .formats import ChatFormats
 from .metrics import Metrics
 from .protocol import Connection
 from .scheduler import Scheduler
@@ -139,7 +140,9 @@ class Server:
         front = Front(
             engine, self.scheduler, metrics, model=model,
             max_body_bytes=int(settings.max_body_mb * 2**20),
-            request_timeout=settings.request_timeout,
+            request_timeout=settings.request_timeout, formats=ChatFormats.choose(
+                settings.tool_call_parser, settings.reasoning_parser, engine.tokenizer
+            ),
         )  # fmt: skip
         names = None
         if key is None and is_loopback(settings.host):

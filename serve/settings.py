@@ -9,6 +9,8 @@ from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
 from specdec.options import add_options, like, option_group
 
+from .formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
+
 ADDRESS = option_group("Address")
 ENGINE = option_group("Engine")
 LOAD = option_group("Load")
@@ -30,6 +32,16 @@ class ServeSettings:
     )
     served_model_name: str | None = ENGINE(
         metavar="NAME", help="What clients call the model; if not given, the engine folder's name."
+    )
+    tool_call_parser: str = ENGINE(
+        AUTO,
+        choices=(AUTO, NONE, *TOOL_FORMATS),
+        help="How the model writes tool calls; auto goes by its chat template.",
+    )
+    reasoning_parser: str = ENGINE(
+        AUTO,
+        choices=(AUTO, NONE, *REASONING_FORMATS),
+        help="How the model marks its reasoning; auto goes by its chat template.",
     )
     api_key_file: Path | None = ADDRESS(
         help="File that holds the key clients must send; if not given, SPECDEC_API_KEY."

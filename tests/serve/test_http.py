@@ -356,6 +356,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [-1]}, "prompt", "not a text"),
     ({"promt": "x"}, "promt", "unknown parameter 'promt' (did you mean prompt?)"),
     ({"tools": [1]}, "tools", "tools is not supported"),
+    ({"messages": CHAT, "tools": [1]}, "tools", "tools.0 is 1, not an object"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
     ({"best_of": True}, "best_of", "best_of is not supported"),
     ({"suffix": "x"}, "suffix", "suffix is not supported"),

@@ -1,0 +1,150 @@
+"""Reasoning and tool calls found in text: the same, wherever the pieces of a stream begin."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS
+from specdec.serve.parsing import Parser
+
+SCHEMAS = {
+    "f": {"properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},
+    "get.time": {},
+}
+A, B = '{"a": 1}', '{"t": "}</tool_call>\\\\\\"{[TOOL_CALLS] é"}'
+F, G = ("f", A), ("get.time", B)
+JSON_F, JSON_G = f'{{"name": "f", "arguments": {A}}}', f'{{"name":"get.time","arguments":{B} }}'
+# A format, what is written, and the content and the calls that it means.
+WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", "Just text <tool", "Just text <tool", []),
+    ("hermes", " \n", " \n", []),
+    ("hermes", f"<tool_call>\n{JSON_F}\n</tool_call>", "", [F]),
+    ("hermes", f"Well.\n\n<tool_call>{JSON_F}</tool_call>\n", "Well.", [F]),
+    ("hermes", f"<tool_call>{JSON_F}</tool_call>\n<tool_call>\n{JSON_G}\n</tool_call>x y\n",
+     "x y", [F, G]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [F]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "7"}</tool_call>', "", [F]),
+    ("hermes", f"<tool_call>{JSON_F[:-1]}</tool_call>", "", [F]),  # a bracket is missing
+    ("hermes", f"<tool_call>{JSON_F}", "", [F]),  # cut off, from here on
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"t": "x\\', "", [("f", '{"t": "x\\')]),
+    ("hermes", '<tool_call>\n{"name": "f", ', '<tool_call>\n{"name": "f", ', []),
+    ("hermes", "a\n<tool_call>", "a\n<tool_call>", []),
+    ("hermes", f"a\n<tool_call>no</tool_call> <tool_call>{JSON_F}</tool_call>",
+     "a\n<tool_call>no</tool_call>", [F]),
+    ("hermes", '<tool_call>{"x": 1}</tool_call>', '<tool_call>{"x": 1}</tool_call>', []),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=t>\n1"
+     "\n2\n</parameter>\n</function>\n</tool_call>", "", [("f", '{"a": 1, "t": "1\\n2"}')]),
+    ("qwen3_coder", "Now: <tool_call><function=f></function></tool_call>", "Now:", [("f", "{}")]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter>", "", [("f", '{"a": "x"')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1", "", [("f", "{")]),
+    ("qwen3_coder", "<tool_call><function=a b></function>", "<tool_call><function=a b></function>",
+     []),
+    ("qwen3_coder", f"<tool_call>\n{JSON_F}\n</tool_call>", "", [F]),
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]get.time{B}", "", [F, G]),
+    ("mistral", f"Yes. [TOOL_CALLS] f [CALL_ID]123456789[ARGS] {A}", "Yes. [TOOL_CALLS] f "
+     f"[CALL_ID]123456789[ARGS] {A}", []),
+    ("mistral", f"Yes. [TOOL_CALLS]f[CALL_ID]123456789[ARGS] {A}", "Yes.", [F]),
+    ("mistral", f"[TOOL_CALLS] [{JSON_F}, {JSON_G}]", "", [F, G]),
+    ("mistral_list", f"[TOOL_CALLS][{JSON_F}, {JSON_G}] and", "and", [F, G]),
+    ("mistral_list", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', "",
+     [F]),
+    ("llama3_json", f"{JSON_F}; {JSON_G}", "", [F, G]),
+    ("llama3_json", '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}',
+     []),
+    ("llama3_json", '{"answer": 1}', '{"answer": 1}', []),
+    ("llama3_json", f"It is {JSON_F}", f"It is {JSON_F}", []),
+    ("llama3_json", '{"name": "f"}', '{"name": "f"}', []),
+    ("json", f"```json\n[{JSON_F}, {JSON_G}]\n```\n", "", [F, G]),
+    ("json", "```json\n[1, 2]\n```", "```json\n[1, 2]\n```", []),
+    ("json", "\n [", "\n [", []),
+    ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', "", [F]),
+]  # fmt: skip
+
+
+def parse(pieces: Any, **given: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    """The parts that a stream's deltas add up to; they are those that the parser keeps."""
+    parser = Parser(given.pop("tools"), given.pop("reasoning", None), schemas=SCHEMAS, **given)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for (part,) in (delta["tool_calls"] for delta in deltas if "tool_calls" in delta):
+        if part["index"] == len(calls):
+            assert part["id"]
+            assert part["type"] == "function"
+            assert part["function"]["arguments"] == ""
+            calls.append({**part, "function": dict(part["function"])})
+        else:
+            assert part["index"] == len(calls) - 1
+            assert part.keys() == {"index", "function"}
+            assert part["function"].keys() == {"arguments"}
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    kept = [{"index": index, **call} for index, call in enumerate(parser.calls)]
+    assert (parser.content, parser.reasoning, kept) == (content, reasoning, calls)
+    functions = [call["function"] for call in calls]
+    return content, reasoning, [(one["name"], one["arguments"]) for one in functions]
+
+
+def split_everywhere(text: str) -> Any:
+    """Each way of cutting a text in two, letter by letter, and some hundred in pieces of blocks."""
+    yield [text]
+    yield list(text)
+    for at in range(1, len(text)):
+        yield [text[:at], text[at:]]
+    rng = random.Random(text)
+    for _ in range(100):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(2, 9))))
+        yield [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
+def test_calls_are_found_in_any_pieces(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in split_everywhere(text):
+        assert parse(pieces, tools=TOOL_FORMATS[name]) == (content, "", calls), pieces
+
+
+THOUGHT: list[tuple[str, bool, str, str, str]] = [
+    ("qwen3", False, "<think>\nhm </th\n</think>\n\nYes.\n", "hm </th", "Yes.\n"),
+    ("qwen3", False, " <thin", "", " <thin"),
+    ("qwen3", False, "No </think> here", "", "No </think> here"),
+    ("qwen3", True, "hm\n</think>Yes", "hm", "Yes"),
+    ("qwen3", True, "<think>hm</think>", "hm", ""),
+    ("qwen3", True, "hm, cut", "hm, cut", ""),
+    ("deepseek_r1", False, "hm</think>\n\nYes", "hm", "Yes"),
+    ("mistral", False, "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+]
+
+
+@pytest.mark.parametrize(("name", "is_thinking", "text", "reasoning", "content"), THOUGHT)
+def test_reasoning_is_found_in_any_pieces(
+    name: str, is_thinking: bool, text: str, reasoning: str, content: str
+) -> None:
+    given: Any = {"reasoning": REASONING_FORMATS[name], "is_thinking": is_thinking}
+    for pieces in split_everywhere(text):
+        assert parse(pieces, tools=None, **given) == (content, reasoning, []), pieces
+    if content.startswith("Yes"):  # calls that are thought of are not made
+        call = f"<tool_call>{JSON_F}</tool_call>"
+        thought = text.replace("hm", f"hm {call} hm") + f" {call}"
+        expected = content.rstrip(), reasoning.replace("hm", f"hm {call} hm"), [F]
+        for pieces in split_everywhere(thought):
+            assert parse(pieces, tools=TOOL_FORMATS["hermes"], **given) == expected, pieces
+
+
+def test_arguments_are_told_before_they_end() -> None:
+    parser = Parser(TOOL_FORMATS["hermes"], None, schemas=SCHEMAS)
+    told = parser.feed('<tool_call>\n{"name": "f", "arguments": {"t": "a long')
+    assert told[0]["tool_calls"][0]["function"]["name"] == "f"
+    assert told[1]["tool_calls"][0]["function"]["arguments"] == '{"t": "a long'
+    parser.feed(' text"}}\n</tool_call>')
+    assert json.loads(parser.calls[0]["function"]["arguments"]) == {"t": "a long text"}

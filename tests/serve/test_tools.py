@@ -1,0 +1,451 @@
+"""Tools and reasoning in chats: what the template gets, what answers have, and what is enforced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import pytest
+from transformers import AutoTokenizer
+
+from specdec import Event
+from specdec.decode.prompts import Prompt, encode_prompt
+from specdec.decode.requests import Request
+from specdec.decode.settings import DecodeSettings
+from specdec.decode.text import TextStream
+from specdec.serve.answers import Choice
+from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
+from specdec.serve.parsing import Parser
+from specdec.serve.protocol import BadRequest
+from specdec.serve.tools import Calling, GrammarWriter, read_calling, write_messages
+from tests.serve.servers import CLIENT, post, read_events, serve_here
+
+CHAT = [{"role": "user", "content": "hi"}]
+PATH = "/v1/chat/completions"
+TEMPLATE = (
+    "{% for t in tools or [] %}T:{{ t['function']['name'] }}{{ '\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}"
+    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}{# </think> #}"
+)
+
+
+def make_tool(name: str, properties: Any, **more: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "parameters": schema | {"additionalProperties": False}, **more}
+    return {"type": "function", "function": function}
+
+
+ADD = make_tool("add", {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}})
+SAY = make_tool("say.it", {"word": {"enum": ["x", 'q"uote']}})
+TOOLS = [ADD, SAY]
+
+
+def change_template(folder: Path, parent: Path, template: str) -> Path:
+    """The tokenizer of an engine folder with another chat template."""
+    changed = parent / "tokenizer"
+    shutil.copytree(folder / "tokenizer", changed)
+    (changed / "chat_template.jinja").unlink(missing_ok=True)
+    path = changed / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return changed
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(folder: Path, lasting_dir: Path) -> Path:
+    return change_template(folder, lasting_dir / "tools", TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tokenizer_dir: Path) -> Iterator[str]:
+    more: Any = {"draft_budget": "fixed", "reasoning_parser": "none"}
+    with serve_here(folder, tokenizer_dir=str(tokenizer_dir), **more) as (_, url):
+        yield url
+
+
+def check_call(call: dict[str, Any]) -> None:
+    assert call["id"].startswith("call_")
+    assert call["type"] == "function"
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "add":
+        assert arguments.keys() == {"a", "b"}
+        assert arguments["a"] in (1, 22)
+        assert isinstance(arguments["b"], bool)
+    else:
+        assert call["function"]["name"] == "say.it"
+        assert arguments in ({"word": "x"}, {"word": 'q"uote'})
+
+
+def join(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """The message that the chunks of a choice add up to, and the names of its calls by id."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for event in events:
+        (choice,) = event["choices"]
+        if choice["index"] != index:
+            continue
+        for key in ("content", "reasoning_content"):
+            message[key] += choice["delta"].get(key) or ""
+        for part in choice["delta"].get("tool_calls", []):
+            if part["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({k: v for k, v in part.items() if k != "index"})
+            else:
+                function = message["tool_calls"][part["index"]]["function"]
+                function["arguments"] += part["function"]["arguments"]
+        message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    texts = {key: message.get(key) or "" for key in ("content", "reasoning_content")}
+    return texts | {"calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"add", "say.it"}),
+        ({"type": "function", "function": {"name": "say.it"}}, {"say.it"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]
+                },
+            },
+            {"add"},
+        ),
+    ],
+)  # fmt: skip
+def test_calls_that_are_asked_for_come_and_are_valid(
+    url: str, choice: Any, names: set[str]
+) -> None:
+    """In a stream as in a whole answer, with drafts as without."""
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    body: Any = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "n": 3, "seed": 3}
+    body |= {"max_tokens": 150, "parallel_tool_calls": False}
+    whole = post(url, PATH, **body)
+    events = read_events(url, PATH, **body)
+    plain = post(url, PATH, **body, speculation=False)
+    ChatCompletion.model_validate(whole)
+    for event in events:
+        ChatCompletionChunk.model_validate(event)
+    for index, one in enumerate(whole["choices"]):
+        assert one["finish_reason"] == "tool_calls", one
+        (call,) = one["message"]["tool_calls"]
+        check_call(call)
+        assert call["function"]["name"] in names
+        assert (one["finish_reason"], one["message"]["content"]) == ("tool_calls", None)
+        streamed = join(events, index)
+        assert streamed["finish_reason"] == "tool_calls"
+        expected = without_ids(one["message"])
+        assert without_ids(streamed) == expected
+        assert without_ids(plain["choices"][index]["message"]) == expected
+
+
+def test_a_block_may_hold_text_and_several_calls(url: str) -> None:
+    call = r'<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'.replace("{", r"\{")
+    text = rf"so\n\n{call}\n{call}"
+    body: Any = {"messages": CHAT, "tools": TOOLS, "guided_regex": text, "max_tokens": 200}
+    whole = post(url, PATH, **body, return_token_ids=True)
+    (choice,) = whole["choices"]
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert without_ids(choice["message"])["calls"] == [function, function]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("so", "tool_calls")
+    events = read_events(url, PATH, **body, logprobs=True, return_origins=True)
+    assert without_ids(join(events, 0)) == without_ids(choice["message"])
+    told = [
+        one
+        for event in events
+        for one in (event["choices"][0]["logprobs"] or {}).get("content", [])
+    ]
+    assert len(told) == len(choice["token_ids"]) > 99, "each token is told of once"
+    # Without the tools the same answer is text.
+    (choice,) = post(url, PATH, messages=CHAT, guided_regex=text, max_tokens=200)["choices"]
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"].count("<tool_call>") == 2
+
+
+def test_structured_output_leaves_room_for_calls(url: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes"]}}}
+    body: Any = {"messages": CHAT, "tools": TOOLS, "response_format": form, "max_tokens": 150}
+    choices = post(url, PATH, **body, n=16, seed=1)["choices"]
+    answered = [c for c in choices if c["message"]["content"] == '"yes"']
+    called = [c for c in choices if "tool_calls" in c["message"]]
+    assert len(answered) + len(called) == 16
+    assert answered
+    assert called
+    for choice in called:
+        for call in choice["message"]["tool_calls"]:
+            check_call(call)
+
+
+def read_prompt(url: str, tokenizer_dir: Path, **body: Any) -> str:
+    (choice,) = post(url, PATH, max_tokens=1, return_token_ids=True, **body)["choices"]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    return str(tokenizer.decode(choice["prompt_token_ids"]))
+
+
+def test_the_template_gets_tools_and_calls(url: str, tokenizer_dir: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    history = [
+        {"role": "developer", "content": "d"}, *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "22"}]},
+    ]  # fmt: skip
+    text = read_prompt(url, tokenizer_dir, messages=history, tools=[ADD])
+    expected = (
+        'T:add\nsystem:d\nuser:hi\nassistant:<tool_call>{"name": "add", "arguments": {"a": 1}}'
+    )
+    assert text == f"{expected}</tool_call>\ntool:22\na:"
+    assert read_prompt(url, tokenizer_dir, messages=CHAT, tools=[ADD], tool_choice="none") == (
+        "user:hi\na:"
+    )
+
+
+def test_arguments_are_texts_where_the_template_wants_texts(tokenizer_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m['tool_calls'] %}"
+        "{{ 'x' + c['function']['arguments'] }}{% endfor %}{% endfor %}{{ word }}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    prompt = Prompt(
+        messages=[{"role": "assistant", "content": "", "tool_calls": [call]}],
+        chat_template_kwargs={"word": "!"},
+    )
+    settings = DecodeSettings(engine_dir=Path())
+    assert encode_prompt(prompt, settings, tokenizer)[0] == 'x{"a": 1}!'
+
+
+NO_FORMAT = ChatFormats(None, None, reads_tools=True)
+HERMES = ChatFormats(TOOL_FORMATS["hermes"], None, reads_tools=True)
+REFUSED: list[tuple[dict[str, Any], ChatFormats, str, str]] = [
+    ({"tools": {"a": 1}}, HERMES, "tools", "not a list"),
+    ({"tools": [{"type": "web_search"}]}, HERMES, "tools", "tools.0.type is 'web_search'"),
+    ({"tools": [{"type": "function"}]}, HERMES, "tools", "tools.0.function is None"),
+    ({"tools": [make_tool("a b", {})]}, HERMES, "tools", "tools.0.function.name is 'a b'"),
+    ({"tools": [make_tool("a", {}, parameters=[])]}, HERMES, "tools", "parameters is []"),
+    ({"tools": [ADD, ADD]}, HERMES, "tools", "two tools are called 'add'"),
+    ({"tools": TOOLS, "tool_choice": "any"}, HERMES, "tool_choice", "is 'any', not none"),
+    ({"tool_choice": "required"}, HERMES, "tool_choice", "there are no tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        HERMES, "tool_choice", "'x', which is no tool",
+    ),
+    ({"tools": TOOLS}, NO_FORMAT, "tools", "how its model writes tool calls"),
+    ({"tools": TOOLS}, ChatFormats(TOOL_FORMATS["hermes"]), "tools", "does not read tools"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "formats", "param", "message"), REFUSED)
+def test_what_cannot_be_called_is_refused(
+    body: dict[str, Any], formats: ChatFormats, param: str, message: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_calling(body, formats)
+    assert caught.value.param == param
+    assert message in caught.value.message
+
+
+def test_refusals_of_a_server(url: str) -> None:
+    bad = {"role": "assistant", "tool_calls": [{"id": "1"}]}
+    for body, param, message in (
+        ({"messages": [*CHAT, bad]}, "messages", "messages.1.tool_calls holds"),
+        ({"tools": [make_tool("f", {"a": {"type": "thing"}})], "tool_choice": "required"}, "tools",
+         "refused"),
+        ({"tools": TOOLS, "tool_choice": "required", "grammar": "start: /a/"}, "tool_choice",
+         "no place beside required calls"),
+    ):  # fmt: skip
+        answer = CLIENT.post(url + PATH, json={"messages": CHAT, **body})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param, answer.text
+        assert message in answer.json()["error"]["message"]
+
+
+def test_the_format_follows_from_the_template(tokenizer_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    for template, tools, reasoning in (
+        ("{{ tools }} <tool_call></tool_call> </think>", "hermes", "qwen3"),
+        ("{{ tools }} <tool_call><function=...></tool_call>", "qwen3_coder", None),
+        ("{{ tools }} [TOOL_CALLS] [ARGS] [THINK][/THINK]", "mistral", "mistral"),
+        ("{{ tools }} [TOOL_CALLS][", "mistral_list", None),
+        ('{{ tools }} {"name": function name, "parameters": ...}', "llama3_json", None),
+        ("{{ tools }}", None, None),
+    ):
+        tokenizer.chat_template = template
+        found = ChatFormats.choose("auto", "auto", tokenizer)
+        assert found.tools is (tools and TOOL_FORMATS[tools])
+        assert found.reasoning is (reasoning and REASONING_FORMATS[reasoning])
+        assert found.reads_tools
+        given = ChatFormats.choose("json", "none", tokenizer)
+        assert (given.tools, given.reasoning) == (TOOL_FORMATS["json"], None)
+
+
+def test_tools_as_text() -> None:
+    """For a chat template that reads none."""
+    formats = ChatFormats(TOOL_FORMATS["json"])
+    calling = read_calling({"tools": [SAY]}, formats)
+    call = {"id": "1", "type": "function", "function": {"name": "say.it", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be kind."}, *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "2"}]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+        {"role": "tool", "tool_call_id": "2", "content": "y"},
+    ]  # fmt: skip
+    first, *rest = write_messages(messages, "", calling, formats)
+    assert first["content"].startswith("Be kind.\n\nYou can call functions.")
+    assert json.loads(first["content"].splitlines()[-1]) == SAY["function"]
+    told = '{"name": "say.it", "arguments": {}}'
+    assert rest == [
+        *CHAT, {"role": "assistant", "content": f"[{told}, {told}]"},
+        {"role": "user", "content": "Result of say.it: x\nResult of say.it: y"},
+    ]  # fmt: skip
+
+
+# --- grammars ---
+
+CALL = '{"name": "say.it", "arguments": {"word": "x"}}'
+BAD = '{"name": "say.it", "arguments": {"word": "z"}}'
+
+
+def tag(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+LLAMA, PARAMETERS = "llama3_json", CALL.replace("arguments", "parameters")
+FORCED: Any = {"is_forced": True, "is_strict": True}
+# A format, what a chat says of calls, and answers that are allowed and forbidden.
+KEPT: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+    ("hermes", FORCED, [tag(CALL), f"{tag(CALL)}\n{tag(CALL)}"], ["hi", tag(BAD), CALL]),
+    ("hermes", FORCED | {"is_single": True}, [tag(CALL)], [f"{tag(CALL)}\n{tag(CALL)}"]),
+    ("hermes", {"is_strict": True}, ["hi", f"hi {tag(CALL)}", f"{tag(CALL)}\n{tag(CALL)} so"],
+     [tag(BAD), f"{tag(CALL)}{tag(BAD)}"]),
+    ("hermes", {"is_strict": True, "is_single": True}, ["hi", tag(CALL)], [tag(CALL) * 2]),
+    ("mistral", FORCED, ['[TOOL_CALLS]say.it[ARGS]{"word": "x"}' * 2], ["[TOOL_CALLS]say.it{}"]),
+    ("mistral", {"is_strict": True}, ["so", 'so [TOOL_CALLS]say.it[ARGS]{"word": "x"}'],
+     ['[TOOL_CALLS]say.it[ARGS]{"word": "z"}']),
+    ("mistral_list", FORCED, [f"[TOOL_CALLS][{CALL}, {CALL}]"], [f"[TOOL_CALLS][{CALL}, {BAD}]"]),
+    ("mistral_list", {"is_strict": True}, ["so", f"so [TOOL_CALLS][{CALL}]"],
+     [f"[TOOL_CALLS][{BAD}]"]),
+    (LLAMA, FORCED, [PARAMETERS, f"{PARAMETERS}; {PARAMETERS}"], ["hi", CALL]),
+    (LLAMA, {"is_strict": True}, ["hi {}", PARAMETERS], [CALL, "{}"]),
+    ("json", FORCED, [f"[{CALL}, {CALL}]"], [CALL, "[]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize(("name", "given", "allowed", "forbidden"), KEPT)
+def test_grammars(
+    tokenizer_dir: Path, has_tokens: bool, name: str, given: dict[str, Any],
+    allowed: list[str], forbidden: list[str],
+) -> None:  # fmt: skip
+    """What a grammar allows, the parser finds; markers are tokens of their own or are not."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    if has_tokens:
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+        tokenizer.add_tokens(["[TOOL_CALLS]", "[ARGS]"], special_tokens=True)
+    formats = ChatFormats(TOOL_FORMATS[name], None, True)
+    schemas = {"say.it": SAY["function"]["parameters"]}
+    calling = Calling([SAY], schemas, **given)
+    written = GrammarWriter(tokenizer).write(calling, formats, None, "")
+    assert written is not None
+    for text in (*allowed, *forbidden):
+        assert follows(tokenizer, written["lark"], text) is (text in allowed), text
+        parser = Parser(formats.tools, None, schemas=schemas)
+        parser.feed(text)
+        parser.finish()
+        if text in allowed:
+            assert len(parser.calls) == text.count("say.it")
+
+
+def follows(tokenizer: Any, lark: str, text: str) -> bool:
+    """Whether a text is one of a grammar's, token by token."""
+    made = llguidance.hf.from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
+    matcher = llguidance.LLMatcher(made, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        if not matcher.validate_tokens([token]):
+            return False
+        matcher.consume_token(token)
+    return bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["spelled", "tokens"])
+def test_structured_output_comes_behind_the_reasoning(
+    tokenizer_dir: Path, has_tokens: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    if has_tokens:
+        tokenizer.add_tokens(["<think>", "</think>"])
+    formats = ChatFormats(None, REASONING_FORMATS["qwen3"])
+    writer = GrammarWriter(tokenizer)
+    schema = {"json_schema": {"enum": ["yes"]}}
+    for prompt, allowed, forbidden in (
+        ("a:<think>\n", ['hm "no"</think>\n\n"yes"', '</think>"yes"'], ['"yes"', "</think>hm"]),
+        ("a:", ['<think>hm</think>\n"yes"', '"yes"'], ['hm</think>"yes"', "hm"]),
+    ):
+        for given in (schema, {"regex": '"y[e/]s"'}):
+            written = writer.write(None, formats, given, prompt)
+            assert written is not None
+            for text in (*allowed, *forbidden):
+                assert follows(tokenizer, written["lark"], text) is (text in allowed), text
+    assert writer.write(None, formats, schema, "a:<think>\n\n</think>\n\n") == schema
+    assert writer.write(None, formats, {"lark": "start: /a/"}, "a:<think>") == {
+        "lark": "start: /a/"
+    }
+
+
+def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
+    body: Any = {"messages": CHAT, "grammar": r"start: /<think>\nhm so\n<\/think>\n\nyes/"}
+    with serve_here(folder, tokenizer_dir=str(tokenizer_dir)) as (_, url):
+        whole = post(url, PATH, **body)
+        events = read_events(url, PATH, **body)
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm so", "yes")
+    assert without_ids(join(events, 0)) == without_ids(message)
+    details = whole["usage"]["completion_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < whole["usage"]["completion_tokens"]
+
+
+def test_markers_that_are_special_tokens(tokenizer_dir: Path) -> None:
+    """No text has them; they are found where their tokens are, wherever a block ends."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    texts = tokenizer(["so ", 'add{"a": 1}', 'say.it{"word": "x"}'], add_special_tokens=False)
+    so, add, say = texts["input_ids"]
+    ids = [*so, 1, *add, 1, *say]
+    for size in range(1, len(ids)):
+        for start in range(size):
+            parser = Parser(TOOL_FORMATS["mistral"], None, marks={1: "[TOOL_CALLS]"})
+            choice = Choice(
+                0,
+                Request(
+                    index=0, input_text="", input_ids=[1], max_output_len=99, end_ids=frozenset()
+                ),
+                parser=parser,
+            )
+            stream = TextStream(tokenizer)
+            cuts = [0, *range(start or size, len(ids), size), len(ids)]
+            for a, b in zip(cuts, cuts[1:], strict=False):
+                for token in ids[a:b]:
+                    stream.add(token)
+                is_over = b == len(ids)
+                text = (stream.finish() and stream.take()) if is_over else stream.take()
+                choice.add(
+                    Event(
+                        text=text, token_ids=ids[a:b], origins=[], ends=stream.ends[a:b],
+                        logprobs=[], finish_reason="eos" if is_over else None,
+                    )
+                )  # fmt: skip
+            functions = [call["function"] for call in choice.message["tool_calls"]]
+            assert functions == [
+                {"name": "add", "arguments": '{"a": 1}'},
+                {"name": "say.it", "arguments": '{"word": "x"}'},
+            ]
+            assert (choice.message["content"], choice.finish_reason) == ("so", "tool_calls")
