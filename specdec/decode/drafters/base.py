@@ -475,7 +475,8 @@ class StateProposer(Drafter):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
-        device = self._hidden.device
-        last = to_device([path[-1] for path in paths], device)
-        newest = states.last[torch.arange(len(paths), device=device), last]
+        device, newest = self._hidden.device, states.last[:, 0]
+        if states.last.shape[1] > 1:
+            last = to_device([path[-1] for path in paths], device)
+            newest = states.last[torch.arange(len(paths), device=device), last]
         self._hidden[to_device(list_rows(requests), device)] = newest

@@ -28,6 +28,7 @@ KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 LONG_KEEP = 0.99  # the same where only what was accepted tells, or whole steps are counted
 NUM_MEASURED = 7  # measurements of a size that count, the newest
 NUM_RATIOS = 5  # steps that say how slow the machine is at present
+MOST_WEIGHT = 1e100  # of a measurement, before all are counted in small numbers again
 # Of a draft's tokens: deeper ones are counted as these; buckets of the drafter's confidence; trials
 # that its own word weighs as much as; the most that is believed of a token.
 MAX_DEPTH, NUM_BUCKETS, FIRST_TRIALS, SURE = 12, 10, 4.0, 0.999
@@ -42,7 +43,9 @@ MAX_REFRESH, REFRESH_GROWTH, CLEAR_SHARE = 128, 4, 0.6
 # drafts that are known not to pay. The steps to come that count: the text may end before.
 LOSS_SHARE, TRIAL_SHARE, HORIZON = 0.022, 0.012, 128
 READ_SHARE = 0.04  # of the same time, what drafters may take to read prompts
-REST_STEPS = 8  # plain ones after a plan of no drafts, so that planning costs next to no time
+# Steps by one plan, so that planning costs next to no time: where it says no drafts, and where it
+# says drafts.
+REST_STEPS, KEPT_STEPS = 8, 4
 FEW_UNREAD = 64  # prompt tokens that cost a draft's pass next to nothing
 FIRST_PIECE = 2 * FEW_UNREAD  # prompt tokens by which a drafter's reading is timed
 PROMPT_UNIT = 16  # prompt tokens of a step are counted by so many
@@ -188,55 +191,65 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, Array] = {}  # by source: [2, depth, bucket], right ones and all
-        self._anywhere: dict[int, Array] = {}  # the same of all depths: [2, bucket]
+        # By source, depth and bucket, under depth 0 those of all depths: right ones, and all. Lists
+        # of numbers: trees are so small that calls of numpy would take longer.
+        self._counts: dict[int, tuple[list[list[float]], list[list[float]]]] = {}
+        self._weight = 1.0  # of a token that is counted now; it grows, as older ones count less
 
     def estimate(self, candidates: Candidates) -> Array:
         """[T], the chance that a node is accepted where its parent is; 1 for the root."""
-        confidence = read_confidence(candidates)
-        depths, buckets = _place(candidates.tree.depths, confidence)
-        right, seen = self._get(candidates.source)[:, depths, buckets]
-        all_right, all_seen = self._anywhere[candidates.source][:, buckets]
-        anywhere = (all_right + FIRST_TRIALS * confidence) / (all_seen + FIRST_TRIALS)
-        chances = np.minimum((right + FIRST_TRIALS * anywhere) / (seen + FIRST_TRIALS), SURE)
-        chances[0] = 1.0
-        return np.asarray(chances)
+        right, seen = self._get(candidates.source)
+        trials, chances = FIRST_TRIALS * self._weight, []
+        for depth, sure in _list_places(candidates):
+            bucket = min(int(sure * NUM_BUCKETS), NUM_BUCKETS - 1)
+            anywhere = (right[0][bucket] + trials * sure) / (seen[0][bucket] + trials)
+            chance = (right[depth][bucket] + trials * anywhere) / (seen[depth][bucket] + trials)
+            chances.append(min(chance, SURE))
+        return np.array([1.0, *chances[1:]])
 
     def record(self, candidates: Candidates, emitted: Sequence[int]) -> None:
         """Take what was emitted after the root: on the way through the tree, what was right."""
         tree = candidates.tree
         if tree.num_nodes == 1:
             return
-        depths, buckets = _place(tree.depths, read_confidence(candidates))
-        right, seen = counts = self._get(candidates.source)
-        counts *= KEEP
-        children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+        right, seen = self._get(candidates.source)
+        self._weight /= KEEP
+        places, tokens, node = _list_places(candidates), tree.tokens.tolist(), 0
+        children: list[list[int]] = [[] for _ in tokens]
         for child, parent in enumerate(tree.parents.tolist()[1:], 1):
             children[parent].append(child)
-        tokens, node = tree.tokens.tolist(), 0
         for token in emitted:
-            if not children[node]:
-                break
-            for child in children[node]:
-                seen[depths[child], buckets[child]] += 1
-            node = next((child for child in children[node] if tokens[child] == token), 0)
+            below, node = children[node], 0
+            for child in below:
+                depth, sure = places[child]
+                bucket = min(int(sure * NUM_BUCKETS), NUM_BUCKETS - 1)
+                node = child if tokens[child] == token else node
+                for own in {0, depth}:
+                    seen[own][bucket] += self._weight
+                    right[own][bucket] += self._weight * (tokens[child] == token)
             if not node:
                 break
-            right[depths[node], buckets[node]] += 1
-        self._anywhere[candidates.source] = counts.sum(1)
+        if self._weight > MOST_WEIGHT:
+            self._forget()
 
-    def _get(self, source: int) -> Array:
+    def _forget(self) -> None:
+        """Count in small numbers again."""
+        for counts in self._counts.values():
+            for table in counts:
+                table[:] = [[value / self._weight for value in own] for own in table]
+        self._weight = 1.0
+
+    def _get(self, source: int) -> tuple[list[list[float]], list[list[float]]]:
         if source not in self._counts:
-            self._counts[source] = np.zeros((2, MAX_DEPTH, NUM_BUCKETS))
-            self._anywhere[source] = np.zeros((2, NUM_BUCKETS))
+            right, seen = np.zeros((2, MAX_DEPTH + 1, NUM_BUCKETS)).tolist()
+            self._counts[source] = right, seen
         return self._counts[source]
 
 
-def _place(tree_depths: Array, confidence: Array) -> tuple[Array, Array]:
-    """By which depth and bucket each node is counted; the root's are of no use."""
-    depths = np.minimum(tree_depths, MAX_DEPTH) - 1
-    buckets = np.minimum((confidence * NUM_BUCKETS).astype(np.int64), NUM_BUCKETS - 1)
-    return depths, buckets
+def _list_places(candidates: Candidates) -> list[tuple[int, float]]:
+    """By which depth each node is counted, and the drafter's confidence in it."""
+    depths = np.minimum(candidates.tree.depths, MAX_DEPTH).tolist()
+    return list(zip(depths, read_confidence(candidates).tolist(), strict=True))
 
 
 def read_confidence(candidates: Candidates) -> Array:
@@ -337,9 +350,10 @@ class Pace:
     the newest steps without prompts tell: the median of what each took by what such steps take.
 
     A size that no step had costs as many tokens of a prompt, and at least what a smaller one does;
-    where no prompt was timed, sizes are tried by doubling. The first steps are plain, and the first
-    draft of a drafter is one level. An `Account` is kept: nothing is drafted that could lose more
-    than it allows, if none of it were accepted.
+    where no prompt was timed, sizes are tried by doubling. The first steps are plain; the first
+    draft has one level, and another, as soon as that may be lost, as many as there are, which tells
+    what a level costs. An `Account` is kept: nothing is drafted that could lose more than it
+    allows, if none of it were accepted. A plan serves for some steps, as planning takes time too.
 
     A step that reads prompts too takes what its tokens in all do. Running requests wait for all of
     it: how many tokens it may have is `choose_chunk`'s to say.
@@ -375,7 +389,7 @@ class Pace:
         self._num_plain = self._since_plain = self._num_small = self._since_small = 0
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
         self._seconds = np.zeros(1)  # of a step by nodes a row, by the newest plan
-        self._rest = 0  # steps to come without a plan
+        self._rest, self.drafts_on = 0, False  # steps to come without a plan; what it decided
         self._rate = 0.0  # tokens per second that the plan promised
         self._gain = 1.0  # the same by that of plain steps
         self._allowance = math.inf  # seconds that the step may lose
@@ -392,11 +406,14 @@ class Pace:
         prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
         """
         num_rows = len(remaining)
-        rests, self._num_rows = self.rests(num_rows), num_rows
-        self._rest -= 1
+        is_kept = self.rests(num_rows) and not (self.drafts_on and num_unread > FEW_UNREAD)
+        is_kept &= num_prompt_tokens == 0 or not self.drafts_on
+        self._num_rows, self._rest = num_rows, self._rest - 1
         self._num_prompt_tokens = _round_up(num_prompt_tokens)
-        if rests or max(remaining) <= 1 or not self._steps.largest:
+        if max(remaining) <= 1 or not self._steps.largest:
             return False
+        if is_kept:
+            return self.drafts_on
         self._seconds = seconds = self._predict()
         plain, level = float(seconds[0]), self._drafts.estimate(num_rows)
         sizes = np.arange(1, len(seconds))
@@ -433,12 +450,16 @@ class Pace:
             and (not self.is_trial or expected <= self.account.for_trials)
             and self._may_read(num_unread, ahead)
         )
+        self.drafts_on, self._rest = bool(drafts), 0
+        most_lost = KEPT_STEPS * float(draft[-1] + seconds[-1])
         if not drafts:
             self._rest = REST_STEPS
-        return bool(drafts)
+        elif self._is_tried and not self.is_trial and most_lost < limit:
+            self._rest = KEPT_STEPS
+        return self.drafts_on
 
     def rests(self, num_rows: int) -> bool:
-        """Whether the next step of so many requests is one of the plain ones after a plan."""
+        """Whether the next step of so many requests is one of those that go by the last plan."""
         return self._rest > 1 and num_rows == self._num_rows
 
     def _is_plain_due(self) -> bool:
@@ -502,28 +523,25 @@ class Pace:
 
     def choose(self, chances: Sequence[Array]) -> int:
         """How many nodes of each row to verify besides the root, by their chances, best first."""
-        seconds = self._seconds
-        most = len(seconds) - 1
-        gains = np.zeros(len(seconds))
+        seconds, size = self._seconds, self.max_tokens
+        promised = np.zeros(size)
         for row in chances:
-            found = np.cumsum(row)
-            size = min(len(found), self.max_tokens)
-            # What a draft of this kind promises, whatever is verified of it.
-            self._gains *= KEEP
-            self._weight = KEEP * self._weight + 1
-            if size:
-                known = min(size, most)
-                gains[1 : known + 1] += found[:known]
-                gains[known + 1 :] += found[known - 1]
-                promised = np.concatenate(
-                    (found[:size], np.full(self.max_tokens - size, found[size - 1]))
-                )
-                if self.is_brief:  # as if each further level were as good as the first
-                    chain = np.cumsum(row[0] ** np.arange(1, self.max_tokens + 1))
-                    promised = np.maximum(promised, chain)
-                self._gains += promised
+            if len(row):
+                found = np.cumsum(row[:size])
+                promised[: len(found)] += found
+                promised[len(found) :] += found[-1]
+        gains = np.concatenate(([0.0], promised[: len(seconds) - 1]))
+        if self.is_brief:  # as if each further level were as good as the first
+            first = sum(float(row[0]) for row in chances if len(row)) / len(chances)
+            chain = len(chances) * np.cumsum(first ** np.arange(1, size + 1))
+            promised = np.maximum(promised, chain)
+        # What a draft of this kind promises, whatever is verified of it.
+        kept = KEEP ** len(chances)
+        self._gains = kept * self._gains + promised
+        self._weight = kept * self._weight + len(chances)
         worth = gains - self._rate * seconds
-        worth[seconds - seconds[0] > self._allowance] = -np.inf
+        if seconds[-1] - seconds[0] > self._allowance:
+            worth[seconds - seconds[0] > self._allowance] = -np.inf
         return max(int(worth.argmax()), int(self._gain <= 1))
 
     def _predict(self) -> Array:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import Drafter, DrafterGroup
+from specdec.decode.drafters.base import ALL_LEVELS, Drafter, DrafterGroup
 from specdec.decode.drafters.pace import FEW_UNREAD, Pace, follow_chances, read_confidence
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
@@ -101,15 +101,17 @@ class PacedDrafter(DrafterGroup):
         self._drafts = super().propose(requests)
         self._lengths = [len(request.output_ids) for request in requests]
         remaining = [request.remaining for request in requests]
-        num_unread = 0 if pace.rests(len(requests)) else self.count_unread(requests)
+        is_resting = pace.rests(len(requests)) and not pace.drafts_on
+        num_unread = 0 if is_resting else self.count_unread(requests)
         drafts = pace.plan(remaining, self.num_prompt_tokens, num_unread)
         if not (drafts or self.is_fixed):
             return self._drafts
         if not self.is_fixed:
             limits = [n for n in (self.max_prefill, pace.max_read) if n is not None]
+            min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
             for member in self.members:
                 member.max_prefill = min(limits, default=None)
-                member.min_gain = pace.price_level()
+                member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
         began = self._clock()
         left = list(range(len(requests)))
@@ -134,10 +136,9 @@ class PacedDrafter(DrafterGroup):
         read = sum(member.num_prefilled for member in members)
         self.num_prefilled += read
         self.num_levels = max(member.num_levels for member in members)
-        joined = [
-            dataclasses.replace(join_candidates(own), source=group)
-            for own in zip(*found, strict=True)
-        ]
+        joined = found[0] if len(found) == 1 else [*map(join_candidates, zip(*found, strict=True))]
+        if group:
+            joined = [dataclasses.replace(candidates, source=group) for candidates in joined]
         for at, candidates in zip(left, joined, strict=True):
             self._drafts[at] = candidates
         if len(self.groups) == 1:
