@@ -133,6 +133,8 @@ class Choice(Job):
 class Answer:
     """The answer to one HTTP request: its id, its choices, and their forms."""
 
+    ending = b"data: [DONE]\n\n"  # of a stream
+
     def __init__(
         self, asked: Asked, model: str, choices: Sequence[Choice], table: TokenTable
     ) -> None:
@@ -203,6 +205,10 @@ class Answer:
         if self.tells_usage:
             chunk = self._wrap(self._chunk_kind, [])
             yield chunk | {"usage": self.usage, **self._told_last}
+
+    def fail(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error that ends a stream."""
+        return {"error": error}
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from .formats import NO_FORMATS, ChatFormats
 from .metrics import Metrics
 from .parsing import Parser
 from .protocol import BadRequest, make_error
+from .responses import RESPONSE, ResponseAnswer, read_response, rename
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
     CHAT,
@@ -54,6 +55,7 @@ BODY_SECONDS = 60.0  # in which a body must have come
 MAX_BODIES = 32  # of the largest size, which all that are being sent may have together
 LARGE_BODY = 64 * 1024
 MAX_IGNORED = 100  # names of parameters without effect that the log tells
+Prepared = tuple[InferenceRequest, list[int], Parser | None]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -115,6 +117,8 @@ class Front:
             Route("/health", self._show_health),
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._respond, methods=["POST"]),
+            Route("/v1/embeddings", self._refuse_embeddings, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -136,8 +140,17 @@ class Front:
     async def _chat(self, request: Request) -> Response:
         return await self._generate(request, CHAT, "messages")
 
-    async def _generate(self, http: Request, parameters: Parameters, needed: str) -> Response:
-        asked, prepared = await self._read(http, parameters, self._prepare, needed)
+    async def _respond(self, request: Request) -> Response:
+        return await self._generate(request, RESPONSE, "input", ResponseAnswer)
+
+    async def _refuse_embeddings(self, request: Request) -> Response:
+        raise BadRequest(f"the model {self._model!r} writes texts; it makes no embeddings", "model")
+
+    async def _generate(
+        self, http: Request, parameters: Parameters, needed: str, kind: type[Answer] = Answer
+    ) -> Response:
+        prepare = self._prepare if kind is Answer else self._prepare_response
+        asked, prepared = await self._read(http, parameters, prepare, needed)
         requests, starts, parsers = zip(*prepared, strict=True)
         for name in set(asked["ignored"]) - self._ignored:
             if len(self._ignored) < MAX_IGNORED:
@@ -157,7 +170,7 @@ class Front:
             )
             for at, request in enumerate(requests)
         ]  # fmt: skip
-        answer = Answer(asked, self._model, jobs, self._table)
+        answer = kind(asked, self._model, jobs, self._table)
         self._scheduler.submit(jobs)
         deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
@@ -176,7 +189,7 @@ class Front:
             cancel_all(self._scheduler, jobs)
         return JSONResponse(answer.to_json())
 
-    def _prepare(self, asked: Asked) -> list[tuple[InferenceRequest, list[int], Parser | None]]:
+    def _prepare(self, asked: Asked) -> list[Prepared]:
         """The requests, each with where its prompt's tokens begin if their log-probabilities are
         wanted, and with what finds the parts of its answer.
         """
@@ -190,6 +203,16 @@ class Front:
             )
             for request in make_requests(self._engine, asked, formats, calling)
         ]
+
+    def _prepare_response(self, asked: Asked) -> list[Prepared]:
+        """The same of a response's body, which is given a chat's."""
+        try:
+            asked["chat"] = read_response(asked)
+            prepared = self._prepare(asked["chat"])
+        except BadRequest as error:
+            raise rename(error) from None
+        asked["ignored"] = asked["chat"]["ignored"]
+        return prepared
 
     async def _follow(
         self, answer: Answer, changed: asyncio.Event, deadline: float
@@ -372,7 +395,7 @@ async def _exhaust(events: AsyncIterator[Any]) -> None:
 async def _format_events(
     events: AsyncIterator[dict[str, Any]], answer: Answer
 ) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events, [DONE] last; an error in between is one, too."""
+    """Chunks as server-sent events; an error in between is one, too."""
     for chunk in answer.open():
         yield _format(chunk)
     try:
@@ -383,12 +406,14 @@ async def _format_events(
     except Exception as error:  # the status line is sent already
         if not isinstance(error, (Failed, BadRequest)):
             logger.exception("a stream failed")
-        yield b"data: " + bytes(explain(error).body) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+        told = json.loads(bytes(explain(error).body) or b'{"error": {}}')
+        yield _format(answer.fail(told["error"]))
+    yield answer.ending
 
 
 def _format(chunk: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return f"{name}data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
 
 
 def explain(error: Exception) -> Response:

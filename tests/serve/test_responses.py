@@ -1,0 +1,261 @@
+"""/v1/responses, as OpenAI's own client sends, reads and validates it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from openai.types import responses as types
+from openai.types.responses import Response
+from pydantic import BaseModel, TypeAdapter
+
+from specdec.decode.loop import Batch
+from specdec.serve.responses import read_response
+from specdec.serve.schema import CHAT as CHAT_PARAMETERS
+from tests.serve.servers import CLIENT, MODEL, post, serve_here
+from tests.serve.test_http import round_all
+from tests.serve.test_tools import ADD, CHAT, change_template, check_call
+
+TEMPLATE = (
+    "{% for t in tools or [] %}T:{{ t['function']['name'] }} {% endfor %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ m['reasoning_content'] }}"
+    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    " {% endfor %}a:"
+)
+TOOL = {"type": "function", **ADD["function"], "strict": True}
+EVENTS: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)
+# What a reasoning model writes, as a grammar of its whole answer.
+THOUGHT = r"start: /<think>hm<\/think>\n\nso/"
+CALLED = (
+    r'start: /so <tool_call>\{"name": "add", "arguments": \{"a": 1, "b": true\}\}<\/tool_call>/'
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(folder: Path, lasting_dir: Path) -> str:
+    return str(change_template(folder, lasting_dir / "responses", TEMPLATE + "{# <tool_call> #}"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tokenizer_dir: str) -> Iterator[str]:
+    with serve_here(folder, tokenizer_dir=tokenizer_dir, draft_budget="fixed") as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def thinking_url(folder: Path, tokenizer_dir: str) -> Iterator[str]:
+    more: Any = {"draft_budget": "fixed", "reasoning_parser": "qwen3"}
+    with serve_here(folder, tokenizer_dir=tokenizer_dir, **more) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Any:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_text_is_that_of_a_chat(url: str, client: Any) -> None:
+    settings: Any = {"temperature": 0.7, "extra_body": {"seed": 3}}
+    given = client.responses.create(
+        model=MODEL, input="hi", instructions="be", max_output_tokens=9, store=True,
+        metadata={"a": "b"}, **settings,
+    )  # fmt: skip
+    Response.model_validate(given.model_dump(), strict=True)
+    messages = [{"role": "system", "content": "be"}, *CHAT]
+    chat = post(
+        url, "/v1/chat/completions", messages=messages, max_tokens=9, seed=3, temperature=0.7
+    )
+    assert given.output_text == chat["choices"][0]["message"]["content"]
+    assert given.status == "incomplete"
+    assert given.incomplete_details
+    assert given.incomplete_details.reason == "max_output_tokens"
+    assert given.usage
+    assert given.usage.total_tokens == chat["usage"]["total_tokens"]
+    assert (given.metadata, given.instructions) == ({"a": "b"}, "be")
+    told = given.model_dump()
+    assert told["store"] is False
+    assert told["specdec"]["ignored"] == ["store"]
+
+
+def read_stream(url: str, **body: Any) -> list[dict[str, Any]]:
+    """The events, each named as it is typed, numbered, and valid for OpenAI's client."""
+    answer = CLIENT.post(f"{url}/v1/responses", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    events: list[dict[str, Any]] = []
+    for block in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        EVENTS.validate_python(event)
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == len(events)
+        events.append(event)
+    return events
+
+
+ITEM = ["output_item.added", "content_part.added"]
+END = ["content_part.done", "output_item.done"]
+MESSAGE = [*ITEM, "output_text.delta", "output_text.done", *END]
+CALL = [
+    "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+    "output_item.done",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, MESSAGE),
+        ({"grammar": THOUGHT}, [
+            *ITEM, "reasoning_text.delta", "reasoning_text.done", *END, *MESSAGE]),
+        ({"grammar": CALLED, "tools": [TOOL]}, [*MESSAGE, *CALL]),
+    ],
+    ids=["text", "reasoning", "tool"],
+)  # fmt: skip
+def test_a_stream_tells_of_the_items_in_order(
+    thinking_url: str, body: dict[str, Any], expected: list[str]
+) -> None:
+    url = thinking_url
+    body |= {"input": "hi", "max_output_tokens": 99, "seed": 1, "top_logprobs": 1}
+    if "grammar" not in body:
+        body["max_output_tokens"] = 20
+    events = read_stream(url, **body)
+    names = [event["type"].removeprefix("response.") for event in events]
+    first, second, *between, last = names
+    assert (first, second) == ("created", "in_progress")
+    assert last == ("completed" if "grammar" in body else "incomplete")
+    merged = [n for at, n in enumerate(between) if "delta" not in n or n != between[at - 1]]
+    assert merged == expected
+    whole = post(url, "/v1/responses", **body)
+    final = events[-1]["response"]
+    for one in (whole, final):
+        Response.model_validate(one)
+        for item in one["output"]:
+            item.pop("id")
+            item.pop("call_id", None)
+    same = ("output", "usage", "status", "incomplete_details")
+    assert {key: whole[key] for key in same} == round_all({key: final[key] for key in same})
+    texts = [item["content"][0]["text"] for item in whole["output"] if "content" in item]
+    streamed = ["" for _ in whole["output"]]
+    for event in events:
+        if event["type"].endswith(".delta"):
+            streamed[event["output_index"]] += event["delta"]
+    assert streamed[: len(texts)] == texts
+    if "grammar" in body:
+        assert texts == (["so"] if "tools" in body else ["hm", "so"])
+    if "tools" in body:
+        assert streamed[-1] == whole["output"][-1]["arguments"] == '{"a": 1, "b": true}'
+
+
+def test_tools_and_their_results(client: Any, url: str) -> None:
+    given = client.responses.create(
+        model=MODEL,
+        input="hi",
+        tools=[TOOL],
+        tool_choice={"type": "function", "name": "add"},
+        extra_body={"seed": 1},
+    )
+    calls = [item for item in given.output if item.type == "function_call"]
+    assert len(calls) == 1
+    check_call(
+        {"id": calls[0].call_id, "type": "function",
+         "function": {"name": calls[0].name, "arguments": calls[0].arguments}}
+    )  # fmt: skip
+    output = {"type": "function_call_output", "call_id": calls[0].call_id, "output": "22"}
+    again = client.responses.create(
+        model=MODEL,
+        tools=[TOOL],
+        max_output_tokens=3,
+        input=[{"role": "user", "content": "hi"}, *given.output, output],
+    )
+    assert again.output
+
+
+def test_structured_output(client: Any) -> None:
+    class Point(BaseModel):
+        x: bool
+        y: bool
+
+    given = client.responses.parse(model=MODEL, input="hi", text_format=Point)
+    assert isinstance(given.output_parsed, Point)
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "a"}], "id": "m"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "x"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1",
+         "output": [{"type": "input_text", "text": "o"}]},
+        {"type": "function_call_output", "call_id": "2", "output": "p"},
+    ]  # fmt: skip
+    tool = {"type": "function", "name": "f", "parameters": {}}
+    read = read_response(
+        {
+            "input": items, "instructions": "i", "ignored": ["store"], "tools": [tool],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [tool]},
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+        }
+    )  # fmt: skip
+    calls = [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for number, name in (("1", "f"), ("2", "g"))
+    ]
+    assert read["messages"] == [
+        {"role": "system", "content": "i"}, {"role": "developer", "content": "d"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "o"},
+        {"role": "tool", "tool_call_id": "2", "content": "p"},
+    ]  # fmt: skip
+    nested = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert read["tools"] == [nested]
+    assert read["tool_choice"]["allowed_tools"] == {"mode": "auto", "tools": [nested]}
+    assert read["response_format"]["json_schema"]["schema"] == {}
+    assert read["ignored"] == ["store"]
+    assert read.keys() <= CHAT_PARAMETERS.keys() | {"ignored"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": []}, "input", "a text or a list of items"),
+        ({}, "input", "input is missing"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"input": "x", "previous_response_id": "r"}, "previous_response_id", "nothing is stored"),
+        ({"input": "x", "background": True}, "background", "as soon as"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "nothing is stored"),
+        ({"input": [{"type": "computer_call"}]}, "input", "'computer_call'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input",
+         "only texts"),
+        ({"input": "x", "max_output_tokens": 900}, "max_output_tokens",
+"asks for 900 more"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text", "text.type is 'xml'"),
+    ],
+)  # fmt: skip
+def test_refusals(url: str, body: dict[str, Any], param: str, message: str) -> None:
+    answer = CLIENT.post(f"{url}/v1/responses", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert message in answer.json()["error"]["message"]
+
+
+def test_embeddings_are_refused(client: Any) -> None:
+    with pytest.raises(BadRequestError, match="makes no embeddings"):
+        client.embeddings.create(model=MODEL, input="x")
+
+
+def test_an_error_ends_a_stream(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(Batch, "step", fail)
+    events = read_stream(url, input="hi")
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "server_error"
