@@ -209,6 +209,11 @@ class Front:
         try:
             asked["chat"] = read_response(asked)
             prepared = self._prepare(asked["chat"])
+            if asked["chat"].get("logprobs") and any(parser is not None for *_, parser in prepared):
+                raise BadRequest(
+                    "log-probabilities are only told of answers without tools and reasoning",
+                    "top_logprobs" if "top_logprobs" in asked else "include",
+                )
         except BadRequest as error:
             raise rename(error) from None
         asked["ignored"] = asked["chat"]["ignored"]

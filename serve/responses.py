@@ -162,7 +162,6 @@ class ResponseAnswer(Answer):
         self._items: list[Item] = []
         self._is_open = False  # whether the last item goes on
         self._status, self._number = "in_progress", 0
-        self._logprobs: list[Any] = []  # of tokens whose text is not told of yet
 
     def to_json(self) -> dict[str, Any]:
         """The whole answer, when it is over."""
@@ -208,12 +207,11 @@ class ResponseAnswer(Answer):
         return self._make("response.failed", response=self.to_json() | {"error": told})
 
     def _add_delta(self, delta: Item, logprobs: Any) -> Iterator[dict[str, Any]]:
-        self._logprobs += logprobs["content"] if logprobs else []
         if text := delta.get("content"):
             yield from self._open_text("message", "output_text")
-            item, told = self._items[-1], self._logprobs
-            item["content"][0]["text"] += text
-            item["content"][0]["logprobs"] += told
+            part, told = self._items[-1]["content"][0], logprobs["content"] if logprobs else []
+            part["text"] += text
+            part["logprobs"] += told
             yield self._tell("response.output_text.delta", delta=text, logprobs=told)
         elif text := delta.get("reasoning_content"):
             yield from self._open_text("reasoning", "reasoning_text")
@@ -233,7 +231,6 @@ class ResponseAnswer(Answer):
                 yield self._tell(
                     "response.function_call_arguments.delta", delta=function["arguments"]
                 )
-        self._logprobs = self._logprobs if not delta else []
 
     def _open(self, item: Item) -> Iterator[dict[str, Any]]:
         yield from self._close_item()

@@ -119,9 +119,7 @@ def test_a_stream_tells_of_the_items_in_order(
     thinking_url: str, body: dict[str, Any], expected: list[str]
 ) -> None:
     url = thinking_url
-    body |= {"input": "hi", "max_output_tokens": 99, "seed": 1, "top_logprobs": 1}
-    if "grammar" not in body:
-        body["max_output_tokens"] = 20
+    body |= {"input": "hi", "max_output_tokens": 99 if "grammar" in body else 20, "seed": 1}
     events = read_stream(url, **body)
     names = [event["type"].removeprefix("response.") for event in events]
     first, second, *between, last = names
@@ -148,6 +146,16 @@ def test_a_stream_tells_of_the_items_in_order(
         assert texts == (["so"] if "tools" in body else ["hm", "so"])
     if "tools" in body:
         assert streamed[-1] == whole["output"][-1]["arguments"] == '{"a": 1, "b": true}'
+
+
+def test_log_probabilities(url: str) -> None:
+    body: Any = {"input": "hi", "max_output_tokens": 9, "seed": 1, "top_logprobs": 1}
+    (item,) = post(url, "/v1/responses", **body)["output"]
+    told = item["content"][0]["logprobs"]
+    assert "".join(one["token"] for one in told) == item["content"][0]["text"]
+    events = read_stream(url, **body)
+    streamed = [one for event in events for one in event.get("logprobs", []) if "delta" in event]
+    assert streamed == round_all(told)
 
 
 def test_tools_and_their_results(client: Any, url: str) -> None:
@@ -236,6 +244,7 @@ def test_items_become_messages() -> None:
          "only texts"),
         ({"input": "x", "max_output_tokens": 900}, "max_output_tokens",
 "asks for 900 more"),
+        ({"input": "x", "top_logprobs": 1, "tools": [TOOL]}, "top_logprobs", "without tools"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text", "text.type is 'xml'"),
     ],
 )  # fmt: skip
