@@ -16,11 +16,39 @@
 
 #include "kernels/layers.h"
 
+namespace {
+
+// A function's types as specdec/engine/native.py reads them, a letter each, the result's first: v of
+// none, p of a pointer, and those below.
+template <typename T>
+constexpr char kLetter = std::is_void<T>::value ? 'v' : 'p';
+template <>
+constexpr char kLetter<int64_t> = 'i';
+template <>
+constexpr char kLetter<float> = 'f';
+template <>
+constexpr char kLetter<double> = 'd';
+
+template <typename R, typename... A>
+struct Types {
+  static_assert(((std::is_pointer<A>::value || kLetter<A> != 'p') && ...), "a type without a letter");
+  static constexpr char letters[] = {kLetter<R>, kLetter<A>..., 0};
+};
+
+template <typename R, typename... A>
+constexpr const char *tell_types(R (*)(A...)) {
+  return Types<R, A...>::letters;
+}
+
+}  // namespace
+
+#define SPECDEC_TYPES(function) const char *function##_types = tell_types(&function);
+
 extern "C" {
 
-// Bumped with every change of a signature below, of what an argument means, or of the order of
+// Bumped with every change of what an argument below means, or of the order of
 // packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 20; }
+int64_t specdec_abi_version() { return 21; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -77,23 +105,18 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       E *x, const E *first, E *out, const void *layers, const E *const *final_norm, E *cache,     \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
-      const uint8_t *wanted, const int64_t *shape, const float *scalars) {                        \
-    Shape sizes;                                                                                  \
-    std::memcpy(&sizes, shape, sizeof sizes);                                                     \
-    Scalars numbers;                                                                              \
-    std::memcpy(&numbers, scalars, sizeof numbers);                                               \
-    const auto run = sizes.is_integer ? run_layers<Integers, E> : run_layers<E, E>;               \
-    with_crew(sizes.B * sizes.T * sizes.D * sizes.D > kParallelWork, [&] {                        \
-      const Step step{sizes.B,   sizes.T, sizes.C, rows,      positions,                          \
-                      lines,     past,    tree_mask, wanted};                                     \
-      run(x, first, out, layers, final_norm, cache, step, observed_layers, observed, sizes,       \
-          numbers);                                                                               \
+      const uint8_t *wanted, const Shape *shape, const Scalars *scalars) {                        \
+    const Shape &s = *shape;                                                                      \
+    const auto run = s.is_integer ? run_layers<Integers, E> : run_layers<E, E>;                   \
+    with_crew(s.B * s.T * s.D * s.D > kParallelWork, [&] {                                        \
+      const Step step{s.B, s.T, s.C, rows, positions, lines, past, tree_mask, wanted};            \
+      run(x, first, out, layers, final_norm, cache, step, observed_layers, observed, s, *scalars);\
     });                                                                                           \
   }                                                                                               \
-  void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const void *experts, E *out, \
-                                    int64_t is_integer) {                                         \
+  void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const Experts *experts,      \
+                                    E *out, int64_t is_integer) {                                 \
     const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
-    mix(x, M, D, *static_cast<const Experts *>(experts), out);                                    \
+    mix(x, M, D, *experts, out);                                                                  \
   }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const void *head,      \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
@@ -113,27 +136,32 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
                                   const void *const *matrices, const E *const *biases,            \
                                   const void *const *blocks, int64_t num_blocks,                  \
                                   const int64_t *drafted, const double *temperatures, double least,\
-                                  int64_t *found, double *chances, const int64_t *sizes) {        \
-    const int64_t B = sizes[0], W = sizes[1], L = sizes[2], N = sizes[3], C = sizes[7];           \
+                                  int64_t *found, double *chances, const SearchShape *shape) {    \
+    const SearchShape &s = *shape;                                                                \
     const auto search = [&](auto none) {                                                          \
       const auto at = [&](int64_t i) { return static_cast<decltype(none)>(matrices[i]); };        \
       typedef typename std::remove_const<typename std::remove_pointer<decltype(none)>::type>::type P;\
       const Drafter<P, E> drafter = {embedding, at(0), at(1), biases[0], at(2), at(3), biases[1], \
-                                     blocks, num_blocks, at(4), drafted, sizes[4], sizes[5],      \
-                                     sizes[6]};                                                   \
-      int64_t levels = L;                                                                         \
-      with_crew(B * drafter.V * drafter.X > kParallelWork, [&] {                                  \
+                                     blocks, num_blocks, at(4), drafted, s.V, s.H, s.X};          \
+      int64_t levels = s.L;                                                                       \
+      with_crew(s.B * s.V * s.X > kParallelWork, [&] {                                            \
         if (temperatures != nullptr)                                                              \
-          levels = search_tree(drafter, hidden, tokens, temperatures, least, found, chances, B, W,\
-                               L, N);                                                             \
+          levels = search_tree(drafter, hidden, tokens, temperatures, least, found, chances, s.B, \
+                               s.W, s.L, s.N);                                                    \
         else                                                                                      \
-          search_beams(drafter, hidden, tokens, found, B, W, L, C);                               \
+          search_beams(drafter, hidden, tokens, found, s.B, s.W, s.L, s.C);                       \
       });                                                                                         \
       return levels;                                                                              \
     };                                                                                            \
-    if (sizes[8]) return search(static_cast<const Integers *>(nullptr));                          \
+    if (s.is_integer) return search(static_cast<const Integers *>(nullptr));                      \
     return search(static_cast<const E *>(nullptr));                                               \
-  }
+  }                                                                                               \
+  SPECDEC_TYPES(specdec_add_norm_##suffix) SPECDEC_TYPES(specdec_silu_mul_##suffix)               \
+  SPECDEC_TYPES(specdec_gelu_mul_##suffix) SPECDEC_TYPES(specdec_cap_logits_##suffix)             \
+  SPECDEC_TYPES(specdec_attend_##suffix) SPECDEC_TYPES(specdec_pack_matrix_##suffix)              \
+  SPECDEC_TYPES(specdec_multiply_##suffix) SPECDEC_TYPES(specdec_multiply_integers_##suffix)      \
+  SPECDEC_TYPES(specdec_run_layers_##suffix) SPECDEC_TYPES(specdec_mix_experts_##suffix)          \
+  SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 
@@ -145,6 +173,20 @@ void specdec_pack_integers(const uint8_t *codes, const float *scales, const uint
                            char *packed) {
   pack_integers(codes, scales, zeros, input_scales, order, *sizes, packed);
 }
+
+SPECDEC_TYPES(specdec_abi_version)
+SPECDEC_TYPES(specdec_use_amx)
+SPECDEC_TYPES(specdec_set_num_threads)
+SPECDEC_TYPES(specdec_ask_for_huge_pages)
+SPECDEC_TYPES(specdec_measure_integers)
+SPECDEC_TYPES(specdec_pack_integers)
+
+// Of the records that native.py writes.
+int64_t specdec_size_of_Layer = sizeof(Layer<float, float>);
+int64_t specdec_size_of_Experts = sizeof(Experts);
+int64_t specdec_size_of_Shape = sizeof(Shape);
+int64_t specdec_size_of_Scalars = sizeof(Scalars);
+int64_t specdec_size_of_SearchShape = sizeof(SearchShape);
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)

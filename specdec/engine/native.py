@@ -31,7 +31,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 20
+ABI_VERSION = 21
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
@@ -47,6 +47,64 @@ PLAIN_ACTIVATIONS = {
 GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+# Types of arguments and results by the letters that a library tells them by, see kernels.cpp.
+_LETTERS = {"v": None, "p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double}
+
+
+# What a layer has by name, each with its bias, and the norms of its heads, which have none.
+_MATRICES = ("qkv", "dense", "up", "down")
+_NORMS = ("norm", "post", "dense_norm", "down_norm")
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+class Layer(ctypes.Structure):
+    """A layer as the kernels take it, see `Layer` in kernels/layers.h."""
+
+    _fields_ = [
+        *(
+            (name + suffix, _POINTER)
+            for part in ("norm", "qkv", "dense", "post", "up", "down")
+            for name, suffix in ((part, ""), (part, "_bias"))
+        ),
+        *((name, _POINTER) for name in _HEAD_NORMS),
+        *((name + suffix, _POINTER) for name in _NORMS[2:] for suffix in ("", "_bias")),
+        ("cosine", _POINTER), ("sine", _POINTER), ("window", _INT), ("experts", _POINTER),
+    ]  # fmt: skip
+
+
+class Experts(ctypes.Structure):
+    """A rank's part of a layer's experts, see `Experts` in kernels/layers.h."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("router", "up", "down", "shared_up", "shared_down")),
+        ("gate", _POINTER), ("seen", _POINTER),
+        *((name, _INT) for name in ("num", "top_k", "first", "count", "I", "shared_I")),
+        ("renormalizes", _INT),
+    ]  # fmt: skip
+
+
+class Shape(ctypes.Structure):
+    """Sizes of `NativeKernels.run_layers`, see `Shape` in kernels/layers.h."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in (
+            *("B", "T", "C", "first_depth", "D", "N", "K", "H", "I", "R", "S", "rotated"),
+            *("num_layers", "activation", "is_gated", "observing", "is_integer"),
+        )
+    ]
+
+
+class Scalars(ctypes.Structure):
+    """Its other numbers, see `Scalars` in kernels/layers.h."""
+
+    _fields_ = [(name, _FLOAT) for name in ("epsilon", "scale", "cap", "share")]
+
+
+class SearchShape(ctypes.Structure):
+    """Sizes of ReDrafter's searches, see `SearchShape` in kernels/search.h."""
+
+    _fields_ = [(name, _INT) for name in ("B", "W", "L", "N", "V", "H", "X", "C", "is_integer")]
 
 
 def describe_coverage(model: ModelConfig) -> str:
@@ -158,6 +216,24 @@ def _load_library(path: Path) -> ctypes.CDLL:
         ) from None
 
 
+def _check_interface(path: Path, library: ctypes.CDLL) -> None:
+    """Raise SpecDecError where a library is of another version, or has another size of a record."""
+    try:
+        library.specdec_abi_version.restype = _INT
+        version = library.specdec_abi_version()
+    except AttributeError:
+        version = 0
+    if version != ABI_VERSION:
+        raise SpecDecError(
+            f"{path} has kernel interface {version}, this specdec needs {ABI_VERSION}",
+            "remove the file: it is compiled again",
+        )
+    for record in (Layer, Experts, Shape, Scalars, SearchShape):
+        size = _INT.in_dll(library, f"specdec_size_of_{record.__name__}").value
+        if size != ctypes.sizeof(record):
+            raise RuntimeError(f"{record.__name__} has {ctypes.sizeof(record)} bytes, not {size}")
+
+
 def _check_packed(
     what: str, packed: Tensor, dtype: torch.dtype, num_outputs: int, depth: int
 ) -> None:
@@ -214,16 +290,7 @@ class NativeKernels:
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
         self._library = _load_library(library)
-        try:
-            self._library.specdec_abi_version.restype = _INT
-            version = self._library.specdec_abi_version()
-        except AttributeError:
-            version = 0
-        if version != ABI_VERSION:
-            raise SpecDecError(
-                f"{library} has kernel interface {version}, this specdec needs {ABI_VERSION}",
-                "remove the file: it is compiled again",
-            )
+        _check_interface(library, self._library)
         suffix = _SUFFIXES[dtype]
         self.dtype = dtype
         use_amx = self._ask_for_amx() if dtype is torch.bfloat16 else -1
@@ -235,57 +302,34 @@ class NativeKernels:
             )
         # Weights that are mapped, by their address, and what they were packed into.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        self._add_norm = self._bind(
-            f"specdec_add_norm_{suffix}",
-            [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
-        )
-        self._cap_logits = self._bind(
-            f"specdec_cap_logits_{suffix}", [_POINTER, _INT, _FLOAT, _FLOAT]
-        )
+        self._add_norm = self._bind(f"specdec_add_norm_{suffix}")
+        self._cap_logits = self._bind(f"specdec_cap_logits_{suffix}")
         self._gate_muls = {
-            name: self._bind(f"specdec_{kernel}_mul_{suffix}", [_POINTER] * 2 + [_INT] * 2)
-            for name, kernel in GATES.items()
+            name: self._bind(f"specdec_{kernel}_mul_{suffix}") for name, kernel in GATES.items()
         }
-        self._attend = self._bind(
-            f"specdec_attend_{suffix}", [_POINTER] * 12 + [_INT] * 10 + [_FLOAT] * 3
-        )
-        self._set_num_threads = self._bind("specdec_set_num_threads", [_INT])
-        self._ask_for_huge_pages = self._bind("specdec_ask_for_huge_pages", [_POINTER, _INT])
-        self._pack_matrix = self._bind(
-            f"specdec_pack_matrix_{suffix}", [_POINTER, _INT, _INT, _POINTER]
-        )
-        self._multiply = self._bind(
-            f"specdec_multiply_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
-        )
-        self._measure_integers = self._bind("specdec_measure_integers", [_POINTER], _INT)
-        self._pack_integers = self._bind("specdec_pack_integers", [_POINTER] * 7)
-        self._multiply_integers = self._bind(
-            f"specdec_multiply_integers_{suffix}",
-            [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER],
-        )
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}", [_POINTER] * 16)
-        self._pack_router = self._bind("specdec_pack_matrix_f32", [_POINTER, _INT, _INT, _POINTER])
-        self._mix_experts = self._bind(
-            f"specdec_mix_experts_{suffix}", [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT]
-        )
-        self._rank_outputs = self._bind(
-            f"specdec_rank_outputs_{suffix}",
-            [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT],
-        )
-        self._search = self._bind(
-            f"specdec_search_{suffix}",
-            [_POINTER] * 6 + [_INT] + [_POINTER] * 2 + [ctypes.c_double] + [_POINTER] * 3,
-            _INT,
-        )
+        self._attend = self._bind(f"specdec_attend_{suffix}")
+        self._set_num_threads = self._bind("specdec_set_num_threads")
+        self._ask_for_huge_pages = self._bind("specdec_ask_for_huge_pages")
+        self._pack_matrix = self._bind(f"specdec_pack_matrix_{suffix}")
+        self._multiply = self._bind(f"specdec_multiply_{suffix}")
+        self._measure_integers = self._bind("specdec_measure_integers")
+        self._pack_integers = self._bind("specdec_pack_integers")
+        self._multiply_integers = self._bind(f"specdec_multiply_integers_{suffix}")
+        self._run_layers = self._bind(f"specdec_run_layers_{suffix}")
+        self._pack_router = self._bind("specdec_pack_matrix_f32")
+        self._mix_experts = self._bind(f"specdec_mix_experts_{suffix}")
+        self._rank_outputs = self._bind(f"specdec_rank_outputs_{suffix}")
+        self._search = self._bind(f"specdec_search_{suffix}")
 
     def _ask_for_amx(self) -> int:
         """1 where products use AMX, 0 where the system refuses it, else -1."""
-        return int(self._bind("specdec_use_amx", [], _INT)())
+        return int(self._bind("specdec_use_amx")())
 
-    def _bind(self, name: str, types: list[Any], result: Any = None) -> Any:
+    def _bind(self, name: str) -> Any:
+        """A function, with the types that the library tells of it."""
+        letters = ctypes.c_char_p.in_dll(self._library, f"{name}_types").value or b""
         function = getattr(self._library, name)
-        function.argtypes = types
-        function.restype = result
+        function.restype, *function.argtypes = [_LETTERS[letter] for letter in letters.decode()]
         return function
 
     def plan_step(
@@ -483,7 +527,7 @@ class NativeKernels:
         out = torch.empty_like(x)
         self._set_num_threads(torch.get_num_threads())
         self._mix_experts(
-            x.data_ptr(), x.numel() // experts.hidden, experts.hidden, experts.record.ctypes.data,
+            x.data_ptr(), x.numel() // experts.hidden, experts.hidden, ctypes.byref(experts.record),
             out.data_ptr(), experts.is_integer,
         )  # fmt: skip
         return out
@@ -600,21 +644,18 @@ class NativeKernels:
         out = torch.empty_like(x)
         observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
         chosen = np.array(observed_layers, np.int64)
-        shape = np.array(
-            [
-                plan.batch, plan.num_tokens, plan.num_newest,
-                0 if first_input is None else first_input.shape[-1], *layers.sizes,
-                num_rows, num_positions, layers.rotated, layers.num_layers,
-                layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
-            ],
-            np.int64,
+        shape = Shape(
+            plan.batch, plan.num_tokens, plan.num_newest,
+            0 if first_input is None else first_input.shape[-1], *layers.sizes,
+            num_rows, num_positions, layers.rotated, layers.num_layers,
+            layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
         )  # fmt: skip
         self._set_num_threads(torch.get_num_threads())
         self._run_layers(
             x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.records,
             layers.final_pointers.ctypes.data, cache.data_ptr(), *plan.pointers, chosen.ctypes.data,
             _get_pointer(observed), None if wanted is None else wanted.ctypes.data,
-            shape.ctypes.data, layers.scalars.ctypes.data,
+            ctypes.byref(shape), ctypes.byref(layers.scalars),
         )  # fmt: skip
         if observed is not None:
             observed = torch.cat(list(observed), dim=-1)
@@ -691,14 +732,14 @@ class NativeKernels:
             raise ValueError(
                 f"{width} beams of {length} tokens, of {drafter.num_candidates} candidates"
             )
-        sizes = np.array([batch, *shape, *drafter.sizes], np.int64)
+        sizes = SearchShape(batch, *shape, *drafter.sizes)
         self._set_num_threads(torch.get_num_threads())
         num_levels: int = self._search(
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
             drafter.matrices.ctypes.data, drafter.biases.ctypes.data, drafter.blocks.ctypes.data,
             len(drafter.blocks) // 2, _get_pointer(drafter.tokens),
             None if temperatures is None else temperatures.ctypes.data, least, found, chances,
-            sizes.ctypes.data,
+            ctypes.byref(sizes),
         )  # fmt: skip
         return num_levels
 
@@ -743,36 +784,11 @@ class PackedExperts:
         packed = kernels.pack_router(router)
         pointers = [np.array([_get_pointer(t) for t in each], np.uint64) for each in (up, down)]
         self._kept = (packed, up, down, shared, pointers, seen)
-        self.record = np.array(
-            [
-                packed.data_ptr(), *(each.ctypes.data for each in pointers),
-                *(_get_pointer(tensor) or 0 for tensor in shared or (None, None, None)),
-                seen.ctypes.data,
-                num, top_k, first, len(up), inner, shared_inner, int(renormalizes),
-            ],
-            np.uint64,
+        self.record = Experts(
+            packed.data_ptr(), *(each.ctypes.data for each in pointers),
+            *(_get_pointer(tensor) for tensor in shared or (None, None, None)), seen.ctypes.data,
+            num, top_k, first, len(up), inner, shared_inner, renormalizes,
         )  # fmt: skip
-
-
-# What a layer has by name, each with its bias, and the norms of its heads, which have none.
-_MATRICES = ("qkv", "dense", "up", "down")
-_NORMS = ("norm", "post", "dense_norm", "down_norm")
-_HEAD_NORMS = ("q_norm", "k_norm")
-
-
-class Layer(ctypes.Structure):
-    """A layer as the kernels take it, see `Layer` in kernels/layers.h."""
-
-    _fields_ = [
-        *(
-            (name + suffix, _POINTER)
-            for part in ("norm", "qkv", "dense", "post", "up", "down")
-            for name, suffix in ((part, ""), (part, "_bias"))
-        ),
-        *((name, _POINTER) for name in _HEAD_NORMS),
-        *((name + suffix, _POINTER) for name in _NORMS[2:] for suffix in ("", "_bias")),
-        ("cosine", _POINTER), ("sine", _POINTER), ("window", _INT), ("experts", _POINTER),
-    ]  # fmt: skip
 
 
 class PackedLayers:
@@ -791,11 +807,11 @@ class PackedLayers:
         activation: int, is_gated: bool, attending: Sequence[Attention], epsilon: float,
         share: float = 1.0, experts: Sequence[PackedExperts] = (),
     ) -> None:  # fmt: skip
-        self._kept = (weights, final, experts)
+        self._kept, self._experts = (weights, final), experts
         self.tables = list(dict.fromkeys(how.rotary for how in attending))
         self.rotated = next((table.cos.shape[1] for table in self.tables if table), 0)
         scale, cap = attending[0].scale, attending[0].cap
-        self.scalars = np.array([epsilon, scale, cap or 0.0, share], np.float32)
+        self.scalars = Scalars(epsilon, scale, cap or 0.0, share)
         norm, qkv = weights[0]["norm"], weights[0]["qkv"]
         assert norm is not None
         assert qkv is not None
@@ -808,20 +824,7 @@ class PackedLayers:
             "up": (inner * (2 if is_gated else 1), hidden), "down": (hidden, inner),
         }  # fmt: skip
         for index, row in enumerate(weights):
-            for name in _NORMS:
-                for part in (name, f"{name}_bias"):
-                    _check(f"{part} of layer {index}", row.get(part), self.dtype, hidden)
-            for name in _HEAD_NORMS:
-                _check(f"{name} of layer {index}", row.get(name), self.dtype, head_size)
-            for name in _MATRICES:
-                what, tensor = f"{name} of layer {index}", row.get(name)
-                _check(f"the bias of {what}", row.get(f"{name}_bias"), self.dtype, shapes[name][0])
-                if tensor is None and experts and name in ("up", "down"):
-                    continue
-                if tensor is None or (tensor.dtype is torch.uint8) != self.is_integer:
-                    raise ValueError(f"{what} is not of the first matrix's type")
-                if tensor is not self.first:
-                    _check_packed(what, tensor, self.dtype, *shapes[name])
+            self._check_layer(index, row, shapes, head_size)
         for tensor in final:
             _check("the last norm", tensor, self.dtype, hidden)
         if experts and {(e.hidden, e.matrix_dtype) for e in experts} != {(hidden, qkv.dtype)}:
@@ -837,11 +840,32 @@ class PackedLayers:
             if how.rotary is not None:
                 record.cosine, record.sine = how.rotary.cos.data_ptr(), how.rotary.sin.data_ptr()
             record.window = how.window or 0
-            record.experts = experts[index].record.ctypes.data if experts else None
+            record.experts = ctypes.addressof(experts[index].record) if experts else None
         self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
+
+    def _check_layer(
+        self, index: int, row: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, int]],
+        head_size: int,
+    ) -> None:  # fmt: skip
+        """Raise ValueError where a layer's tensors are not as the others' are, see `shapes`."""
+        hidden = shapes["down"][0]
+        for name in _NORMS:
+            for part in (name, f"{name}_bias"):
+                _check(f"{part} of layer {index}", row.get(part), self.dtype, hidden)
+        for name in _HEAD_NORMS:
+            _check(f"{name} of layer {index}", row.get(name), self.dtype, head_size)
+        for name in _MATRICES:
+            what, tensor = f"{name} of layer {index}", row.get(name)
+            _check(f"the bias of {what}", row.get(f"{name}_bias"), self.dtype, shapes[name][0])
+            if tensor is None and self._experts and name in ("up", "down"):
+                continue
+            if tensor is None or (tensor.dtype is torch.uint8) != self.is_integer:
+                raise ValueError(f"{what} is not of the first matrix's type")
+            if tensor is not self.first:
+                _check_packed(what, tensor, self.dtype, *shapes[name])
 
 
 class Part(Protocol):

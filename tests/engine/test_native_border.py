@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.engine import native
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layers import Attention, Norm
 from specdec.engine.linear import Linear
@@ -225,3 +227,13 @@ def test_a_library_without_our_kernels(library: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(SpecDecError, match="has kernel interface 0"):
         NativeKernels(tmp_path / "empty.so", SINGLE)
+
+
+@pytest.mark.parametrize("name", ["Layer", "Experts", "Shape", "Scalars", "SearchShape"])
+def test_a_record_of_another_size(
+    library: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = type(name, (getattr(native, name),), {"_fields_": [("more", ctypes.c_int64)]})
+    monkeypatch.setattr(native, name, grown)
+    with pytest.raises(RuntimeError, match=f"{name} has {ctypes.sizeof(grown)} bytes, not"):
+        NativeKernels(library, SINGLE)

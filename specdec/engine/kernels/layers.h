@@ -7,7 +7,8 @@
 
 namespace {
 
-// A rank's part of a layer's experts, as specdec/engine/native.py writes it: eight bytes a field.
+// A rank's part of a layer's experts. This record and those below are fields of eight bytes (of four in
+// `Scalars`) by the same names in specdec/engine/native.py, which compares the sizes when it loads.
 // router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts, counted from `first`,
 // packed: what is multiplied, then what is activated; down: [D, I]; gate: [D], of the shared expert,
 // which is absent where shared_I is 0; seen: steps, tokens, experts chosen by any of a step's tokens.
@@ -18,7 +19,6 @@ struct Experts {
   int64_t *seen;
   int64_t num, top_k, first, count, I, shared_I, renormalizes;
 };
-static_assert(sizeof(Experts) == 14 * 8, "a field is eight bytes");
 
 // Softmax over all scores [num] of a token, and the best of them, first: of equal ones those that
 // torch.topk takes, which calls the same functions. Returns what the weights are divided by.
@@ -131,8 +131,7 @@ void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted, int64_t 
   }
 }
 
-// A layer of a decoder, as `Layer` of specdec/engine/native.py writes it: eight bytes a field. up: gate
-// and up stacked where it is gated; q_norm, k_norm: of queries and of keys; dense_norm, down_norm: of
+// A layer of a decoder. up: gate and up stacked where it is gated; q_norm, k_norm: of queries and of keys; dense_norm, down_norm: of
 // what dense and what down yield; cosine, sine: null for a layer without positions; window: as of
 // Attention; experts: instead of up and down. Absent ones are null, and a layer without post norm has
 // attention and MLP read the same input. Matrices are packed, of type W; all else is of type E.
@@ -151,7 +150,6 @@ struct Layer {
   int64_t window;
   const Experts *experts;
 };
-static_assert(sizeof(Layer<float, float>) == 22 * 8, "a field is eight bytes");
 
 // The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. first: [M,
 // first_depth], what the first layer's attention reads, or null where that is its normed input. x: [M,

@@ -95,6 +95,12 @@ struct Drafter {
   int64_t name(int64_t output) const { return drafted != nullptr ? drafted[output] : output; }
 };
 
+// Sizes of B searches, as specdec/engine/native.py writes them: W beams (or nodes of each level) of L
+// tokens, N nodes of a tree, V, H and X of the drafter, C candidates of a beam.
+struct SearchShape {
+  int64_t B, W, L, N, V, H, X, C, is_integer;
+};
+
 // B searches by such a drafter, W nodes of each at every level but the first, whose only node is the
 // root: `run` makes the logits of what follows a level's nodes, from which `choose` goes on.
 template <typename P, typename E>
