@@ -395,6 +395,7 @@ def round_inputs(x: torch.Tensor, group: int) -> torch.Tensor:
     groups = padded.reshape(*x.shape[:-1], -1, group)
     largest = groups.abs().amax(-1, keepdim=True)
     is_small = largest < 1e-30
-    rounded = (groups * (127 / largest).masked_fill(is_small, 0)).round()
+    factor = torch.full_like(largest, 127) / largest  # `127 / largest` multiplies by the inverse
+    rounded = (groups * factor.masked_fill(is_small, 0)).round()
     scales = (largest / 127).masked_fill(is_small, 0)
     return (rounded * scales).reshape(padded.shape)[..., :depth]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.integers import IntegerMatrix, take_matrix
+from specdec.engine.integers import IntegerMatrix, Quantized, take_matrix
 from specdec.engine.layout import (
     PACKED_FOLDER,
     EngineConfig,
@@ -18,7 +18,7 @@ from specdec.engine.layout import (
     open_engine_file,
 )
 from specdec.engine.loading import load_tensors
-from specdec.engine.native import NativeKernels, get_packed_shape
+from specdec.engine.native import ALIGNMENT, NativeKernels, get_packed_shape
 from specdec.engine.packed import identify_packing
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
@@ -26,8 +26,6 @@ from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8
 from specdec.model.tensors import EMBEDDING, ROUTER
-
-ALIGNMENT = 64  # bytes: a line of the cache, which a packed matrix begins with
 
 
 def list_packed(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> list[str]:
@@ -38,7 +36,7 @@ def list_packed(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> list[s
     others = (ROUTER, "shared_expert_gate.weight", "drafter.input_proj.weight")
     names = [
         name for name, info in tensors.items()
-        if len(info.shape) > 1 and info.dtype in (model.dtype, INT8)
+        if len(info.shape) > 1 and info.dtype in (model.dtype, INT8, "uint8")
         and name.endswith(".weight") and "embedding" not in name and not name.endswith(others)
         and (name.startswith("transformer.") or ".mlp." not in name)
     ]  # fmt: skip
@@ -52,7 +50,7 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
     model = config.checkpoint.model
     dtype = TORCH_DTYPES[model.dtype]
 
-    def list_matrices(tensor: str) -> Sequence[Tensor | IntegerMatrix]:
+    def list_matrices(tensor: str) -> Sequence[Tensor | Quantized]:
         """What linears multiply with, of all experts where the tensor is theirs."""
         weights = load_tensors(source, [tensor], device, dtype, mapped={tensor})
         whole = weights[tensor]
@@ -65,8 +63,8 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
 
     def plan(tensor: str) -> TensorInfo:
         first, experts = list_matrices(tensor)[0], source.tensors[tensor].shape[:-2]
-        if isinstance(first, IntegerMatrix):
-            size = round_up(kernels.measure_integers(first.list_sizes()))
+        if not isinstance(first, Tensor):
+            size = round_up(first.measure(kernels))
             return TensorInfo("uint8", (*experts, size))
         rows, depth = first.shape
         return TensorInfo(model.dtype, (*experts, *get_packed_shape(rows, depth, dtype)))

@@ -22,6 +22,7 @@ from specdec.engine.layout import (
     encode_engine_config,
     list_drafter_tensors,
     list_engine_files,
+    list_engine_tensors,
     list_integers,
     make_metadata,
     name_offsets,
@@ -35,7 +36,7 @@ from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EagleParams
-from specdec.model import int4
+from specdec.model import blocks, int4
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.inventory import find_rank_files, list_tensors
@@ -56,6 +57,7 @@ from specdec.model.quantization import (
 )
 from specdec.model.sharding import join
 from specdec.model.tensors import (
+    EMBEDDING,
     HEAD,
     HEAD_BIAS,
     OFFSETS,
@@ -81,7 +83,8 @@ class TorchPlan:
     """A checked build: the rank files to read, the files to write, whether to compile.
 
     needs_kernels: whether the build fails where the compiler does. packs: whether the weights are
-    also stored as the kernels read them. draft_tokens: of `choose_tokens`.
+    also stored as the kernels read them. draft_tokens: of `choose_tokens`. block_types: of
+    `count_block_types`, for a checkpoint in GGML's blocks.
     """
 
     sources: list[TensorFile]
@@ -93,6 +96,7 @@ class TorchPlan:
     quantization: str | None
     drafter_weights: str | None
     draft_tokens: Array | None
+    block_types: dict[str, int] | None
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -149,9 +153,11 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         for file, tensors in files.items():
             if drafters := {name: info for name, info in tensors.items() if name in own}:
                 files[file] = tensors | plan_drafter(drafters, drafter_weights, size)
-    if algorithm in int4.INT4_ALGORITHMS:
-        for rank, source in enumerate(sources):
-            files[name_weight_file(model, rank)] |= plan_four_bits(source, quantized, model)
+    block_types = plan_stored(files, sources, quantized, checkpoint)
+    if block_types is not None:
+        how = "multiplied as they are" if compile_kernels else "widened when the engine is loaded"
+        counts = ", ".join(f"{name} ({count})" for name, count in block_types.items())
+        logger.info("GGUF: matrices by type, %s: %s", how, counts)
     has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
     if has_integers and not compile_kernels:
         logger.warning(
@@ -163,7 +169,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         compile_kernels=compile_kernels, needs_kernels=settings.optimize == "native",
         packs=compile_kernels and settings.packed_weights is not False,
         quantization=settings.quantization, drafter_weights=drafter_weights,
-        draft_tokens=draft_tokens,
+        draft_tokens=draft_tokens, block_types=block_types,
     )  # fmt: skip
 
 
@@ -269,6 +275,10 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
             module, (num_rows, num_inputs) = name.removesuffix(".weight"), expected[name]
             stored = int4.describe_int4(module, (num_rows, num_inputs), source.tensors)
             expected |= {own: info.shape for own, info in stored.items()}
+    elif algorithm == blocks.GGUF:
+        described = find_blocks(source, expected)
+        quantized = {name for name in described if name in expected}
+        expected |= {name: info.shape for name, info in described.items()}
     elif algorithm == FP8 and (quantized := find_float8(source, expected)):
         expected = add_scales(expected, source.tensors)
         # The cache keeps the model's type, for which it needs none of its scales.
@@ -361,6 +371,18 @@ def find_int4(source: TensorFile, names: Iterable[str]) -> set[str]:
     return stored
 
 
+def find_blocks(source: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    """Check the matrices that are stored in GGML's blocks; return their tensors."""
+    described = blocks.describe_all(shapes, source.tensors)
+    names = {name for name in described if name in shapes}
+    for name in names:
+        module = name.removesuffix(".weight")
+        types = source.read(f"{module}.{blocks.BLOCK_TYPES}")
+        blocks.check_blocks(module, source.read(name), types, shapes[name][1])
+    check_twins(source, names)
+    return described
+
+
 def check_twins(source: TensorFile, stored: set[str]) -> None:
     """Raise SpecDecError where fc is quantized and gate is not, or the other way round."""
     for name, (one, other) in itertools.product(stored, ((".fc.", ".gate."), (".gate.", ".fc."))):
@@ -433,6 +455,53 @@ def plan_four_bits(
     return planned
 
 
+def plan_blocks(
+    source: TensorFile, quantized: set[str], model: ModelConfig
+) -> dict[str, TensorInfo]:
+    """The engine's tensors for matrices in GGML's blocks."""
+    planned = {}
+    for weight in list_engine_tensors(model, None):
+        module = weight.removesuffix(".weight")
+        parts = [f"{part}.weight" for part in name_parts(module, model)]
+        if parts[0] in quantized:
+            shapes = [source.tensors[part].shape for part in parts]
+            num_rows = sum(shape[0] for shape in shapes)
+            planned[weight] = TensorInfo("uint8", (num_rows, max(shape[1] for shape in shapes)))
+            planned[f"{module}.{blocks.BLOCK_TYPES}"] = TensorInfo("uint8", (num_rows,))
+    return planned
+
+
+def count_block_types(
+    source: TensorFile, quantized: set[str], model: ModelConfig
+) -> dict[str, int]:
+    """How many matrices of the checkpoint are of each of GGML's types, or of the model's type."""
+    counts: dict[str, int] = {}
+    matrices = [f"{module}.weight" for module in list_linears(model)]
+    for name in (EMBEDDING, *matrices, HEAD):
+        kind = model.dtype
+        if name in quantized:
+            types = source.read(f"{name.removesuffix('.weight')}.{blocks.BLOCK_TYPES}")
+            kind = "+".join(blocks.TYPES[int(number)].name for number in np.unique(types))
+        if name in source.tensors:
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def plan_stored(
+    files: dict[str, dict[str, TensorInfo]], sources: Sequence[TensorFile], quantized: set[str],
+    checkpoint: CheckpointConfig,
+) -> dict[str, int] | None:  # fmt: skip
+    """Plan what is stored in four bits, or in GGML's blocks; count the types of these."""
+    model, algorithm = checkpoint.model, checkpoint.quantization.quant_algo
+    if algorithm not in (*int4.INT4_ALGORITHMS, blocks.GGUF):
+        return None
+    plan = plan_blocks if algorithm == blocks.GGUF else plan_four_bits
+    for rank, source in enumerate(sources):
+        files[name_weight_file(model, rank)] |= plan(source, quantized, model)
+    is_blocks = algorithm == blocks.GGUF
+    return count_block_types(sources[0], quantized, model) if is_blocks else None
+
+
 def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
     """What stacked matrices have with their codes, by kind; they must read their inputs alike."""
     first = parts[0]
@@ -465,6 +534,8 @@ def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict
 
 def stack_parts(parts: Sequence[Array], model: ModelConfig, module: str) -> Array:
     """Rows of fc and gate as an engine has them: the half that is activated first."""
+    if parts[0].dtype == np.uint8 and parts[0].ndim == 2:
+        parts = blocks.widen_rows(parts)
     if ".mlp.fc" in module and model.arithmetic.mlp == "fused":
         up, gate = np.split(parts[0], 2)  # the activated half comes second
         return np.concatenate([gate, up])
@@ -633,6 +704,7 @@ def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
     return {
         "backend": "torch", "prepack": plan.prepack, "native_kernels": plan.compile_kernels,
         "packed_weights": plan.packs, "quantization": plan.quantization,
+        "block_types": plan.block_types,
         "drafter_weights": plan.drafter_weights, "draft_vocab_size": plan.draft_vocab_size,
         "weights_bytes": plan.num_bytes, "num_tensors": sum(map(len, plan.files.values())),
         "weight_files": list(plan.files), "build_config": dataclasses.asdict(limits),

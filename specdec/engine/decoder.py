@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.blocks import BlockMatrix
 from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
@@ -80,7 +81,9 @@ class Decoder:
         self.is_prepacked = prepack
         arithmetic = model.arithmetic
 
-        self.embedding = weights["transformer.vocab_embedding.weight"]
+        embedding = take_matrix(weights, "transformer.vocab_embedding")
+        assert not isinstance(embedding, IntegerMatrix)
+        self.embedding: Tensor | BlockMatrix = embedding
         self.position_embedding: Tensor | None = None
         self.rotary: RotaryTable | None = None
         if arithmetic.positions == "learned":
@@ -121,7 +124,7 @@ class Decoder:
             self.lm_head = head
         elif model.share_embedding_table:
             head_bias = weights["lm_head.bias"] if arithmetic.head_bias else None
-            self.lm_head = Linear(self._cut_head(), head_bias, prepack=prepack, kernels=kernels)
+            self.lm_head = lay_out(self._cut_head(), head_bias, prepack=prepack, kernels=kernels)
         else:
             self.lm_head = parts.make_linear("lm_head")
 
@@ -235,28 +238,36 @@ class Decoder:
             x = x + self._look_up(self.position_embedding, positions.clamp(max=last))
         return self.stack.sum(x) if self.model.use_parallel_embedding else x
 
-    def _look_up(self, table: Tensor, indices: Tensor) -> Tensor:
+    def read_rows(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
+        """Rows [..., D] of a table."""
+        if isinstance(table, BlockMatrix):
+            return table.look_up(indices).to(self.dtype)
+        return torch.nn.functional.embedding(indices, table)
+
+    def _look_up(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
         """Rows [..., D] of a table; of one that is split, zeros where other ranks hold the value.
 
         The sum over the ranks is then the row itself, to the last bit.
         """
         if self.group is None or not self.model.use_parallel_embedding:
-            return torch.nn.functional.embedding(indices, table)
+            return self.read_rows(table, indices)
         height, width = table.shape
         if self.model.embedding_sharding_dim == 1:
             before = self.rank * width
-            found = torch.nn.functional.embedding(indices, table)
+            found = self.read_rows(table, indices)
             return torch.nn.functional.pad(found, (before, self.model.hidden_size - before - width))
         own = indices - self.rank * height
         is_elsewhere = (own < 0) | (own >= height)
-        found = torch.nn.functional.embedding(own.clamp(0, height - 1), table)
+        found = self.read_rows(table, own.clamp(0, height - 1))
         return found.masked_fill(is_elsewhere[..., None], 0.0)
 
-    def _cut_head(self) -> Tensor:
+    def _cut_head(self) -> Tensor | BlockMatrix:
         """This rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
         if self.group is None or self.model.use_parallel_embedding:
             return self.embedding
         height = -(-self.model.vocab_size // self.group.size)
+        if isinstance(self.embedding, BlockMatrix):
+            return self.embedding.cut(self.rank * height, height)
         rows = self.embedding[self.rank * height : (self.rank + 1) * height]
         return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
 

@@ -92,7 +92,7 @@ class EagleNet(DraftNet):
         The step's tokens and positions are the pairs'.
         """
         tokens = to_device(step.tokens, features.device)
-        embedded = torch.nn.functional.embedding(tokens, self.decoder.embedding)
+        embedded = self.decoder.read_rows(self.decoder.embedding, tokens)
         if self.hidden_norm is None:
             x = first = self.fc(torch.cat((embedded, features), dim=-1))
         else:

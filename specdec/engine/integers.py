@@ -16,8 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from specdec.engine.blocks import BlockMatrix
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
+from specdec.model.blocks import BLOCK_TYPES
 from specdec.model.int4 import ENGINE_GROUPS, INPUT_SCALE, PERMUTATION, ZERO_POINT
 from specdec.model.quantization import INT8_SCALES, WEIGHT_SCALE
 
@@ -61,6 +63,10 @@ class IntegerMatrix:
         depth = self.codes.shape[1]
         return self.num_outputs, depth, self.bits, self.group, has_row_scales, *given
 
+    def measure(self, kernels: NativeKernels) -> int:
+        """The bytes of what the kernels make of it."""
+        return kernels.measure_integers(self.list_sizes())
+
     def pack(self, kernels: NativeKernels) -> Tensor:
         """Lay out for the kernels, which scale by their own groups."""
         scales, zeros = self.scales, self.zeros
@@ -97,9 +103,15 @@ class IntegerMatrix:
         return (groups * scales).reshape(signed.shape)
 
 
-def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | IntegerMatrix:
+# What is not of the model's type.
+Quantized = IntegerMatrix | BlockMatrix
+
+
+def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | Quantized:
     """What a linear of this name multiplies with, as it lies in an engine's weights."""
     codes = weights[name + ".weight"]
+    if (types := weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
+        return BlockMatrix(codes, types)
     if codes.dtype is not torch.int8:
         return codes
     if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
@@ -109,7 +121,7 @@ def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | IntegerMat
     return IntegerMatrix(4, codes, weights[f"{name}.{WEIGHT_SCALE}"], zeros, input_scales, order)
 
 
-def join_rows(matrices: Sequence[Tensor | IntegerMatrix], first: int) -> Tensor | IntegerMatrix:
+def join_rows(matrices: Sequence[Tensor | Quantized], first: int) -> Tensor | IntegerMatrix:
     """The rows from `first` on of matrices of one kind, below each other."""
     tensors = [matrix[first:] for matrix in matrices if isinstance(matrix, Tensor)]
     if tensors:
@@ -123,11 +135,11 @@ def join_rows(matrices: Sequence[Tensor | IntegerMatrix], first: int) -> Tensor 
 
 
 def lay_out(
-    matrix: Tensor | IntegerMatrix, bias: Tensor | None = None, *, prepack: bool,
+    matrix: Tensor | Quantized, bias: Tensor | None = None, *, prepack: bool,
     kernels: NativeKernels | None,
 ) -> Linear:  # fmt: skip
     """A linear of a matrix of any kind."""
-    if isinstance(matrix, IntegerMatrix):
+    if not isinstance(matrix, Tensor):
         return IntegerLinear(matrix, bias, kernels)
     return Linear(matrix, bias, prepack=prepack, kernels=kernels)
 
@@ -146,21 +158,21 @@ def widen_integers(
     """Weights in which those of these names that are integers are of another type."""
     widened = dict(weights)
     for name in names:
-        if weights[name].dtype is torch.int8:
+        if name in weights and weights[name].dtype in (torch.int8, torch.uint8):
             matrix = take_matrix(weights, name.removesuffix(".weight"))
-            assert isinstance(matrix, IntegerMatrix)
+            assert not isinstance(matrix, Tensor)
             widened[name] = matrix.widen(0, matrix.num_outputs).to(dtype)
     return widened
 
 
 class IntegerLinear(Linear):
-    """x W^T + b with a matrix of integers.
+    """x W^T + b with a matrix of integers, or of blocks of them.
 
     Without kernels each product widens the matrix to float32 again, block by block: that is slow.
     """
 
     def __init__(
-        self, matrix: IntegerMatrix, bias: Tensor | None, kernels: NativeKernels | None
+        self, matrix: Quantized, bias: Tensor | None, kernels: NativeKernels | None
     ) -> None:
         self.bias = bias
         self.num_outputs = matrix.num_outputs

@@ -48,7 +48,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of
 // packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 21; }
+int64_t specdec_abi_version() { return 22; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -174,12 +174,21 @@ void specdec_pack_integers(const uint8_t *codes, const float *scales, const uint
   pack_integers(codes, scales, zeros, input_scales, order, *sizes, packed);
 }
 
+// The same of rows of GGML's blocks, one part of a matrix.
+int64_t specdec_measure_blocks(const BlockRows *part) { return measure_blocks(*part); }
+
+void specdec_pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows *part, char *packed) {
+  pack_blocks(rows, stride, *part, packed);
+}
+
 SPECDEC_TYPES(specdec_abi_version)
 SPECDEC_TYPES(specdec_use_amx)
 SPECDEC_TYPES(specdec_set_num_threads)
 SPECDEC_TYPES(specdec_ask_for_huge_pages)
 SPECDEC_TYPES(specdec_measure_integers)
 SPECDEC_TYPES(specdec_pack_integers)
+SPECDEC_TYPES(specdec_measure_blocks)
+SPECDEC_TYPES(specdec_pack_blocks)
 
 // Of the records that native.py writes.
 int64_t specdec_size_of_Layer = sizeof(Layer<float, float>);

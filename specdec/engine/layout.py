@@ -19,6 +19,7 @@ from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.methods import METHODS, DrafterParams
+from specdec.model.blocks import GGUF, describe_all
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_ALGORITHMS, describe_int4, is_int4
@@ -443,6 +444,8 @@ def _describe_quantized(
                 num_rows, num_inputs = shapes[weight]
                 tensors |= describe_int4(module, (num_rows, num_inputs), stored)
         return tensors
+    if algorithm == GGUF:
+        return tensors | describe_all(shapes, stored)
     if algorithm != FP8:
         return tensors
     for module in list_matrices(shapes):

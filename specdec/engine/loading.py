@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import logs
+from specdec.engine.blocks import BlockMatrix
 from specdec.engine.float8 import can_multiply, widen
 from specdec.engine.int8 import check_scales
 from specdec.engine.layout import (
@@ -25,8 +26,9 @@ from specdec.engine.layout import (
 from specdec.engine.native import NativeKernels
 from specdec.engine.packed import find_packed, use_packed
 from specdec.files.tensor_file import TensorFile
-from specdec.files.torch_tensors import TORCH_DTYPES, to_tensor, view_tensor
+from specdec.files.torch_tensors import TORCH_DTYPES, to_array, to_tensor, view_tensor
 from specdec.model import int4
+from specdec.model.blocks import BLOCK_TYPES, is_blocks
 from specdec.model.quantization import FLOAT8, INT8, SCALES, WEIGHT_SCALE
 from specdec.model.sharding import join
 from specdec.model.tensors import EMBEDDING, list_target_tensors
@@ -42,11 +44,13 @@ def load_tensors(
     *,
     maps_matrices: bool = False,
     mapped: Collection[str] = (),
+    widens_blocks: bool = False,
 ) -> dict[str, Tensor]:
     """Copy tensors from a mapped file to the device.
 
     maps_matrices: what linears multiply with stays in the file, to be packed from there, and so
     does what is `mapped`.
+    widens_blocks: those of GGML become weights of `dtype`; else they stay in the file.
     Float8 weights stay as they are, their scales alongside them, where the device multiplies such;
     elsewhere they become weights of `dtype`. Integers have their scales alongside them, int4 what
     else specdec/model/int4.py names, scales as float32.
@@ -67,6 +71,15 @@ def load_tensors(
                 num_widened += 1
             continue
         module = name.removesuffix(".weight")
+        if module != name and is_blocks(module, file.tensors):
+            key = f"{module}.{BLOCK_TYPES}"
+            types = to_tensor(file.read(key), "uint8")
+            blocks = BlockMatrix(view_tensor(file.read(name), "uint8"), types)
+            if widens_blocks:
+                tensors[name] = blocks.widen_all(dtype).to(device)
+            else:
+                tensors |= {name: blocks.rows, key: types}
+            continue
         if info.dtype in int4.INT4_STORAGE and int4.is_int4(module, file.tensors):
             tensors |= {key: t.to(device) for key, t in read_int4(file, module).items()}
         elif info.dtype == INT8:
@@ -134,7 +147,7 @@ def load_weights(
             chosen = [tensor for tensor in file.tensors if tensor in wanted]
             weights |= load_tensors(
                 file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed,
-                mapped=() if packed is None else (EMBEDDING,),
+                mapped=() if packed is None else (EMBEDDING,), widens_blocks=kernels is None,
             )  # fmt: skip
             if packed is not None and kernels is not None:
                 use_packed(packed, weights, kernels)
@@ -146,6 +159,11 @@ def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> 
     model = config.checkpoint.model
     names = [name_weight_file(model, rank) for rank in range(model.tp_size)]
     files = [open_engine_file(folder, config, name) for name in names]
-    parts = [file.read(EMBEDDING) for file in files]
-    whole = join(parts, list_target_tensors(model)[EMBEDDING], model)
-    return to_tensor(whole, files[0].tensors[EMBEDDING].dtype).to(device)
+    dtype = TORCH_DTYPES[model.dtype]
+    parts = [
+        load_tensors(file, [EMBEDDING], torch.device("cpu"), dtype, widens_blocks=True)
+        for file in files
+    ]
+    arrays = [to_array(part[EMBEDDING]) for part in parts]
+    whole = join(arrays, list_target_tensors(model)[EMBEDDING], model)
+    return to_tensor(whole, model.dtype).to(device)

@@ -26,12 +26,14 @@ from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
 from specdec.errors import SpecDecError
+from specdec.model.blocks import TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 21
+ABI_VERSION = 22
+ALIGNMENT = 64  # bytes: a line of the cache, which a packed matrix begins with
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # Activations of a gated MLP, by the kernel that computes them.
 GATES = {
@@ -314,6 +316,8 @@ class NativeKernels:
         self._multiply = self._bind(f"specdec_multiply_{suffix}")
         self._measure_integers = self._bind("specdec_measure_integers")
         self._pack_integers = self._bind("specdec_pack_integers")
+        self._measure_blocks = self._bind("specdec_measure_blocks")
+        self._pack_blocks = self._bind("specdec_pack_blocks")
         self._multiply_integers = self._bind(f"specdec_multiply_integers_{suffix}")
         self._run_layers = self._bind(f"specdec_run_layers_{suffix}")
         self._pack_router = self._bind("specdec_pack_matrix_f32")
@@ -464,11 +468,13 @@ class NativeKernels:
         """Take `packed` when `weight` is to be packed; its memory, which is mapped, is kept."""
         self._known[weight.data_ptr()] = (weight, packed)
 
-    def _find_known(self, weight: Tensor, sizes: Sequence[int] = ()) -> Tensor | None:
+    def _find_known(
+        self, weight: Tensor, sizes: Sequence[int] = (), least: int = 0
+    ) -> Tensor | None:
         """What a weight was packed into before; None if it was not.
 
-        sizes: what it has to begin with where it is of integers. Raises SpecDecError where what is
-        known cannot be what the weight was packed into.
+        sizes: what it has to begin with where it is of integers; least: its bytes then. Raises
+        SpecDecError where what is known cannot be what the weight was packed into.
         """
         known, packed = self._known.get(weight.data_ptr(), (None, None))
         if known is None or packed is None or known.shape != weight.shape:
@@ -476,7 +482,6 @@ class NativeKernels:
         if not (known.dtype is weight.dtype and weight.is_contiguous()):
             return None
         if sizes:
-            least = self.measure_integers(sizes)
             is_right = packed.dtype is torch.uint8 and packed.dim() == 1 and len(packed) >= least
             is_right = is_right and packed[: 8 * len(sizes)].view(torch.int64).tolist() == [*sizes]
         else:
@@ -567,7 +572,15 @@ class NativeKernels:
         given = [t is not None for t in (zeros, input_scales, order)]
         sizes = np.array([num_outputs, depth, bits, group, by_row, *given], np.int64)
         # An order is among what is packed, and is checked here only.
-        if order is None and (known := self._find_known(codes, sizes.tolist())) is not None:
+        if (
+            order is None
+            and (
+                known := self._find_known(
+                    codes, sizes.tolist(), self.measure_integers(sizes.tolist())
+                )
+            )
+            is not None
+        ):
             return known
         packed = codes.new_empty(self._measure_integers(sizes.ctypes.data), dtype=torch.uint8)
         if any(given[1:]):
@@ -579,10 +592,52 @@ class NativeKernels:
         )  # fmt: skip
         return packed
 
+    def _plan_blocks(
+        self, parts: Sequence[tuple[int, int, int]], depth: int
+    ) -> list[np.ndarray[Any, Any]]:
+        """How each part begins, see `BlockRows` in kernels/blocks.h."""
+        heads = []
+        for kind, start, stop in parts:
+            head = np.array([parts[-1][2], depth, 0, kind, stop - start, 0, 0, 0], np.int64)
+            head[5] = -(-int(self._measure_blocks(head.ctypes.data)) // ALIGNMENT) * ALIGNMENT
+            heads.append(head)
+        return heads
+
+    def measure_blocks(self, parts: Sequence[tuple[int, int, int]], depth: int) -> int:
+        """Bytes of a packed matrix of these parts: type, first row, first row behind it."""
+        return sum(int(head[5]) for head in self._plan_blocks(parts, depth))
+
+    def pack_blocks(
+        self, rows: Tensor, parts: Sequence[tuple[int, int, int]], depth: int
+    ) -> Tensor:
+        """Lay out a matrix [N, depth] in GGML's blocks, see kernels/blocks.h.
+
+        rows: uint8 [N, bytes]; parts: of `measure_blocks`. Returns uint8 [n].
+        """
+        _check("rows of blocks", rows, torch.uint8, *rows.shape)
+        for kind, _, stop in parts:
+            own = TYPES.get(kind)
+            if own is None or depth % own.size or stop > len(rows):
+                raise ValueError(f"rows of type {kind} up to {stop} of {list(rows.shape)}")
+            if own.count_bytes(depth) > rows.shape[1]:
+                raise ValueError(f"rows of {rows.shape[1]} bytes for {depth} weights of {kind}")
+        heads = self._plan_blocks(parts, depth)
+        ends = np.cumsum([head[5] for head in heads]).tolist()
+        heads[-1][5] = 0
+        if (known := self._find_known(rows, heads[0].tolist(), ends[-1])) is not None:
+            return known
+        packed = rows.new_zeros(ends[-1])
+        self._set_num_threads(torch.get_num_threads())
+        for head, (_, start, _), place in zip(heads, parts, [0, *ends], strict=False):
+            self._pack_blocks(
+                rows[start].data_ptr(), rows.shape[1], head.ctypes.data, packed.data_ptr() + place
+            )
+        return packed
+
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """x W^T + bias: [..., depth] -> [..., num_outputs].
 
-        `packed` is of `pack_matrix` or of `pack_integers`.
+        `packed` is of `pack_matrix`, `pack_integers` or `pack_blocks`.
 
         A row's result is the same to the last bit whatever other rows there are.
         """

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specdec.engine.blocks import BlockMatrix
 from specdec.engine.draft_net import rank_logits, take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
@@ -58,6 +59,7 @@ class ReDrafterHead:
                 parts["input_proj"] = linear("input_proj")
             else:
                 joint = take_matrix(weights, "drafter.input_proj")
+                assert not isinstance(joint, BlockMatrix)
                 # Parts for the target's state, and for the recurrent state.
                 first, second = (
                     joint.halve() if isinstance(joint, IntegerMatrix) else joint.chunk(2, 1)

@@ -12,6 +12,7 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.manifest import check_sources, describe_file
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods import DrafterParams
+from specdec.model.blocks import GGUF, describe_all
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_ALGORITHMS, describe_int4
@@ -138,6 +139,12 @@ def _describe_matrices(
     Their types tell which ones are; what is impossible about them is added to `wrong`.
     """
     described: dict[str, TensorInfo] = {}
+    if algorithm == GGUF:
+        try:
+            return describe_all({name: info.shape for name, info in expected.items()}, stored)
+        except SpecDecError as error:
+            wrong.append(error.message)
+            return described
     known = ALGORITHMS.get(algorithm or "")
     if algorithm == FP8 or (known is None and algorithm not in INT4_ALGORITHMS):
         return described

@@ -18,7 +18,7 @@ from specdec.files.tensor_file import TensorInfo
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
 FP8 = "FP8"
-EXECUTED = (None, FP8, "W4A16_AWQ", "INT4_GROUPS")  # by the torch backend
+EXECUTED = (None, FP8, "W4A16_AWQ", "INT4_GROUPS", "GGUF")  # by the torch backend
 WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)

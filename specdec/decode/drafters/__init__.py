@@ -16,6 +16,7 @@ from specdec.errors import UsageError
 from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
+from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.options import list_given, name_flag
 
 from .base import DraftContext, Drafter, EngineHandle
@@ -185,6 +186,8 @@ def make_proposer(
         )
         own = list_drafter_tensors(config.checkpoint.model, config.checkpoint.drafter)
         weights = widen_integers(weights, own, decoder.dtype)
+    if config.checkpoint.drafter is not None:  # it may compute with the target's own
+        weights = widen_integers(weights, (EMBEDDING, HEAD), decoder.dtype)
     groups: list[list[Drafter]] = [
         [
             load_module(method).make_proposer(

@@ -19,6 +19,7 @@ from specdec.engine.native import NativeKernels, load_kernels
 from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.blocks import GGUF
 from specdec.model.int4 import INT4_ALGORITHMS
 from specdec.mpi import find_launch
 
@@ -45,6 +46,11 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
     kernels = _load_kernels(config, folder, device)
     algorithm = config.checkpoint.quantization.quant_algo
     integers = config.quantization or (algorithm if algorithm in INT4_ALGORITHMS else None)
+    if algorithm == GGUF and kernels is None:
+        logger.info(
+            "GGUF: no native kernels run here: weights are widened to %s, and inputs are not"
+            " rounded", config.checkpoint.model.dtype,
+        )  # fmt: skip
     if integers is not None and kernels is None:
         logger.info(
             "%s: no native kernels run here: weights are widened in every step, which is slow, and"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "integers.h"
+#include "blocks.h"
 
 namespace {
 
@@ -514,10 +514,10 @@ void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
 #if SPECDEC_AMX_INTEGERS
   if (M >= kAmxLeastRows && can_use_amx()) return multiply_by_bytes(x, M, w, bias, N, y);
 #endif
-  multiply_matrix(x, M, w, bias, N, y);
+  multiply_matrix(x, M, w, bias, N, y, N);
 }
 
-// The same with W packed, of numbers of type W or of Integers.
+// The same with W packed, of numbers of type W, or of Integers or BlockRows.
 template <typename X, typename W, typename B, typename O>
 void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bias, int64_t N,
               O *y) {
@@ -527,7 +527,9 @@ void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bi
       return multiply_amx(x, M, depth, packed, bias, N, y);
 #endif
   if constexpr (!std::is_same<W, Integers>::value)
-    multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y);
+    multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y, N);
+  else if (packed->bits == 0)
+    multiply_parts(x, M, reinterpret_cast<const BlockRows *>(packed), bias, N, y);
   else if (packed->bits == 4)
     multiply_integers(x, M, IntegerMatrix<4>(packed), bias, N, y);
   else

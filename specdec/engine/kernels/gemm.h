@@ -220,13 +220,17 @@ struct Fetch {
 // many bytes of one come before its first step; how many inputs a row takes when it is packed; packs
 // rows; and multiplies with them.
 
+// With few rows several tiles are multiplied at once: more sums that do not wait for each other.
+constexpr int kWideTiles = 4;
+
 // Of numbers of type E, as all else is.
 template <typename E>
 struct FloatMatrix {
   typedef typename Packing<E>::Input Input;
   static constexpr bool kHasBands = kSumsBands && std::is_same<E, bf16>::value;
   static constexpr int kMostRows = kHasBands ? kMaxRows / 2 : kMaxRows;
-  static constexpr int64_t header = 0;
+  static constexpr int kMostTiles = kWideTiles;
+  static constexpr int64_t header = 0, turn = kTurn;
   const char *tiles;
   int64_t depth, steps, tile_bytes, row;
 
@@ -339,12 +343,10 @@ struct FloatMatrix {
   }
 };
 
-// With few rows several tiles are multiplied at once: more sums that do not wait for each other.
-constexpr int kWideTiles = 4;
-
 template <typename Matrix>
 constexpr int count_wide(int rows) {
-  return rows == 1 ? kWideTiles : 2 * rows < Matrix::kMostRows ? kWideTiles / 2 : 1;
+  constexpr int most = Matrix::kMostTiles;
+  return rows == 1 ? most : 2 * rows < Matrix::kMostRows ? (most + 1) / 2 : 1;
 }
 
 template <typename Matrix, bool kIsFar>
@@ -375,12 +377,12 @@ struct Blocks {
   int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
 };
 
-// Sums [rows, width] of the outputs from `output` on, `used` of them, plus bias go to y [rows, N].
+// Sums [rows, width] of the outputs from `output` on, `used` of them, plus bias go to y [rows, stride].
 template <typename B, typename O>
 inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bias, int64_t output,
-                     int64_t used, int64_t N, O *y) {
+                     int64_t used, int64_t stride, O *y) {
   const auto put = [&](int64_t m, int64_t first, int64_t count) {
-    O *to = y + m * N + output + first;
+    O *to = y + m * stride + output + first;
     const float *from = sums + m * width + first;
     if (bias == nullptr) {
 #pragma omp simd
@@ -401,7 +403,7 @@ inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bi
 // y = x W^T + bias for the tiles from `begin` to `end` and rows of one block, which read each tile once.
 template <typename Matrix, typename B, typename O>
 void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const B *bias,
-                    const Hold &hold, int64_t begin, int64_t end, int64_t N, O *y) {
+                    const Hold &hold, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
   const int64_t wide = count_wide<Matrix>(static_cast<int>(rows));
   float sums[kWideTiles * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
@@ -410,7 +412,7 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
     const Fetch<kFetchesFar> fetch{tile + w.header + kPrefetchBytes, kStepBytes};
     add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
     const auto put = [&] {
-      put_sums(sums, rows, width, bias, output, std::min(width, N - output), N, y);
+      put_sums(sums, rows, width, bias, output, std::min(width, N - output), stride, y);
     };
     if (!hold.put(put)) return;
     t += count;
@@ -421,23 +423,24 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
 // of what the next turn reads: so memory is read all the time.
 template <typename Matrix, typename B, typename O>
 void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Input *x, const B *bias,
-                     const Hold &hold, int64_t begin, int64_t end, int64_t N, O *y) {
+                     const Hold &hold, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
   static thread_local std::vector<float> sums;
   sums.resize(blocks.rows * kTile);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t output = t * kTile;
     const char *tile = w.tiles + t * w.tile_bytes;
     for (int64_t step = 0, stop = 0; step < w.steps; step = stop) {
-      stop = std::min(step + kTurn, w.steps);
+      stop = std::min(step + w.turn, w.steps);
       const char *next = tile + (stop < w.steps ? w.header + stop * kStepBytes : w.tile_bytes);
       for (int64_t b = 0; b < blocks.count; ++b) {
-        const Fetch<false> fetch{next + kTurn * kStepBytes * b / blocks.count, kStepBytes / blocks.count};
+        const Fetch<false> fetch{next + w.turn * kStepBytes * b / blocks.count, kStepBytes / blocks.count};
         add_tiles(w, blocks.size(b), false, x + blocks.begin(b) * w.row, step, stop, tile, fetch,
                   sums.data() + blocks.begin(b) * kTile);
       }
     }
     const auto put = [&] {
-      put_sums(sums.data(), blocks.rows, kTile, bias, output, std::min(kTile, N - output), N, y);
+      put_sums(sums.data(), blocks.rows, kTile, bias, output, std::min(kTile, N - output), stride,
+               y);
     };
     if (!hold.put(put)) return;
   }
@@ -446,9 +449,10 @@ void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Inpu
 // So many inputs are packed before other threads could begin.
 constexpr int64_t kPackedAlone = 1 << 13;
 
-// y[M][N] = x[M][depth] W^T + bias.
+// y[M][N] = x[M][depth] W^T + bias, in rows that lie `stride` numbers apart.
 template <typename Matrix, typename X, typename B, typename O>
-void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int64_t N, O *y) {
+void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int64_t N, O *y,
+                     int64_t stride) {
   typedef typename Matrix::Input Input;
   const int64_t tiles = (N + kTile - 1) / kTile, depth = w.depth, steps = w.steps, row = w.row;
   const Blocks blocks{M, (M + Matrix::kMostRows - 1) / Matrix::kMostRows};
@@ -456,17 +460,17 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
   const bool is_long = M * N * depth > kParallelWork;
   with_crew(is_long, [&] {
     Input *inputs = borrow(scratch, M * row);
-    for_each((steps + kTurn - 1) / kTurn, is_long && M * depth > kPackedAlone, [&](int64_t turn) {
-      const int64_t step = turn * kTurn;
+    for_each((steps + w.turn - 1) / w.turn, is_long && M * depth > kPackedAlone, [&](int64_t turn) {
+      const int64_t step = turn * w.turn;
       for (int64_t b = 0; b < blocks.count; ++b)
-        w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + kTurn, steps),
+        w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + w.turn, steps),
                inputs + blocks.begin(b) * row);
     });
     share_repeatable(tiles, kWideTiles, is_long, [=](const Hold &hold, int64_t begin, int64_t end) {
       if (blocks.count > 1)
-        multiply_blocks(w, blocks, inputs, bias, hold, begin, end, N, y);
+        multiply_blocks(w, blocks, inputs, bias, hold, begin, end, N, stride, y);
       else
-        multiply_block(w, M, inputs, bias, hold, begin, end, N, y);
+        multiply_block(w, M, inputs, bias, hold, begin, end, N, stride, y);
     });
   });
 }

@@ -100,12 +100,13 @@ constexpr int64_t kMaxGroup = 128;
 constexpr int kLargest = 127;
 constexpr float kSmallest = 1e-30f;  // a group of smaller inputs is zeros: 127 times as much fits
 
-// Up to kMaxGroup inputs as bytes, zeros beyond `count`; returns their scale: one byte is so much.
+// Up to kSize inputs as bytes, zeros beyond `count`; returns their scale: one byte is so much.
 // Where an input is not finite, neither is the scale.
+template <int64_t kSize = kMaxGroup>
 inline float round_group(float *x, int64_t count, int8_t *bytes) {
-  for (int64_t i = count; i < kMaxGroup; ++i) x[i] = 0.0f;
+  for (int64_t i = count; i < kSize; ++i) x[i] = 0.0f;
   Words top{};
-  for (int64_t i = 0; i < kMaxGroup; i += kVector) {
+  for (int64_t i = 0; i < kSize; i += kVector) {
     const Words magnitude = load<Words>(x + i) & 0x7fffffffu;
     top = magnitude > top ? magnitude : top;
   }
@@ -114,34 +115,36 @@ inline float round_group(float *x, int64_t count, int8_t *bytes) {
   const float largest = as_float(most);
   const bool is_finite = most < 0x7f800000u;
   const float factor = is_finite && largest >= kSmallest ? kLargest / largest : 0.0f;
-  for (int64_t i = 0; i < kMaxGroup; i += kVector) {
+  for (int64_t i = 0; i < kSize; i += kVector) {
     typedef int8_t Bytes __attribute__((vector_size(kVector)));
     const Ints rounded = round_to_ints(load<Floats>(x + i) * factor);
     const Bytes narrow = __builtin_convertvector(rounded, Bytes);
     std::memcpy(bytes + i, &narrow, sizeof narrow);
   }
   if (!is_finite) {
-    std::memset(bytes, 0, kMaxGroup);
+    std::memset(bytes, 0, kSize);
     return as_float(0x7fc00000u);
   }
   return largest >= kSmallest ? largest / kLargest : 0.0f;
 }
 
+template <int64_t kSize = kMaxGroup>
 inline int32_t add_bytes(const int8_t *bytes) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < kMaxGroup; ++i) sum += bytes[i];
+  for (int64_t i = 0; i < kSize; ++i) sum += bytes[i];
   return sum;
 }
 
 template <int kBits>
 struct IntegerMatrix {
   typedef uint32_t Input;
-  static constexpr int kMostRows = kMaxRows;
+  static constexpr int kMostRows = kMaxRows, kMostTiles = kWideTiles;
   static constexpr int64_t kElements = 32 / kBits;  // inputs of a step, of each output
   static constexpr bool kHasShorts = kSumsShorts && kBits == 4;
   static constexpr bool kHasBytes = kMultipliesBytes || kHasShorts;
   static constexpr int kParts = (kHasBytes ? 8 : 16) / kBits;
   static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
+  static constexpr int64_t turn = kTurn;
   const float *input_scales = nullptr;
   const int32_t *order = nullptr;
   const char *tiles;

@@ -1,0 +1,91 @@
+"""Products with matrices in GGML's block types, and rows of them: as a GGUF file has them.
+
+The kernels round the inputs of such products by the weights' own groups, of 32 or of 16 inputs, as
+integers.py describes it. Without kernels weights are widened when they are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.native import NativeKernels
+from specdec.files.torch_tensors import to_array
+from specdec.model.blocks import TYPES, dequantize, find_runs
+
+BLOCK_ROWS = 1024  # widened at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMatrix:
+    """A matrix [N, depth] as its file has it, see specdec/model/blocks.py.
+
+    rows: uint8 [N, bytes]; types: uint8 [N].
+    """
+
+    rows: Tensor
+    types: Tensor
+
+    input_scales = order = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.rows)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """The widest rows have no zeros behind them."""
+        kinds = [TYPES[int(number)] for number in np.unique(to_array(self.types))]
+        widest = max(kinds, key=lambda kind: kind.num_bytes / kind.size)
+        return self.rows.shape[1] // widest.num_bytes * widest.size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, depth]."""
+        return self.num_outputs, self.depth
+
+    def list_parts(self) -> list[tuple[int, int, int]]:
+        """Rows of one type that follow each other: type, start, stop."""
+        return find_runs(to_array(self.types))
+
+    def measure(self, kernels: NativeKernels) -> int:
+        """The bytes of what the kernels make of it."""
+        return kernels.measure_blocks(self.list_parts(), self.depth)
+
+    def pack(self, kernels: NativeKernels) -> Tensor:
+        """Lay out for the kernels."""
+        return kernels.pack_blocks(self.rows, self.list_parts(), self.depth)
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        """Rows of the weight, float32 [rows, depth]."""
+        return self.look_up(torch.arange(start, stop))
+
+    def widen_all(self, dtype: torch.dtype) -> Tensor:
+        """The whole weight [N, depth], rounded to a type."""
+        whole = torch.empty(self.num_outputs, self.depth, dtype=dtype)
+        for start in range(0, len(whole), BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, len(whole))
+            whole[start:stop] = self.widen(start, stop)
+        return whole
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """Rows of the weight, float32 [..., depth]."""
+        chosen = indices.flatten()
+        rows, types = to_array(self.rows[chosen]), to_array(self.types[chosen])
+        order = np.argsort(types, kind="stable")
+        weights = np.empty((len(rows), self.depth), np.float32)
+        weights[order] = dequantize(rows[order], types[order], self.depth)
+        return torch.from_numpy(weights).view(*indices.shape, -1)
+
+    def cut(self, start: int, height: int) -> BlockMatrix:
+        """So many rows from `start` on, those beyond the end zeros."""
+        rows, types = (t[start : start + height] for t in (self.rows, self.types))
+        missing = height - len(rows)
+        if not missing:
+            return BlockMatrix(rows, types)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        return BlockMatrix(padded, torch.cat([types, self.types[-1:].expand(missing)]))

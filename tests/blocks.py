@@ -1,0 +1,56 @@
+"""Random rows in GGML's block types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.model.blocks import TYPES, dequantize, widen_rows
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def make_rows(kind: int, num_rows: int, depth: int, seed: int = 0, scale: float = 0.05) -> Array:
+    """Blocks uint8 [num_rows, bytes] of a type: any codes, scales of either sign up to `scale`.
+
+    The largest of a super-block's scales is about that times 32.
+    """
+    generator, of = np.random.default_rng(seed), TYPES[kind]
+    shape = (num_rows, depth // of.size, of.num_bytes)
+    blocks = generator.integers(0, 256, shape, dtype=np.uint8)
+    for at in of.halves:
+        halves = generator.uniform(-scale, scale, (*shape[:2], 1)).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+# Scales with which such weights are as large as those of a linear with 256 inputs.
+SCALES = {2: 0.015, 3: 0.01, 8: 1e-3, 12: 3e-4, 14: 1.5e-4}
+
+
+def put_blocks(
+    tensors: dict[str, torch.Tensor], kinds: Mapping[str, Sequence[int]], *, as_blocks: bool = True
+) -> None:
+    """Replace matrices by random ones, in blocks or as float32: equal shares of rows of the types.
+
+    kinds: the types of a module, by the end of its name.
+    """
+    for name in [name for name, tensor in tensors.items() if tensor.ndim == 2]:
+        module = name.removesuffix(".weight")
+        chosen = next((types for end, types in kinds.items() if module.endswith(end)), ())
+        if not chosen:
+            continue
+        num_rows, depth = tensors[name].shape
+        parts = np.array_split(np.arange(num_rows), len(chosen))
+        rows = [
+            make_rows(kind, len(part), depth, len(name) + i, SCALES[kind])
+            for i, (kind, part) in enumerate(zip(chosen, parts, strict=True))
+        ]
+        types = np.repeat(np.array(chosen, np.uint8), [len(part) for part in parts])
+        whole = np.concatenate(widen_rows(rows))
+        if as_blocks:
+            tensors[f"{module}.ggml_types"] = torch.from_numpy(types)
+        tensors[name] = torch.from_numpy(whole if as_blocks else dequantize(whole, types, depth))
