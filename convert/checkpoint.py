@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.errors import Problems, SpecDecError, join_names
+from specdec.errors import Problems, SpecDecError, count, join_names
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
@@ -30,7 +30,6 @@ from .plan import (
     PlannedTensor,
     RankPlan,
     check_num_layers,
-    count,
     report_missing,
     report_unread,
 )
@@ -117,7 +116,7 @@ class CheckpointFolder:
         report_unread(file, found.unread, problems)
         if found.wrong:
             problems.add(
-                f"{file.path}: {count(found.wrong, 'tensor')} at odds with config.json:"
+                f"{file.path}: {count(len(found.wrong), 'tensor')} at odds with config.json:"
                 f" {join_names(found.wrong)}",
                 "take both from the same conversion",
             )

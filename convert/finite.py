@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError, count, join_names
 from specdec.files.casts import FLOATS, cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES
-
-from .plan import count
 
 # Magnitude bits of infinity; of the smallest NaN where a type has no infinity.
 INFINITY = {
@@ -109,7 +107,7 @@ def describe_flaws(flaws: Mapping[str, Flaws], dtypes: Iterable[str]) -> str:
     names = join_names([f"{name} ({flaw})" for name, flaw in flaws.items()])
     beyond = any(flaw.overflow for flaw in flaws.values())
     large = f"; too large means: for {' and '.join(sorted(dtypes))}" if beyond else ""
-    return f"{count(list(flaws), 'tensor')} with weights that are no finite numbers: {names}{large}"
+    return f"{count(len(flaws), 'tensor')} with weights that are no finite numbers: {names}{large}"
 
 
 def refuse_flaws(flaws: Mapping[str, Flaws], dtypes: Iterable[str]) -> SpecDecError:

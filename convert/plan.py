@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specdec.errors import Problems, SpecDecError, join_names
+from specdec.errors import Problems, SpecDecError, count, join_names
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
@@ -314,7 +314,7 @@ def check_num_layers(num_layers: int, source: TensorSource) -> None:
     if num_layers > len(source.tensors):
         raise SpecDecError(
             f"{source.path} is said to have {num_layers} layers, but holds"
-            f" {count(list(source.tensors), 'tensor')}",
+            f" {count(len(source.tensors), 'tensor')}",
             "its config.json and tensors disagree: take both from the same model",
         )
 
@@ -324,14 +324,14 @@ def report_missing(source: TensorSource, names: Sequence[str], problems: Problem
     unplaced = getattr(source, "unplaced", ())  # of an `HfFolder`
     if found := [name for name in dict.fromkeys(names) if name in unplaced]:
         problems.add(
-            f"{source.path}: a shard holds {count(found, 'tensor')} that the model needs and no"
-            f" entry of the index names: {join_names(found)}",
+            f"{source.path}: a shard holds {count(len(found), 'tensor')} that the model needs and"
+            f" no entry of the index names: {join_names(found)}",
             "add them to the index's weight_map, or download the index again",
         )
     names = [name for name in dict.fromkeys(names) if name not in unplaced]
     if names:
         problems.add(
-            f"{source.path} lacks {count(names, 'tensor')}: {join_names(names)}",
+            f"{source.path} lacks {count(len(names), 'tensor')}: {join_names(names)}",
             "copy or download the folder again, and check its config.json",
         )
 
@@ -340,7 +340,7 @@ def report_unread(source: TensorSource, names: Sequence[str], problems: Problems
     """Append a problem that names the tensors which no output would use, if there are any."""
     if names:
         problems.add(
-            f"{source.path} holds {count(names, 'tensor')} that the conversion would not use:"
+            f"{source.path} holds {count(len(names), 'tensor')} that the conversion would not use:"
             f" {join_names(names)}",
             "its config.json must describe every tensor; an unread one would be lost",
         )
@@ -375,11 +375,6 @@ def _find_pieces(
                 added=part.added,
             )
         offset += height
-
-
-def count(items: Sequence[Any], noun: str) -> str:
-    """Return `1 tensor`, `2 tensors`."""
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
 def are_equal(source: TensorSource, one: str, other: str) -> bool:

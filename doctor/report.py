@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, count
 
 from .abilities import find_pin_problems, list_abilities, list_clashes, list_pins
 from .engine import check_engine
@@ -38,7 +38,7 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
         return None
     first, *others = engine["problems"]
     more = len(others)
-    also = f", and {more} more reason{'s' if more > 1 else ''}" if more else ""
+    also = f", and {count(more, 'more reason')}" if more else ""
     return SpecDecError(
         f"{engine['engine_dir']} cannot run here: {first['fact']}{also}", first["remedy"]
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command.settings import need, require
-from specdec.errors import UsageError
+from specdec.errors import UsageError, count
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
@@ -61,16 +61,8 @@ def run_engine(
     engine are other processes, the first of which has written everything, or is doing so.
     """
     check_flags(settings)
-    is_tensorrt = read_backend(settings.engine_dir) == TENSORRT_LLM
-    if is_tensorrt:
-        from specdec.trtllm.run_checks import check_acceptance
-
-        check_acceptance(settings.acceptance)
-    if is_tensorrt and not settings.dry_run:
-        from .backends.tensorrt_ranks import run_ranks
-
-        if run_ranks(settings):
-            return None
+    if follows_ranks(settings):
+        return None
     draft_options = read_draft_options(settings)
     if settings.verify_hashes:
         check_hashes(settings.engine_dir)
@@ -99,9 +91,9 @@ def run_engine(
     if settings.dry_run:
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
-    if is_tensorrt:
-        core.load()  # type: ignore[union-attr]
-    logger.info("generating for %d prompt%s", len(requests), "" if len(requests) == 1 else "s")
+    if core is engine:  # TensorRT-LLM's, which was only described so far
+        core.load()
+    logger.info("generating for %s", count(len(requests), "prompt"))
     began = time.perf_counter()
     results, is_interrupted = generate(engine, requests, settings, write)
     seconds = time.perf_counter() - began
@@ -114,6 +106,20 @@ def run_engine(
     if is_interrupted:
         report["interrupted"] = True
     return report
+
+
+def follows_ranks(settings: RunSettings) -> bool:
+    """Whether other processes, the ranks of a TensorRT-LLM engine, run it instead of this one."""
+    if read_backend(settings.engine_dir) != TENSORRT_LLM:
+        return False
+    from specdec.trtllm.run_checks import check_acceptance
+
+    check_acceptance(settings.acceptance)
+    if settings.dry_run:
+        return False
+    from .backends.tensorrt_ranks import run_ranks
+
+    return run_ranks(settings)
 
 
 def check_flags(settings: RunSettings) -> None:

@@ -161,6 +161,11 @@ def join_names(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
 
 
+def count(number: int, noun: str) -> str:
+    """Return `1 tensor`, `2 tensors`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def shorten(value: object, limit: int = 60) -> str:
     """Return the repr of a value out of a foreign file, cut where it is longer than a message."""
     text = repr(value)

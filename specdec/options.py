@@ -150,62 +150,80 @@ def no_speculation(*names: str) -> Contradiction:
 
 def check_value(name: str, value: Any, flag: Flag) -> Any:
     """Return a recipe or command-line value as the flag's type, or raise UsageError."""
+    readers: dict[str, Callable[[Any, Flag], Any]] = {
+        "flag": _read_switch, "enable": _read_switch, "list": _read_list, "int": _read_number,
+        "float": _read_number,
+    }  # fmt: skip
+    read = readers.get(flag.kind, _read_text)
+    try:
+        found = None if value is None else read(value, flag)
+    except _Unexpected as error:
+        fact = f"{name}: expected {error}, got {shorten(value, 200)}"
+        raise UsageError(fact, f"give {name} {error}") from None
+    if not isinstance(found, str):
+        return found
+    choices = ", ".join(flag.choices)
+    if found in flag.elsewhere:
+        fact = f"{name}: {found} is not one of {choices}: another command makes it"
+        raise UsageError(fact, f"{found}: {flag.elsewhere[found]}")
+    if flag.choices and found not in flag.choices:
+        fact = f"{name}: {found!r} is not one of {choices}{suggest(found, flag.choices)}"
+        raise UsageError(fact, f"choose one of {choices}")
+    return found
 
-    def wrong(expected: str) -> UsageError:
-        return UsageError(
-            f"{name}: expected {expected}, got {shorten(value, 200)}", f"give {name} {expected}"
-        )
 
-    if value is None:
-        return None
-    if flag.kind in ("flag", "enable") and isinstance(value, bool):
+class _Unexpected(ValueError):
+    """What is expected of a value, in words."""
+
+
+def _read_switch(value: Any, flag: Flag) -> bool:
+    if isinstance(value, bool):
         return value
     if flag.kind == "flag":
-        raise wrong("true or false")
-    if flag.kind == "enable":
-        if value not in ("enable", "disable"):
-            raise wrong("enable or disable")
-        return value == "enable"
-    if flag.kind == "list":
-        values = list(value) if isinstance(value, (list, tuple)) else [value]
-        if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
-            raise wrong("a text or a list of texts")
-        if not all(_is_whole(str(v)) for v in values):
-            raise wrong("text of whole characters, in UTF-8")
-        return [str(v) for v in values]
-    if flag.kind in ("int", "float"):
-        try:
-            if isinstance(value, bool) or (flag.kind == "int" and isinstance(value, float)):
-                raise ValueError
-            value = int(value) if flag.kind == "int" else float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise wrong("a whole number" if flag.kind == "int" else "a number") from None
-        if flag.kind == "float" and not math.isfinite(value):
-            raise wrong("a finite number")
-        if flag.minimum is not None and not value >= flag.minimum:
-            raise wrong(f"at least {flag.minimum}")
-        if flag.maximum is not None and not value <= flag.maximum:
-            raise wrong(f"at most {flag.maximum}")
-        return value
+        raise _Unexpected("true or false")
+    if value not in ("enable", "disable"):
+        raise _Unexpected("enable or disable")
+    return bool(value == "enable")
+
+
+def _read_list(value: Any, flag: Flag) -> list[str]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
+        raise _Unexpected("a text or a list of texts")
+    if not all(_is_whole(str(v)) for v in values):
+        raise _Unexpected("text of whole characters, in UTF-8")
+    return [str(v) for v in values]
+
+
+def _read_number(value: Any, flag: Flag) -> Any:
+    is_whole = flag.kind == "int"
+    try:
+        if isinstance(value, bool) or (is_whole and isinstance(value, float)):
+            raise ValueError
+        value = int(value) if is_whole else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _Unexpected("a whole number" if is_whole else "a number") from None
+    if not is_whole and not math.isfinite(value):
+        raise _Unexpected("a finite number")
+    if flag.minimum is not None and not value >= flag.minimum:
+        raise _Unexpected(f"at least {flag.minimum}")
+    if flag.maximum is not None and not value <= flag.maximum:
+        raise _Unexpected(f"at most {flag.maximum}")
+    return value
+
+
+def _read_text(value: Any, flag: Flag) -> str | Path:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
-        raise wrong("a text")
+        raise _Unexpected("a text")
     text, is_path = str(value), flag.kind == "path"
     if not _is_whole(text):
-        raise wrong("text of whole characters, in UTF-8")
+        raise _Unexpected("text of whole characters, in UTF-8")
     if is_path and (not text or "\0" in text):
-        raise wrong("a path")  # Path("") would be the current folder
+        raise _Unexpected("a path")  # Path("") would be the current folder
     if is_path and _leads_in_circles(text):
-        raise wrong("a path without a circle of links")
+        raise _Unexpected("a path without a circle of links")
     same = {choice.replace("_", "-"): choice for choice in flag.choices}
-    text = same.get(text.replace("_", "-"), text)
-    choices = ", ".join(flag.choices)
-    if text in flag.elsewhere:
-        fact = f"{name}: {text} is not one of {choices}: another command makes it"
-        raise UsageError(fact, f"{text}: {flag.elsewhere[text]}")
-    if flag.choices and text not in flag.choices:
-        fact = f"{name}: {text!r} is not one of {choices}{suggest(text, flag.choices)}"
-        raise UsageError(fact, f"choose one of {choices}")
-    return Path(text) if is_path else text
+    return Path(text) if is_path else same.get(text.replace("_", "-"), text)
 
 
 def _is_whole(text: str) -> bool:

@@ -10,6 +10,7 @@ from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.engine.decoder import Decoder
+from specdec.errors import count
 from specdec.methods.draft_target import METHOD, DraftTargetTokens, DraftTargetTune
 from specdec.options import as_options, list_given
 
@@ -59,7 +60,7 @@ def list_lengths(
     decoder, limits = _find_model(bench)
     return [
         Candidate(
-            name=f"{length} token{'s'[length == 1 :]}",
+            name=count(length, "token"),
             proposer=DraftTargetProposer(decoder, length, use_logits=False, **limits),
             build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": length},
             run={"draft_len": str(length), **(run or {})},

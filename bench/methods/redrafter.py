@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
+from specdec.errors import count
 from specdec.files.reading import read_json, write_json
 from specdec.methods.redrafter import ReDrafterTune
 from specdec.options import as_options
@@ -62,7 +63,7 @@ def list_searches(
             other.params = dataclasses.replace(
                 head.params, num_beams=num_beams, draft_len_per_beam=length
             )
-            name = f"{num_beams} beam{'s'[num_beams == 1 :]} x {length} token{'s'[length == 1 :]}"
+            name = f"{count(num_beams, 'beam')} x {count(length, 'token')}"
             shape = {
                 "redrafter_num_beams": num_beams,
                 "redrafter_draft_len_per_beam": length,

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -554,7 +554,7 @@ def write_engine(
     hashes = {}
     for name, tensors in plan.files.items():
         reader, metadata = (
-            make_reader(plan, checkpoint, name),
+            EngineReader(plan, checkpoint, name).read,
             make_metadata(name, build_id, tensors),
         )
         hashes[name] = write_tensor_file(folder / name, tensors, reader, metadata)
@@ -603,91 +603,112 @@ def write_kernels(
     return kernels
 
 
-def make_reader(
-    plan: TorchPlan, checkpoint: CheckpointConfig, file: str
-) -> Callable[[str], Array | Iterable[Array]]:
-    """Return the function that reads a tensor of an engine file out of the checkpoint's files."""
-    import torch
+class EngineReader:
+    """Reads the tensors of one engine file out of the checkpoint's files, scales before weights."""
 
-    from specdec.engine import int4 as int4_rounding
-    from specdec.engine import int8
-    from specdec.files.torch_tensors import to_array, view_tensor
+    def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> None:
+        self._plan, self._file = plan, file
+        self._model, self._tensors = checkpoint.model, plan.files[file]
+        self._specs = list_tensors(self._model, checkpoint.drafter)
+        ranks = range(self._model.tp_size)
+        self._rank = next((r for r in ranks if name_weight_file(self._model, r) == file), 0)
+        self._own = plan.sources[self._rank]
+        self._int8_scales: dict[str, Tensor] = {}
+        self._int4_scales: dict[str, Tensor] = {}
 
-    model, tensors = checkpoint.model, plan.files[file]
-    specs = list_tensors(model, checkpoint.drafter)
-    ranks = [rank for rank in range(model.tp_size) if name_weight_file(model, rank) == file]
-    own = plan.sources[ranks[0] if ranks else 0]
-    # Scales lie before the weights in a file.
-    int8_scales: dict[str, Tensor] = {}
-    int4_scales: dict[str, Tensor] = {}
-
-    def read(name: str, source: TensorFile) -> Array:
-        if file == DRAFTER_NAME:  # every rank has a part of it
-            return join([other.read(name) for other in plan.sources], specs[name], model)
-        return source.read(name)
-
-    def stack(name: str, source: TensorFile = own) -> Array:
-        module, _, kind = name.rpartition(".")
-        names = [f"{part}.{kind}" for part in name_parts(module, model)]
-        array = stack_parts([read(part, source) for part in names], model, names[0])
-        is_drafters = name.endswith((f".{HEAD}", f".{HEAD_BIAS}"))
-        return array[plan.draft_tokens] if is_drafters and plan.draft_tokens is not None else array
-
-    def make_int8_scales(name: str) -> Tensor:
-        """Whole rows are rounded, also where ranks hold parts of them: tp_size changes nothing."""
-        shard, sources, experts = specs[name].shard if name in specs else None, [own], model.experts
-        if shard is Shard.COLUMNS:
-            sources = plan.sources
-        elif shard is Shard.EXPERT_COLUMNS and experts is not None:
-            same = experts.list_own(ranks[0])
-            sources = [s for rank, s in enumerate(plan.sources) if experts.list_own(rank) == same]
-        largest = [
-            torch.stack([int8.find_largest(w) for w in view_matrices(stack(name, source))])
-            for source in sources
-        ]
-        scales = int8.make_scales(torch.stack(largest).amax(0).flatten(), name)
-        return scales.view(tensors[name].shape[:-1])
-
-    def view_matrices(array: Array) -> Tensor:
-        """[N, out, in], of experts or of one matrix."""
-        weight = view_tensor(array, model.dtype)
-        return weight.view(-1, *weight.shape[-2:])
-
-    def produce(name: str) -> Array | Iterable[Array]:
+    def read(self, name: str) -> Array | Iterable[Array]:
+        """A tensor of the engine's file; matrices in int8 one after another."""
+        plan, tensors = self._plan, self._tensors
         module, _, kind = name.rpartition(".")
         if kind == OFFSETS and plan.draft_tokens is not None:
             offsets: Array = plan.draft_tokens - np.arange(len(plan.draft_tokens))
             return offsets
-        parts = [int4.Int4Matrix(own, part) for part in name_parts(module, model)]
-        if int4.is_int4(parts[0].module, own.tensors) and name in tensors:
+        parts = [int4.Int4Matrix(self._own, part) for part in name_parts(module, self._model)]
+        if int4.is_int4(parts[0].module, self._own.tensors) and name in tensors:
             if kind == "weight":
-                return stack(name).view(np.int8)
+                return self._stack(name).view(np.int8)
             if kind != "bias":
-                return read_four_bits(parts, model)[kind]
+                return read_four_bits(parts, self._model)[kind]
         matrix = f"{module}.weight"
-        if kind == WEIGHT_SCALE and tensors[matrix].dtype != FLOAT8:
-            weight = view_tensor(stack(matrix), model.dtype)
-            group_size = weight.shape[1] // tensors[name].shape[1]
-            int4_scales[matrix] = int4_rounding.choose_scales(weight, group_size, matrix)
-            return to_array(int4_scales[matrix])
-        if name in int4_scales:
-            weight = view_tensor(stack(name), model.dtype)
-            return int4.pack(int4_rounding.round_weight(weight, int4_scales[name]).numpy())
+        if kind == INT8_SCALES or (kind == WEIGHT_SCALE and tensors[matrix].dtype != FLOAT8):
+            return self._make_scales(matrix, kind)
         if kind in SCALES:
-            return read_scales(own, name)
-        if kind == INT8_SCALES:
-            int8_scales[matrix] = make_int8_scales(matrix)
-            return to_array(int8_scales[matrix])
-        if name in int8_scales:
-            scales = int8_scales[name]
-            matrices = view_matrices(stack(name))
-            rows = scales.view(len(matrices), -1)
-            return (to_array(int8.round_weight(matrices[i], rows[i])) for i in range(len(rows)))
+            return read_scales(self._own, name)
+        if name in self._int8_scales or name in self._int4_scales:
+            return self._round(name)
         if tensors[name].dtype == FLOAT8:
-            return stack(name).view(np.uint8)  # older writers store it as int8
-        return stack(name)
+            return self._stack(name).view(np.uint8)  # older writers store it as int8
+        return self._stack(name)
 
-    return produce
+    def _read_source(self, name: str, source: TensorFile) -> Array:
+        if self._file == DRAFTER_NAME:  # every rank has a part of it
+            parts = [other.read(name) for other in self._plan.sources]
+            return join(parts, self._specs[name], self._model)
+        return source.read(name)
+
+    def _stack(self, name: str, source: TensorFile | None = None) -> Array:
+        module, _, kind = name.rpartition(".")
+        names = [f"{part}.{kind}" for part in name_parts(module, self._model)]
+        arrays = [self._read_source(part, source or self._own) for part in names]
+        array = stack_parts(arrays, self._model, names[0])
+        is_drafters = name.endswith((f".{HEAD}", f".{HEAD_BIAS}"))
+        tokens = self._plan.draft_tokens
+        return array[tokens] if is_drafters and tokens is not None else array
+
+    def _view_matrices(self, array: Array) -> Tensor:
+        """[N, out, in], of experts or of one matrix."""
+        from specdec.files.torch_tensors import view_tensor
+
+        weight = view_tensor(array, self._model.dtype)
+        return weight.view(-1, *weight.shape[-2:])
+
+    def _make_scales(self, matrix: str, kind: str) -> Array:
+        """Choose the scales by which a matrix is rounded."""
+        from specdec.engine import int4 as int4_rounding
+        from specdec.files.torch_tensors import to_array, view_tensor
+
+        if kind == INT8_SCALES:
+            self._int8_scales[matrix] = scales = self._make_int8_scales(matrix)
+            return to_array(scales)
+        weight = view_tensor(self._stack(matrix), self._model.dtype)
+        shape = self._tensors[f"{matrix.removesuffix('weight')}{kind}"].shape
+        size = weight.shape[1] // shape[1]
+        self._int4_scales[matrix] = scales = int4_rounding.choose_scales(weight, size, matrix)
+        return to_array(scales)
+
+    def _make_int8_scales(self, name: str) -> Tensor:
+        """Whole rows are rounded, also where ranks hold parts of them: tp_size changes nothing."""
+        import torch
+
+        from specdec.engine import int8
+
+        sources, experts = [self._own], self._model.experts
+        shard = self._specs[name].shard if name in self._specs else None
+        if shard is Shard.COLUMNS:
+            sources = self._plan.sources
+        elif shard is Shard.EXPERT_COLUMNS and experts is not None:
+            same = experts.list_own(self._rank)
+            ranked = enumerate(self._plan.sources)
+            sources = [source for rank, source in ranked if experts.list_own(rank) == same]
+        largest = [
+            torch.stack([int8.find_largest(w) for w in self._view_matrices(self._stack(name, s))])
+            for s in sources
+        ]
+        scales = int8.make_scales(torch.stack(largest).amax(0).flatten(), name)
+        return scales.view(self._tensors[name].shape[:-1])
+
+    def _round(self, name: str) -> Array | Iterable[Array]:
+        """A matrix by the scales that were chosen for it, of int8 or of int4."""
+        from specdec.engine import int4 as int4_rounding
+        from specdec.engine import int8
+        from specdec.files.torch_tensors import to_array
+
+        matrices = self._view_matrices(self._stack(name))
+        if name in self._int4_scales:
+            (weight,) = matrices
+            return int4.pack(int4_rounding.round_weight(weight, self._int4_scales[name]).numpy())
+        rows = self._int8_scales[name].view(len(matrices), -1)
+        return (to_array(int8.round_weight(matrices[i], rows[i])) for i in range(len(rows)))
 
 
 def read_scales(source: TensorFile, name: str) -> Array:

@@ -18,10 +18,8 @@ import numpy as np
 from specdec import logs
 from specdec.chat import ChatFormat, Conversation
 from specdec.documents import name_line, parse_object, read_document, read_lines
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError, count, join_names
 from specdec.files.reading import Array
-
-from ..plan import count
 
 if TYPE_CHECKING:
     import torch
@@ -110,13 +108,13 @@ def read_rows(
         )
     if size is not None and len(rows) < size:
         raise SpecDecError(
-            f"--calibration-data {path} holds {count(rows, 'row')}, --calib-size is {size}",
+            f"--calibration-data {path} holds {count(len(rows), 'row')}, --calib-size is {size}",
             f"give more texts, or --calib-size {len(rows)}",
         )
     if len(rows) < (size or usual):
         logger.warning(
             "%s holds %s: the scales fit what they show; %d are usual",
-            path, count(rows, "row"), usual,
+            path, count(len(rows), "row"), usual,
         )  # fmt: skip
     return rows
 
@@ -250,7 +248,7 @@ def observe(
                 model(input_ids=torch.tensor(batch, device=device), use_cache=False)
             except torch.OutOfMemoryError:
                 raise SpecDecError(
-                    f"the GPU's memory does not hold {model_dir} and {count(batch, 'row')} of"
+                    f"the GPU's memory does not hold {model_dir} and {count(len(batch), 'row')} of"
                     f" {len(batch[0])} tokens",
                     "lower --calib-batch-size or --calib-max-seq-length, or use --calib-device cpu",
                 ) from None
@@ -258,7 +256,7 @@ def observe(
     silent = [watch.module for watch in watches if watch.name not in largest]
     if silent:
         raise SpecDecError(
-            f"the calibration pass never used {count(silent, 'linear')} of {model_dir}:"
+            f"the calibration pass never used {count(len(silent), 'linear')} of {model_dir}:"
             f" {join_names(silent)}",
             "this model does not compute as its config.json says; it cannot be calibrated",
         )
@@ -323,7 +321,7 @@ def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> N
     if broken:
         raise SpecDecError(
             f"calibrating {model_dir}: the activations are NaN or infinite at {broken[0]}"
-            f" ({count(broken, 'place')} in all)",
+            f" ({count(len(broken), 'place')} in all)",
             "use --dtype bfloat16 or float32 if the model overflows float16; else its weights"
             " are damaged",
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specdec import logs
 from specdec.decode.drafters.base import EngineHandle
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, count
 
 logger = logs.get_logger(__name__)
 
@@ -17,7 +17,7 @@ def check_count(what: str, devices: Sequence[int], tp_size: int) -> None:
         raise SpecDecError(
             f"the {what}'s device list {list(devices)} has {len(devices)} entries, its engine's"
             f" tp_size is {tp_size}",
-            f"name {tp_size} device{'s' if tp_size > 1 else ''}",
+            f"name {count(tp_size, 'device')}",
         )
 
 
