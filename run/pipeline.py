@@ -68,6 +68,7 @@ def run_engine(
         check_hashes(settings.engine_dir)
         if draft_options is not None:
             check_hashes(draft_options.engine_dir)
+    from specdec.decode.encoding import use_template
     from specdec.decode.prompts import make_requests
     from specdec.pretrained import load_tokenizer
     from specdec.tokenizer import find_tokenizer, lack_tokenizer
@@ -76,6 +77,7 @@ def run_engine(
     folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
+    tokenizer = use_template(tokenizer, settings.chat_template)
     requests = make_requests(prompts, settings, tokenizer)
     if settings.streaming and tokenizer is None:
         raise lack_tokenizer("--streaming needs")

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +56,7 @@ MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 60.0  # in which a body must have come
 MAX_BODIES = 32  # of the largest size, which all that are being sent may have together
 LARGE_BODY = 64 * 1024
+REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # of a client, to be sent back
 MAX_IGNORED = 100  # names of parameters without effect that the log tells
 Prepared = tuple[InferenceRequest, list[int], Parser | None]
 Scope = MutableMapping[str, Any]
@@ -251,9 +254,15 @@ class Front:
         if ("messages" in asked) == ("prompt" in asked):
             raise BadRequest("give exactly one of prompt and messages", "prompt")
         if "messages" in asked:
-            chat = {"messages": asked["messages"], "max_tokens": 1, "ignored": []}
+            chat = asked | {"max_tokens": 1}
             return make_requests(self._engine, chat, self._formats)[0].input_ids
-        return list(self._engine.tokenizer(asked["prompt"], verbose=False)["input_ids"])
+        return list(
+            self._engine.tokenizer(
+                asked["prompt"],
+                add_special_tokens=asked.get("add_special_tokens", True),
+                verbose=False,
+            )["input_ids"]
+        )
 
     async def _detokenize(self, http: Request) -> Response:
         _, text = await self._read(http, DETOKENIZE, self._find_text, "tokens")
@@ -380,6 +389,20 @@ def cancel_all(scheduler: Scheduler, jobs: Sequence[Job]) -> None:
             scheduler.cancel(job)
 
 
+def _add_request_id(scope: Scope, send: Send) -> Send:
+    """Let an answer have the client's own x-request-id, or a new one."""
+    given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
+    if not REQUEST_ID.fullmatch(given):
+        given = f"req_{secrets.token_hex(16)}".encode()
+
+    async def add(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", given)]
+        await send(message)
+
+    return add
+
+
 async def _wait_for_leave(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -461,6 +484,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refuse(scope) if scope["type"] == "http" else None
+        send = _add_request_id(scope, send)
         with contextlib.suppress(asyncio.CancelledError):  # by a second signal; its client is gone
             await (answer or self._app)(scope, receive, send)
 

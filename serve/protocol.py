@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 30.0  # in which the headers of a request must have come
+PROBE_SECONDS = 0.01  # until it is seen whether a client that sends no more has left
 STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its answer
 
 
@@ -51,6 +52,28 @@ class Connection(H11Protocol):
             self._end_in(None)
         elif self._ending is None:
             self._end_in(HEAD_SECONDS)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it has left, or it listens on for its answer.
+
+        Which of the two shows only when something is written to it. While its answer has not begun,
+        that is 100 Continue, which clients of HTTP/1.1 pass over; older ones count as having left.
+        Returns whether the connection stays open for writing.
+        """
+        conn = self.conn
+        if not self._is_answering or conn.their_state is h11.SEND_BODY:
+            return False
+        if conn.their_http_version != b"1.1":
+            return False
+        self.cycle.keep_alive = False
+        self._probe(PROBE_SECONDS)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        if self.transport.is_closing() or not self._is_answering or self.cycle.response_started:
+            return
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(seconds, self._probe, min(2 * seconds, 1.0))
 
     def pause_writing(self) -> None:
         """What is sent piles up."""

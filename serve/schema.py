@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec import Engine, Prompt, PromptError, SpecDecError
-from specdec.decode.prompts import CHECKS
-from specdec.decode.requests import Request
+from specdec.decode.encoding import render_chat
+from specdec.decode.prompts import CHECKS, find_faults
+from specdec.decode.requests import ONLY, Request
 from specdec.decode.text import TextStream
 from specdec.errors import shorten, suggest, summarize
 
@@ -47,8 +48,9 @@ TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.
 SETTINGS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "speculation",
+    "speculation", "add_special_tokens",
 )  # fmt: skip
+TEMPLATE_SETTINGS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 # What a body's parameter may be: an object of parameters, a check and what it expects, or None,
@@ -65,6 +67,10 @@ def _is_list(value: Any, is_part: Callable[[Any], bool]) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _is_prompt(value: Any) -> bool:
@@ -88,7 +94,7 @@ MESSAGES = (lambda v: _is_list(v, lambda m: isinstance(m, dict)), "a list of mes
 SETTING = (lambda v: True, "")  # checked with the prompt, by the table of prompts
 ASKED: Parameters = {
     "model": TEXT,
-    **dict.fromkeys((*SETTINGS, "max_tokens", "top_k"), SETTING),
+    **dict.fromkeys((*SETTINGS, "max_tokens", "top_k", "truncate_prompt_tokens"), SETTING),
     "logit_bias": (
         lambda v: not isinstance(v, dict) or len(v) <= MAX_BIASES, f"at most {MAX_BIASES} tokens"
     ),
@@ -135,9 +141,13 @@ COMPLETION: Parameters = ASKED | {
 }
 CHAT: Parameters = ASKED | {
     "messages": MESSAGES, "max_completion_tokens": SETTING, "logprobs": BOOL,
+    "reasoning_effort": TEXT, **dict.fromkeys(TEMPLATE_SETTINGS, SETTING),
     "top_logprobs": SETTING, "tools": SETTING, "tool_choice": SETTING, "parallel_tool_calls": BOOL,
 }  # fmt: skip
-TOKENIZE: Parameters = {"model": TEXT, "prompt": TEXT, "messages": MESSAGES}
+TOKENIZE: Parameters = {
+    "model": TEXT, "prompt": TEXT, "messages": MESSAGES, "add_special_tokens": BOOL,
+    **dict.fromkeys(TEMPLATE_SETTINGS, SETTING), **dict.fromkeys(IDLE),
+}  # fmt: skip
 DETOKENIZE: Parameters = {"model": TEXT, "tokens": CHECKS["token_ids"]}
 
 
@@ -308,9 +318,39 @@ def _read_chat(
     read = f"{template} tool_calls tool_call_id" if formats.as_text else template
     messages = read_messages(asked["messages"], read, asked["ignored"])
     source: dict[str, Any] = {"messages": write_messages(messages, template, calling, formats)}
-    if calling is not None and formats.reads_tools:
-        source["chat_template_kwargs"] = {"tools": list(calling.tools)}
+    source |= {name: asked[name] for name in TEMPLATE_SETTINGS if name in asked}
+    if not find_faults(source):
+        variables = source["chat_template_kwargs"] = dict(source.get("chat_template_kwargs", {}))
+        if "reasoning_effort" in asked:
+            variables["reasoning_effort"] = asked["reasoning_effort"]
+        asked["ignored"] += _find_idle(source, tokenizer)
+        if calling is not None and formats.reads_tools:
+            variables["tools"] = list(calling.tools)
     return [source], {"max_output_len": limit, "logprobs": num_top}
+
+
+def _find_idle(source: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """Names of what changes nothing of how a conversation is rendered."""
+
+    def render(**changed: Any) -> str:
+        prompt = Prompt(**{**source, **changed})
+        return render_chat(prompt, prompt.messages, tokenizer)
+
+    messages, variables = source["messages"], source["chat_template_kwargs"]
+    less: dict[str, dict[str, Any]] = {
+        name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:100]}": {
+            "chat_template_kwargs": {key: variables[key] for key in variables if key != name}
+        }
+        for name in variables
+    }
+    if any("name" in message for message in messages):
+        unnamed = [{k: m[k] for k in m if k != "name"} for m in messages]
+        less["messages.name"] = {"messages": unnamed}
+    try:
+        whole = render() if less else ""
+        return [name for name, changed in less.items() if render(**changed) == whole]
+    except SpecDecError:  # told of where the prompt is prepared, or a part that is needed
+        return []
 
 
 def _read_settings(asked: Asked) -> dict[str, Any]:
@@ -322,6 +362,7 @@ def _read_settings(asked: Asked) -> dict[str, Any]:
         "logit_bias": bias,
         "stop": [word for word in ([stop] if _is_text(stop) else stop or ()) if word],
         "top_k": 0 if type(top_k) is int and top_k == -1 else top_k,  # vLLM's for all
+        "truncate_prompt_tokens": asked.get("truncate_prompt_tokens"),
         "end_ids": () if asked.get("ignore_eos") else None,
         "keep_trees": asked.get("return_trees"),
     }  # fmt: skip
@@ -360,11 +401,17 @@ def make_requests(
     given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
     seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
     shared = _read_settings(asked) | own
+    if shared["truncate_prompt_tokens"] == -1:  # vLLM's for all that there is room for
+        room = engine.max_seq_len - (
+            own["max_output_len"] if _is_count(own["max_output_len"]) else 1
+        )
+        shared["truncate_prompt_tokens"] = max(1, min(engine.max_input_len, room))
     shared |= {"seed": seed % 2**64, "grammar": given}
     requests: list[Request] = []
-    for one in sources:
+    for at, one in enumerate(sources):
+        index = at if len(sources) > 1 else ONLY
         try:
-            request = engine.prepare(Prompt(**one, **shared), max_output_len=None)
+            request = engine.prepare(Prompt(**one, **shared), max_output_len=None, index=index)
             full = writer.write(calling, formats, given, request.input_text)
             if full is not given:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]

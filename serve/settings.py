@@ -24,6 +24,8 @@ class ServeSettings:
 
     engine_dir: Path = like(DecodeSettings, "engine_dir", group="Engine")
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir", group="Engine")
+    chat_template: str | None = like(DecodeSettings, "chat_template")
+    allow_special_tokens: bool = like(DecodeSettings, "allow_special_tokens")
     no_speculation: bool = like(DecodeSettings, "no_speculation")
     device: str = like(DecodeSettings, "device")
     host: str = ADDRESS("127.0.0.1", help="Address to listen on.")

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
+# It is a base model: an answer goes on with the code that it is sent.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def main() -> None:
@@ -40,6 +42,7 @@ def main() -> None:
         pad_token=PAD,
         model_max_length=1024,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(args.output_dir)
     print(f"{len(fast)} entries in {args.output_dir}")

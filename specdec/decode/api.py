@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from torch import Tensor
 
 from specdec import logs
+from specdec.decode.encoding import use_template
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loop import Batch, Options
 from specdec.decode.prompts import Prompt, check_prompt, find_end_ids, make_requests
 from specdec.decode.requests import (
+    ONLY,
     ActiveRequest,
     DraftTree,
     FinishReason,
@@ -27,6 +29,7 @@ from specdec.decode.requests import (
     RequestStats,
     Result,
     TokenLogprob,
+    name_prompt,
 )
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import decode_text
@@ -227,6 +230,7 @@ class Engine:
             folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
             settings = dataclasses.replace(settings, tokenizer_dir=folder)
             tokenizer = None if folder is None else load_tokenizer(folder)
+        tokenizer = use_template(tokenizer, settings.chat_template)
         end_ids = find_end_ids(settings, tokenizer)
         core = load_engine(settings, tokenizer)
         try:
@@ -339,15 +343,19 @@ class Engine:
             self._batch = None
             return core.generate(requests, dataclasses.replace(self._make_options(core), **kept))
 
-    def prepare(self, prompt: AnyPrompt, *, max_output_len: int | None = 100) -> Request:
+    def prepare(
+        self, prompt: AnyPrompt, *, max_output_len: int | None = 100, index: int = ONLY
+    ) -> Request:
         """Tokenize and check a prompt, for `stream`; any thread may call this at any time.
 
-        max_output_len: None is as many as the engine has room for after this prompt.
+        max_output_len: None is as many as the engine has room for after this prompt. index: of
+        several prompts, for messages.
         """
-        core = self._get_core()
-        (request,) = self._make_requests(core, [prompt], Prompt(max_output_len=max_output_len or 1))
+        core, defaults = self._get_core(), Prompt(max_output_len=max_output_len or 1)
+        (request,) = self._make_requests(core, [prompt], defaults, index)
         if max_output_len is None and _to_prompt(prompt).max_output_len is None:
-            room = max(1, self.max_seq_len - len(request.input_ids))
+            longest = core.find_limits(drafts=request.drafts)[1]
+            room = max(1, longest - len(request.input_ids))
             request = dataclasses.replace(request, max_output_len=room)
             core.check_requests([request])
         return request
@@ -364,7 +372,7 @@ class Engine:
             if isinstance(prompt, Request):
                 request = prompt
             else:
-                (request,) = self._make_requests(core, [prompt], Prompt(**settings))
+                (request,) = self._make_requests(core, [prompt], Prompt(**settings), ONLY)
             if self._batch is None:
                 self._batch = self._make_batch(core)
             return Stream(self, self._batch, self._batch.submit(request))
@@ -379,7 +387,8 @@ class Engine:
         core.check_whole()
         return Batch(
             core.decoder, core.proposer, self._make_options(core), core.timing,
-            num_rows=core.config.build.max_batch_size, max_seq_len=core.max_seq_len,
+            num_rows=core.config.build.max_batch_size,
+            max_seq_len=core.find_limits(drafts=False)[1],
         )  # fmt: skip
 
     def step(self) -> bool:
@@ -436,14 +445,14 @@ class Engine:
         )
 
     def _make_requests(
-        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt
+        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt, first: int = 0
     ) -> list[Request]:
         checked = []
-        for index, prompt in enumerate(map(_to_prompt, prompts)):
+        for index, prompt in enumerate(map(_to_prompt, prompts), first):
             given = prompt.list_given()
             if "grammar" in given and "end_ids" in given:
                 raise PromptError(
-                    f"prompt {index} has both grammar and end_ids",
+                    f"{name_prompt(index)} has both grammar and end_ids",
                     "leave one out: a text that keeps to a grammar ends as the model's do",
                     field="grammar",
                 )
@@ -453,7 +462,7 @@ class Engine:
             checked.append(check_prompt(index, Prompt(**filled)))
         requests = make_requests(
             checked, self._settings, self.tokenizer, self._end_ids,
-            lambda grammar: self._grammars.compile(grammar),
+            lambda grammar: self._grammars.compile(grammar), first,
         )  # fmt: skip
         core.check_requests(requests)
         return requests

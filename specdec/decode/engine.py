@@ -121,12 +121,10 @@ class TorchEngine:
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raise SpecDecError that lists every request beyond the engine's limits."""
-        build, vocab_size = self.config.build, self.config.checkpoint.model.vocab_size
-        max_seq_len, max_input_len = self.max_seq_len, build.max_input_len
-        if self._draft is not None:
-            max_input_len = min(max_input_len, self._draft.config.build.max_input_len)
+        vocab_size = self.config.checkpoint.model.vocab_size
         problems = Problems()
         for request in requests:
+            max_input_len, max_seq_len = self.find_limits(drafts=request.drafts)
             problems += find_problems(
                 request,
                 max_input_len=max_input_len,
@@ -136,7 +134,7 @@ class TorchEngine:
             length = len(request.input_ids)
             table, total = self.decoder.rotary, length + request.max_output_len
             if table is not None and (found := table.check_request(length, total)):
-                problems.add(f"prompt {request.index}: {found[0]}", found[1], "text")
+                problems.add(f"{request.name}: {found[0]}", found[1], "text")
         problems.raise_all()
 
     def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
@@ -219,10 +217,13 @@ class TorchEngine:
     @property
     def max_seq_len(self) -> int:
         """Tokens of a prompt and its output, by the shorter of the engine and its draft engine."""
-        lengths = [self.config.build.max_seq_len]
-        if self._draft is not None:
-            lengths.append(self._draft.config.build.max_seq_len)
-        return min(lengths)
+        return self.find_limits(drafts=True)[1]
+
+    def find_limits(self, *, drafts: bool) -> tuple[int, int]:
+        """Tokens of the longest prompt, and of a prompt and its output, with drafts or without."""
+        engines = [self, self._draft] if drafts and self._draft is not None else [self]
+        builds = [engine.config.build for engine in engines]
+        return min(b.max_input_len for b in builds), min(b.max_seq_len for b in builds)
 
     @property
     def is_lost(self) -> bool:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.chat import render_calls
-from specdec.decode.requests import Request
+from specdec.decode.encoding import encode_prompt
+from specdec.decode.requests import Request, name_prompt
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.typical import read_typical_rule
@@ -22,7 +22,6 @@ from specdec.errors import (
     UsageError,
     shorten,
     suggest,
-    summarize,
 )
 from specdec.files.reading import parse_json, read_json
 from specdec.tokenizer import lack_tokenizer
@@ -39,8 +38,13 @@ SHAPING = (
 # The fields of a prompt by their keys in a .jsonl line; error messages name the keys.
 SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
 LINE_FIELDS = SOURCES | {
-    key: key for key in ("max_output_len", "temperature", "top_k", "top_p", "seed", "stop")
-}
+    key: key
+    for key in (
+        "max_output_len", "temperature", "top_k", "top_p", "seed", "stop", "chat_template_kwargs",
+        "add_generation_prompt", "continue_final_message", "add_special_tokens",
+        "truncate_prompt_tokens",
+    )
+}  # fmt: skip
 FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
 FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
 
@@ -51,20 +55,29 @@ class Prompt:
 
     Exactly one of text, token_ids and messages is given. messages: a conversation of {"role",
     "content"}, put into the tokenizer's chat template. chat_template_kwargs: what else the template
-    is given, as tools. end_ids: tokens that end the output; empty for none. min_p: least share of
-    the likeliest token's probability. logit_bias: what is added to the logits of tokens. The
-    penalties: repetition_penalty of tokens in prompt or output, the two others of those in the
-    output. logprobs: for how many of the likeliest tokens to return log-probabilities, besides each
-    new one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens
-    too, which takes reading it whole. speculation: False drafts nothing for this prompt.
-    keep_trees: let the events of a stream have the tree of each step. grammar: what the text keeps
-    to: {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or {"lark": "..."}.
+    is given, as tools. add_generation_prompt: False leaves out what begins an answer.
+    continue_final_message: the output goes on with the last message. add_special_tokens: whether
+    the tokenizer puts its own around the prompt; as it does with a text, unless this is False, and
+    not with messages. truncate_prompt_tokens: keep only so many tokens, the prompt's last.
+
+    end_ids: tokens that end the output; empty for none. min_p: least share of the likeliest token's
+    probability. logit_bias: what is added to the logits of tokens. The penalties:
+    repetition_penalty of tokens in prompt or output, the two others of those in the output.
+    logprobs: for how many of the likeliest tokens to return log-probabilities, besides each new
+    one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens too,
+    which takes reading it whole. speculation: False drafts nothing for this prompt. keep_trees: let
+    the events of a stream have the tree of each step. grammar: what the text keeps to:
+    {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or {"lark": "..."}.
     """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     max_output_len: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -191,10 +204,10 @@ def check_prompt(index: int, prompt: Prompt) -> Prompt:
     given = {name: _make_plain(value) for name, value in prompt.list_given().items()}
     if sum(source in given for source in SOURCES.values()) != 1:
         raise PromptError(
-            f"prompt {index} has not exactly one of text, token_ids and messages",
+            f"{name_prompt(index)} has not exactly one of text, token_ids and messages",
             "give one of them",
         )
-    find_faults(given, f"prompt {index}: ").raise_all()
+    find_faults(given, f"{name_prompt(index)}: ").raise_all()
     return Prompt(**given)
 
 
@@ -244,7 +257,10 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a list of {"role", "content"}',
     ),
     "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
-    "max_output_len": (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
+    **dict.fromkeys(
+        ("max_output_len", "truncate_prompt_tokens"),
+        (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
+    ),
     "temperature": (lambda v: _is_number(v, 0), "a number of at least 0"),
     "top_k": (_is_count, f"a whole number from 0 to {MAX_COUNT}"),
     "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number above 0 and at most 1"),
@@ -273,7 +289,11 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_count(v, 0, MAX_LOGPROBS), f"a whole number from 0 to {MAX_LOGPROBS}"
     ),
     **dict.fromkeys(
-        ("speculation", "keep_trees", "prompt_logprobs"), (_is_bool, "true or false")
+        (
+            "speculation", "keep_trees", "prompt_logprobs", "add_generation_prompt",
+            "continue_final_message", "add_special_tokens",
+        ),
+        (_is_bool, "true or false"),
     ),
     "grammar": (lambda v: isinstance(v, dict), "an object"),
 }  # fmt: skip
@@ -329,18 +349,19 @@ def make_requests(
     tokenizer: Any,
     end_ids: frozenset[int] | None = None,
     compile_grammar: Callable[[Mapping[str, Any]], Grammar] | None = None,
+    first: int = 0,
 ) -> list[Request]:
     """Tokenize prompts that are checked already; a prompt's own settings win over the flags.
 
-    end_ids: tokens that end a request, where they are known already. compile_grammar: needed for
-    prompts that have a grammar.
+    first: the index of the first one. end_ids: tokens that end a request, where they are known
+    already. compile_grammar: needed for prompts that have a grammar.
     """
     if end_ids is None:
         end_ids = find_end_ids(settings, tokenizer)
     typical = read_typical_rule(settings)
     requests = []
     for index, (own, flags) in enumerate(
-        zip(prompts, read_flags(settings, len(prompts)), strict=True)
+        zip(prompts, read_flags(settings, len(prompts)), strict=True), first
     ):
         text, ids = encode_prompt(own, settings, tokenizer)
         prompt = dataclasses.replace(flags, **own.list_given())
@@ -349,7 +370,7 @@ def make_requests(
             raise lack_tokenizer("stop words need")
         if prompt.prompt_logprobs and prompt.logprobs is None:
             raise PromptError(
-                f"prompt {index} has prompt_logprobs and no logprobs",
+                f"{name_prompt(index)} has prompt_logprobs and no logprobs",
                 "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
                 field="prompt_logprobs",
             )
@@ -392,50 +413,3 @@ def make_requests(
             )
         )
     return requests
-
-
-def encode_prompt(
-    prompt: Prompt, settings: DecodeSettings, tokenizer: Any
-) -> tuple[str, list[int]]:
-    """Return a prompt as text, empty without a tokenizer, and as token ids."""
-    if prompt.token_ids is not None:
-        ids = list(prompt.token_ids)
-        if tokenizer is None:
-            return "", ids
-        try:
-            return str(tokenizer.decode(ids)), ids
-        except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
-            raise PromptError(
-                f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
-                "use the tokenizer that belongs to the model",
-                field="token_ids",
-            ) from None
-    if tokenizer is None:
-        raise lack_tokenizer("text prompts need")
-    text, messages = prompt.text or "", prompt.messages
-    if messages is None and settings.apply_chat_template:
-        messages = [{"role": "user", "content": text}]
-    if messages is None:
-        return text, tokenizer(text, verbose=False)["input_ids"]
-    if not tokenizer.chat_template:
-        raise PromptError(
-            f"the tokenizer in {settings.tokenizer_dir} has no chat template",
-            "leave --apply-chat-template out, or give the instruction-tuned model's tokenizer",
-            field="messages",
-        )
-    try:
-        text, _ = render_calls(
-            lambda given: tokenizer.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=True,
-                **(prompt.chat_template_kwargs or {}),
-            ),
-            [dict(message) for message in messages], wants_text=False,
-        )  # fmt: skip
-    except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
-        raise PromptError(
-            f"the chat template refuses the messages: {summarize(error)}",
-            "check the roles and their order",
-            field="messages",
-        ) from None
-    # The template writes the special tokens itself.
-    return text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

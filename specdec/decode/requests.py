@@ -27,6 +27,7 @@ DRAFT: Origin = "draft"
 BONUS: Origin = "bonus"
 PLAIN: Origin = "plain"
 NO_ROW = -1  # of a request that waits for one
+ONLY = -1  # the index of a prompt that was given alone
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -53,6 +54,16 @@ class Request:
     drafts: bool = True
     keep_trees: bool = False
     grammar: Grammar | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return name_prompt(self.index)
+
+
+def name_prompt(index: int) -> str:
+    """What messages call the prompt of an index."""
+    return "the prompt" if index == ONLY else f"prompt {index}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +325,7 @@ def find_problems(
     request: Request, *, max_input_len: int, max_seq_len: int, vocab_size: int
 ) -> Problems:
     """List what of a request is beyond an engine's limits, each with a remedy."""
-    length, where = len(request.input_ids), f"prompt {request.index}"
+    length, where = len(request.input_ids), request.name
     problems = Problems()
     if length == 0:
         problems.add(f"{where} is empty", "give at least one token", "text")

@@ -9,6 +9,7 @@ from specdec.methods import list_options
 from specdec.options import add_options, option_group
 
 ENGINE_PROMPTS = option_group("Engine and prompts")
+CHATS = option_group("Chats", rare=True)
 TEXT = option_group("Text")
 DRAFTING = option_group("Drafting")
 TYPICAL_ACCEPTANCE_LOSSY = option_group("Typical acceptance (lossy)", rare=True)
@@ -34,6 +35,15 @@ class DecodeSettings:
     apply_chat_template: bool = ENGINE_PROMPTS(
         False, help="Put each prompt into the tokenizer's chat template, as a user's turn."
     )
+    chat_template: str | None = CHATS(
+        metavar="FILE|NAME",
+        help="Chat template in place of the tokenizer's: a file of Jinja, one of chatml, plain and"
+        " raw, or one of several that the tokenizer has.",
+    )  # fmt: skip
+    allow_special_tokens: bool = CHATS(
+        False,
+        help="Let names of special tokens in messages be these tokens; otherwise they are text.",
+    )  # fmt: skip
     max_output_len: int = TEXT(100, minimum=1, help="Most new tokens for each prompt.")
     temperature: str | None = TEXT(
         metavar="T[,T...]",

@@ -76,7 +76,7 @@ class Followed:
             active.emit([self.end_id], self._name_origins(1))
         else:
             raise SpecDecError(
-                f"TensorRT-LLM ended prompt {active.request.index} after {len(tokens)} of"
+                f"TensorRT-LLM ended {active.request.name} after {len(tokens)} of"
                 f" {active.request.max_output_len} tokens, without an end token or a stop word",
                 "the engine may be too small for it: build with a larger --max-seq-len",
             )

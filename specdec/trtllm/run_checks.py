@@ -74,7 +74,7 @@ def check_requests(
             problems += find_growth_problems(request, folder, draft)
         elif len(request.input_ids) > folder.max_num_tokens:
             problems.add(
-                f"prompt {request.index} has {len(request.input_ids)} tokens, which are one"
+                f"{request.name} has {len(request.input_ids)} tokens, which are one"
                 f" pass; the engine's max_num_tokens is {folder.max_num_tokens}",
                 "shorten it, or build with a larger --max-num-tokens",
             )
@@ -103,7 +103,7 @@ def find_growth_problems(
     total = len(request.input_ids) + request.max_output_len
     return Problems.where(*(
         (total > min(engine.max_input_len, engine.max_num_tokens),
-         f"prompt {request.index} grows to {total} tokens, which are fed back at every step; the"
+         f"{request.name} grows to {total} tokens, which are fed back at every step; the"
          f" {what} engine's max_input_len is {engine.max_input_len} and its max_num_tokens"
          f" {engine.max_num_tokens}",
          "lower --max-output-len, or build with a larger --max-input-len and --max-num-tokens")
@@ -228,7 +228,7 @@ def check_settings(settings: RuntimeSettings) -> None:
 
 def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     """List what an engine would silently do otherwise than the request says."""
-    params, where = request.sampling, f"prompt {request.index}"
+    params, where = request.sampling, request.name
     heat, samples = f"temperature {params.temperature:g}", not params.is_greedy
     is_redrafter = folder.mode == REDRAFTER
     is_greedy = bool(folder.pretrained.get("redrafter_greedy_search", True))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from specdec.decode.api import Engine, Output
+from specdec.decode.encoding import use_template
 from specdec.decode.prompts import SHAPING, find_end_ids
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.sampling import GREEDY, SamplingParams
@@ -106,6 +107,7 @@ class ExecutorEngine(Engine):
         made = make_method_options(settings, folder)
         if tokenizer is None and settings.tokenizer_dir is not None:
             tokenizer = load_tokenizer(settings.tokenizer_dir)
+        tokenizer = use_template(tokenizer, settings.chat_template)
         end_ids = find_end_ids(settings, tokenizer)
         check_machine(folder, None, must_run=True)
         core = ExecutorCore(
@@ -179,6 +181,10 @@ class ExecutorCore:
     def check_ranks(self) -> None:
         """Nothing: the runtime tells of its ranks where they are asked for something."""
 
+    def find_limits(self, *, drafts: bool) -> tuple[int, int]:
+        """Tokens of the longest prompt, and of a prompt and its output."""
+        return self.folder.max_input_len, self.max_seq_len
+
     def describe(self) -> dict[str, Any]:
         return {
             "method": self.folder.method, "backend": TENSORRT_LLM, "device": "cuda",
@@ -203,7 +209,7 @@ class ExecutorCore:
             ):
                 if is_asked:
                     problems.add(
-                        f"prompt {request.index} asks for {what}, which is not offered with an"
+                        f"{request.name} asks for {what}, which is not offered with an"
                         " engine of TensorRT-LLM",
                         "leave it out, or serve an engine of the torch backend",
                         field,

@@ -327,7 +327,7 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
         assert engine.max_seq_len == 40
         with pytest.raises(PromptError, match=r"3 problems: .*prompt 0 is empty.*prompt 1 has 50"):
             engine.generate([[], [5] * 50])
-        with pytest.raises(PromptError, match="prompt 0 has 3 tokens and asks for 100 more"):
+        with pytest.raises(PromptError, match="^the prompt has 3 tokens and asks for 100 more"):
             engine.stream([5, 6, 7])
         with pytest.raises(UsageError, match="text prompts need"):
             engine.generate("text")

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,7 +373,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["x"] * 100, "n": 2}, "n", "200 choices, at most 128"),
     ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, not a whole number from 1"),
     ({"max_tokens": 900}, "max_tokens", "asks for 900 more, the engine's max_seq_len is 300"),
-    ({"prompt": "x" * 9000}, "prompt", "max_input_len is"),
+    ({"prompt": "x" * 9000}, "prompt", "the prompt has 9000 tokens, the engine's max_input_len is"),
+    ({"prompt": ["x", ""]}, "prompt", "prompt 1 is empty"),
     ({"prompt": ""}, "prompt", "is empty"),
     ({"prompt": [900]}, "prompt", "holds token 900"),
     ({"prompt": [1, "a"]}, "prompt", "prompt"),
@@ -486,6 +488,49 @@ def test_parameters_without_effect_are_taken_and_told(
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] == whole["usage"]["completion_tokens"]
+
+
+def test_what_a_chat_says_of_its_template(folder: Path) -> None:
+    """What the template reads changes the prompt; what it does not is told; names stay text."""
+    with serve_here(folder) as (server, url):
+        tokenizer = server.scheduler.engine.tokenizer
+        tokenizer.chat_template += "{{ reasoning_effort }}{% if loud %}!{% endif %}"
+
+        def read(**given: Any) -> tuple[str, list[str]]:
+            body = {"messages": CHAT, "max_tokens": 1, "return_token_ids": True, **given}
+            answer = post(url, "/v1/chat/completions", **body)
+            ids = answer["choices"][0]["prompt_token_ids"]
+            del body["max_tokens"], body["return_token_ids"]
+            same = {k: v for k, v in body.items() if k not in ("reasoning_effort", "max_tokens")}
+            if same == body:
+                assert post(url, "/tokenize", **body)["tokens"] == ids
+            return tokenizer.decode(ids), answer["specdec"]["ignored"]
+
+        assert read() == ("u:hi\na:", [])
+        assert read(reasoning_effort="low") == ("u:hi\na:low", [])
+        kwargs = {"loud": True, "thinking": False}
+        assert read(chat_template_kwargs=kwargs) == (
+            "u:hi\na:!", ["chat_template_kwargs.thinking"],
+        )  # fmt: skip
+        assert read(add_generation_prompt=False)[0] == "u:hi\n"
+        named = [{**CHAT[0], "name": "bob"}, {"role": "assistant", "content": "so"}]
+        assert read(messages=named) == ("u:hi\na:so\na:", ["messages.name"])
+        assert read(messages=named, continue_final_message=True)[0] == "u:hi\na:so"
+        tokenizer.chat_template = "{% for m in messages %}{{ m.name }}{% endfor %}"
+        assert read(messages=[named[0]]) == ("bob", [])
+        content = [{"role": "user", "content": "</s>"}]
+        tokenizer.chat_template = "{{ messages[0].content }}{{ reasoning_effort }}</s>"
+        whole = post(url, "/tokenize", messages=content)["tokens"]
+        assert (whole.count(EOS_ID), whole[-1]) == (1, EOS_ID)
+        refused = {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}
+        answer = CLIENT.post(f"{url}/v1/chat/completions", json=refused)
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+        body: Any = {"prompt": TEXT, "max_tokens": 2, "echo": True, "temperature": 0}
+        cut = post(url, "/v1/completions", **body, truncate_prompt_tokens=3)
+        assert cut["usage"]["prompt_tokens"] == 3
+        assert cut["choices"][0]["text"].startswith(" ab")
+        body |= {"prompt": "x" * 900, "max_tokens": 9, "truncate_prompt_tokens": -1}
+        assert post(url, "/v1/completions", **body)["usage"]["total_tokens"] == 300
 
 
 def test_an_end_token_is_told_of(folder: Path, url: str) -> None:
@@ -643,6 +688,34 @@ def test_health_is_answered_as_all_else_is(
     assert b" 403 " in talk(url, elsewhere + last)
     monkeypatch.setattr(server.scheduler, "_is_draining", True)
     assert b" 503 " in talk(url, asking + last)
+
+
+def test_a_client_that_sends_no_more_gets_its_answer(url: str, expected: Any) -> None:
+    """Whole and streamed; what tells it from one that has left is passed over by HTTP clients."""
+    host, port = url.removeprefix("http://").split(":")
+    for stream in (False, True):
+        body = json.dumps({"prompt": TEXT, "max_tokens": 40, "stream": stream, **GREEDY}).encode()
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            connection.shutdown(socket.SHUT_WR)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 200
+            text = answer.read().decode()
+        if not stream:
+            assert json.loads(text)["choices"][0]["text"] == expected.text
+        else:
+            assert text.endswith("data: [DONE]\n\n")
+
+
+def test_answers_have_a_request_id(url: str) -> None:
+    ids = {CLIENT.get(f"{url}/version").headers["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2
+    for path, status in (("/version", 200), ("/nowhere", 404)):
+        answer = CLIENT.get(url + path, headers={"X-Request-Id": "mine-1"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine-1")
+    answer = CLIENT.get(f"{url}/version", headers={"X-Request-Id": "a" * 999})
+    assert answer.headers["x-request-id"].startswith("req_")
 
 
 def test_connections_that_stall_are_ended(

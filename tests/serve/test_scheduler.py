@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from specdec import Engine, Event, Prompt, SpecDecError, Stream, UsageError
+from specdec import Engine, Event, Prompt, PromptError, SpecDecError, Stream, UsageError
 from specdec.decode import timing
 from specdec.decode.drafters.pace import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, Pace
 from specdec.decode.loop import Batch
 from specdec.decode.prefill import PromptReader
 from specdec.decode.schedule import DRAFTER_SHARE
 from specdec.engine.decoder import Decoder
+from specdec.engine.layout import read_engine_config
 from specdec.engine.step import Step
 from specdec.serve.scheduler import Closing, Job, QueueFull, Scheduler
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
@@ -55,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4]
     slow = ["--optimize", "none"]
     for name, flags in (
-        ("pair", [*slow, *external]), ("draft", slow), ("native pair", external)
+        ("pair", [*slow, *external]), ("draft", slow), ("native pair", external),
+        ("short draft", [*slow, "--max-seq-len", 70]),
     ):  # fmt: skip
         call(
             "build", "--checkpoint-dir", plain, "--output-dir", parent / name,
@@ -429,6 +431,29 @@ def test_the_first_token_comes_before_anything_is_drafted(folder: Path, passes: 
         assert len(event.token_ids) == 1
         assert len(passes) == 1
         stream.close()
+
+
+def test_a_draft_models_context_limits_only_requests_with_drafts(folder: Path) -> None:
+    with load(folder, "pair", speculation=False) as alone:
+        prompts = [Prompt(token_ids=range(3, 60 + n), max_output_len=9, end_ids=()) for n in (0, 6)]
+        expected = [output.token_ids for output in alone.generate(prompts)]
+        text = alone.generate(list(range(3, 60)), max_output_len=30, end_ids=())[0].token_ids
+    with load(folder, "pair", draft=folder / "short draft", draft_len=3) as engine:
+        assert engine.max_seq_len == 70
+        with pytest.raises(PromptError, match=r"has 63 tokens and .* max_seq_len is 70"):
+            engine.prepare(prompts[1])
+        plain = dataclasses.replace(prompts[1], speculation=False)
+        outputs = engine.generate([prompts[0], plain, prompts[0]])
+        assert [output.token_ids for output in outputs] == [*expected, expected[0]]
+        assert outputs[0].stats.num_draft_tokens > 0 == outputs[1].stats.num_draft_tokens
+        room = engine.prepare(dataclasses.replace(plain, max_output_len=None), max_output_len=None)
+        longest = read_engine_config(folder / "pair").build.max_seq_len
+        assert len(room.input_ids) + room.max_output_len == longest > 70
+        long = dataclasses.replace(prompts[0], speculation=False, max_output_len=30)
+        streams = [engine.stream(one) for one in (long, prompts[0], plain)]
+        while any(stream.output.finish_reason is None for stream in streams):
+            engine.step()
+        assert [s.output.token_ids for s in streams] == [text, *expected]
 
 
 def test_a_cancelled_request_frees_its_row_within_a_step(

@@ -58,6 +58,8 @@ class DraftModel(Drafter):
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
         self._cache = None  # what it has is free for the next
+        # Longer requests are those without drafts.
+        num_positions = min(num_positions, self.max_seq_len + self.max_draft_tokens + 1)
         if not self.tokens.is_same:
             num_positions = min(MORE_TOKENS * num_positions, self.max_seq_len)
         self._room = num_positions - self.max_draft_tokens

@@ -122,8 +122,8 @@ def attach_draft(
         )
     if theirs.build.max_seq_len < own.build.max_seq_len:
         logger.warning(
-            "the draft engine's max_seq_len is %d, the target's %d: requests may use"
-            " the smaller of the two",
+            "the draft engine's max_seq_len is %d, the target's %d: requests with"
+            " drafts may use the smaller of the two",
             theirs.build.max_seq_len, own.build.max_seq_len,
         )  # fmt: skip
     problems.raise_all()

@@ -1,0 +1,240 @@
+"""The tokens of a prompt: of a text, or of messages in a chat template.
+
+The name of a special token, such as <|im_end|>, is that token where a chat template writes it, and
+text where it stands in a message, unless --allow-special-tokens is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.chat import render_calls
+from specdec.decode.settings import DecodeSettings
+from specdec.errors import PromptError, SpecDecError, shorten, summarize
+from specdec.tokenizer import lack_tokenizer
+
+if TYPE_CHECKING:
+    from specdec.decode.prompts import Prompt
+
+# Chat templates by name, for models that have none. raw: the contents only, one behind the other.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "plain": "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+    "raw": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+}
+# What apply_chat_template takes besides the template's own variables.
+RESERVED = frozenset((
+    "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+))  # fmt: skip
+
+
+def use_template(tokenizer: Any, given: str | None) -> Any:
+    """Return the tokenizer with the chat template that --chat-template names: FILE or NAME.
+
+    NAME: one of TEMPLATES, or of the tokenizer's own templates where it has several.
+    """
+    if given is None:
+        return tokenizer
+    if tokenizer is None:
+        raise lack_tokenizer("--chat-template needs")
+    own = tokenizer.chat_template
+    known = TEMPLATES | (own if isinstance(own, dict) else {})
+    if given in known:
+        text = known[given]
+    elif Path(given).is_file():
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise SpecDecError(
+                f"--chat-template {given} cannot be read: {summarize(error)}", "check the file"
+            ) from None
+    else:
+        raise SpecDecError(
+            f"--chat-template {shorten(given)} is neither a file nor a template's name",
+            f"give a file of Jinja, or one of {', '.join(known)}",
+        )
+    tokenizer.chat_template = text
+    import jinja2
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise SpecDecError(
+            f"--chat-template {given} line {error.lineno}: {summarize(error)}", "correct it"
+        ) from None
+    except Exception:  # noqa: BLE001 - a template refuses what it likes; messages are told of that
+        return tokenizer
+    return tokenizer
+
+
+def encode_prompt(
+    prompt: Prompt, settings: DecodeSettings, tokenizer: Any
+) -> tuple[str, list[int]]:
+    """Return a prompt as text, empty without a tokenizer, and as token ids."""
+    text, ids = _encode(prompt, settings, tokenizer)
+    if (most := prompt.truncate_prompt_tokens) is None or len(ids) <= most:
+        return text, ids
+    return "" if tokenizer is None else str(tokenizer.decode(ids[-most:])), ids[-most:]
+
+
+def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[str, list[int]]:
+    if prompt.token_ids is not None:
+        ids = list(prompt.token_ids)
+        if tokenizer is None:
+            return "", ids
+        try:
+            return str(tokenizer.decode(ids)), ids
+        except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+            raise PromptError(
+                f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
+                "use the tokenizer that belongs to the model",
+                field="token_ids",
+            ) from None
+    if tokenizer is None:
+        raise lack_tokenizer("text prompts need")
+    text, messages = prompt.text or "", prompt.messages
+    if messages is None and settings.apply_chat_template:
+        messages = [{"role": "user", "content": text}]
+    if messages is None:
+        adds = prompt.add_special_tokens is not False
+        return text, tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]
+    names = None if settings.allow_special_tokens else find_names(tokenizer)
+    given = messages if names is None else names.hide(list(messages))
+    text = render_chat(prompt, given, tokenizer)
+    adds = bool(prompt.add_special_tokens)  # a template writes them itself
+    if names is not None and names.is_hidden(text):
+        return names.show(text), names.encode(text, adds)
+    return text, tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]
+
+
+def render_chat(prompt: Prompt, messages: Any, tokenizer: Any) -> str:
+    """Put messages into the tokenizer's chat template, as a prompt says; PromptError if it fails.
+
+    messages: those of the prompt, or what takes their place.
+    """
+    if not tokenizer.chat_template:
+        raise PromptError(
+            "the tokenizer has no chat template",
+            f"give --chat-template FILE or one of {', '.join(TEMPLATES)}, or the instruction-tuned"
+            " model's tokenizer",
+            field="messages",
+        )
+    options = dict(prompt.chat_template_kwargs or {})
+    if reserved := sorted(RESERVED & options.keys()):
+        raise PromptError(
+            f"chat_template_kwargs has {reserved[0]}, which is no variable of a template",
+            "leave it out", field="chat_template_kwargs",
+        )  # fmt: skip
+    continues = bool(prompt.continue_final_message)
+    if continues and prompt.add_generation_prompt:
+        raise PromptError(
+            "continue_final_message and add_generation_prompt are both given", "leave one out",
+            field="continue_final_message",
+        )  # fmt: skip
+    begins = not continues and prompt.add_generation_prompt is not False
+    try:
+        text, _ = render_calls(
+            lambda given: tokenizer.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=begins,
+                continue_final_message=continues, **options,
+            ),
+            [dict(message) for message in messages], wants_text=False,
+        )  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
+        raise PromptError(
+            f"the chat template refuses the messages: {summarize(error)}",
+            "check the roles and their order",
+            field="messages",
+        ) from None
+    return text
+
+
+class SpecialNames:
+    """The names of a tokenizer's special tokens, to be kept apart from equal text in messages.
+
+    Before a template is rendered, names in messages are replaced by marks, which nobody can write
+    who does not know the process's own number. What is rendered then has a name only where the
+    template wrote it. A copy of the tokenizer knows its special tokens by other marks, so that all
+    names are text to it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        ids = {str(token.content): number for number, token in added.items() if token.special}
+        ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        own = str(secrets.randbelow(10**18))
+        self._ids = {name: ids[name] for name in sorted(ids, key=len, reverse=True) if name}
+        self._texts = {f"\ue000{own}.{n}\ue001": name for name, n in self._ids.items()}
+        self._tokens = {name: f"\ue002{own}.{n}\ue003" for name, n in self._ids.items()}
+        self._marks = {name: mark for mark, name in self._texts.items()}
+        self._name = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
+        self._mark = re.compile(f"\ue000{own}[.][0-9]+\ue001")
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    def hide(self, value: Any) -> Any:
+        """A document with marks in place of names."""
+        if isinstance(value, str):
+            return self._name.sub(lambda found: self._marks[found[0]], value)
+        if isinstance(value, Mapping):
+            return {key: self.hide(one) for key, one in value.items()}
+        return [self.hide(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    def is_hidden(self, text: str) -> bool:
+        """Whether a name in a message is in what was rendered."""
+        return self._mark.search(text) is not None
+
+    def show(self, text: str) -> str:
+        """A text with the names in place of their marks."""
+        return self._mark.sub(lambda found: self._texts[found[0]], text)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of what was rendered: only names that the template wrote are special."""
+        if self._backend is None:
+            found = self._mark.search(text)
+            assert found is not None
+            raise PromptError(
+                f"the messages have {self._texts[found[0]]}, the name of a special token, which"
+                " this tokenizer cannot take as text",
+                "leave it out, or give --allow-special-tokens", field="messages",
+            )  # fmt: skip
+        written = self.show(self._name.sub(lambda found: self._tokens[found[0]], text))
+        copy, numbers = self._renamed
+        found_ids = copy.encode(written, add_special_tokens=add_special_tokens).ids
+        return [numbers.get(token, token) for token in found_ids]
+
+    @functools.cached_property
+    def _renamed(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer with other names of special tokens, and its ids where they differ."""
+        from tokenizers import Tokenizer
+
+        document = json.loads(self._backend.to_str())
+        model = document["model"]
+        document["truncation"] = document["padding"] = None
+        names = {token["content"]: token["id"] for token in document["added_tokens"]}
+        for token in document["added_tokens"]:
+            token["content"] = self._tokens.get(token["content"], token["content"])
+        if isinstance(vocab := model["vocab"], dict):
+            model["vocab"] = {self._tokens.get(name, name): n for name, n in vocab.items()}
+        else:
+            model["vocab"] = [[self._tokens.get(piece, piece), *more] for piece, *more in vocab]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = self._tokens.get(model["unk_token"], model["unk_token"])
+        copy = Tokenizer.from_str(json.dumps(document))
+        found = {copy.token_to_id(self._tokens.get(name, name)): n for name, n in names.items()}
+        return copy, {token: n for token, n in found.items() if token is not None and token != n}
+
+
+@functools.lru_cache(maxsize=4)
+def find_names(tokenizer: Any) -> SpecialNames:
+    """The names of a tokenizer's special tokens."""
+    return SpecialNames(tokenizer)
