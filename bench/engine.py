@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from specdec.command.settings import need, require
+from specdec.decode.api import Engine
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.engine import TorchEngine, load_engine
+from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request, Result
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
 from specdec.engine.step import Step
 from specdec.errors import SpecDecError
-from specdec.files.folders import TENSORRT_LLM, read_backend
-from specdec.pretrained import load_tokenizer
 
 from .prompts import Prompt, group_requests
 
@@ -138,18 +136,12 @@ class Bench:
 
 def open_bench(settings: DecodeSettings, *, needs_drafter: bool = True) -> Bench:
     """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
-    require(settings, "tokenizer_dir")
-    if read_backend(settings.engine_dir) == TENSORRT_LLM:
-        raise SpecDecError(
-            f"{settings.engine_dir} is an engine of TensorRT-LLM, whose steps cannot be timed here",
-            "compare specdec-run with and without --no-speculation, or build it with"
-            " --backend torch",
-        )
-    tokenizer = load_tokenizer(need(settings.tokenizer_dir))
-    engine = load_engine(settings, tokenizer)
-    if needs_drafter and engine.method == "plain":
+    engine = Engine.open(settings)
+    core, tokenizer = engine.core, engine.tokenizer
+    if needs_drafter and core.method == "plain":
+        core.close()
         raise SpecDecError(
             f"{settings.engine_dir} is a plain engine: there is no speculation to measure",
             "give an engine with a drafter, or --draft-engine-dir",
         )
-    return Bench(engine, tokenizer)
+    return Bench(core, tokenizer)

@@ -20,12 +20,11 @@ from specdec.command.settings import require
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
-from specdec.errors import UsageError
 from specdec.files.staging import check_output_file
 from specdec.methods import METHODS, Method
 from specdec.methods.draft_target import DraftTargetTune
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
-from specdec.options import list_given, name_flag
+from specdec.options import list_given, name_flag, refuse_contradictions
 
 from .combine import list_combined
 from .engine import Bench, Pass, open_bench
@@ -87,17 +86,15 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
 def find_methods(settings: TuneSettings, checkpoint: CheckpointConfig) -> list[Method]:
     """Return what is tuned; raise UsageError where a flag has no effect."""
     pair = list_given(settings, DraftTargetTune)
-    if pair and "draft_checkpoint_dir" not in pair:
-        raise UsageError(
-            f"{name_flag(pair[0])} without --draft-checkpoint-dir",
-            "give the draft model's checkpoint, or leave it out",
-        )
+    refuse_contradictions(settings, (
+        (lambda _: pair and "draft_checkpoint_dir" not in pair and name_flag(pair[0]),
+         "{found} without --draft-checkpoint-dir",
+         "give the draft model's checkpoint, or leave it out"),
+        (lambda _: pair and checkpoint.method and checkpoint.method.name,
+         "--draft-checkpoint-dir has no effect with a {found} checkpoint",
+         "leave it out, or give the plain checkpoint of the target"),
+    ))  # fmt: skip
     if pair:
-        if checkpoint.method is not None:
-            raise UsageError(
-                f"--draft-checkpoint-dir has no effect with a {checkpoint.method.name} checkpoint",
-                "leave it out, or give the plain checkpoint of the target",
-            )
         return [METHODS["draft_target"]]
     if checkpoint.method is not None:
         return [checkpoint.method]

@@ -154,7 +154,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         "flag": _read_switch, "enable": _read_switch, "list": _read_list, "int": _read_number,
         "float": _read_number,
     }  # fmt: skip
-    read = readers.get(flag.kind, _read_text)
+    read: Callable[[Any, Flag], Any] = readers.get(flag.kind, _read_text)
     try:
         found = None if value is None else read(value, flag)
     except _Unexpected as error:

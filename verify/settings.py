@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from specdec.command.settings import require
-from specdec.errors import UsageError
 from specdec.methods import list_options
 from specdec.methods.draft_target import DraftTargetDraft
-from specdec.options import add_options, get_flags, list_given, name_flag, option_group, setting
+from specdec.options import (
+    Contradiction,
+    add_options,
+    list_given,
+    name_flag,
+    option_group,
+    refuse_contradictions,
+    setting,
+)
 
 CHECKPOINT_FILES = option_group("A checkpoint's files")
 ENGINE_TEXT = option_group("An engine's text")
@@ -78,41 +86,46 @@ class VerifySettings:
     json: bool = setting(False, help="Print one JSON object on stdout.")
 
 
+def _idle(are_read: Callable[[str], bool], what: str) -> Contradiction:
+    """The rule that options which are not read have no effect."""
+
+    def find(settings: VerifySettings) -> str:
+        given = list_given(settings, VerifySettings)
+        return ", ".join(name_flag(name) for name in given if not are_read(name))
+
+    return find, f"{{found}}: no effect with {what}", "leave it out"
+
+
+def _find_pair(settings: VerifySettings) -> str | None:
+    given = list_given(settings, DraftTargetDraft)
+    return name_flag(given[0]) if given and "draft_engine_dir" not in given else None
+
+
+OF_CHECKPOINT: tuple[Contradiction, ...] = (
+    _idle((*CHECKPOINT_FLAGS, *SHARED_FLAGS).__contains__, "--checkpoint-dir, a claim of its own"),
+    (lambda s: s.checkpoint_dir is None,
+     "missing --checkpoint-dir, or --engine-dir and --model-dir",
+     "name the checkpoint or the engine to verify"),
+)  # fmt: skip
+GREEDY = _idle(lambda name: name not in SAMPLING_FLAGS, "greedy text alone: --sampling is absent")
+OF_ENGINE: tuple[Contradiction, ...] = (
+    (lambda s: s.acceptance != "exact",
+     "--acceptance typical gives up the target's distribution, so it cannot be proved; greedy text"
+     " is exact with it too",
+     "leave it out: what is verified is the engine with exact acceptance"),
+    _idle(lambda name: name not in CHECKPOINT_FLAGS, "--engine-dir"),
+    (lambda s: not s.sampling and GREEDY[0](s), *GREEDY[1:]),
+    (lambda s: not 0 < s.temperature < 100, "--temperature is {temperature:g}",
+     "give a number above 0 and below 100"),
+    (_find_pair, "{found} without --draft-engine-dir", "give the draft model's engine"),
+)  # fmt: skip
+
+
 def check_flags(settings: VerifySettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
-    flags = get_flags(VerifySettings)
-    given = [name for name, (_, default) in flags.items() if getattr(settings, name) != default]
+    given = list_given(settings, VerifySettings)
     if settings.checkpoint_dir is not None or not {"engine_dir", "model_dir"} & set(given):
-        _refuse(given, set(CHECKPOINT_FLAGS + SHARED_FLAGS), "--checkpoint-dir, a claim of its own")
-        if settings.checkpoint_dir is None:
-            raise UsageError(
-                "missing --checkpoint-dir, or --engine-dir and --model-dir",
-                "name the checkpoint or the engine to verify",
-            )
+        refuse_contradictions(settings, OF_CHECKPOINT)
         return
     require(settings, "engine_dir", "model_dir")
-    if settings.acceptance != "exact":
-        raise UsageError(
-            "--acceptance typical gives up the target's distribution, so it cannot be proved;"
-            " greedy text is exact with it too",
-            "leave it out: what is verified is the engine with exact acceptance",
-        )
-    _refuse(given, set(flags) - set(CHECKPOINT_FLAGS), "--engine-dir")
-    if not settings.sampling:
-        _refuse(given, set(flags) - set(SAMPLING_FLAGS), "greedy text alone: --sampling is absent")
-    if not 0 < settings.temperature < 100:
-        raise UsageError(
-            f"--temperature is {settings.temperature:g}", "give a number above 0 and below 100"
-        )
-    pair_flags = list_given(settings, DraftTargetDraft)
-    if pair_flags and "draft_engine_dir" not in pair_flags:
-        raise UsageError(
-            f"{name_flag(pair_flags[0])} without --draft-engine-dir",
-            "give the draft model's engine",
-        )
-
-
-def _refuse(given: list[str], allowed: set[str], what: str) -> None:
-    useless = [name_flag(name) for name in given if name not in allowed]
-    if useless:
-        raise UsageError(f"{', '.join(useless)}: no effect with {what}", "leave it out")
+    refuse_contradictions(settings, OF_ENGINE)
