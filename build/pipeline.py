@@ -10,6 +10,7 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import make_unknown_error, require, to_plain
 from specdec.errors import UsageError
+from specdec.files.folders import TENSORRT, TENSORRT_LLM
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
@@ -27,6 +28,8 @@ logger = logs.get_logger(__name__)
 TENSORRT_FIELDS = ("trtllm_version", "emit_script", "launcher", "emit_triton")
 # And those that say how it computes, not what: command lines from its pages have them.
 TENSORRT_MEANS = ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers")
+# And those that only the torch backend has a use for.
+TORCH_FIELDS = ("optimize", "packed_weights")
 
 
 def build_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -47,11 +50,21 @@ def build_engine(settings: BuildSettings) -> dict[str, Any]:
 def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build with the backend that is asked for."""
     require(settings, "checkpoint_dir")
-    if choose_backend(settings) == "tensorrt-llm":
+    backend = choose_backend(settings)
+    if backend != TENSORRT and settings.compute_capability is not None:
+        raise UsageError(
+            f"--compute-capability has no meaning for the {backend} backend",
+            "leave it out, or give --backend tensorrt",
+        )
+    if backend == TENSORRT_LLM:
         from .backends.tensorrt_llm.pipeline import build_tensorrt_engine
 
         return build_tensorrt_engine(settings)
-    refuse_foreign(settings)
+    refuse_foreign(settings, backend)
+    if backend == TENSORRT:
+        from .backends import tensorrt
+
+        return tensorrt.build_tensorrt_engine(settings)
     return build_torch_engine(settings)
 
 
@@ -67,8 +80,8 @@ def choose_backend(settings: BuildSettings) -> str:
     return "tensorrt-llm"
 
 
-def refuse_foreign(settings: BuildSettings) -> None:
-    """Raise UsageError for what only the TensorRT-LLM backend takes.
+def refuse_foreign(settings: BuildSettings, backend: str) -> None:
+    """Raise UsageError for what only other backends take than this one.
 
     Where nobody asked for torch, what says how TensorRT-LLM computes is named and has no effect.
     """
@@ -79,16 +92,20 @@ def refuse_foreign(settings: BuildSettings) -> None:
         if not list_lines_with(name):
             raise make_unknown_error(BuildSettings, "build", name, other)
         shown = name_flag(name)
-        fact = f"{shown} is a flag of trtllm-build, which the torch backend has no use for"
+        fact = f"{shown} is a flag of trtllm-build, which the {backend} backend has no use for"
         raise UsageError(fact, remedy.format(shown))
-    names = (*TENSORRT_FIELDS, *TENSORRT_MEANS)
+    names = (*TENSORRT_FIELDS, *TENSORRT_MEANS, *(TORCH_FIELDS if backend == TENSORRT else ()))
     given = [name for name in names if getattr(settings, name) != flags[name][1]]
     if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
         shown = ", ".join(name_flag(name) for name in given)
         logger.warning("no effect on the torch backend, which was chosen here: %s", shown)
     elif given:
         shown = name_flag(given[0])
-        raise UsageError(f"{shown} has no meaning for the torch backend", remedy.format(shown))
+        taker = "torch" if given[0] in TORCH_FIELDS else "tensorrt-llm"
+        raise UsageError(
+            f"{shown} has no meaning for the {backend} backend",
+            f"leave {shown} out, or give --backend {taker}",
+        )
 
 
 def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:

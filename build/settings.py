@@ -16,6 +16,7 @@ FOLDERS = option_group("Folders")
 ENGINE = option_group("Engine")
 SPECULATION = option_group("Speculation")
 SIZES = option_group("Sizes")
+TENSORRT = option_group("TensorRT", rare=True)
 TENSORRTLLM = option_group("TensorRT-LLM", rare=True)
 TRITON = option_group("Triton", rare=True)
 
@@ -30,8 +31,13 @@ class BuildSettings:
     checkpoint_dir: Path = FOLDERS(help="Folder written by specdec-convert.")
     output_dir: Path = FOLDERS(required=True, help="Engine folder to write.")
     backend: str = ENGINE(
-        "auto", choices=("auto", "torch", "tensorrt-llm"), help="What runs the engine."
+        "auto", choices=("auto", "torch", "tensorrt", "tensorrt-llm"), help="What runs the engine."
     )
+    compute_capability: str | None = TENSORRT(
+        metavar="X.Y[,X.Y...]",
+        help="With --backend tensorrt: the GPUs that the engine is for, such as 8.0,8.9; if not"
+        " given, this machine's.",
+    )  # fmt: skip
     tokenizer_dir: str | None = FOLDERS(
         metavar="DIR",
         help="Copy this tokenizer into the engine, which then needs no --tokenizer-dir to run:"

@@ -13,6 +13,7 @@ from typing import Any
 from specdec import __version__
 from specdec.engine.compiler import describe_arithmetic, find_compiler
 from specdec.errors import SpecDecError
+from specdec.processes import read_memory
 from specdec.trtllm.environment import (
     BUILD_COMMAND,
     Environment,
@@ -77,13 +78,3 @@ def describe_mpi() -> dict[str, Any]:
             )  # fmt: skip
             version = next(iter(done.stdout.splitlines()), None)
     return {"launchers": found, "version": version}
-
-
-def read_memory(key: str) -> int | None:
-    """Return an entry of /proc/meminfo in bytes."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == key:
-                return int(rest.split()[0]) << 10
-    return None

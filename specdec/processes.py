@@ -18,6 +18,16 @@ from specdec.errors import SpecDecError
 END_SECONDS = 5.0  # that a process has to end after it was told to
 
 
+def read_memory(key: str) -> int | None:
+    """Return an entry of /proc/meminfo in bytes."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == key:
+                return int(rest.split()[0]) << 10
+    return None
+
+
 def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `specdec STAGE --json ARGUMENTS`; return its object, or raise its error as our own."""
     child = subprocess.Popen(

@@ -32,6 +32,7 @@ from specdec.engine.layout import (
     plan_int8,
 )
 from specdec.errors import Problems, SpecDecError, join_names
+from specdec.files.folders import TENSORRT
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.dflash import DFlashParams
@@ -159,7 +160,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         counts = ", ".join(f"{name} ({count})" for name, count in block_types.items())
         logger.info("GGUF: matrices by type, %s: %s", how, counts)
     has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
-    if has_integers and not compile_kernels:
+    if has_integers and not compile_kernels and settings.backend != TENSORRT:
         logger.warning(
             "%s without native kernels: weights will be widened in every step, which is slow",
             settings.quantization or algorithm,

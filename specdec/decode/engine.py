@@ -31,6 +31,7 @@ from specdec.engine.layout import EngineConfig, find_engine_problems, read_engin
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
+from specdec.files.folders import TENSORRT, read_backend
 from specdec.model.tensors import EMBEDDING
 
 logger = logs.get_logger(__name__)
@@ -41,6 +42,7 @@ class TorchEngine:
 
     name = "torch"
     tells_origins = True
+    drafter_network: Any = None  # that stands for a drafter's layers
 
     def __init__(
         self,
@@ -250,10 +252,19 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
     drafting = read_drafting(settings, tokenizer)
     if settings.no_speculation:
         refuse_others(drafting, (), speculates=False)
-    return TorchEngine(
+    return open_engine(
         settings.engine_dir,
         device=settings.device,
         devices=drafting.target_devices,
         speculate=not settings.no_speculation,
         drafting=drafting,
     )
+
+
+def open_engine(folder: Path, **options: Any) -> TorchEngine:
+    """Load an engine of torch or of TensorRT; the options are those that both have."""
+    if read_backend(folder) != TENSORRT:
+        return TorchEngine(folder, **options)
+    from specdec.trt.engine import TensorRTEngine
+
+    return TensorRTEngine(folder, **options)

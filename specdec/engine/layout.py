@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, shorten
-from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.folders import ENGINE, TORCH, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.methods import METHODS, DrafterParams
@@ -174,14 +174,14 @@ def name_int8_scales(name: str) -> str:
     return f"{name.removesuffix('.weight')}.{INT8_SCALES}"
 
 
-def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
+def encode_engine_config(config: EngineConfig, backend: str = TORCH) -> dict[str, Any]:
     """Return the JSON form of an engine's config."""
     return {
         "version": config.version,
-        "backend": "torch",
+        "backend": backend,
         "pretrained_config": config.checkpoint.raw,
         "build_config": dataclasses.asdict(config.build),
-        "torch_config": {
+        f"{backend}_config": {
             "prepack": config.prepack,
             "kernels": config.kernels,
             "quantization": config.quantization,
@@ -192,8 +192,11 @@ def encode_engine_config(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def read_engine_config(folder: Path) -> EngineConfig:
-    """Read an engine's config.json; raise SpecDecError if it is none, or of another backend."""
+def read_engine_config(folder: Path, wanted: str = TORCH) -> EngineConfig:
+    """Read an engine's config.json; raise SpecDecError if it is none, or of another backend.
+
+    wanted: the backend.
+    """
     expect_folder(folder, ENGINE)
     document = read_json(folder / "config.json")
     if "build_config" not in document:
@@ -202,27 +205,28 @@ def read_engine_config(folder: Path) -> EngineConfig:
             "run specdec-build on the checkpoint first",
         )
     backend = document.get("backend", "tensorrt-llm")
-    if backend != "torch":
+    if backend != wanted:
         raise SpecDecError(
-            f"{folder} was built for the backend {backend!r}, not for torch",
-            "build it again with --backend torch",
+            f"{folder} was built for the backend {backend!r}, not for {wanted}",
+            f"build it again with --backend {wanted}",
         )
     checkpoint = parse_checkpoint_config(_read_object(folder, document, "pretrained_config"))
-    options = _read_object(folder, document, "torch_config")
+    part = f"{wanted}_config"
+    options = _read_object(folder, document, part)
     build = _read_build_config(folder, document, checkpoint)
     size, vocab_size = options.get("draft_vocab_size"), checkpoint.model.vocab_size
     kernels = options.get("kernels")
     is_right = {
         "version": isinstance(document.get("version"), str),
-        "torch_config.prepack": isinstance(options.get("prepack"), bool),
-        "torch_config.kernels": kernels is None
+        f"{part}.prepack": isinstance(options.get("prepack"), bool),
+        f"{part}.kernels": kernels is None
         or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
-        "torch_config.quantization": options.get("quantization") in (None, INT8, INT4),
-        "torch_config.drafter_weights": options.get("drafter_weights") is None
+        f"{part}.quantization": options.get("quantization") in (None, INT8, INT4),
+        f"{part}.drafter_weights": options.get("drafter_weights") is None
         or (options["drafter_weights"] in (INT8, INT4) and checkpoint.drafter is not None),
-        "torch_config.draft_vocab_size": size is None
+        f"{part}.draft_vocab_size": size is None
         or (type(size) is int and 0 < size < vocab_size and checkpoint.drafter is not None),
-        "torch_config.build_id": isinstance(options.get("build_id"), str),
+        f"{part}.build_id": isinstance(options.get("build_id"), str),
     }
     _refuse(folder, document, [name for name in is_right if not is_right[name]])
     return EngineConfig(

@@ -16,6 +16,7 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 
 TENSORRT_LLM = "tensorrt-llm"  # the backend of engine folders that name none
+TORCH, TENSORRT = "torch", "tensorrt"
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"
 REDRAFTER, MEDUSA, EAGLE, DFLASH = "redrafter", "medusa", "eagle", "dflash"

@@ -151,14 +151,9 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
     assert error < TOLERANCE, f"{what}: {error:.2e} of the largest logit"
 
 
-@pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)
 @torch.inference_mode()
-def test_logits_equal_transformers(
-    name: str, optimize: str, get_engine: GetEngine, get_target: Callable[[str], Path]
-) -> None:
+def check_logits(decoder: Decoder, target: Path) -> None:
     """Prompts in chunks, single tokens, and a tree over two rows of different lengths."""
-    target, decoder = get_target(name), get_engine(name, optimize).decoder
-    assert (decoder.kernels is None) == (optimize == "none")
     generator = torch.Generator().manual_seed(3)
     cache = decoder.make_cache(len(CHUNKS), 128)
     texts: list[list[int]] = []
@@ -185,6 +180,15 @@ def test_logits_equal_transformers(
         for path in list_paths(TREE):
             expected = compute_reference(target, text + TREE.tokens[path].tolist())
             assert_near(of_tree[row, path], expected[len(text) :], f"row {row}, nodes {path}")
+
+
+@pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)
+def test_logits_equal_transformers(
+    name: str, optimize: str, get_engine: GetEngine, get_target: Callable[[str], Path]
+) -> None:
+    target, decoder = get_target(name), get_engine(name, optimize).decoder
+    assert (decoder.kernels is None) == (optimize == "none")
+    check_logits(decoder, target)
 
 
 @pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)

@@ -200,6 +200,7 @@ def make_proposer(
                     tokenizer=drafting.tokenizer if drafting is not None else None,
                     is_in_chain=is_chain,
                     has_budget=is_bound,
+                    network=engine.drafter_network,
                 )
             )
             for method in group

@@ -202,6 +202,7 @@ class EngineHandle(Protocol):
     device: torch.device
     decoder: Decoder
     load_seconds: float
+    drafter_network: Any
 
     def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine."""
@@ -219,7 +220,8 @@ class DraftContext:
     nothing is asked for. engine: the target's, for drafters without weights in its checkpoint.
     tokenizer: the target's, to be compared with a draft model's; None where there is none.
     is_in_chain: whether others draft for the engine too. has_budget: whether of what is
-    drafted only what is worth its time is verified.
+    drafted only what is worth its time is verified. network: what stands for the drafter's layers
+    where another runtime computes them; there are no weights then.
     """
 
     decoder: Decoder
@@ -230,6 +232,7 @@ class DraftContext:
     tokenizer: Any = None
     is_in_chain: bool = False
     has_budget: bool = False
+    network: Any = None
 
     def check_room(self, method: Method, num_tokens: int) -> None:
         """Raise SpecDecError where the engine has no room for drafts of so many tokens.

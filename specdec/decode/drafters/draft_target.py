@@ -19,7 +19,7 @@ from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
 from specdec.decode.drafters.draft_model import DraftModel
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.decode.engine import TorchEngine
+from specdec.decode.engine import open_engine
 from specdec.decode.prefill import count_shared, fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
@@ -49,7 +49,7 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
             f"give {', '.join(list_starters(METHOD.mode))}, or --no-speculation to decode without",
         )
     assert isinstance(options, DraftOptions)
-    draft = TorchEngine(
+    draft = open_engine(
         options.engine_dir, device=target.device.type, devices=options.draft_devices
     )
     try:

@@ -1,0 +1,291 @@
+"""The tensorrt backend's build: a checkpoint's networks, made into engines by TensorRT."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec import __version__, logs
+from specdec.command.settings import to_plain
+from specdec.engine.layout import (
+    WEIGHTS_NAME,
+    BuildConfig,
+    EngineConfig,
+    encode_engine_config,
+    make_build_id,
+    name_int8_scales,
+)
+from specdec.errors import Problems, SpecDecError, UsageError
+from specdec.files.folders import TENSORRT
+from specdec.files.manifest import write_manifest
+from specdec.files.reading import write_json
+from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
+from specdec.model import int4
+from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
+from specdec.model.inventory import describe_sources
+from specdec.model.quantization import FP8, INT8
+from specdec.tokenizer import check_tokenizer, copy_tokenizer
+from specdec.trtllm.environment import list_gpus
+from specdec.vocabulary import read_recorded
+
+from ..limits import resolve_limits
+from ..settings import BuildSettings
+from .torch_engine import TorchPlan, make_reader, plan_build
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdec.trt.engine import NetworkConfig
+    from specdec.trt.network import NetworkWriter
+
+logger = logs.get_logger(__name__)
+# The first compute capability with FP8, and the first with bfloat16, which SM75 lacks.
+FIRST_FP8, FIRST_BFLOAT16 = 8.9, 8.0
+PROMPT_TOKENS = 512  # of a row in a step at most, unless a step's draft has more
+POSITION_BLOCK = 64
+
+
+class PlannedWeights(Mapping[str, "Tensor"]):
+    """The tensors of an engine, read from the checkpoint when they are asked for."""
+
+    def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig) -> None:
+        self._infos = plan.files[WEIGHTS_NAME]
+        self._read = make_reader(plan, checkpoint, WEIGHTS_NAME)
+        self._scales: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __getitem__(self, name: str) -> Tensor:
+        import numpy as np
+
+        from specdec.files.torch_tensors import view_tensor
+
+        info = self._infos[name]
+        if name in self._scales:
+            return self._scales[name]
+        # Scales are chosen before what they scale is rounded.
+        module = name.removesuffix(".weight")
+        for scales in (name_int8_scales(name), f"{module}.weights_scaling_factor"):
+            if info.dtype == INT8 and scales in self._infos and scales not in self._scales:
+                self._scales[scales] = self[scales]
+        array = self._read(name)
+        whole = array if isinstance(array, np.ndarray) else np.stack(list(array))
+        return view_tensor(whole, info.dtype)
+
+
+def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
+    """Build an engine, or with `dry_run` check everything and describe it."""
+    from specdec.trt.library import describe_library, load_tensorrt
+
+    began, folder = time.monotonic(), settings.checkpoint_dir
+    trt = load_tensorrt()
+    checkpoint = read_checkpoint_config(folder)
+    limits = resolve_limits(settings, checkpoint)
+    check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
+    capabilities = choose_capabilities(settings, trt)
+    find_problems(checkpoint, settings, capabilities).raise_all()
+    plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
+    find_matrix_problems(plan).raise_all()
+    vocabulary = read_recorded(folder)
+    tokenizer = settings.tokenizer_dir and check_tokenizer(settings.tokenizer_dir, vocabulary)
+    networks = plan_networks(checkpoint, limits, capabilities, describe_library(trt))
+    report: dict[str, Any] = {
+        "engine_dir": str(settings.output_dir), "backend": TENSORRT,
+        "method": checkpoint.method.name if checkpoint.method else "plain",
+        "library": networks.library, "compute_capabilities": capabilities,
+        "quantization": plan.quantization, "weights_bytes": plan.num_bytes,
+        "networks": networks.networks, "build_config": dataclasses.asdict(limits),
+    }  # fmt: skip
+    check_memory(plan)
+    if settings.dry_run:
+        return {"dry_run": True, **report}
+    check_free_space(settings.output_dir, plan.num_bytes, "the engine takes at least")
+    sources = describe_sources(folder, plan.sources)
+    tokens = plan.draft_tokens
+    drafted = None if tokens is None else hashlib.sha256(tokens.tobytes()).hexdigest()
+    sums = [source["sha256"] for source in sources]
+    build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
+    with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
+        report["num_layers"] = write_engines(trt, plan, checkpoint, networks, staged)
+        config = EngineConfig(
+            version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
+            prepack=False, kernels=None, quantization=plan.quantization,
+            drafter_weights=plan.drafter_weights, draft_vocab_size=plan.draft_vocab_size,
+        )  # fmt: skip
+        document = encode_engine_config(config, TENSORRT)
+        document[f"{TENSORRT}_config"] |= dataclasses.asdict(networks)
+        write_json(staged / "config.json", document)
+        if tokenizer:
+            copy_tokenizer(tokenizer, staged)
+        write_manifest(
+            staged, kind="engine", settings=to_plain(settings), sources=sources, hashes={},
+            vocabulary=vocabulary,
+        )  # fmt: skip
+        report["engine_bytes"] = sum((staged / name).stat().st_size for name in networks.networks)
+    seconds = round(time.monotonic() - began, 2)
+    logger.info(
+        "engine %s: %s, %d layers, %.1f MB, compute capability %s, %.1f s",
+        name_final(settings.output_dir), report["method"], report["num_layers"],
+        report["engine_bytes"] / 1e6, ", ".join(capabilities), seconds,
+    )  # fmt: skip
+    return {"dry_run": False, **report, "build_seconds": seconds}
+
+
+def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
+    """What to build for: what is asked for, else the GPU of this machine."""
+    from specdec.trt.library import describe_library, list_capabilities
+
+    known, gpus = list_capabilities(trt), list_gpus()[0]
+    own = [gpus[0].compute_capability] if gpus else []
+    usable = sorted({*known, *own}, key=float)
+    flag, given = "--compute-capability", settings.compute_capability
+    if given is None and not own:
+        raise SpecDecError(
+            f"no GPU is visible, and without {flag} an engine is for the GPU of this machine",
+            f"give {flag} with one or more of {', '.join(usable)}"
+            if usable else "build on a machine with a GPU: this TensorRT does so only",
+        )  # fmt: skip
+    wanted = own if given is None else sorted(set(re.split(r"\s*,\s*", given.strip())), key=str)
+    if unknown := [each for each in wanted if each not in usable]:
+        raise UsageError(
+            f"{flag} {given}: {describe_library(trt)} builds for"
+            f" {', '.join(usable) or 'the GPU of this machine only'}, not for {unknown[0]}",
+            f"give one or more of {', '.join(usable)}" if usable else f"leave {flag} out",
+        )
+    if len(wanted) > 1 and not known:
+        raise UsageError(f"{flag} {given}: full TensorRT builds for one GPU", f"give {own[0]}")
+    return wanted
+
+
+def find_problems(
+    checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str]
+) -> Problems:
+    """List what of a checkpoint TensorRT's layers do not compute, by name."""
+    model, method = checkpoint.model, checkpoint.method
+    least = min(map(float, capabilities))
+    algorithm = checkpoint.quantization.quant_algo
+    remedy = "use --backend torch"
+    drafters = [m.name for m in (method,) if m is not None and m.name not in KNOWN_DRAFTERS]
+    return Problems.where(
+        (model.tp_size != 1,
+         f"the checkpoint is split for tp_size={model.tp_size}: engines of TensorRT's own layers"
+         " are of one rank, for sums over ranks need a GPU each to be tried on",
+         "convert it with --tp-size 1, or use --backend torch or tensorrt-llm"),
+        (model.experts is not None,
+         f"{model.architecture} is a mixture of experts, and TensorRT-RTX builds no engine with its"
+         " layer of experts for any compute capability", remedy),
+        (drafters, f"the tensorrt backend has no network for {' '.join(drafters)}", remedy),
+        (algorithm == FP8 and least < FIRST_FP8,
+         f"the checkpoint is FP8, which compute capability {least} does not have",
+         f"give --compute-capability {FIRST_FP8} or higher, or use --backend torch"),
+        (model.dtype == "bfloat16" and least < FIRST_BFLOAT16,
+         f"dtype=bfloat16: compute capability {least} does not have it",
+         "convert with --dtype float16"),
+        (settings.drafter_weights != "same" or settings.draft_vocab_file is not None,
+         "--drafter-weights and --draft-vocab-file make drafters faster on a CPU",
+         "leave them out, or use --backend torch"),
+    )  # fmt: skip
+
+
+KNOWN_DRAFTERS: tuple[str, ...] = ()
+
+
+def find_matrix_problems(plan: TorchPlan) -> Problems:
+    """List matrices of integers that dequantize layers do not stand for."""
+    kinds = (int4.ZERO_POINT, int4.INPUT_SCALE, int4.PERMUTATION)
+    found = [name for name in plan.files[WEIGHTS_NAME] if name.endswith(kinds)]
+    kind = found[0].rpartition(".")[2] if found else ""
+    return Problems.where(
+        (found, f"{len(found)} matrices of the checkpoint have {kind}, which TensorRT's dequantize"
+         " layers do not take", "use --backend torch, or convert the model with --dequantize"),
+    )  # fmt: skip
+
+
+def check_memory(plan: TorchPlan) -> None:
+    """Raise SpecDecError where the builder would need more memory than there is."""
+    from specdec.processes import read_memory
+
+    needed, room = int(MEMORY_FACTOR * plan.num_bytes), read_memory("MemAvailable")
+    if room is not None and room < needed:
+        raise SpecDecError(
+            f"TensorRT's builder takes about {needed / 1e9:.1f} GB for weights of"
+            f" {plan.num_bytes / 1e9:.1f} GB, and {room / 1e9:.1f} GB are available",
+            "build on a machine with more memory, or with --quantization int8",
+        )
+
+
+MEMORY_FACTOR = 3.0
+
+
+def plan_networks(
+    checkpoint: CheckpointConfig, limits: BuildConfig, capabilities: list[str], library: str
+) -> NetworkConfig:
+    """The files to write, and the sizes of what their networks take."""
+    from specdec.trt import engine
+    from specdec.trt.target import Sizes
+
+    step = limits.max_draft_len + 1
+    spare = max(step, engine.SPARE_POSITIONS)
+    positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
+    tokens = max(step, min(PROMPT_TOKENS, limits.max_num_tokens))
+    sizes = Sizes(limits.max_batch_size, min(tokens, positions), step, positions)
+    return engine.NetworkConfig(
+        library=library, compute_capabilities=capabilities, networks=[engine.BODY, engine.HEAD],
+        num_head_rows=max(limits.max_batch_size * step, PROMPT_TOKENS), sizes=sizes,
+        drafter_sizes=sizes,
+    )  # fmt: skip
+
+
+def write_networks(
+    trt: Any, builder: Any, weights: Mapping[str, Tensor], checkpoint: CheckpointConfig,
+    networks: NetworkConfig,
+) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
+    """Each file's name and its network, one after the other."""
+    from specdec.files.torch_tensors import TORCH_DTYPES
+    from specdec.trt.engine import BODY, HEAD
+    from specdec.trt.network import NetworkWriter
+    from specdec.trt.target import write_head, write_target
+
+    model = checkpoint.model
+    dtype = TORCH_DTYPES[model.dtype]
+    for name in networks.networks:
+        writer = NetworkWriter(trt, builder, dtype)
+        if name == BODY:
+            write_target(writer, model, weights, networks.sizes)
+        elif name == HEAD:
+            write_head(writer, model, weights, networks.num_head_rows)
+        yield name, writer
+
+
+def write_engines(
+    trt: Any, plan: TorchPlan, checkpoint: CheckpointConfig, networks: NetworkConfig, folder: Path
+) -> int:
+    """Build every network into its file; return how many layers they have."""
+    from specdec.trt.library import Messages, list_capabilities
+    from specdec.trt.network import build_engine
+
+    messages = Messages(trt)
+    builder = trt.Builder(messages.logger)
+    weights = PlannedWeights(plan, checkpoint)
+    known, num_layers = list_capabilities(trt), 0
+    for name, writer in write_networks(trt, builder, weights, checkpoint, networks):
+        began = time.monotonic()
+        wanted = networks.compute_capabilities if known else []
+        engine = build_engine(writer, builder, wanted, messages.tell)
+        with open(folder / name, "wb") as file:
+            file.write(engine)
+        num_layers += writer.network.num_layers
+        logger.info(
+            "%s: %d layers, %.1f MB of weights, %.1f MB, %.1f s", name, writer.network.num_layers,
+            writer.num_bytes / 1e6, engine.nbytes / 1e6, time.monotonic() - began,
+        )  # fmt: skip
+    return num_layers

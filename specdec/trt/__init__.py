@@ -1,0 +1,1 @@
+"""Engines of TensorRT's own layers: their networks, and what runs them."""

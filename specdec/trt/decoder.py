@@ -1,0 +1,175 @@
+"""A target that is networks: the part of a `Decoder` that the loop and drafters deal with.
+
+What runs a network is a `Runner`: TensorRT's runtime on a GPU.
+Legend: B rows in the step, T tokens per row, S cache positions, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.decoder import MAX_CHUNK_TOKENS, Decoder
+from specdec.engine.graphs import StepGraphs
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.linear import Linear
+from specdec.engine.rotary import RotaryTable
+from specdec.engine.step import Step
+from specdec.engine.torch_layers import build_full_mask, find_lines, find_past
+from specdec.engine.transfers import to_device
+from specdec.engine.tree import IntArray
+from specdec.errors import SpecDecError
+from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.config import ModelConfig
+from specdec.trt.target import Sizes, list_windows, name_mask
+
+
+class Runner(Protocol):
+    """Something that runs a network."""
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the outputs, by name; what are caches is updated where it lies."""
+        ...
+
+
+def run_rows(runner: Runner, inputs: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
+    """Run a network whose inputs have a row each, at most so many rows at a time."""
+    size = len(next(iter(inputs.values())))
+    parts = [
+        runner.run({name: each[at : at + most].contiguous() for name, each in inputs.items()})
+        for at in range(0, size, most)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class NetworkDecoder(Decoder):
+    """A `Decoder` whose layers and head are networks; what it has of torch's layers is nothing."""
+
+    def __init__(  # the base class's would make layers
+        self, model: ModelConfig, body: Runner, head: Runner, *, sizes: Sizes, num_head_rows: int,
+        num_positions: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        """body, head: of the networks that `write_target` and `write_head` write."""
+        self.model, self.device, self.sizes = model, device, sizes
+        self.num_positions, self.dtype = num_positions, TORCH_DTYPES[model.dtype]
+        self.group, self.rank, self.kernels, self.is_prepacked = None, 0, None, False
+        self.observed_layers, self.observed = (), None
+        self.lm_head = Linear(torch.empty(0, 0), prepack=False)  # in the head's network
+        self.rotary = None
+        if model.arithmetic.positions == "rotary":
+            # Lines are places in the tables of the network, which has as many positions.
+            self.rotary = RotaryTable(model, sizes.positions, self.dtype, torch.device("cpu"))
+        self._body, self._head, self._num_head_rows = body, head, num_head_rows
+        self._windows = list_windows(model)
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """TensorRT's runtime launches a network by itself."""
+        return None
+
+    @graphs.setter
+    def graphs(self, graphs: StepGraphs | None) -> None:
+        assert graphs is None
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        return min(MAX_CHUNK_TOKENS, self.sizes.tokens)
+
+    def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
+        """Allocate a cache of so many rows, each of as many positions as the network has."""
+        if num_positions > self.sizes.positions:
+            raise SpecDecError(
+                f"the text and its drafts may take {num_positions} positions, the engine's caches"
+                f" have {self.sizes.positions}",
+                "ask for fewer tokens, or build the engine with a larger --max-seq-len",
+            )
+        model = self.model
+        return self.cache_class(
+            num_layers=model.num_hidden_layers, num_rows=num_rows,
+            num_heads=model.num_key_value_heads, num_positions=self.sizes.positions,
+            head_size=model.head_size, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def count_experts(self) -> tuple[float, ...]:
+        return ()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        states = hidden.reshape(-1, hidden.shape[-1])
+        logits = run_rows(self._head, {"states": states}, self._num_head_rows)["logits"]
+        return logits.view(*hidden.shape[:-1], -1)
+
+    def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
+        """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""
+        if tokens is None:
+            tokens = to_device(step.tokens, self.device)
+        found = self.run_step(step, cache, {"tokens": tokens})
+        self.observed = found.get("layers")
+        return found["hidden_states"]
+
+    def run_step(
+        self, step: Step, cache: KVCache, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run the layers' network over a step; what it returns besides caches.
+
+        inputs: [B, T, ...], what the network reads of each token besides its place.
+        """
+        self._check_lengths(step, cache)
+        past, (num_tokens, num_new) = find_past(step, cache), step.tree_mask.shape[1:]
+        if num_tokens > self.sizes.tokens:
+            raise SpecDecError(
+                f"a step has {num_tokens} tokens of a row, the engine was built for"
+                f" {self.sizes.tokens}",
+                "draft fewer tokens, or build with a larger --max-num-tokens",
+            )
+        given = dict(inputs) | self._place(step, cache, past + num_new - num_tokens)
+        for window in self._windows:
+            mask = build_full_mask(
+                past, step.tree_mask, step.positions, self.sizes.positions, window
+            )
+            given[name_mask(self.model, window)] = to_device(mask, self.device)
+        parts = []
+        for first, last in _list_spans(step.rows, self.sizes.rows):
+            rows = step.rows[first:last]
+            own = {name: each[first:last].contiguous() for name, each in given.items()}
+            parts.append(self._body.run(own | self._list_caches(cache, int(rows[0]), len(rows))))
+        kept = [name for name in parts[0] if not name.startswith("present_")]
+        return {name: torch.cat([part[name] for part in parts]) for name in kept}
+
+    def _place(self, step: Step, cache: KVCache, places: IntArray) -> dict[str, Tensor]:
+        """Where a step's tokens stand: in the tables of positions, and in the cache."""
+        if self.rotary is not None:
+            lines = find_lines(step, cache)
+        else:
+            lines = step.positions.clip(max=self.model.max_position_embeddings - 1)
+        return {
+            "positions": to_device(lines, self.device),
+            "write_indices": to_device(places.astype(np.int32), self.device),
+        }
+
+    def _list_caches(self, cache: KVCache, row: int, num_rows: int) -> dict[str, Tensor]:
+        """The keys and values of rows that lie one behind the other: views, not copies."""
+        return {
+            f"past_{kind}_{layer}": cache.blocks[layer, at, row : row + num_rows]
+            for layer in range(self.model.num_hidden_layers)
+            for at, kind in enumerate(("key", "value"))
+        }
+
+    def run_layers(self, *_: Any, **__: Any) -> Tensor:
+        raise NotImplementedError("a network has its embedding in front of its layers")
+
+
+def _list_spans(rows: IntArray, most: int) -> Iterator[tuple[int, int]]:
+    """Where in a step rows begin and end that lie one behind the other in the cache."""
+    assert (np.diff(rows) > 0).all()  # a row is once in a step
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1 or at - first == most:
+            yield first, at
+            first = at

@@ -1,0 +1,266 @@
+"""Writes a network of TensorRT's layers: strongly typed, its weights where the file has them.
+
+Legend: B rows, T tokens of each, N heads, H head size, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+
+# Least, usual and most of an input's sizes.
+Range = tuple[Sequence[int], Sequence[int], Sequence[int]]
+
+
+def name_types(trt: Any) -> dict[torch.dtype, Any]:
+    """TensorRT's names of torch's types."""
+    return {
+        torch.float32: trt.float32, torch.float16: trt.float16, torch.bfloat16: trt.bfloat16,
+        torch.int32: trt.int32, torch.int64: trt.int64, torch.int8: trt.int8, torch.bool: trt.bool,
+        torch.float8_e4m3fn: trt.fp8,
+    }  # fmt: skip
+
+
+class NetworkWriter:
+    """A network under construction. What a method returns is a tensor of the network.
+
+    ranges: by input, its sizes. bytes: of the weights so far.
+    """
+
+    def __init__(self, trt: Any, builder: Any, dtype: torch.dtype) -> None:
+        """dtype: of the weights and states."""
+        self.trt, self.types, self.dtype = trt, name_types(trt), dtype
+        flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        self.network = builder.create_network(flag)
+        self.ranges: dict[str, Range] = {}
+        self.num_bytes = 0
+        self._kept: list[Tensor] = []  # TensorRT reads them when the engine is built
+        self._constants: dict[Any, Any] = {}
+
+    def add_input(self, name: str, dtype: torch.dtype, sizes: Range) -> Any:
+        """An input whose sizes are within a range."""
+        least, usual, most = sizes
+        self.ranges[name] = (tuple(least), tuple(usual), tuple(most))
+        shape = [a if a == b else -1 for a, b in zip(least, most, strict=True)]
+        return self.network.add_input(name, self.types[dtype], shape)
+
+    def mark_output(self, tensor: Any, name: str) -> None:
+        tensor.name = name
+        self.network.mark_output(tensor)
+
+    def constant(self, values: Tensor) -> Any:
+        """A constant; the same memory is the same constant."""
+        values = values.contiguous()
+        key = values.data_ptr(), tuple(values.shape), values.dtype
+        if key not in self._constants:
+            weights = self.trt.Weights(self.types[values.dtype], values.data_ptr(), values.numel())
+            self._constants[key] = self._take(
+                self.network.add_constant(tuple(values.shape), weights)
+            )
+            self._kept.append(values)
+            self.num_bytes += values.numel() * values.element_size()
+        return self._constants[key]
+
+    def number(self, value: float, num_dims: int, dtype: torch.dtype | None = None) -> Any:
+        """A constant of one element that spreads over a tensor of so many dimensions."""
+        return self.constant(torch.full((1,) * num_dims, value, dtype=dtype or self.dtype))
+
+    def four_bits(self, codes: Tensor, shape: Sequence[int]) -> Any:
+        """A constant of four-bit integers, two in a byte of `codes`, the first in its low bits."""
+        codes = codes.contiguous()
+        self._kept.append(codes)
+        self.num_bytes += codes.numel()
+        numbers = self.trt.Weights(self.trt.DataType.INT4, codes.data_ptr(), codes.numel() * 2)
+        return self._take(self.network.add_constant(tuple(shape), numbers))
+
+    def combine(self, kind: str, first: Any, second: Any) -> Any:
+        """SUM, PROD or another operation, element by element."""
+        operation = getattr(self.trt.ElementWiseOperation, kind)
+        return self._take(self.network.add_elementwise(first, second, operation))
+
+    def add(self, first: Any, second: Any) -> Any:
+        return self.combine("SUM", first, second)
+
+    def multiply(self, first: Any, second: Any) -> Any:
+        return self.combine("PROD", first, second)
+
+    def scale(self, x: Any, factor: float) -> Any:
+        return x if factor == 1 else self.multiply(x, self._like(factor, x))
+
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+        kind = self.types[dtype]
+        return x if x.dtype == kind else self._take(self.network.add_cast(x, kind))
+
+    def unary(self, kind: str, x: Any) -> Any:
+        return self._take(self.network.add_unary(x, getattr(self.trt.UnaryOperation, kind)))
+
+    def activate(self, kind: str, x: Any) -> Any:
+        """RELU, SIGMOID, TANH, GELU_ERF, GELU_TANH, or SILU."""
+        if kind == "SILU":
+            return self.multiply(x, self.activate("SIGMOID", x))
+        return self._take(self.network.add_activation(x, getattr(self.trt.ActivationType, kind)))
+
+    def cap(self, x: Any, limit: float) -> Any:
+        """limit tanh(x / limit)."""
+        return self.scale(self.activate("TANH", self.scale(x, 1 / limit)), limit)
+
+    def matmul(self, x: Any, y: Any, *, transposes: bool = False) -> Any:
+        """x y, or x y^T, over all dimensions but the last two."""
+        none, turn = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
+        return self._take(
+            self.network.add_matrix_multiply(x, none, y, turn if transposes else none)
+        )
+
+    def reshape(
+        self, x: Any, shape: Sequence[int], *, before: Sequence[int] | None = None,
+        after: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """0 in a shape keeps the dimension at its place; before, after: orders of dimensions."""
+        layer = self.network.add_shuffle(x)
+        if before is not None:
+            layer.first_transpose = before
+        layer.reshape_dims = shape
+        if after is not None:
+            layer.second_transpose = after
+        return self._take(layer)
+
+    def lift(self, values: Tensor, num_dims: int) -> Any:
+        """A constant with ones before its dimensions, as many as make it `num_dims`."""
+        return self.constant(values.reshape(*(1,) * (num_dims - values.ndim), *values.shape))
+
+    def gather(self, table: Any, indices: Any, axis: int = 0, num_batch: int = 0) -> Any:
+        """Entries of a table along an axis; the first `num_batch` dimensions are both's."""
+        layer = self.network.add_gather(table, indices, axis)
+        layer.num_elementwise_dims = num_batch
+        return self._take(layer)
+
+    def join(self, parts: Sequence[Any], axis: int) -> Any:
+        if len(parts) == 1:
+            return parts[0]
+        layer = self.network.add_concatenation(list(parts))
+        layer.axis = axis
+        return self._take(layer)
+
+    def softmax(self, x: Any, axis: int) -> Any:
+        layer = self.network.add_softmax(x)
+        layer.axes = 1 << axis
+        return self._take(layer)
+
+    def select(self, condition: Any, chosen: Any, other: Any) -> Any:
+        return self._take(self.network.add_select(condition, chosen, other))
+
+    def top(self, x: Any, count: int, axis: int) -> tuple[Any, Any]:
+        """The greatest values along an axis, and their places as int32."""
+        layer = self.network.add_topk(x, self.trt.TopKOperation.MAX, count, 1 << axis)
+        self._take(layer)
+        return layer.get_output(0), layer.get_output(1)
+
+    def mean(self, x: Any, axis: int) -> Any:
+        return self._reduce("AVG", x, axis)
+
+    def sum(self, x: Any, axis: int) -> Any:
+        return self._reduce("SUM", x, axis)
+
+    def _reduce(self, kind: str, x: Any, axis: int) -> Any:
+        operation = getattr(self.trt.ReduceOperation, kind)
+        return self._take(self.network.add_reduce(x, operation, 1 << axis, True))
+
+    def rms_norm(self, x: Any, weight: Tensor, epsilon: float) -> Any:
+        """The root-mean-square norm of the last dimension, in float32."""
+        wide, rank = self.cast(x, torch.float32), len(x.shape)
+        square = self.mean(self.multiply(wide, wide), rank - 1)
+        square = self.add(square, self.number(epsilon, rank, torch.float32))
+        scaled = self.multiply(wide, self.unary("RECIP", self.unary("SQRT", square)))
+        return self.multiply(self.cast(scaled, self.dtype), self.lift(weight, rank))
+
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, epsilon: float) -> Any:
+        """The layer norm of the last dimension, in float32."""
+        rank = len(x.shape)
+        scale, shift = (self.lift(part.float(), rank) for part in (weight, bias))
+        wide = self.cast(x, torch.float32)
+        layer = self.network.add_normalization_v2(wide, scale, shift, 1 << (rank - 1))
+        layer.epsilon = epsilon
+        return self.cast(self._take(layer), self.dtype)
+
+    def rotate(self, x: Any, tables: tuple[Any, Any], positions: Any, size: int) -> Any:
+        """Rotate the first `size` of H by rows of the tables, halves paired; x: [B, N, T, H]."""
+        whole = 0 if size == x.shape[-1] else size
+        layer = self.network.add_rotary_embedding(x, *tables, False, whole)
+        layer.set_input(3, positions)
+        return self._take(layer)
+
+    def update_cache(self, cache: Any, new: Any, places: Any) -> Any:
+        """Write [B, N, T, H] into a cache [B, N, S, H] from a row's place on; it stays in place."""
+        mode = self.trt.KVCacheMode.LINEAR
+        return self._take(self.network.add_kv_cache_update(cache, new, places, mode))
+
+    def attend(self, q: Any, keys: Any, values: Any, mask: Any) -> Any:
+        """Attention of queries that are scaled; a token sees where the mask is true."""
+        trt = self.trt
+        norm, kind = trt.AttentionNormalizationOp.SOFTMAX, getattr(trt, "CausalMaskKind", None)
+        if kind is None:
+            layer = self.network.add_attention(q, keys, values, norm, False)
+        else:
+            layer = self.network.add_attention_v2(q, keys, values, norm, kind.NONE)
+        layer.mask = mask
+        layer.decomposable = True  # where no fused kernel has these sizes
+        return self._take(layer)
+
+    def dequantize(self, codes: Any, scales: Any, axis: int | None = None) -> Any:
+        """codes * scales: a scale for all, one for each row along `axis`, or one for each block."""
+        layer = self.network.add_dequantize(codes, scales, self.types[self.dtype])
+        if axis is not None:
+            layer.axis = axis
+        return self._take(layer)
+
+    def quantize(self, x: Any, scale: Any, dtype: torch.dtype) -> Any:
+        return self._take(self.network.add_quantize(x, scale, self.types[dtype]))
+
+    def _like(self, value: float, x: Any) -> Any:
+        dtype = next(own for own, kind in self.types.items() if kind == x.dtype)
+        return self.number(value, len(x.shape), dtype)
+
+    def _take(self, layer: Any) -> Any:
+        """A layer's first output; SpecDecError where TensorRT has refused the layer."""
+        if layer is None or layer.get_output(0).shape is None:
+            raise SpecDecError(
+                "TensorRT refuses a layer of this network", "report this with the model's config"
+            )
+        return layer.get_output(0)
+
+
+def build_engine(
+    writer: NetworkWriter, builder: Any, capabilities: Sequence[str], tell: Callable[[], str]
+) -> Any:
+    """Build a network into a serialized engine; raise SpecDecError with what TensorRT says.
+
+    capabilities: what it is to run on; empty for the GPU of this machine.
+    """
+    trt, config = writer.trt, builder.create_builder_config()
+    profile = builder.create_optimization_profile()
+    for name, sizes in writer.ranges.items():
+        profile.set_shape(name, *sizes)
+    config.add_optimization_profile(profile)
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for at, each in enumerate(capabilities):
+            kind = getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}")
+            config.set_compute_capability(kind, at)
+    engine = builder.build_serialized_network(writer.network, config)
+    if engine is None:
+        raise SpecDecError(
+            f"TensorRT builds no engine of this network: {tell()[:600]}",
+            "build with --backend torch, or report this with the model's config.json",
+        )
+    return engine
+
+
+def to_weights(array: np.ndarray) -> Tensor:
+    """A tensor over an array's memory, also where that is read-only."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,0 +1,79 @@
+"""Runs engines by TensorRT's runtime: CUDA tensors of torch, bound by their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+from specdec.trt.library import Messages, describe_library, load_tensorrt
+from specdec.trt.network import name_types
+
+
+def check_device(device: torch.device, capabilities: Collection[str], folder: Path) -> None:
+    """Raise SpecDecError for a device that an engine was not built for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if f"{major}.{minor}" not in capabilities:
+        raise SpecDecError(
+            f"{folder} was built for compute capability {', '.join(capabilities)}, and"
+            f" {torch.cuda.get_device_name(device)} has {major}.{minor}",
+            f"build it again with --compute-capability {major}.{minor}",
+        )
+
+
+def check_library(built: str, folder: Path) -> None:
+    """Raise SpecDecError where another release of TensorRT built an engine: none reads it."""
+    here = describe_library(load_tensorrt())
+    if here != built:
+        raise SpecDecError(
+            f"{folder} was built by {built}, and {here} is installed",
+            "install the release that built it, or build the engine again",
+        )
+
+
+class EngineRunner:
+    """A serialized engine on a GPU, with one execution context."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        trt, self._device = load_tensorrt(), device
+        messages = Messages(trt)
+        with torch.cuda.device(device):
+            self._runtime = trt.Runtime(messages.logger)
+            self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+            self._context = self._engine and self._engine.create_execution_context()
+        if not self._context:
+            raise SpecDecError(
+                f"TensorRT does not load {path}: {messages.tell()}", "build it again"
+            )
+        self._messages = messages
+        types = {kind: dtype for dtype, kind in name_types(trt).items()}
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        self._outputs = {
+            name: types[self._engine.get_tensor_dtype(name)]
+            for name in names
+            if self._engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT
+        }
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the outputs on the current stream; caches are updated where they lie."""
+        context, outputs = self._context, {}
+        for name, tensor in inputs.items():
+            assert tensor.is_contiguous()
+            context.set_input_shape(name, tuple(tensor.shape))
+            context.set_tensor_address(name, tensor.data_ptr())
+        for name, dtype in self._outputs.items():
+            cache = inputs.get(name.replace("present_", "past_"))
+            if cache is None:
+                shape = tuple(context.get_tensor_shape(name))
+                cache = torch.empty(shape, dtype=dtype, device=self._device)
+            context.set_tensor_address(name, cache.data_ptr())
+            outputs[name] = cache
+        stream = torch.cuda.current_stream(self._device)
+        if not context.execute_async_v3(stream.cuda_stream):
+            raise SpecDecError(
+                f"TensorRT's step failed: {self._messages.tell()}", "see its message"
+            )
+        return outputs

@@ -1,0 +1,264 @@
+"""The networks of a target: its layers over one step, and its head, from the architecture's flags.
+
+The layers' network reads tokens and their places, and writes keys and values into caches that stay
+where they are. A token of a step sees what the mask says, so a step is a piece of a prompt or a
+draft tree. The head is a network of its own: logits are computed of the tokens that are read only,
+and a drafter may have the target's head.
+
+Legend: B rows, T tokens of each, N heads, S cache positions, H head size, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.layers import name_activation
+from specdec.engine.rotary import RotaryTable
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS
+from specdec.trt.matrices import Rows, multiply, take_rows
+from specdec.trt.network import NetworkWriter, Range
+
+CPU = torch.device("cpu")
+# TensorRT's name of what `hidden_act` may be, by the keys of ACTIVATIONS.
+ACTIVATIONS = {
+    "silu": "SILU", "swiglu": "SILU", "relu": "RELU", "gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH",
+    "gelu_new": "GELU_TANH", "gelu_fast": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The limits of a network.
+
+    rows: of a step; tokens: of a row; usual: tokens of a row that kernels are chosen for;
+    positions: of a row's cache.
+    """
+
+    rows: int
+    tokens: int
+    usual: int
+    positions: int
+
+    def spread(self, *shape: int | str) -> Range:
+        """The range of an input; "B" and "T" stand for rows and tokens."""
+        values = {"B": (1, self.rows, self.rows), "T": (1, self.usual, self.tokens)}
+        columns = [values[n] if isinstance(n, str) else (n, n, n) for n in shape]
+        least, usual, most = zip(*columns, strict=True)
+        return least, usual, most
+
+
+def name_mask(model: ModelConfig, window: int | None) -> str:
+    """The input that tells what tokens see in layers with this window; None sees all."""
+    return "mask" if window is None else "window_mask"
+
+
+def list_windows(model: ModelConfig) -> list[int | None]:
+    """The windows that a model's layers have."""
+    layers = range(model.num_hidden_layers)
+    windows = {model.sliding_window if model.is_sliding(layer) else None for layer in layers}
+    return sorted(windows, key=lambda window: window or 0)
+
+
+class LayersWriter:
+    """Writes a model's layers into a network, with the inputs that they read besides states."""
+
+    def __init__(
+        self, writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes
+    ) -> None:
+        self.writer, self.model, self.weights, self.sizes = writer, model, weights, sizes
+        spread, types = sizes.spread, (torch.int64, torch.int32)
+        self.tokens = writer.add_input("tokens", types[0], spread("B", "T"))
+        self.positions = writer.add_input("positions", types[0], spread("B", "T"))
+        self._places = writer.add_input("write_indices", types[1], spread("B"))
+        shape = spread("B", 1, "T", sizes.positions)
+        self._masks = {
+            window: writer.add_input(name_mask(model, window), torch.bool, shape)
+            for window in list_windows(model)
+        }
+        self._tables = self._make_tables() if model.arithmetic.positions == "rotary" else None
+
+    def _make_tables(self) -> dict[bool, tuple[Any, Any]]:
+        """Cosines and sines of half a head, by whether a layer is of a window."""
+        model, dtype, half = self.model, self.writer.dtype, self.model.rotary_size // 2
+        table = RotaryTable(model, self.sizes.positions, dtype, CPU)
+        local = table
+        if model.rope_local_base_freq is not None:
+            unscaled = dataclasses.replace(
+                model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
+            )
+            local = RotaryTable(unscaled, self.sizes.positions, dtype, CPU)
+            local.repeat(len(table.cos))
+        own = {
+            id(t): tuple(self.writer.constant(part[:, :half]) for part in (t.cos, t.sin))
+            for t in (table, local)
+        }
+        return {False: own[id(table)], True: own[id(local)]}
+
+    def embed(self) -> Any:
+        """Input embeddings, [B, T, D]."""
+        writer, model = self.writer, self.model
+        x = writer.gather(writer.constant(self.weights[EMBEDDING]), self.tokens)
+        scale = model.embedding_multiplier
+        if model.arithmetic.scales_embedding:  # rounded first, as the family was trained
+            scale *= float(torch.tensor(model.hidden_size**0.5, dtype=writer.dtype))
+        x = writer.scale(x, scale)
+        if model.arithmetic.positions == "learned":
+            table = writer.constant(self.weights["transformer.position_embedding.weight"])
+            x = writer.add(x, writer.gather(table, self.positions))
+        return x
+
+    def norm(self, x: Any, name: str) -> Any:
+        weight, epsilon = self.weights[name + ".weight"], self.model.norm_epsilon
+        if self.model.arithmetic.norm == "layer":
+            return self.writer.layer_norm(x, weight, self.weights[name + ".bias"], epsilon)
+        return self.writer.rms_norm(x, weight, epsilon)
+
+    def run(
+        self, x: Any, observed: Sequence[int] = (), first_input: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """All layers; the last output, not normed, and those of observed layers.
+
+        first_input: what the first layer's attention reads instead of its normed input.
+        """
+        seen = []
+        for index in range(self.model.num_hidden_layers):
+            x = self._run_layer(index, x, first_input if index == 0 else None)
+            if index in observed:
+                seen.append(x)
+        return x, seen
+
+    def _run_layer(self, index: int, x: Any, first_input: Any) -> Any:
+        arithmetic, prefix = self.model.arithmetic, f"transformer.layers.{index}."
+        if arithmetic.is_post_norm:
+            x = self._add(x, self._attend(index, x))
+            x = self.norm(x, prefix + "input_layernorm")
+            x = self._add(x, self._run_mlp(prefix, x))
+            return self.norm(x, prefix + "post_layernorm")
+        h = self.norm(x, prefix + "input_layernorm") if first_input is None else first_input
+        attended = self._attend(index, h)
+        if arithmetic.is_parallel:
+            return self._add(x, self.writer.add(attended, self._run_mlp(prefix, h)))
+        if not arithmetic.inner_norms:
+            x = self._add(x, attended)
+            h = self.norm(x, prefix + "post_layernorm")
+            return self._add(x, self._run_mlp(prefix, h))
+        x = self._add(x, self.norm(attended, prefix + "post_layernorm"))
+        h = self._run_mlp(prefix, self.norm(x, prefix + "pre_feedforward_layernorm"))
+        return self._add(x, self.norm(h, prefix + "post_feedforward_layernorm"))
+
+    def _add(self, x: Any, partial: Any) -> Any:
+        return self.writer.add(x, self.writer.scale(partial, self.model.residual_multiplier))
+
+    def _multiply(self, x: Any, name: str, sizes: Sequence[int]) -> list[Any]:
+        """Products with parts of a linear of so many rows each."""
+        parts = take_rows(self.weights, name, sizes)
+        bias = self.weights.get(name + ".bias")
+        biases = [None] * len(parts) if bias is None else torch.split(bias, list(sizes))
+        return [
+            multiply(self.writer, x, rows, own) for rows, own in zip(parts, biases, strict=True)
+        ]
+
+    def _run_mlp(self, prefix: str, h: Any) -> Any:
+        model, writer = self.model, self.writer
+        kind, inner = ACTIVATIONS[name_activation(model)], model.intermediate_size
+        if model.arithmetic.mlp == "plain":
+            (up,) = self._multiply(h, prefix + "mlp.fc", [inner])
+            up = writer.activate(kind, up)
+        else:
+            gate, up = self._multiply(h, prefix + "mlp.gate_up", [inner, inner])
+            up = writer.multiply(writer.activate(kind, gate), up)
+        return self._multiply(up, prefix + "mlp.proj", [model.hidden_size])[0]
+
+    def _attend(self, index: int, h: Any) -> Any:
+        """Attention [B, T, D] of a layer, which writes its keys and values."""
+        model, writer = self.model, self.writer
+        prefix, size = f"transformer.layers.{index}.attention.", model.head_size
+        counts = [model.num_attention_heads, *[model.num_key_value_heads] * 2]
+        parts = self._multiply(h, prefix + "qkv", [count * size for count in counts])
+        q, k, v = (
+            writer.reshape(part, (0, 0, count, size), after=(0, 2, 1, 3))
+            for part, count in zip(parts, counts, strict=True)
+        )
+        if model.arithmetic.qk_norm:
+            q, k = (
+                writer.rms_norm(x, self.weights[f"{prefix}{part}_layernorm.weight"],
+                                model.norm_epsilon)
+                for part, x in (("q", q), ("k", k))
+            )  # fmt: skip
+        is_sliding = model.is_sliding(index)
+        if self._tables is not None and index not in model.arithmetic.layers_without_positions:
+            tables = self._tables[is_sliding]
+            q, k = (writer.rotate(x, tables, self.positions, model.rotary_size) for x in (q, k))
+        past = []
+        shape = self.sizes.spread("B", counts[1], self.sizes.positions, size)
+        for kind, new in (("key", k), ("value", v)):
+            cache = writer.add_input(f"past_{kind}_{index}", writer.dtype, shape)
+            past.append(writer.update_cache(cache, new, self._places))
+            writer.mark_output(past[-1], f"present_{kind}_{index}")
+        keys, values = past
+        q = writer.scale(q, model.attention_scale)
+        mask = self._masks[model.sliding_window if is_sliding else None]
+        if model.attn_logit_softcapping is None:
+            out = writer.attend(q, keys, values, mask)
+        else:
+            out = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
+        out = writer.reshape(out, (0, 0, counts[0] * size), before=(0, 2, 1, 3))
+        return self._multiply(out, prefix + "dense", [model.hidden_size])[0]
+
+    def _attend_capped(self, q: Any, keys: Any, values: Any, mask: Any, limit: float) -> Any:
+        """Attention whose scores are capped, by single layers: no native layer caps them."""
+        writer, model = self.writer, self.model
+        num_kv, size = model.num_key_value_heads, model.head_size
+        group = model.num_attention_heads // num_kv
+        q = writer.reshape(q, (0, num_kv, group, -1, size))
+        shape = (0, num_kv, 1, self.sizes.positions, size)
+        keys, values = (writer.reshape(each, shape) for each in (keys, values))
+        mask = writer.reshape(mask, (0, 1, 1, -1, self.sizes.positions))
+        scores = writer.cast(writer.matmul(q, keys, transposes=True), torch.float32)
+        lowest = writer.number(-torch.inf, 5, torch.float32)
+        scores = writer.select(mask, writer.cap(scores, limit), lowest)
+        shares = writer.cast(writer.softmax(scores, 4), writer.dtype)
+        out = writer.matmul(shares, values)
+        return writer.reshape(out, (0, model.num_attention_heads, -1, size))
+
+
+def write_target(
+    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes,
+    observed: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """The layers' network: `hidden_states` [B, T, D], and `layers` [B, T, n * D] if observed."""
+    layers = LayersWriter(writer, model, weights, sizes)
+    x, seen = layers.run(layers.embed(), observed)
+    if not model.arithmetic.is_post_norm:
+        x = layers.norm(x, "transformer.ln_f")
+    writer.mark_output(x, "hidden_states")
+    if seen:
+        writer.mark_output(writer.join(seen, 2), "layers")
+
+
+def write_head(
+    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], num_tokens: int,
+    *, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """The head's network: `logits` [M, V] of `states` [M, D]. scale: of the states."""
+    usual = min(num_tokens, 64)
+    size = (1, model.hidden_size), (usual, model.hidden_size), (num_tokens, model.hidden_size)
+    x = writer.scale(writer.add_input("states", writer.dtype, size), scale)
+    if HEAD in weights:
+        (rows,) = take_rows(weights, "lm_head", [len(weights[HEAD])])
+    else:
+        rows = Rows(weights[EMBEDDING])
+    logits = multiply(writer, x, rows, weights.get(HEAD_BIAS))
+    factor, limit = model.output_multiplier_scale, model.final_logit_softcapping
+    if limit is None:
+        logits = writer.scale(logits, factor)
+    else:
+        capped = writer.cap(writer.scale(writer.cast(logits, torch.float32), factor), limit)
+        logits = writer.cast(capped, writer.dtype)
+    writer.mark_output(logits, "logits")
