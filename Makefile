@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start many processes: byte code of what they import is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo test test-transformers-4 mutants oracles kernels check fix bench dist clean
+.PHONY: help dev demo test test-transformers-4 mutants oracles clients kernels check fix bench dist clean
 
 help:
 	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
@@ -35,6 +35,9 @@ help:
 	@echo "make kernels the native kernels by all compilers installed, for ARM, and under the"
 	@echo "             sanitizers: half an hour or more (KERNELS='--only sanitizers' for a part)"
 	@echo "make oracles real vLLM and llama.cpp, where installed, beside specdec: half an hour"
+	@echo "make clients OpenAI's client, agents, evaluations and load generators, each installed by"
+	@echo "             pip into .clients, against a server: half an hour, 7 GB of disk"
+	@echo "             (CLIENTS='--only openai litellm' for a part)"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     fix what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, reports in out/bench: hours, 20 GB of memory and"
@@ -90,6 +93,11 @@ mutants: $(READY)
 ORACLES ?= .oracles
 oracles: $(READY)
 	@SPECDEC_ORACLES=$(ORACLES) $(BIN)/python -m pytest -q -s tests/oracles
+
+# Clients that others wrote; the newest versions, where they are not installed yet.
+CLIENTS ?=
+clients: $(READY)
+	@$(BIN)/python -u -m tests.clients --torch-index '$(TORCH_INDEX)' $(CLIENTS)
 
 kernels: $(READY)
 	@$(BIN)/python -u -m tests.engine.matrix $(KERNELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ class ToolFormat:
     """A way of writing tool calls.
 
     begin, end: the markers around calls. is_bare: whether an answer that begins with the JSON of a
-    call is one, without a marker. arguments: the key of the arguments in a call's JSON. sign: what
-    chat templates contain whose models write this format; empty for none.
+    call is one, without a marker. arguments: the key of the arguments in a call's JSON. sign: a
+    regular expression of what the chat templates of its models have; empty for none.
     first, between, last: what a forced answer has before, between and after its calls.
     """
 
@@ -50,14 +51,15 @@ _TAGS: Any = {
 }  # fmt: skip
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(**_TAGS, sign="<function="),
-    "hermes": ToolFormat(**_TAGS, sign="<tool_call>"),
-    "mistral": NamedArguments(begin="[TOOL_CALLS]", sign="[ARGS]"),
+    "hermes": ToolFormat(**_TAGS, sign=r"(?s)\A(?!.*<arg_key>).*<tool_call>"),
+    "mistral": NamedArguments(begin="[TOOL_CALLS]", sign=r"\[ARGS\]"),
     "mistral_list": ToolFormat(
-        begin="[TOOL_CALLS]", sign="[TOOL_CALLS]", first="[TOOL_CALLS][", between="}, ", last="}]"
+        begin="[TOOL_CALLS]", first="[TOOL_CALLS][", between="}, ", last="}]",
+        sign=r"\[TOOL_CALLS\]",
     ),
     "llama3_json": ToolFormat(
         begin="<|python_tag|>", is_bare=True, arguments="parameters", between="}; ", last="}",
-        sign='{"name": function name, "parameters":',
+        sign=r'\{\\?"name\\?": function name, \\?"parameters\\?":',
     ),
     "json": ToolFormat(is_bare=True, first="[", between="}, ", last="}]"),
 }  # fmt: skip
@@ -100,7 +102,9 @@ class ChatFormats:
             token: str(added) for token, added in tokenizer.added_tokens_decoder.items()
             if added.special
         }  # fmt: skip
-        found = (form for form in TOOL_FORMATS.values() if form.sign and form.sign in template)
+        found = (
+            form for form in TOOL_FORMATS.values() if form.sign and re.search(form.sign, template)
+        )
         thought = (form for form in REASONING_FORMATS.values() if form.end in template)
         calls = next(found, None) if tools == AUTO else TOOL_FORMATS.get(tools)
         thoughts = next(thought, None) if reasoning == AUTO else REASONING_FORMATS.get(reasoning)

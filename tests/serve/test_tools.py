@@ -277,6 +277,7 @@ def test_the_format_follows_from_the_template(tokenizer_dir: Path) -> None:
         ("{{ tools }} [TOOL_CALLS] [ARGS] [THINK][/THINK]", "mistral", "mistral"),
         ("{{ tools }} [TOOL_CALLS][", "mistral_list", None),
         ('{{ tools }} {"name": function name, "parameters": ...}', "llama3_json", None),
+        ("{{ tools }} <tool_call>{{ name }}<arg_key>", None, None),
         ("{{ tools }}", None, None),
     ):
         tokenizer.chat_template = template

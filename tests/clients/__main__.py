@@ -1,0 +1,174 @@
+"""`make clients`: clients that others wrote, each in an environment of its own, against a server.
+
+Converts, builds and serves examples/pycode with its draft model and the chat template beside this
+file, installs each client with pip where that has not been done, and runs its script. Prints the
+table of docs/serve.md; ends with status 1 where a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PYCODE = ROOT / "examples" / "pycode"
+MODEL = "pycode"
+LIMIT = 600.0  # seconds that one client may take
+
+
+class Client(NamedTuple):
+    """A client: its distribution, its script, and what else pip installs. torch: if it needs it."""
+
+    name: str
+    script: str
+    more: tuple[str, ...] = ()
+    needs_torch: bool = False
+
+
+CLIENTS = (
+    Client("openai", "openai_client"),
+    Client("openai-agents", "openai_agents_client"),
+    Client("litellm", "litellm_client"),
+    Client("langchain-openai", "langchain_openai_client"),
+    Client("llama-index-llms-openai-like", "llama_index_client"),
+    Client("instructor", "instructor_client"),
+    Client("pydantic-ai-slim", "pydantic_ai_client", ("pydantic-ai-slim[openai]",)),
+    Client("llm", "llm_client"),
+    Client("lm-eval", "lm_eval_client", ("lm-eval[api,hf]",), needs_torch=True),
+    Client("guidellm", "guidellm_client", needs_torch=True),
+    Client("aiperf", "aiperf_client", needs_torch=True),
+)
+
+
+def main() -> int:
+    """Run the clients; return an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser.add_argument("--only", nargs="*", help="names of clients", metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".clients", help="of environments")
+    parser.add_argument("--torch-index", default="", help="where torch's build for CPUs is")
+    given = parser.parse_args()
+    clients = [client for client in CLIENTS if not given.only or client.name in given.only]
+    folder: Path = given.folder.resolve()
+    folder.mkdir(exist_ok=True)
+    for client in clients:
+        install(client, folder, given.torch_index)
+    make_engines(folder)
+    rows, failures = [], []
+    with serve(folder) as url:
+        for client in clients:
+            version, told = run(client, folder, url)
+            works = [name for name, result in told.items() if result == "yes"]
+            failures += [f"{client.name}: {k}: {v}" for k, v in told.items() if v != "yes"]
+            rows.append(f"| {client.name} | {version} | {', '.join(works)} |")
+            print(rows[-1], file=sys.stderr, flush=True)
+    print(
+        f"{datetime.date.today().isoformat()}\n\n| client | version | works |\n| --- | --- | --- |"
+    )
+    print("\n".join(rows))
+    print("\n".join(failures), file=sys.stderr)
+    return int(bool(failures))
+
+
+def install(client: Client, folder: Path, torch_index: str) -> None:
+    """Make a client's environment, with its newest version, where there is none."""
+    home = folder / client.name
+    if (home / ".ready").is_file():
+        return
+    print(f"installing {client.name}", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+    python, wanted = home / "bin" / "python", list(client.more or (client.name,))
+    if client.needs_torch:
+        import torch
+
+        pin = f"torch=={torch.__version__.partition('+')[0]}"
+        script = ROOT / ".ci" / "install_torch.py"
+        subprocess.run([python, script, torch_index, pin], check=True)
+        wanted += [pin, "transformers"]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+    (home / ".ready").touch()
+
+
+def call_specdec(*arguments: object) -> None:
+    command = [sys.executable, "-m", "specdec", *map(str, arguments)]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def make_engines(folder: Path) -> None:
+    """Convert and build the target and its draft model, as a user would."""
+    if (folder / "engines").is_dir():
+        return
+    parts = folder / "engines.part"
+    shutil.rmtree(parts, ignore_errors=True)
+    flags = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 8)
+    for name, more in (("target", flags), ("draft", ())):
+        checkpoint = parts / f"{name}-checkpoint"
+        source = ("--model-dir", PYCODE / name, "--dtype", "float32")
+        call_specdec("convert", *source, "--output-dir", checkpoint)
+        own = ("--checkpoint-dir", checkpoint, "--tokenizer-dir", PYCODE / name)
+        call_specdec("build", *own, "--output-dir", parts / name, *more)
+    parts.rename(folder / "engines")
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """A server, and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engines, url = folder / "engines", f"http://127.0.0.1:{port}"
+    flags = ("--chat-template", HERE / "template.jinja", "--served-model-name", MODEL)
+    command: Sequence[object] = (
+        sys.executable, "-m", "specdec", "serve", "--engine-dir", engines / "target",
+        "--draft-engine-dir", engines / "draft", "--port", port, *flags,
+    )  # fmt: skip
+    with subprocess.Popen([str(part) for part in command], cwd=ROOT) as process:
+        try:
+            while True:
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
+                    break
+                if process.poll() is not None:
+                    raise SystemExit("the server did not start")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+
+
+def run(client: Client, folder: Path, url: str) -> tuple[str, dict[str, str]]:
+    """Run a client's script; return its version, and by check "yes" or what was said."""
+    python = folder / client.name / "bin" / "python"
+    ask = f"from importlib.metadata import version; print(version({client.name!r}))"
+    version = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OPENAI_API_KEY")}
+    environment |= {
+        "CLIENT_URL": url, "CLIENT_MODEL": MODEL, "CLIENT_TARGET": str(PYCODE / "target"),
+        "CLIENT_TOKENIZER": str(PYCODE / "target"), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
+    }  # fmt: skip
+    script = HERE / f"{client.script}.py"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [python, script], capture_output=True, text=True, check=False, env=environment,
+            timeout=LIMIT,
+        )  # fmt: skip
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"plain"')]
+        if lines:
+            return version.stdout.strip(), json.loads(lines[-1])
+        return version.stdout.strip(), {"script": f"status {done.returncode}: {done.stderr[-500:]}"}
+    return version.stdout.strip(), {"script": f"took more than {LIMIT:g} seconds"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""langchain-openai: ChatOpenAI, over chats and over responses."""
+
+from typing import Literal
+
+from common import BASE_URL, MODEL, PROMPT, check_arguments, check_city, check_stream, run
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool as as_tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+
+class City(BaseModel):
+    name: str = Field(max_length=12)
+    is_large: bool
+    river: Literal["Seine", "Thames"]
+
+
+@as_tool
+def get_weather(city: Literal["Paris", "London"]) -> str:
+    """The weather."""
+    return "rain"
+
+
+def make(**more):
+    given = {"base_url": BASE_URL, "api_key": "none", "model": MODEL, "max_retries": 0}
+    return ChatOpenAI(**given, temperature=0, **({"max_tokens": 40} | more))
+
+
+def plain():
+    text = make().invoke(PROMPT).content
+    assert text
+    assert make(use_responses_api=True).invoke(PROMPT).text == text
+
+
+def streamed():
+    text = make().invoke(PROMPT).content
+    check_stream([chunk.text for chunk in make().stream(PROMPT)], text)
+    chunks = make(use_responses_api=True).stream(PROMPT)
+    check_stream([chunk.text for chunk in chunks], text)
+
+
+def tool():
+    for responses in (False, True):
+        model = make(use_responses_api=responses, max_tokens=100)
+        bound = model.bind_tools([get_weather], tool_choice="any")
+        asked = HumanMessage(PROMPT)
+        message = bound.invoke([asked])
+        (call, *_) = message.tool_calls
+        check_arguments(call["args"])
+        result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+        assert model.invoke([asked, message, result]).text
+        merged = None
+        for chunk in bound.stream([asked]):
+            merged = chunk if merged is None else merged + chunk
+        check_arguments(merged.tool_calls[0]["args"])
+
+
+def schema():
+    for method in ("json_schema", "function_calling"):
+        made = make(max_tokens=200).with_structured_output(City, method=method)
+        check_city(made.invoke(PROMPT))
+
+
+run(plain=plain, streamed=streamed, tool=tool, schema=schema)
