@@ -10,10 +10,12 @@ from typing import Any
 
 from specdec import Engine, Prompt, PromptError, SpecDecError
 from specdec.decode.encoding import render_chat
+from specdec.decode.grammar import SPACING, space_schema, write_choice
 from specdec.decode.prompts import CHECKS, find_faults
 from specdec.decode.requests import ONLY, Request
 from specdec.decode.text import TextStream
 from specdec.errors import shorten, suggest, summarize
+from specdec.files.reading import parse_json
 
 from .formats import ChatFormats
 from .protocol import BadRequest
@@ -21,7 +23,7 @@ from .tools import Calling, GrammarWriter, write_messages
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
 MAX_STOPS = 16
-MAX_BIASES = 1024
+MAX_BIASES = MAX_CHOICE = 1024
 # What cannot change the text, and does nothing here. OpenAI's, vLLM's, and llama.cpp's.
 IDLE = (
     "store", "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key",
@@ -42,7 +44,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",), "parallel_tool_calls": (True, False), "modalities": (["text"],),
     "skip_special_tokens": (True,),
 }  # fmt: skip
-GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "grammar": "lark"}
+# Kinds of grammars by the parameters that ask for them, vLLM's and llama.cpp's; and by the keys of
+# vLLM's `structured_outputs`.
+GUIDED = {
+    "guided_json": "json_schema", "json_schema": "json_schema", "guided_regex": "regex",
+    "guided_choice": "choice", "guided_grammar": "lark", "grammar": "lark",
+}  # fmt: skip
+STRUCTURED = {
+    "json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice",
+    "grammar": "lark",
+}  # fmt: skip
 PART = ("type", "text")  # of a message
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.
@@ -90,6 +101,9 @@ TEXT = (_is_text, "a text")
 FULL_TEXT = (lambda v: _is_text(v) and v != "", "a text that is not empty")
 BOOL = (lambda v: isinstance(v, bool), "true or false")
 OBJECT = (lambda v: isinstance(v, dict), "an object")
+SCHEMA = (lambda v: isinstance(v, (dict, str)), "a JSON schema")
+CHOICES = (lambda v: len(v) <= MAX_CHOICE and _is_list(v, FULL_TEXT[0]),
+           f"a list of at most {MAX_CHOICE} texts, none empty")  # fmt: skip
 MESSAGES = (lambda v: _is_list(v, lambda m: isinstance(m, dict)), "a list of messages")
 SETTING = (lambda v: True, "")  # checked with the prompt, by the table of prompts
 ASKED: Parameters = {
@@ -122,9 +136,15 @@ ASKED: Parameters = {
         },
         "schema": OBJECT,
     },
-    "guided_json": OBJECT,
-    "guided_regex": FULL_TEXT,
-    "grammar": FULL_TEXT,
+    **dict.fromkeys(("guided_json", "json_schema"), SCHEMA),
+    **dict.fromkeys(("guided_regex", "guided_grammar", "grammar"), FULL_TEXT),
+    "guided_choice": CHOICES,
+    "guided_whitespace_pattern": FULL_TEXT,
+    "structured_outputs": {
+        "json": SCHEMA, "regex": FULL_TEXT, "choice": CHOICES, "grammar": FULL_TEXT,
+        "json_object": BOOL, "disable_any_whitespace": BOOL, "whitespace_pattern": FULL_TEXT,
+        "disable_fallback": None,
+    },
     **dict.fromkeys(IDLE),
     "return_token_ids": BOOL,  # vLLM's: the ids of the prompt and of the output
     # Ours, for the page: how each token came, and what each step verified.
@@ -202,33 +222,64 @@ def _take(asked: Asked, name: str, value: Any, rule: Any, where: str) -> None:
 
 def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
     """What the output is to keep to, as a Prompt has it, by the parameter that says so."""
-    found: dict[str, dict[str, Any]] = {}
-    if (form := asked.get("response_format")) is not None:
-        kind, schema = form.get("type"), form.get("json_schema")
-        if kind is None:
-            raise BadRequest("response_format.type is missing", "response_format")
-        if kind != "json_schema" and schema is not None:
-            raise BadRequest(
-                f"json_schema has no place beside response_format.type {kind!r}", "response_format"
-            )
-        if kind != "json_object" and "schema" in form:
-            raise BadRequest(
-                f"schema has no place beside response_format.type {kind!r}", "response_format"
-            )
-        if kind == "json_object":  # llama.cpp takes a schema with it
-            found["response_format"] = (
-                {"json_schema": form["schema"]} if "schema" in form else {"json_object": True}
-            )
-        if kind == "json_schema":
-            if schema is None or "schema" not in schema:
-                raise BadRequest("response_format has no json_schema.schema", "response_format")
-            found["response_format"] = {"json_schema": schema["schema"]}
-    found |= {name: {kind: asked[name]} for name, kind in GUIDED.items() if name in asked}
+    found = {name: (kind, asked[name]) for name, kind in GUIDED.items() if name in asked}
+    if (form := _read_format(asked.get("response_format"))) is not None:
+        found["response_format"] = form
+    structured = asked.get("structured_outputs", {})
+    found |= {
+        f"structured_outputs.{name}": (kind, structured[name])
+        for name, kind in STRUCTURED.items() if structured.get(name, False) is not False
+    }  # fmt: skip
+    params = {name: name.partition(".")[0] for name in found}
     if len(found) > 1:
-        raise BadRequest(f"{' and '.join(found)} are both given", next(iter(found)))
+        raise BadRequest(f"{' and '.join(found)} are both given", next(iter(params.values())))
     if found and asked.get("ignore_eos"):
         raise BadRequest("ignore_eos has no place beside a grammar", "ignore_eos")
-    return found
+    pattern = structured.get("whitespace_pattern", asked.get("guided_whitespace_pattern"))
+    spacing: Mapping[str, Any] = SPACING
+    if pattern is not None:
+        spacing = {"whitespace_flexible": True, "whitespace_pattern": pattern}
+    elif structured.get("disable_any_whitespace"):
+        spacing = {"whitespace_flexible": False}
+    return {param: _complete(name, *found[name], spacing) for name, param in params.items()}
+
+
+def _read_format(form: Mapping[str, Any] | None) -> tuple[str, Any] | None:
+    """The kind of grammar that a response_format asks for, and what it is."""
+    if form is None:
+        return None
+    kind, given = form.get("type"), form.get("json_schema")
+    if kind is None:
+        raise BadRequest("response_format.type is missing", "response_format")
+    for name, place in (("json_schema", "json_schema"), ("schema", "json_object")):
+        if kind != place and name in form:
+            raise BadRequest(
+                f"{name} has no place beside response_format.type {kind!r}", "response_format"
+            )
+    if kind == "text":
+        return None
+    if kind == "json_object":  # llama.cpp takes a schema with it
+        return ("json_schema", form["schema"]) if "schema" in form else ("json_object", True)
+    if given is None or "schema" not in given:
+        raise BadRequest("response_format has no json_schema.schema", "response_format")
+    return "json_schema", given["schema"]
+
+
+def _complete(name: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> dict[str, Any]:
+    """A grammar as a Prompt has it: its schema read, its white space said, choices as patterns."""
+    if kind == "choice":
+        return {"regex": write_choice(value)}
+    if kind not in ("json_schema", "json_object"):
+        return {kind: value}
+    if isinstance(value, str):
+        try:
+            value = parse_json(value.encode())
+        except ValueError as error:
+            raise BadRequest(
+                f"{name} is not JSON: {summarize(error)}", name.partition(".")[0]
+            ) from None
+    schema = value if kind == "json_schema" else {"type": "object"}
+    return {"json_schema": space_schema(schema, spacing)}
 
 
 def read_messages(

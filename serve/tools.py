@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.chat import ChatError, wrap_calls
+from specdec.decode.grammar import space_schema
 from specdec.errors import shorten
 
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
@@ -312,5 +313,4 @@ def _quote(text: str) -> str:
 
 
 def _write_json(schema: Any) -> str:
-    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"%json {json.dumps({'x-guidance': spacing, **schema})}"
+    return f"%json {json.dumps(space_schema(schema))}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,7 +21,10 @@ from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, Tree
 from specdec.errors import SpecDecError, cut_middle, name_extra, shorten
 
-KINDS = ("json_object", "json_schema", "regex", "lark")
+KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+# White space of a JSON text: at most what json.dumps writes. Small models otherwise fill their
+# output with it. In a schema's "x-guidance", these keys are llguidance's own.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 class Matcher(Protocol):
@@ -151,12 +155,12 @@ class GrammarCompiler:
         ((kind, text),) = given.items()
         matcher_class = self._guidance.LLMatcher
         try:
-            if kind == "json_object":
-                grammar = matcher_class.grammar_from_json_schema({"type": "object"})
-            elif kind == "json_schema":
-                grammar = matcher_class.grammar_from_json_schema(json.dumps(text))
-            elif kind == "regex":
-                grammar = matcher_class.grammar_from_regex(text)
+            if kind in ("json_object", "json_schema"):
+                schema = space_schema(text if kind == "json_schema" else {"type": "object"})
+                grammar = matcher_class.grammar_from_json_schema(json.dumps(schema))
+            elif kind in ("regex", "choice"):
+                pattern = text if kind == "regex" else write_choice(text)
+                grammar = matcher_class.grammar_from_regex(pattern)
             else:
                 grammar = matcher_class.grammar_from_lark(text)
         except (TypeError, ValueError) as error:
@@ -167,6 +171,23 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refuse(kind, matcher.get_error())
         return Grammar(matcher, self._end_ids)
+
+
+def space_schema(schema: Any, spacing: Mapping[str, Any] = SPACING) -> Any:
+    """A JSON schema that says which white space a text may have, if it did not say so itself."""
+    own = schema.get("x-guidance") or {} if isinstance(schema, Mapping) else None
+    if not isinstance(own, Mapping) or {*SPACING, "whitespace_pattern"} & own.keys():
+        return schema
+    return {**schema, "x-guidance": {**spacing, **own}}
+
+
+def write_choice(texts: Any) -> str:
+    """The regular expression of one of several texts; SpecDecError for what are none."""
+    if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts or not all(
+        isinstance(text, str) and text for text in texts
+    ):  # fmt: skip
+        raise _refuse("choice", f"{shorten(texts)} is not a list of texts, none empty")
+    return "|".join(re.sub(r"[][\\.^$*+?(){}|]", r"\\\g<0>", text) for text in texts)
 
 
 def _refuse(kind: str, reason: str) -> SpecDecError:

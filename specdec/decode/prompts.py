@@ -67,7 +67,9 @@ class Prompt:
     one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens too,
     which takes reading it whole. speculation: False drafts nothing for this prompt. keep_trees: let
     the events of a stream have the tree of each step. grammar: what the text keeps to:
-    {"json_schema": {...}}, {"json_object": True}, {"regex": "..."} or {"lark": "..."}.
+    {"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["...", "..."]} or
+    {"lark": "..."}. Between the parts of a JSON text there is at most the white space that
+    json.dumps writes; {"x-guidance": {"whitespace_flexible": True}} in its schema allows all.
     """
 
     text: str | None = None

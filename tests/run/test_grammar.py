@@ -152,10 +152,10 @@ SCHEMA = {
     "properties": {"a": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}},
     "required": ["a", "b"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 GRAMMARS: list[dict[str, Any]] = [
     {"regex": "[a-c]{3,9}"}, {"json_schema": SCHEMA}, {"lark": 'start: ("x" | "yz")+ "!"'},
+    {"choice": ["a|b", "c.d", "[e]"]},
 ]  # fmt: skip
 
 
@@ -164,6 +164,10 @@ def check_text(text: str, number: int) -> None:
         value = json.loads(text)
         assert value.keys() == {"a", "b"}
         assert value["a"] in (1, 22, 333)
+        spaced = json.dumps(value)
+        assert re.fullmatch(re.escape(spaced).replace(r"\ ", " ?"), text)
+    elif number == 3:
+        assert text in GRAMMARS[3]["choice"]
     else:
         assert re.fullmatch(("[a-c]{3,9}", "", r"(x|yz)+!")[number], text)
 
@@ -174,9 +178,9 @@ def test_texts_keep_to_their_grammar_and_drafts_change_nothing(folder: Path, met
     prompts = [
         Prompt(
             text=f"hello {n}", temperature=(n % 3) * 0.7, seed=n, frequency_penalty=(n % 2) * 0.5,
-            grammar=None if n % 4 == 3 else GRAMMARS[n % 4],
+            grammar=[*GRAMMARS, None][n % 5],
         )
-        for n in range(16)
+        for n in range(20)
     ]  # fmt: skip
     texts = []
     for speculation in (True, False):
@@ -185,11 +189,36 @@ def test_texts_keep_to_their_grammar_and_drafts_change_nothing(folder: Path, met
         texts.append([output.token_ids for output in outputs])
         ended = 0
         for n, output in enumerate(outputs):
-            if n % 4 < 3 and output.finish_reason == "eos":
+            if n % 5 < 4 and output.finish_reason == "eos":
                 ended += 1
-                check_text(output.text, n % 4)
-        assert ended >= 8
+                check_text(output.text, n % 5)
+        assert ended >= 11
     assert texts[0] == texts[1]
+
+
+def test_white_space_of_json_is_at_most_what_json_dumps_writes(folder: Path) -> None:
+    from llguidance import LLMatcher
+
+    with Engine.load(folder / "redrafter", device="cpu") as engine:
+        tokenizer = engine.tokenizer
+        more: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "array"}}}
+        compact = {**more, "x-guidance": {"whitespace_flexible": False}}
+        free = {**more, "x-guidance": {"whitespace_flexible": True}}
+        value = {"a": [1, {"b": None}, []], "c": "x  y"}
+        dumped, least = json.dumps(value), json.dumps(value, separators=(",", ":"))
+        inner = f"{{ {dumped[1:]}"
+        indented, wide = json.dumps(value, indent=1), dumped.replace(": ", ":  ")
+        for grammar, taken in (
+            ({"json_schema": more}, [dumped, least]), ({"json_object": True}, [dumped, least]),
+            ({"json_schema": compact}, [least]),
+            ({"json_schema": free}, [dumped, least, indented, wide, inner]),
+        ):  # fmt: skip
+            matcher = engine.prepare(Prompt(text="x", grammar=grammar)).grammar._matcher
+            assert isinstance(matcher, LLMatcher)
+            for text in (dumped, least, indented, wide, inner, f"{dumped}\n"):
+                own, ids = matcher.deep_copy(), tokenizer(text)["input_ids"]
+                took = own.validate_tokens(ids) == len(ids)
+                assert (took and own.consume_tokens(ids) and own.is_accepting()) == (text in taken)
 
 
 def test_a_grammar_with_too_many_readings_ends_the_text_early(folder: Path) -> None:
@@ -210,7 +239,8 @@ def test_grammars_that_are_wrong(folder: Path) -> None:
             ({"regex": "[a-c"}, "the regex is refused: .*unclosed character class"),
             ({"json_schema": {"type": 3}}, "the json_schema is refused: type must be"),
             ({"lark": "start: nothing"}, "the lark is refused"),
-            ({"xml": "a"}, "not one of json_object, json_schema, regex, lark"),
+            ({"xml": "a"}, "not one of json_object, json_schema, regex, choice, lark"),
+            ({"choice": ["a", ""]}, "the choice is refused: .* is not a list of texts"),
             ({"regex": 3}, "the regex is refused"),
         ):
             with pytest.raises(SpecDecError, match=message):

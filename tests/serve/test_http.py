@@ -411,6 +411,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema.schema"),
     ({"guided_regex": "[a"}, "guided_regex", "the regex is refused"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_json", "are both given"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "both given"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
+    ({"guided_json": "{"}, "guided_json", "guided_json is not JSON"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "none empty"),
     ({"grammar": "start: /a/", "ignore_eos": True}, "ignore_eos", "beside a grammar"),
 ]
 
@@ -432,7 +436,7 @@ def test_refusals_name_the_parameter(
 def test_structured_output(url: str) -> None:
     """Valid in a stream as in a whole answer, alongside requests of other grammars and of none."""
     schema: Any = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
-    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    schema |= {"additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     chat: Any = {"messages": CHAT, "response_format": form, "max_tokens": 40, "n": 3, "seed": 1}
     whole = post(url, "/v1/chat/completions", **chat)
@@ -447,6 +451,24 @@ def test_structured_output(url: str) -> None:
     for name, value in (("guided_regex", "(ab|c){2,4}"), ("grammar", "start: /(ab|c){2,4}/")):
         answer = post(url, "/v1/completions", **body, **{name: value})
         assert re.fullmatch("(ab|c){2,4}", answer["choices"][0]["text"])
+    body["max_tokens"], one = 40, '{ ?"a": ?(1|22) ?}'.replace(" ?", "")
+    ways: list[tuple[dict[str, Any], str]] = [
+        ({"guided_choice": ["a.b", "(c"]}, r"a\.b|\(c"),
+        ({"structured_outputs": {"choice": ["a.b", "(c"]}}, r"a\.b|\(c"),
+        ({"structured_outputs": {"regex": "(ab){2}"}}, "abab"),
+        ({"structured_outputs": {"grammar": 'start: "k"', "disable_fallback": True}}, "k"),
+        ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}}, one),
+        ({"structured_outputs": {"json": json.dumps(schema)}}, one.replace(":", ": ?")),
+        ({"guided_json": schema, "guided_whitespace_pattern": "\n"}, one.replace(":", "\n?:\n?")),
+        ({"json_schema": schema}, one.replace(":", ": ?")),
+        ({"response_format": {"type": "json_object", "schema": schema}}, one.replace(":", ": ?")),
+    ]
+    for given, pattern in ways:
+        pattern = (
+            pattern.replace("{", r"\{\n?").replace("}", r"\n?\}") if "{" in pattern else pattern
+        )
+        answer = post(url, "/v1/completions", **body, **given)
+        assert re.fullmatch(pattern, answer["choices"][0]["text"]), (given, answer)
 
 
 def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
