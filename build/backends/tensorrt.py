@@ -25,7 +25,7 @@ from specdec.files.folders import TENSORRT
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
-from specdec.model import int4
+from specdec.model import blocks, int4
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.inventory import describe_sources
 from specdec.model.quantization import FP8, INT8
@@ -35,7 +35,7 @@ from specdec.vocabulary import read_recorded
 
 from ..limits import resolve_limits
 from ..settings import BuildSettings
-from .torch_engine import TorchPlan, make_reader, plan_build
+from .torch_engine import EngineReader, TorchPlan, plan_build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ class PlannedWeights(Mapping[str, "Tensor"]):
 
     def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig) -> None:
         self._infos = plan.files[WEIGHTS_NAME]
-        self._read = make_reader(plan, checkpoint, WEIGHTS_NAME)
+        self._read = EngineReader(plan, checkpoint, WEIGHTS_NAME).read
         self._scales: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ KNOWN_DRAFTERS: tuple[str, ...] = ()
 
 def find_matrix_problems(plan: TorchPlan) -> Problems:
     """List matrices of integers that dequantize layers do not stand for."""
-    kinds = (int4.ZERO_POINT, int4.INPUT_SCALE, int4.PERMUTATION)
+    kinds = (int4.ZERO_POINT, int4.INPUT_SCALE, int4.PERMUTATION, blocks.BLOCK_TYPES)
     found = [name for name in plan.files[WEIGHTS_NAME] if name.endswith(kinds)]
     kind = found[0].rpartition(".")[2] if found else ""
     return Problems.where(
