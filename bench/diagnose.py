@@ -53,7 +53,7 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
     run_settings = settings.to_decode()
     require(run_settings, "tokenizer_dir")
     batch_sizes = sorted(read_counts("--batch-sizes", settings.batch_sizes))
-    prompts = read_prompt_set(settings.prompts, max(batch_sizes))
+    prompts = read_prompt_set(settings.prompts, max(batch_sizes), settings.prompts_per_category)
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)

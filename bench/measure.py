@@ -109,6 +109,9 @@ def measure_batch(bench: Bench, batch_size: int, repeat: int) -> dict[str, Any]:
                 "num_prompts": len(bench.groups[category]),
                 "ratio": divide(ours.list_rates(category), plain.list_rates(category)),
                 "acceptance": describe_acceptance(ours.warm_up.results[category]),
+                "texts": compare_texts(
+                    *([r.output_ids for r in w.warm_up.results[category]] for w in (ours, plain))
+                ),
             }
             for category in bench.groups
         },

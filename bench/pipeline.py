@@ -29,7 +29,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     from .measure import measure_batch
     from .prompts import read_prompt_set
 
-    prompts = read_prompt_set(settings.prompts, max(batch_sizes))
+    prompts = read_prompt_set(settings.prompts, max(batch_sizes), settings.prompts_per_category)
     pair = as_options(settings, DraftTargetDraft)
     meter = LoadMeter()
     bench = open_bench(run_settings)

@@ -17,6 +17,13 @@ from specdec.errors import SpecDecError
 # Keys of a line besides those of specdec-run; Spec-Bench's files have the first three and `turns`.
 OWN_KEYS = ("question_id", "category", "reference", "turns")
 ONLY_CATEGORY = "all"
+# Spec-Bench's tasks are its file's categories, but for those of MT-bench, which are one together.
+MT_BENCH, MT_BENCH_CATEGORIES = "mt_bench", (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+)  # fmt: skip
+HUMAN_EVAL, HUMAN_EVAL_KEYS = (
+    "humaneval", ("task_id", "entry_point", "canonical_solution", "test"),
+)  # fmt: skip
 BUILT_IN = (
     ("code", "def read_lines(path):\n    "),
     ("code", "import json\n\n\nclass Settings:\n    def __init__(self, path):\n        "),
@@ -38,16 +45,69 @@ class Prompt:
     turns: tuple[str, ...] = ()
 
 
-def read_prompt_set(path: Path | None, batch_size: int = 1) -> list[Prompt]:
-    """Read a file, or take the built-in prompts; all are one category where a batch needs more."""
+def read_prompt_set(
+    path: Path | None, batch_size: int = 1, num_each: int | None = None
+) -> list[Prompt]:
+    """Read a file or a benchmark's prompts, or take the built-in ones.
+
+    path: a file, or the name of a benchmark, a colon and where it lies. batch_size: the largest;
+    built-in prompts are one category where it needs more than each has. num_each: prompts of each
+    category, None for all; they stand at even distances in the file.
+    """
     if path is None:
         counts = collections.Counter(category for category, _ in BUILT_IN)
-        is_enough = batch_size <= min(counts.values())
-        return [
+        is_enough = batch_size <= min(num_each or len(BUILT_IN), *counts.values())
+        found = [
             Prompt(category if is_enough else ONLY_CATEGORY, Asked(text=text))
             for category, text in BUILT_IN
         ]
+    else:
+        benchmark, _, place = str(path).partition(":")
+        read = BENCHMARKS.get(benchmark) if place else None
+        found = _read_file(path) if read is None else read(Path(place))
+    return found if num_each is None else _thin(found, num_each)
+
+
+def _thin(prompts: Sequence[Prompt], num_each: int) -> list[Prompt]:
+    by_category: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_category.setdefault(prompt.category, []).append(index)
+    kept = {
+        own[number * len(own) // num_each] if num_each < len(own) else own[number]
+        for own in by_category.values()
+        for number in range(min(num_each, len(own)))
+    }
+    return [prompts[index] for index in sorted(kept)]
+
+
+def _read_file(path: Path) -> list[Prompt]:
     return [_make_prompt(line) for line in read_prompts(path, "--prompts", OWN_KEYS)]
+
+
+def read_spec_bench(folder: Path) -> list[Prompt]:
+    """The questions of a clone of https://github.com/hemingkx/Spec-Bench, by its six tasks."""
+    path = next((p for p in (folder / name for name in SPEC_BENCH_FILES) if p.is_file()), None)
+    if path is None:
+        raise SpecDecError(
+            f"{folder} holds no Spec-Bench: there is neither {' nor '.join(SPEC_BENCH_FILES)}",
+            "git clone https://github.com/hemingkx/Spec-Bench, and name that folder",
+        )
+    return [
+        dataclasses.replace(p, category=MT_BENCH) if p.category in MT_BENCH_CATEGORIES else p
+        for p in _read_file(path)
+    ]
+
+
+def read_human_eval(path: Path) -> list[Prompt]:
+    """The beginnings of functions of https://github.com/openai/human-eval, each a user's turn."""
+    lines = read_prompts(path, "--prompts", HUMAN_EVAL_KEYS)
+    if wrong := next((line.where for line in lines if line.prompt.text is None), None):
+        raise SpecDecError(f'{wrong} has no "prompt"', "name HumanEval.jsonl or HumanEval.jsonl.gz")
+    return [Prompt(HUMAN_EVAL, Asked(), (str(line.prompt.text),)) for line in lines]
+
+
+SPEC_BENCH_FILES = ("data/spec_bench/question.jsonl", "question.jsonl")
+BENCHMARKS = {"spec-bench": read_spec_bench, "humaneval": read_human_eval}
 
 
 def _make_prompt(line: Line) -> Prompt:

@@ -94,13 +94,14 @@ def format_batch(batch: dict[str, Any]) -> list[str]:
     )
     if len(batch["categories"]) > 1:
         lines += format_table(
-            ["category", "prompts", "ratio", "tokens a step"],
+            ["category", "prompts", "ratio", "tokens a step", "equal texts"],
             [
                 [
                     name,
                     str(found["num_prompts"]),
                     format_spread(found["ratio"]),
                     f"{found['acceptance']['acceptance_length']:.2f}",
+                    f"{found['texts']['equal']} of {found['texts']['compared']}",
                 ]
                 for name, found in batch["categories"].items()
             ],

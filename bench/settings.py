@@ -26,9 +26,13 @@ class PromptSettings:
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
     prompts: Path | None = ENGINE_PROMPTS(
         metavar="FILE",
-        help="File of prompts: .jsonl, which may have categories, or .txt; a few built-in ones"
-        " if not given.",
+        help="File of prompts: .jsonl, which may have categories, or .txt; or"
+        " spec-bench:FOLDER, a clone of Spec-Bench; or humaneval:FILE, HumanEval.jsonl.gz. A few"
+        " built-in ones if not given.",
     )  # fmt: skip
+    prompts_per_category: int | None = ENGINE_PROMPTS(
+        minimum=1, metavar="N", help="Take so many prompts of each category, spread evenly."
+    )
     max_output_len: int = ENGINE_PROMPTS(
         128, minimum=2, metavar="N", help="New tokens for each prompt."
     )

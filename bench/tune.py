@@ -51,7 +51,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     checkpoint = read_checkpoint_config(settings.checkpoint_dir)
     methods = find_methods(settings, checkpoint)
     tunings = [load_tuning(method) for method in methods]
-    prompts = read_prompt_set(settings.prompts, max(batch_sizes))
+    prompts = read_prompt_set(settings.prompts, max(batch_sizes), settings.prompts_per_category)
     meter = LoadMeter()
     with build_engine(settings, tunings) as run_settings:
         bench = open_bench(run_settings)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import math
 import numbers
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,7 @@ from specdec.tokenizer import lack_tokenizer
 if TYPE_CHECKING:
     from specdec.decode.grammar import Grammar
 
-STDIN = Path("-")
+STDIN, GZIP = Path("-"), ".gz"
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
 SHAPING = (
@@ -113,13 +115,13 @@ class Line:
 
 
 def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[Line]:
-    """Read a file of prompts that a flag names: .txt or .jsonl, or stdin for "-".
+    """Read a file of prompts that a flag names: .txt or .jsonl, also gzipped; stdin for "-".
 
     more_keys: other keys that a line of .jsonl may have; `turns` stands for the prompt. Raises
     SpecDecError that lists what is wrong of all lines.
     """
     lines = _read_lines(path, flag)
-    suffix = path.suffix
+    suffix = Path(path.stem).suffix if path.suffix == GZIP else path.suffix
     if path == STDIN:
         first = next((line for line in lines if line.strip()), "")
         suffix = ".jsonl" if first.lstrip().startswith("{") else ".txt"
@@ -151,11 +153,16 @@ def _read_lines(path: Path, flag: str) -> list[str]:
             text = sys.stdin.read().removeprefix("\ufeff")
             text.encode()  # in some locales Python lets other bytes through
         else:
-            text = path.read_text(encoding="utf-8-sig")
+            content = path.read_bytes()
+            text = (gzip.decompress(content) if path.suffix == GZIP else content).decode(
+                "utf-8-sig"
+            )
     except FileNotFoundError:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except IsADirectoryError:
         raise SpecDecError(f"{path} is a folder", f"give {flag} a .txt or .jsonl file") from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise SpecDecError(f"{path} is not gzip: {error}", "fetch the file again") from None
     except UnicodeError:
         raise SpecDecError(f"{name} is not UTF-8 text", f"convert {remedy}to UTF-8") from None
     return text.split("\n")  # not splitlines(): U+2028 and its like may stand inside a JSON text
