@@ -25,10 +25,12 @@ from specdec.files.folders import TENSORRT
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
+from specdec.methods.eagle import EagleParams
 from specdec.model import blocks, int4
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.inventory import describe_sources
 from specdec.model.quantization import FP8, INT8
+from specdec.model.tensors import OFFSETS
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import list_gpus
 from specdec.vocabulary import read_recorded
@@ -78,8 +80,8 @@ class PlannedWeights(Mapping[str, "Tensor"]):
             if info.dtype == INT8 and scales in self._infos and scales not in self._scales:
                 self._scales[scales] = self[scales]
         array = self._read(name)
-        whole = array if isinstance(array, np.ndarray) else np.stack(list(array))
-        return view_tensor(whole, info.dtype)
+        whole = array if isinstance(array, np.ndarray) else np.concatenate(list(array))
+        return view_tensor(whole, info.dtype).view(info.shape)
 
 
 def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -115,7 +117,9 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     sums = [source["sha256"] for source in sources]
     build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        report["num_layers"] = write_engines(trt, plan, checkpoint, networks, staged)
+        weights = PlannedWeights(plan, checkpoint)
+        report["num_layers"] = write_engines(trt, weights, checkpoint, networks, staged)
+        write_offsets(weights, checkpoint, staged)
         config = EngineConfig(
             version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
             prepack=False, kernels=None, quantization=plan.quantization,
@@ -170,11 +174,13 @@ def find_problems(
     checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str]
 ) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
-    model, method = checkpoint.model, checkpoint.method
+    from specdec.trt.drafters import list_extra
+
+    model = checkpoint.model
     least = min(map(float, capabilities))
     algorithm = checkpoint.quantization.quant_algo
     remedy = "use --backend torch"
-    drafters = [m.name for m in (method,) if m is not None and m.name not in KNOWN_DRAFTERS]
+    drafters = list(list_extra(checkpoint.drafter))
     return Problems.where(
         (model.tp_size != 1,
          f"the checkpoint is split for tp_size={model.tp_size}: engines of TensorRT's own layers"
@@ -183,7 +189,8 @@ def find_problems(
         (model.experts is not None,
          f"{model.architecture} is a mixture of experts, and TensorRT-RTX builds no engine with its"
          " layer of experts for any compute capability", remedy),
-        (drafters, f"the tensorrt backend has no network for {' '.join(drafters)}", remedy),
+        (drafters,
+         f"the tensorrt backend has no network of a {' '.join(drafters)} drafter", remedy),
         (algorithm == FP8 and least < FIRST_FP8,
          f"the checkpoint is FP8, which compute capability {least} does not have",
          f"give --compute-capability {FIRST_FP8} or higher, or use --backend torch"),
@@ -194,9 +201,6 @@ def find_problems(
          "--drafter-weights and --draft-vocab-file make drafters faster on a CPU",
          "leave them out, or use --backend torch"),
     )  # fmt: skip
-
-
-KNOWN_DRAFTERS: tuple[str, ...] = ()
 
 
 def find_matrix_problems(plan: TorchPlan) -> Problems:
@@ -231,17 +235,28 @@ def plan_networks(
 ) -> NetworkConfig:
     """The files to write, and the sizes of what their networks take."""
     from specdec.trt import engine
+    from specdec.trt.drafters import list_networks
     from specdec.trt.target import Sizes
 
+    drafter = checkpoint.drafter
     step = limits.max_draft_len + 1
     spare = max(step, engine.SPARE_POSITIONS)
     positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
     tokens = max(step, min(PROMPT_TOKENS, limits.max_num_tokens))
     sizes = Sizes(limits.max_batch_size, min(tokens, positions), step, positions)
+    drafters = sizes
+    if isinstance(drafter, EagleParams):  # whose trees lie in its cache as well
+        width = drafter.max_non_leaves_per_layer
+        run = drafter.max_draft_len + drafter.num_eagle_layers * width
+        run = -(-run // POSITION_BLOCK) * POSITION_BLOCK
+        drafters = dataclasses.replace(
+            sizes, tokens=max(sizes.tokens, width), usual=width, positions=positions + run
+        )
     return engine.NetworkConfig(
-        library=library, compute_capabilities=capabilities, networks=[engine.BODY, engine.HEAD],
+        library=library, compute_capabilities=capabilities,
+        networks=[engine.BODY, engine.HEAD, *list_networks(drafter)],
         num_head_rows=max(limits.max_batch_size * step, PROMPT_TOKENS), sizes=sizes,
-        drafter_sizes=sizes,
+        drafter_sizes=drafters,
     )  # fmt: skip
 
 
@@ -251,31 +266,38 @@ def write_networks(
 ) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
     """Each file's name and its network, one after the other."""
     from specdec.files.torch_tensors import TORCH_DTYPES
+    from specdec.trt.drafters import list_observed, write_drafter
     from specdec.trt.engine import BODY, HEAD
     from specdec.trt.network import NetworkWriter
     from specdec.trt.target import write_head, write_target
 
-    model = checkpoint.model
+    model, drafter = checkpoint.model, checkpoint.drafter
     dtype = TORCH_DTYPES[model.dtype]
     for name in networks.networks:
         writer = NetworkWriter(trt, builder, dtype)
         if name == BODY:
-            write_target(writer, model, weights, networks.sizes)
+            write_target(writer, model, weights, networks.sizes, list_observed(drafter))
         elif name == HEAD:
             write_head(writer, model, weights, networks.num_head_rows)
+        else:
+            assert drafter is not None
+            write_drafter(
+                name, writer, drafter, model, weights, networks.drafter_sizes,
+                networks.num_head_rows,
+            )  # fmt: skip
         yield name, writer
 
 
 def write_engines(
-    trt: Any, plan: TorchPlan, checkpoint: CheckpointConfig, networks: NetworkConfig, folder: Path
-) -> int:
+    trt: Any, weights: Mapping[str, Tensor], checkpoint: CheckpointConfig,
+    networks: NetworkConfig, folder: Path,
+) -> int:  # fmt: skip
     """Build every network into its file; return how many layers they have."""
     from specdec.trt.library import Messages, list_capabilities
     from specdec.trt.network import build_engine
 
     messages = Messages(trt)
     builder = trt.Builder(messages.logger)
-    weights = PlannedWeights(plan, checkpoint)
     known, num_layers = list_capabilities(trt), 0
     for name, writer in write_networks(trt, builder, weights, checkpoint, networks):
         began = time.monotonic()
@@ -289,3 +311,20 @@ def write_engines(
             writer.num_bytes / 1e6, engine.nbytes / 1e6, time.monotonic() - began,
         )  # fmt: skip
     return num_layers
+
+
+def write_offsets(
+    weights: Mapping[str, Tensor], checkpoint: CheckpointConfig, folder: Path
+) -> None:
+    """Write which tokens a drafter of a reduced vocabulary drafts, where tokens are chosen."""
+    from specdec.files.tensor_file import TensorInfo, write_tensor_file
+    from specdec.files.torch_tensors import to_array
+    from specdec.trt.drafters import OFFSETS_FILE, find_offsets
+
+    drafter = checkpoint.drafter
+    if drafter is None:
+        return
+    offsets = find_offsets(weights, drafter, checkpoint.model.vocab_size)
+    if offsets is not None:
+        infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}
+        write_tensor_file(folder / OFFSETS_FILE, infos, lambda _: to_array(offsets))

@@ -52,8 +52,9 @@ class DraftNet:
         net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
         """
         net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
+        named = name_decoder_tensors(own, weights, net.num_hidden_layers)
         self.decoder = Decoder(
-            net, _rename(own, weights, net.num_hidden_layers), num_positions=num_positions,
+            net, named, num_positions=num_positions,
             device=device, prepack=prepack, kernels=kernels,
             head=head if head is not None and _is_head(own, weights) else None,
         )  # fmt: skip
@@ -85,7 +86,7 @@ class DraftNet:
         return rank_packed(head, self.make_head_input(hidden), width, self.offsets, sharpness)
 
 
-def _rename(
+def name_decoder_tensors(
     own: Mapping[str, Tensor], weights: Mapping[str, Tensor], num_layers: int
 ) -> dict[str, Tensor]:
     """A drafter's tensors by the names of a decoder's; its embedding the target's where equal."""

@@ -20,13 +20,13 @@ from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
 from specdec.trt.decoder import NetworkDecoder, Runner
+from specdec.trt.drafters import list_observed, open_drafter
 from specdec.trt.target import Sizes
 
 # Rows of positions that caches have beyond the longest text at least: of drafts, and of the trees
 # that a draft model runs.
 SPARE_POSITIONS = 128
-BODY, HEAD, DRAFTER = "rank0.engine", "head0.engine", "drafter0.engine"
-DRAFTER_HEAD, DRAFTER_FEATURES = "drafter_head0.engine", "drafter_features0.engine"
+BODY, HEAD = "rank0.engine", "head0.engine"
 OpenRunner = Callable[[str], Runner]
 
 
@@ -150,5 +150,12 @@ class TensorRTEngine(TorchEngine):
             device=self.device,
         )  # fmt: skip
         methods = choose_methods(config, drafting) if speculate else ()
+        if any(method.source == "checkpoint" for group in methods for method in group):
+            assert drafter is not None
+            self.decoder.observed_layers = list_observed(drafter)
+            self.drafter_network = open_drafter(
+                self.folder, drafter, model, self.device, self._open, networks.drafter_sizes,
+                networks.num_head_rows,
+            )  # fmt: skip
         self.proposer: Drafter = make_proposer(self, methods, {}, drafting)
         self.method = name_methods(methods)

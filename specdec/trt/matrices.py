@@ -38,6 +38,7 @@ def take_rows(weights: Mapping[str, Tensor], name: str, sizes: Sequence[int]) ->
         scales = matrix.scales[:, 0] if matrix.bits == 8 else matrix.scales
         parts = zip(torch.split(codes, list(sizes)), torch.split(scales, list(sizes)), strict=True)
         return [Rows(values, matrix.bits, own) for values, own in parts]
+    assert isinstance(matrix, Tensor), "matrices in GGML's blocks are refused by the build"
     values = torch.split(matrix, list(sizes))
     if matrix.dtype is not torch.float8_e4m3fn:
         return [Rows(each) for each in values]

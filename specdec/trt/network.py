@@ -161,20 +161,15 @@ class NetworkWriter:
         self._take(layer)
         return layer.get_output(0), layer.get_output(1)
 
-    def mean(self, x: Any, axis: int) -> Any:
-        return self._reduce("AVG", x, axis)
-
-    def sum(self, x: Any, axis: int) -> Any:
-        return self._reduce("SUM", x, axis)
-
-    def _reduce(self, kind: str, x: Any, axis: int) -> Any:
+    def reduce(self, kind: str, x: Any, axis: int) -> Any:
+        """SUM, AVG or MAX along an axis, which stays as one."""
         operation = getattr(self.trt.ReduceOperation, kind)
         return self._take(self.network.add_reduce(x, operation, 1 << axis, True))
 
     def rms_norm(self, x: Any, weight: Tensor, epsilon: float) -> Any:
         """The root-mean-square norm of the last dimension, in float32."""
         wide, rank = self.cast(x, torch.float32), len(x.shape)
-        square = self.mean(self.multiply(wide, wide), rank - 1)
+        square = self.reduce("AVG", self.multiply(wide, wide), rank - 1)
         square = self.add(square, self.number(epsilon, rank, torch.float32))
         scaled = self.multiply(wide, self.unary("RECIP", self.unary("SQRT", square)))
         return self.multiply(self.cast(scaled, self.dtype), self.lift(weight, rank))

@@ -11,7 +11,7 @@ Legend: B rows, T tokens of each, N heads, S cache positions, H head size, D hid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -244,12 +244,16 @@ def write_target(
 
 def write_head(
     writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], num_tokens: int,
-    *, scale: float = 1.0,
+    *, prepare: Callable[[Any], Any] | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """The head's network: `logits` [M, V] of `states` [M, D]. scale: of the states."""
+    """The head's network: `logits` [M, V] of `states` [M, D].
+
+    prepare: what is done to the states first; scale: what they are multiplied by then.
+    """
     usual = min(num_tokens, 64)
     size = (1, model.hidden_size), (usual, model.hidden_size), (num_tokens, model.hidden_size)
-    x = writer.scale(writer.add_input("states", writer.dtype, size), scale)
+    states = writer.add_input("states", writer.dtype, size)
+    x = writer.scale(states if prepare is None else prepare(states), scale)
     if HEAD in weights:
         (rows,) = take_rows(weights, "lm_head", [len(weights[HEAD])])
     else:

@@ -27,9 +27,8 @@ def build_here(checkpoint: Path, folder: Path, *flags: object) -> dict[str, Inte
 
     found: dict[str, Interpreter] = {}
 
-    def keep(trt: Any, plan: Any, checkpoint: Any, networks: Any, folder: Path) -> int:
+    def keep(trt: Any, weights: Any, checkpoint: Any, networks: Any, folder: Path) -> int:
         builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
-        weights = tensorrt.PlannedWeights(plan, checkpoint)
         for name, writer in tensorrt.write_networks(trt, builder, weights, checkpoint, networks):
             found[name] = Interpreter(trt, writer.network)
             found[name].writer = writer  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import pytest
 from specdec.decode.engine import open_engine
 from specdec.errors import SpecDecError
 from specdec.trt.engine import read_network_config
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, run_cli_here
 from tests.parity.models import make_model
 from tests.trt.networks import NEEDS_TENSORRT
@@ -48,3 +49,41 @@ def test_real_engines(checkpoint: Path, tmp_path: Path) -> None:
         assert (tmp_path / "engine" / name).stat().st_size > 10_000
     with pytest.raises(SpecDecError, match="runs on a GPU"):
         open_engine(tmp_path / "engine", device="cpu")
+
+
+MAKERS: dict[str, Any] = {
+    "redrafter": make_drafter, "medusa": make_medusa_heads, "eagle": make_eagle_drafter
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_real_engines_of_drafters(method: str, tmp_path: Path) -> None:
+    target = make_llama(tmp_path, layers=2, dtype="float16")
+    more = {"version": 3} if method == "eagle" else {}
+    drafter = MAKERS[method](tmp_path, dtype="float16", **more)
+    call(
+        "convert", "--model-dir", target, "--drafter-model-dir", drafter, "--output-dir",
+        tmp_path / "checkpoint",
+    )  # fmt: skip
+    done = build(
+        tmp_path / "checkpoint", tmp_path / "engine", "--compute-capability", "8.0,8.9", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["method"] == method
+    assert "drafter0.engine" in report["networks"]
+    for name in report["networks"]:
+        assert (tmp_path / "engine" / name).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("flags", [("int8",), ("int4", "--group-size", 32)])
+def test_real_engines_of_integers(flags: tuple[object, ...], tmp_path: Path) -> None:
+    call(
+        "convert", "--model-dir", make_llama(tmp_path, layers=1, dtype="float16", intermediate=96),
+        "--output-dir", tmp_path / "checkpoint",
+    )  # fmt: skip
+    done = build(
+        tmp_path / "checkpoint", tmp_path / "engine", "--compute-capability", "8.0,8.9",
+        "--quantization", *flags,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

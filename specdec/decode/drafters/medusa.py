@@ -84,7 +84,7 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
     """
     params, decoder = context.params, context.decoder
     assert isinstance(params, MedusaParams)
-    heads = MedusaHeads(
+    heads = context.network or MedusaHeads(
         params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels,
         dtype=decoder.dtype,
         offsets=take_offsets(

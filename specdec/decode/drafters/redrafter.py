@@ -32,6 +32,13 @@ def make_proposer(context: DraftContext) -> ReDrafterProposer:
     """Lay out the drafter alongside the target whose embedding it shares."""
     params, decoder, num_tokens = context.params, context.decoder, context.options
     assert isinstance(params, ReDrafterParams)
+    if context.network is not None:
+        if num_tokens is not None:
+            raise SpecDecError(
+                "--redrafter-tree-tokens: this engine's search is a network, which keeps its beams",
+                "leave it out, or build with --backend torch",
+            )
+        return ReDrafterProposer(context.network)
     head = ReDrafterHead(
         params,
         context.weights,

@@ -1,0 +1,364 @@
+"""Drafters as networks: what a build writes of them, and what stands for them where they run.
+
+Legend: B rows, W beams, L tokens of a beam, C candidates of a beam, M states, D hidden, E the
+drafter's width, V drafted vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.draft_net import name_decoder_tensors, rank_logits, take_offsets
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.redrafter import NUM_CANDIDATES
+from specdec.engine.step import Step
+from specdec.engine.transfers import to_device
+from specdec.files.tensor_file import TensorFile
+from specdec.files.torch_tensors import TORCH_DTYPES, to_tensor
+from specdec.methods.base import DrafterParams
+from specdec.methods.eagle import EagleParams
+from specdec.methods.medusa import MedusaParams
+from specdec.methods.redrafter import ReDrafterParams
+from specdec.model.config import ModelConfig
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, OFFSETS
+from specdec.trt.decoder import NetworkDecoder, Runner, run_rows
+from specdec.trt.matrices import multiply, take_rows
+from specdec.trt.network import NetworkWriter
+from specdec.trt.target import LayersWriter, Sizes, write_head
+
+DRAFTER, DRAFTER_HEAD = "drafter0.engine", "drafter_head0.engine"
+DRAFTER_FEATURES, OFFSETS_FILE = "drafter_features0.engine", "drafter_tokens.safetensors"
+FIRST_HEAD = "medusa_heads.0."
+PREFIXES = {ReDrafterParams: "drafter.", MedusaParams: FIRST_HEAD, EagleParams: EAGLE_NET}
+
+
+def list_networks(drafter: DrafterParams | None) -> list[str]:
+    """The files of a drafter's networks."""
+    if not isinstance(drafter, EagleParams):
+        return [] if drafter is None else [DRAFTER]
+    return [DRAFTER, DRAFTER_HEAD, *([DRAFTER_FEATURES] if drafter.eagle3 is not None else [])]
+
+
+def list_observed(drafter: DrafterParams | None) -> tuple[int, ...]:
+    """The target's layers that a drafter reads."""
+    third = drafter.eagle3 if isinstance(drafter, EagleParams) else None
+    return third.aux_layers if third is not None else ()
+
+
+def find_offsets(weights: Mapping[str, Tensor], drafter: DrafterParams, size: int) -> Tensor | None:
+    """What a shortened vocabulary adds to a drafted token, [V]; size: the target's vocabulary."""
+    name = PREFIXES[type(drafter)] + OFFSETS
+    return take_offsets({OFFSETS: weights[name]} if name in weights else {}, size)
+
+
+def write_drafter(
+    name: str, writer: NetworkWriter, drafter: DrafterParams, model: ModelConfig,
+    weights: Mapping[str, Tensor], sizes: Sizes, num_states: int,
+) -> None:  # fmt: skip
+    """Write one of `list_networks`. num_states: that networks without a cache take at once."""
+    if isinstance(drafter, ReDrafterParams):
+        offsets = find_offsets(weights, drafter, model.vocab_size)
+        _SearchWriter(writer, drafter, weights, offsets).write(model.hidden_size, sizes.rows)
+    elif isinstance(drafter, MedusaParams):
+        _write_medusa(writer, drafter, model, weights, sizes.rows)
+    else:
+        assert isinstance(drafter, EagleParams)
+        eagle = _EagleWriter(writer, drafter, model, weights)
+        if name == DRAFTER:
+            eagle.write_layers(sizes)
+        elif name == DRAFTER_HEAD:
+            eagle.write_head(num_states)
+        else:
+            eagle.write_features(num_states)
+
+
+def _multiply(writer: NetworkWriter, weights: Mapping[str, Tensor], name: str, x: Any) -> Any:
+    """x W^T + b by the linear of this name."""
+    (rows,) = take_rows(weights, name, [len(weights[f"{name}.weight"])])
+    return multiply(writer, x, rows, weights.get(f"{name}.bias"))
+
+
+def _run_blocks(
+    writer: NetworkWriter, weights: Mapping[str, Tensor], names: Sequence[str], x: Any
+) -> Any:
+    """Blocks of x + silu(x W^T + b)."""
+    for name in names:
+        x = writer.add(x, writer.activate("SILU", _multiply(writer, weights, name, x)))
+    return x
+
+
+def _write_medusa(
+    writer: NetworkWriter, params: MedusaParams, model: ModelConfig,
+    weights: Mapping[str, Tensor], num_rows: int,
+) -> None:  # fmt: skip
+    """`logits_i` [B, V] of each head from `states` [B, D]."""
+    width = model.hidden_size
+    states = writer.add_input(
+        "states", writer.dtype, ((1, width), (num_rows, width), (num_rows, width))
+    )
+    for head in range(params.num_heads):
+        prefix = f"medusa_heads.{head}."
+        blocks = [f"{prefix}medusa_layers.{i}.linear" for i in range(params.num_layers)]
+        x = _run_blocks(writer, weights, blocks, states)
+        writer.mark_output(_multiply(writer, weights, f"{prefix}lm_head", x), f"logits_{head}")
+
+
+class _SearchWriter:
+    """ReDrafter's beam search, unrolled over the length of its beams: `ReDrafterHead`'s."""
+
+    def __init__(
+        self, writer: NetworkWriter, params: ReDrafterParams, weights: Mapping[str, Tensor],
+        offsets: Tensor | None,
+    ) -> None:  # fmt: skip
+        self._writer, self._params, self._weights = writer, params, weights
+        self._embedding = writer.constant(weights[EMBEDDING])
+        self._offsets = None if offsets is None else writer.constant(offsets.int())
+        num_outputs = len(weights["drafter.lm_head.weight"])
+        self._num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
+
+    def write(self, hidden_size: int, num_rows: int) -> None:
+        """`drafts` [B, W, L] from `states` [B, D] and the `tokens` [B] that follow them."""
+        writer, width = self._writer, hidden_size
+        states = writer.add_input(
+            "states", writer.dtype, ((1, width), (num_rows, width), (num_rows, width))
+        )
+        tokens = writer.add_input("tokens", torch.int64, ((1,), (num_rows,), (num_rows,)))
+        context = writer.reshape(states, (0, 1, width))
+        state = self._update(writer.reshape(tokens, (0, 1)), None)
+        beams: list[Any] = []  # the tokens of each place, [B, W, 1]
+        scores = None
+        for _ in range(self._params.draft_len_per_beam):
+            if beams:
+                last = writer.reshape(beams[-1], (0, 0))
+                state = self._update(last, state)
+                same = writer.gather(context, writer.combine("SUB", last, last), 1, 1)
+            else:
+                same = context
+            scores, chosen, source = self._choose(same, state, scores)
+            beams = [writer.gather(place, source, 1, 1) for place in beams] + [chosen]
+            state = writer.gather(state, source, 1, 1)
+        writer.mark_output(writer.join(beams, 2), "drafts")
+
+    def _update(self, tokens: Any, state: Any) -> Any:
+        """The next recurrent state [B, W, D] after tokens [B, W]."""
+        writer, weights = self._writer, self._weights
+        embedded = writer.gather(self._embedding, tokens)
+        if not self._params.is_rnn:
+            return embedded if state is None else writer.add(embedded, state)
+        mixed = _multiply(writer, weights, "drafter.rnn_w", embedded)
+        bias = weights.get("drafter.rnn_u.bias")
+        if state is not None:
+            mixed = writer.add(mixed, _multiply(writer, weights, "drafter.rnn_u", state))
+        elif bias is not None:
+            mixed = writer.add(mixed, writer.lift(bias, 3))
+        return writer.activate("SILU", mixed)
+
+    def _choose(self, context: Any, state: Any, scores: Any) -> tuple[Any, Any, Any]:
+        """Scores [B, W, 1], tokens [B, W, 1], and the beams [B, W] that these follow."""
+        writer, params, count = self._writer, self._params, self._num_candidates
+        x = writer.join([context, state], 2)
+        if params.has_input_proj:
+            x = _multiply(writer, self._weights, "drafter.input_proj", x)
+        blocks = [f"drafter.layers.{i}.linear" for i in range(params.num_layers)]
+        x = _run_blocks(writer, self._weights, blocks, x)
+        logits = _multiply(writer, self._weights, "drafter.lm_head", x)
+        values, tokens = writer.top(writer.cast(logits, torch.float32), count, 2)
+        values = writer.combine("SUB", values, writer.reduce("MAX", values, 2))
+        sums = writer.reduce("SUM", writer.unary("EXP", values), 2)
+        totals = writer.combine("SUB", values, writer.unary("LOG", sums))
+        if scores is not None:
+            totals = writer.add(totals, scores)
+        best, flat = writer.top(writer.reshape(totals, (0, -1)), params.num_beams, 1)
+        chosen = writer.gather(writer.reshape(tokens, (0, -1)), flat, 1, 1)
+        if self._offsets is not None:
+            chosen = writer.add(chosen, writer.gather(self._offsets, chosen))
+        source = writer.combine("FLOOR_DIV", flat, writer.number(count, 2, torch.int32))
+        return writer.reshape(best, (0, 0, 1)), writer.reshape(chosen, (0, 0, 1)), source
+
+
+class _EagleWriter:
+    """EAGLE's layers, its head, and what makes features of the target's layers: `EagleNet`'s."""
+
+    def __init__(
+        self, writer: NetworkWriter, params: EagleParams, model: ModelConfig,
+        weights: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        names = [name for name in weights if name.startswith(EAGLE_NET)]
+        self._own = {name.removeprefix(EAGLE_NET): weights[name] for name in names}
+        self._params = params.shorten(len(self._own[HEAD]))
+        self.net = make_net_model(self._params, model)
+        self._scale = 1.0 if params.eagle3 is not None else model.output_multiplier_scale
+        self._writer, width = writer, self.net.hidden_size
+        if params.eagle3 is None:  # whose first layer's input is not normed, nor its output
+            blank = torch.ones(width, dtype=writer.dtype)
+            self._own |= {
+                "drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank
+            }  # fmt: skip
+        self._named = name_decoder_tensors(self._own, weights, self.net.num_hidden_layers)
+
+    def _norm(self, x: Any, name: str) -> Any:
+        return self._writer.rms_norm(x, self._own[f"drafter.{name}"], self.net.norm_epsilon)
+
+    def write_layers(self, sizes: Sizes) -> None:
+        """`next_features` [B, T, E] of pairs of `features` and the tokens after theirs."""
+        writer, third, width = self._writer, self._params.eagle3, self.net.hidden_size
+        layers = LayersWriter(writer, self.net, self._named, sizes)
+        features = writer.add_input("features", writer.dtype, sizes.spread("B", "T", width))
+        embedded = writer.gather(writer.constant(self._named[EMBEDDING]), layers.tokens)
+        if third is None:
+            pairs = writer.join([embedded, features], 2)
+            x = first = _multiply(writer, self._own, "drafter.fc", pairs)
+        else:
+            normed = self._norm(features, "layers.0.hidden_norm.weight")
+            embedded = self._norm(embedded, "layers.0.input_layernorm.weight")
+            first = writer.join([embedded, normed], 2)
+            x = normed if third.norm_before_residual else features
+        x, _ = layers.run(x, (), first)
+        if third is not None and third.norm_output:
+            x = self._norm(x, "ln_f.weight")
+        writer.mark_output(x, "next_features")
+
+    def write_head(self, num_states: int) -> None:
+        """`logits` [M, V] of what `write_layers` returns."""
+        third = self._params.eagle3
+        is_bare = third is not None and not third.norm_output
+        prepare = (lambda x: self._norm(x, "ln_f.weight")) if is_bare else None
+        write_head(
+            self._writer, self.net, self._named, num_states, scale=self._scale, prepare=prepare
+        )
+
+    def write_features(self, num_states: int) -> None:
+        """`features` [M, E] of `states_i` [M, n], of each layer that is read of the target."""
+        writer, third = self._writer, self._params.eagle3
+        assert third is not None
+        num_layers, norms = len(third.aux_layers), third.list_read_norms()
+        size = self._own["drafter.fc.weight"].shape[1] // num_layers
+        sizes = (1, size), (min(64, num_states), size), (num_states, size)
+        parts = [writer.add_input(f"states_{i}", writer.dtype, sizes) for i in range(num_layers)]
+        if len(norms) == num_layers:
+            parts = [self._norm(part, name) for part, name in zip(parts, norms, strict=True)]
+        x = writer.join(parts, 1)
+        if len(norms) == 1 < num_layers:
+            x = self._norm(x, norms[0])
+        writer.mark_output(_multiply(writer, self._own, "drafter.fc", x), "features")
+
+
+def make_net_model(params: EagleParams, model: ModelConfig) -> ModelConfig:
+    """What an EAGLE drafter's layers compute."""
+    net = params.make_net_model(model)
+    return dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
+
+
+class ReDrafterNetwork:
+    """What stands for a `ReDrafterHead` where its search is a network."""
+
+    def __init__(
+        self, params: ReDrafterParams, runner: Runner, num_rows: int, like: Tensor
+    ) -> None:
+        """like: [0, D], of the device and type of the target's states."""
+        self.params, self.embedding = params, like
+        self._runner, self._num_rows = runner, num_rows
+
+    def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Drafts [B, W, L] after `tokens` [B], which follow `hidden` [B, D]."""
+        inputs = {"states": hidden, "tokens": tokens.long()}
+        return run_rows(self._runner, inputs, self._num_rows)["drafts"].long()
+
+
+class MedusaNetwork:
+    """What stands for `MedusaHeads` where these are a network."""
+
+    def __init__(
+        self, params: MedusaParams, runner: Runner, num_rows: int, like: Tensor, vocab_size: int,
+        offsets: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.params, self.vocab_size = params, vocab_size
+        self.hidden_size, self.dtype, self.device = like.shape[1], like.dtype, like.device
+        self._runner, self._num_rows, self._offsets = runner, num_rows, offsets
+
+    def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `MedusaHeads.rank_tokens`."""
+        found = run_rows(self._runner, {"states": hidden}, self._num_rows)
+        ranked = [
+            rank_logits(found[f"logits_{head}"], width, self._offsets)
+            for head, width in enumerate(widths)
+        ]
+        tokens, scores = (torch.cat(parts, dim=-1) for parts in zip(*ranked, strict=True))
+        return tokens, scores
+
+
+class EagleNetworks:
+    """What stands for an `EagleNet` where it is networks."""
+
+    mask_feature: Tensor | None = None  # drafters with one are refused by the build
+
+    def __init__(
+        self, params: EagleParams, decoder: NetworkDecoder, features: Runner | None,
+        num_states: int, offsets: Tensor | None,
+    ) -> None:  # fmt: skip
+        """decoder: of the drafter's layers and head. features: what makes these of EAGLE-3."""
+        self.params, self.decoder = params, decoder
+        self._features, self._num_states, self._offsets = features, num_states, offsets
+
+    @property
+    def hidden_size(self) -> int:
+        return self.params.net.hidden_size
+
+    def make_features(self, states: Tensor) -> Tensor:
+        """Features [M, E] from what is read of the target [M, F]."""
+        if self._features is None:
+            return states
+        parts = states.chunk(len(list_observed(self.params)), dim=-1)
+        inputs = {f"states_{i}": part.contiguous() for i, part in enumerate(parts)}
+        return run_rows(self._features, inputs, self._num_states)["features"]
+
+    def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
+        """Run pairs of a feature [B, T, E] and the next token; return the next features."""
+        inputs = {"tokens": to_device(step.tokens, features.device), "features": features}
+        return self.decoder.run_step(step, cache, inputs)["next_features"]
+
+    def rank_tokens(
+        self, hidden: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DraftNet.rank_tokens`."""
+        logits = self.decoder.compute_logits(hidden)
+        return rank_logits(logits, width, self._offsets, sharpness)
+
+
+def open_drafter(
+    folder: Path, drafter: DrafterParams, model: ModelConfig, device: torch.device,
+    open_runner: Callable[[str], Runner], sizes: Sizes, num_states: int,
+) -> ReDrafterNetwork | MedusaNetwork | EagleNetworks:  # fmt: skip
+    """What stands for the drafter of an engine folder."""
+    runner, offsets = open_runner(DRAFTER), None
+    if (folder / OFFSETS_FILE).exists():
+        file = TensorFile(folder / OFFSETS_FILE)
+        offsets = to_tensor(file.read(OFFSETS), file.tensors[OFFSETS].dtype).to(device)
+    like = torch.empty((0, model.hidden_size), dtype=TORCH_DTYPES[model.dtype], device=device)
+    vocab_size = model.vocab_size if offsets is None else len(offsets)
+    if isinstance(drafter, ReDrafterParams):
+        return ReDrafterNetwork(drafter, runner, sizes.rows, like)
+    if isinstance(drafter, MedusaParams):
+        return MedusaNetwork(drafter, runner, sizes.rows, like, vocab_size, offsets)
+    assert isinstance(drafter, EagleParams)
+    drafter = drafter.shorten(vocab_size if offsets is not None else drafter.draft_vocab_size)
+    decoder = NetworkDecoder(
+        make_net_model(drafter, model), runner, open_runner(DRAFTER_HEAD), sizes=sizes,
+        num_head_rows=num_states, num_positions=sizes.positions, device=device,
+    )  # fmt: skip
+    features = None if drafter.eagle3 is None else open_runner(DRAFTER_FEATURES)
+    return EagleNetworks(drafter, decoder, features, num_states, offsets)
+
+
+def list_extra(drafter: DrafterParams | None) -> Iterator[str]:
+    """Reasons why a drafter is refused, by name."""
+    if drafter is not None and type(drafter) not in PREFIXES:
+        yield "DFlash"
+    if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+        yield "P-EAGLE"
