@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.decode.encoding import encode_prompt
 from specdec.decode.requests import Request, name_prompt
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
@@ -365,6 +364,8 @@ def make_requests(
     first: the index of the first one. end_ids: tokens that end a request, where they are known
     already. compile_grammar: needed for prompts that have a grammar.
     """
+    from specdec.decode.encoding import encode_prompt  # which knows prompts
+
     if end_ids is None:
         end_ids = find_end_ids(settings, tokenizer)
     typical = read_typical_rule(settings)

@@ -14,7 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec import Event
-from specdec.decode.prompts import Prompt, encode_prompt
+from specdec.decode.encoding import encode_prompt
+from specdec.decode.prompts import Prompt
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import TextStream
