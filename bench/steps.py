@@ -51,7 +51,7 @@ def time_steps(
     """
     cache = decoder.make_cache(batch_size, past_len + max(sizes))
     cache.blocks.fill_(FILLING)
-    cache.past_lens[:] = past_len
+    cache.fill(past_len)
     steps = {size: draw_steps(decoder, past_len, size, batch_size) for size in sizes}
 
     def verify(size: int) -> None:
@@ -75,7 +75,7 @@ def count_experts(
 ) -> dict[int, float]:
     """Experts a layer that a step of so many random tokens a request reads; nothing without any."""
     cache = decoder.make_cache(batch_size, past_len + max(sizes))
-    cache.past_lens[:] = past_len
+    cache.fill(past_len)
     counts = {}
     for size in sizes if decoder.count_experts() else ():
         before = decoder.count_experts()[2]

@@ -224,6 +224,11 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     model, is_tied = family.read_model(folder, layout)
     model.find_problems().raise_all()
     check_experts(settings, folder, model, is_quantized=held is not None)
+    if model.linear_attention is not None and settings.quantization is not None:
+        raise SpecDecError(
+            f"{folder.path} is a hybrid of linear and full attention, and --quantization is given",
+            "leave it out: specdec-build --quantization rounds the layers of hybrids",
+        )
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
     num_experts = model.experts.num if model.experts is not None else 1

@@ -354,7 +354,11 @@ def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[
     if spec.shard is Shard.QKV:
         model = spec.owner or model
         kv_size = model.num_key_value_heads * model.head_size
-        return [model.num_attention_heads * model.head_size, kv_size, kv_size]
+        q_size = model.num_attention_heads * model.head_size
+        return [q_size, kv_size, kv_size, q_size][:num_parts]
+    if spec.sections:  # the first part has those that the others leave
+        num_first = len(spec.sections) - num_parts + 1
+        return [sum(spec.sections[:num_first]), *spec.sections[num_first:]]
     return [num_rows // num_parts] * num_parts
 
 

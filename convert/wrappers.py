@@ -15,6 +15,7 @@ logger = logs.get_logger(__name__)
 WRAPPERS = (
     "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
 )  # fmt: skip
 # How transformers has named the text model's tensors, and what they are called where it is alone.
 NAMES = (
@@ -26,7 +27,7 @@ NAMES = (
 VISION = (
     "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline",
     "model.vision_tower.", "model.vision_model.", "model.multi_modal_projector.",
-    "model.image_newline",
+    "model.image_newline", "model.visual.", "visual.",
 )  # fmt: skip
 # Keys of a wrapper's own config.json where its text_config does not say.
 INHERITED = ("dtype", "torch_dtype", "quantization_config")
@@ -39,6 +40,8 @@ DEFAULTS = {
     "llama": dict(zip(_SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
     "mistral": dict(zip(_SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
     "gemma3_text": dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
+    "qwen3_5_text": dict(zip(_SIZES, (248320, 4096, 12288, 32, 16), strict=True)),
+    "qwen3_5_moe_text": dict(zip(_SIZES, (248320, 2048, 512, 40, 16), strict=True)),
 }
 
 

@@ -6,6 +6,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # Family -> its configuration's class in transformers, and that of its model.
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -27,23 +29,38 @@ CLASSES = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
-OWN = ("seed_oss", "smollm3", "stablelm")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+OWN = ("seed_oss", "smollm3", "stablelm", *HYBRIDS)
 NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
+_LINEAR = {
+    "head_dim": 32, "linear_num_key_heads": 24, "linear_num_value_heads": 48,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 2, "full_attention_interval": 2,
+}  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
         "norm_topk_prob": True,
     },
     "qwen2_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 48,
     },
-}  # fmt: skip
+}
+_MIXTURE = EXPERTS["qwen2_moe"] | _LINEAR
+EXPERTS |= {"qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE}  # fmt: skip
 
 
 def make_family_model(
@@ -69,6 +86,8 @@ def make_family_model(
     import torch
     import transformers
 
+    if not hasattr(transformers, CLASSES[family][1]):
+        pytest.skip(f"this transformers has no {family}")
     values: dict[str, Any] = {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
@@ -85,6 +104,8 @@ def make_family_model(
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
     elif family in ("gemma", "gemma2", "gemma3", "ministral", "qwen3", "seed_oss"):
         values["head_dim"] = hidden // heads
+    elif family == "qwen3_5":
+        values |= _LINEAR
     elif family in EXPERTS:
         values |= EXPERTS[family]
     elif family == "stablelm":
@@ -104,8 +125,23 @@ def make_family_model(
                 weight.copy_(noise * (2.0 / hidden**0.5))
             elif key.endswith(".bias"):
                 weight.copy_(0.3 * noise)
-            else:  # Gemma's norms have one less
-                weight.copy_((0 if family.startswith("gemma") else 1) + 0.1 * noise)
+            elif key.endswith("A_log"):
+                weight.copy_(noise)
+            else:  # those of Gemma, and of hybrids but their gated ones, have one less
+                is_less = family.startswith("gemma") or (
+                    family in HYBRIDS and ".linear_attn." not in key
+                )
+                weight.copy_((0 if is_less else 1) + 0.1 * noise)
     folder = parent / name
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
+
+
+def make_hybrid(parent: Path, *, vocab: int = 128, **config: Any) -> Path:
+    """Write a random Qwen3.5 of the size of the other tests' targets."""
+    sizes: dict[str, Any] = {
+        "heads": 4, "kv_heads": 2, "layers": 4, "intermediate": 112, "rms_norm_eps": 0.1,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24, "max_position_embeddings": 256,
+    }  # fmt: skip
+    return make_family_model(parent, "qwen3_5", vocab=vocab, **sizes | config)

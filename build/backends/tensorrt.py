@@ -189,6 +189,9 @@ def find_problems(
         (model.experts is not None,
          f"{model.architecture} is a mixture of experts, and TensorRT-RTX builds no engine with its"
          " layer of experts for any compute capability", remedy),
+        (model.linear_attention is not None,
+         f"{model.architecture} is a hybrid, and the tensorrt backend has no network for layers of"
+         " linear attention", remedy),
         (drafters,
          f"the tensorrt backend has no network of a {' '.join(drafters)} drafter", remedy),
         (algorithm == FP8 and least < FIRST_FP8,

@@ -29,7 +29,7 @@ from specdec.decode.sampling import (
 )
 from specdec.decode.typical import accept_typical
 from specdec.engine.transfers import Array, to_device, to_host
-from specdec.engine.tree import BoolArray, Tree
+from specdec.engine.tree import BoolArray, IntArray, Tree
 
 Accepted = tuple[list[int], int]  # the accepted nodes, root first, and the bonus token
 MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
@@ -56,6 +56,22 @@ class Candidates:
         probs = self.draft_probs
         tree = grammar.prune(self.tree, is_drawn=probs is not None)
         return Candidates(tree, None if probs is None else probs[: tree.num_draft_tokens] or None)
+
+    def keep(self, nodes: Sequence[int] | IntArray) -> Candidates:
+        """Candidates of these nodes only, which were not drawn; see `Tree.keep`."""
+        confidence = None if self.confidence is None else self.confidence[nodes]
+        return dataclasses.replace(self, tree=self.tree.keep(nodes), confidence=confidence)
+
+    def make_chain(self) -> Candidates:
+        """The likeliest path alone: at a fork the child of most confidence, else the first."""
+        parents = self.tree.parents
+        if (parents == np.arange(-1, len(parents) - 1)).all():
+            return self
+        confidence = np.ones(len(parents)) if self.confidence is None else self.confidence
+        path = [0]
+        while len(children := np.flatnonzero(parents == path[-1])):
+            path.append(int(children[confidence[children].argmax()]))
+        return self.keep(path)
 
 
 def accept(tree: Tree, choices: Sequence[int]) -> Accepted:

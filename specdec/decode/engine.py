@@ -103,8 +103,10 @@ class TorchEngine:
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
         self.graphs: Graphs | None = None
-        # What ranks exchange is not recorded, nor which experts a step chooses.
-        if recorder is not None and ranks is None and model.experts is None:
+        # What ranks exchange is not recorded, nor which experts a step chooses, nor what a step
+        # does to the states of a hybrid.
+        is_recorded = model.experts is None and model.linear_attention is None
+        if recorder is not None and ranks is None and is_recorded:
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)
         methods = choose_methods(self.config, drafting) if speculate else ()

@@ -100,6 +100,7 @@ class Batch:
         self.timing, self.max_seq_len = timing, max_seq_len
         num_positions = max_seq_len + proposer.max_draft_tokens + 1
         self.cache = decoder.make_cache(num_rows, num_positions)
+        proposer.chains_only = self.cache.states is not None
         proposer.allocate(num_rows, num_positions)
         self.scheduler = Scheduler(
             decoder, self.cache, proposer, timing, max_num_tokens=options.max_num_tokens,
@@ -187,6 +188,8 @@ class Batch:
         candidates = []
         for request in requests:
             own = drafted.get(request) or Candidates(make_root(request.output_ids[-1]))
+            if proposer.chains_only:
+                own = own.make_chain()
             if own.tree.num_draft_tokens and request.grammar and not proposer.is_indivisible:
                 own = own.prune(request.grammar)
             candidates.append(own)

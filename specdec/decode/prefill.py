@@ -171,10 +171,11 @@ class PromptReader:
         left = self._count_left()
         joined = self._decoder.max_joined_tokens
         if joined is None:
-            counts = self._choose_alike(left, max_tokens)
+            counts = self._pause(self._choose_alike(left, max_tokens))
             size = max(counts.values())
         else:
             counts = _share_out(left, min(max_tokens or joined, self._max_num_tokens))
+            counts = self._pause(counts)
             size = self._choose_size(counts, num_others, min_size)
         rows = sorted(counts)
         return Reading(
@@ -202,6 +203,14 @@ class PromptReader:
         """Tokens of each row that are still to be read, the one that is due first first."""
         past = self._cache.past_lens
         return {row: len(prompt) - int(past[row]) for row, prompt in self._prompts.items()}
+
+    def _pause(self, counts: dict[int, int]) -> dict[int, int]:
+        """Tokens to read of each row, no further than where the cache has to pause."""
+        past, stops = self._cache.past_lens, {row: self._cache.find_stop(row) for row in counts}
+        return {
+            row: count if (stop := stops[row]) is None else min(count, stop - int(past[row]))
+            for row, count in counts.items()
+        }
 
     def _choose_alike(self, left: dict[int, int], max_tokens: int | None) -> dict[int, int]:
         """Tokens to read of each row, in a pass in which a prompt has one row."""
@@ -252,7 +261,7 @@ class PromptReader:
             causal = offsets[:, None] >= offsets
             is_end = at + len(own) == len(self._prompts[row])
             wanted = reads_all or (offsets == len(own) - 1) & is_end
-            segments.append(Segment(row, at, own, offsets, causal, wanted))
+            segments.append(Segment(row, at, own, offsets, causal, wanted, len(own)))
         return segments
 
 

@@ -192,14 +192,15 @@ class Scheduler:
             request = self.waiting[0]
             if request.finish_reason is None:  # not cancelled before its turn
                 prompt = request.request.input_ids
-                source, shared = free[0], 0
+                source, shared, places = free[0], 0, list[int]()
                 if self._reuses_prefixes and not request.request.wants_prompt_logprobs:
-                    source, shared = self._find_prefix(free, prompt)
+                    source, shared, places = self._find_prefix(free, prompt)
                     if self._is_being_read(prompt, shared):
                         return
                 request.row = source if source in free else free[0]
                 free.remove(request.row)
                 self._cache.copy_prefix(source, request.row, shared)
+                self._cache.want_places(request.row, places)
                 self._proposer.copy_prefix(source, request.row, shared)
                 self._timing.num_reused_tokens += shared
                 self.reader.add(request.row, prompt)
@@ -207,18 +208,30 @@ class Scheduler:
                 self.reading.append(request)
             self.waiting.popleft()
 
-    def _find_prefix(self, free: Sequence[int], prompt: Sequence[int]) -> tuple[int, int]:
-        """The row that holds most of a prompt's beginning, and how many tokens that is."""
+    def _find_prefix(
+        self, free: Sequence[int], prompt: Sequence[int]
+    ) -> tuple[int, int, list[int]]:
+        """The row that holds most of a prompt's beginning, and how many tokens that is.
+
+        And behind which tokens later prompts may part from this one: where it parts from what is
+        held, if that is much further than it can be taken over, and where it ends.
+        """
         # The last token is always run: its hidden state is needed.
-        known = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
+        held = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
+        known = [self._cache.find_prefix(row, length) for row, length in enumerate(held)]
         source = max(range(len(known)), key=lambda row: (known[row], row in free))
-        return source, known[source]
+        fork = max(held)
+        places = [fork] if fork >= known[source] + WORTH_WAITING else []
+        return source, known[source], [*places, len(prompt) - 1]
 
     def _is_being_read(self, prompt: Sequence[int], known: int) -> bool:
         """Whether much more of a prompt than is known will be, from one that is being read."""
         worth = 1 if self._prompt_chunk is None else WORTH_WAITING
-        others = (request.request.input_ids for request in self.reading)
-        return any(count_shared(other, prompt) >= known + worth for other in others)
+        for other in self.reading:
+            shared = min(count_shared(other.request.input_ids, prompt), len(prompt) - 1)
+            if shared >= known + worth and self._cache.will_have(other.row, shared):
+                return True
+        return False
 
     def _note_read(self, request: ActiveRequest) -> None:
         """Remember what a row holds of its prompt."""

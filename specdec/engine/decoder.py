@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.blocks import BlockMatrix
+from specdec.engine.delta_net import DeltaNet
 from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
@@ -21,6 +22,7 @@ from specdec.engine.integers import IntegerLinear, IntegerMatrix, lay_out, take_
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
+from specdec.engine.linear_states import LinearStates
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.engine.rotary import RotaryTable
@@ -31,7 +33,7 @@ from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8_SCALES, SCALES
-from specdec.model.tensors import ROUTER
+from specdec.model.tensors import LINEAR_MODULE, ROUTER
 
 # Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
 # pass takes the way of verify steps, to the last bit.
@@ -117,6 +119,7 @@ class Decoder:
             is_gated=arithmetic.mlp != "plain",
             group=group,
             share=model.residual_multiplier,
+            has_gates=arithmetic.gates_attention,
         )
         self._torch = TorchLayers(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
@@ -139,9 +142,15 @@ class Decoder:
 
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row, rounded up to whole blocks."""
-        blocks = -(-num_positions // POSITION_BLOCK)
+        blocks, states = -(-num_positions // POSITION_BLOCK), None
+        num_attending = self.model.num_attending
+        if self.model.linear_attention is not None:
+            states = LinearStates(
+                self.model.linear_attention.split(self.model.tp_size),
+                self.model.num_hidden_layers - num_attending, num_rows, self.dtype, self.device,
+            )  # fmt: skip
         return self.cache_class(
-            num_layers=self.model.num_hidden_layers,
+            num_layers=num_attending,
             num_rows=num_rows,
             num_heads=self.stack.num_kv_heads,
             num_positions=blocks * POSITION_BLOCK,
@@ -149,6 +158,7 @@ class Decoder:
             dtype=self.dtype,
             device=self.device,
             lender=self.graphs or self.kernels,
+            states=states,
         )
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
@@ -159,7 +169,7 @@ class Decoder:
         """
         start = self.rotary.find_start(prompt_len) if self.rotary else 0
         if start != cache.rotary_starts[row]:
-            cache.past_lens[row] = 0
+            cache.copy_prefix(row, row, 0)
         cache.rotary_starts[row] = start
 
     @property
@@ -315,7 +325,11 @@ class _Parts:
     def make_norm(self, name: str) -> Norm:
         has_bias = self._model.arithmetic.norm == "layer"
         bias = self._weights[name + ".bias"] if has_bias else None
-        return Norm(self._weights[name + ".weight"], bias, self._model.norm_epsilon)
+        arithmetic = self._model.arithmetic
+        return Norm(
+            self._weights[name + ".weight"], bias, self._model.norm_epsilon,
+            arithmetic.norm_offset,
+        )  # fmt: skip
 
     def make_layer(self, index: int) -> Layer:
         prefix, arithmetic = f"transformer.layers.{index}.", self._model.arithmetic
@@ -326,11 +340,14 @@ class _Parts:
             down_norm = self.make_norm(prefix + "post_feedforward_layernorm")
         up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
         has_experts = arithmetic.mlp == "experts"
+        linear = self._make_linear_attention(index, prefix + LINEAR_MODULE)
+        mixer, product = ("attention.", "qkv") if linear is None else (LINEAR_MODULE, "qkvz")
         return Layer(
-            attention=self.make_attention(index, prefix + "attention."),
+            attention=self.make_attention(index, prefix + "attention.", has_norms=linear is None),
             input_norm=self.make_norm(prefix + "input_layernorm"),
-            qkv=self.make_linear(prefix + "attention.qkv"),
-            dense=self.make_linear(prefix + "attention.dense", is_summed=True),
+            qkv=self.make_linear(prefix + mixer + product),
+            dense=self.make_linear(f"{prefix}{mixer}dense", is_summed=True),
+            linear=linear,
             post_norm=post_norm,
             up=None if has_experts else self.make_linear(prefix + up),
             down=None if has_experts else self.make_linear(prefix + "mlp.proj", is_summed=True),
@@ -339,13 +356,30 @@ class _Parts:
             down_norm=down_norm,
         )
 
-    def make_attention(self, index: int, prefix: str) -> Attention:
+    def _make_linear_attention(self, index: int, prefix: str) -> DeltaNet | None:
+        model, weights = self._model, self._weights
+        if (sizes := model.get_linear(index)) is None:
+            return None
+        own = sizes.split(model.tp_size)
+        assert model.layer_types is not None
+        return DeltaNet(
+            sizes=own,
+            index=model.layer_types[:index].count(model.layer_types[index]),
+            ba=self.make_linear(prefix + "ba"),
+            taps=weights[prefix + "conv.weight"].float().view(own.num_channels, own.num_taps),
+            decay=-weights[prefix + "A_log"].exp(),
+            bias=weights[prefix + "dt_bias"],
+            norm=Norm(weights[prefix + "norm.weight"], None, model.norm_epsilon),
+        )
+
+    def make_attention(self, index: int, prefix: str, *, has_norms: bool = True) -> Attention:
         model, norms = self._model, []
         is_sliding = model.is_sliding(index)
         is_rotated = index not in model.arithmetic.layers_without_positions
-        for part in "qk" if model.arithmetic.qk_norm else "":
+        for part in "qk" if model.arithmetic.qk_norm and has_norms else "":
             weight = self._weights[f"{prefix}{part}_layernorm.weight"]
-            norms.append(Norm(weight, None, model.norm_epsilon))
+            offset = model.arithmetic.norm_offset
+            norms.append(Norm(weight, None, model.norm_epsilon, offset))
         q_norm, k_norm = norms or (None, None)
         return Attention(
             scale=model.attention_scale, cap=model.attn_logit_softcapping,

@@ -48,7 +48,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of
 // packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 22; }
+int64_t specdec_abi_version() { return 23; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -66,9 +66,9 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
 #define SPECDEC_EXPORT(E, suffix)                                                                 \
   void specdec_add_norm_##suffix(E *x, const E *delta, const E *delta_weight, const E *delta_bias,\
                                  float share, const E *weight, const E *bias, E *out,             \
-                                 int64_t rows, int64_t D, float epsilon) {                        \
+                                 int64_t rows, int64_t D, float epsilon, float offset) {          \
     const E *const added[] = {delta_weight, delta_bias};                                          \
-    add_norm(x, delta, added, share, weight, bias, out, rows, D, epsilon);                        \
+    add_norm(x, delta, added, share, weight, bias, out, rows, D, epsilon, offset);                \
   }                                                                                               \
   void specdec_silu_mul_##suffix(const E *gate_up, E *out, int64_t rows, int64_t I) {             \
     gate_mul<silu>(gate_up, out, rows, I);                                                        \
@@ -84,8 +84,9 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
       int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
-      float epsilon) {                                                                            \
-    const Attention<E> how = {q_norm, k_norm, cosine, sine, rotated, window, scale, cap, epsilon};\
+      float epsilon, float offset) {                                                              \
+    const Attention<E> how = {q_norm, k_norm, cosine, sine,    rotated,                           \
+                              window, scale,  cap,    epsilon, offset};                           \
     const Step step{B, T, C, rows, positions, lines, past, tree_mask, nullptr};                   \
     Attend<E>(qkv, cache, how, step, {N, K, H, R, S}, out).run();                                 \
   }                                                                                               \

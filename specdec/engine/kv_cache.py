@@ -5,13 +5,14 @@ Legend: R cache rows (requests), N K/V heads, S positions, H head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.linear_states import LinearStates
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
 
@@ -32,7 +33,8 @@ class KVCache:
     """Keys and values of every layer, [layers, 2, R, N, S, H], and each row's committed length.
 
     A step writes its T tokens at positions past_lens[r] ... past_lens[r] + T - 1 of row r; they
-    count only once `commit` has moved the accepted ones together.
+    count only once `commit` has moved the accepted ones together. layers: those that attend to
+    keys. states: of the others of a hybrid, None where there are none.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         lender: BlockLender | None = None,
+        states: LinearStates | None = None,
     ) -> None:
         shape = (num_layers, 2, num_rows, num_heads, num_positions, head_size)
         lent = lender.lend_blocks(self, shape, dtype) if lender is not None else None
         # Zeros, not empty: masked positions are multiplied by a zero weight, and 0 * NaN is NaN.
         self.blocks = torch.zeros(shape, dtype=dtype, device=device) if lent is None else lent
-        self.num_positions = num_positions
+        self.num_positions, self.states = num_positions, states
         self.past_lens: IntArray = np.zeros(num_rows, np.int64)
         # Where each row's request begins in the decoder's rotary tables.
         self.rotary_starts: IntArray = np.zeros(num_rows, np.int64)
@@ -60,12 +63,47 @@ class KVCache:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""
         start = int(self.past_lens[row])
         if path != list(range(len(path))):
+            assert self.states is None, "a hybrid's drafts are chains"
             self.move(row, row, np.array(path, np.int64) + start, start)
         self.past_lens[row] += len(path)
+        if self.states is not None:
+            self.states.reach(row, start + len(path))
+
+    def find_prefix(self, row: int, length: int) -> int:
+        """The most positions of a row, `length` of which are wanted, that can be gone on behind."""
+        past = int(self.past_lens[row])
+        length = min(length, past)
+        return length if self.states is None else self.states.find_place(row, length, past)
+
+    def want_places(self, row: int, places: Iterable[int]) -> None:
+        """See to it that `find_prefix` will find these of a row that is still read or written."""
+        if self.states is not None:
+            self.states.want(row, places)
+
+    def will_have(self, row: int, place: int) -> bool:
+        """Whether `find_prefix` will find so many tokens of a row whose prompt is being read."""
+        self.want_places(row, (place,))
+        return self.states is None or self.states.will_have(row, place)
+
+    def find_stop(self, row: int) -> int | None:
+        """Where reading a row's prompt has to pause, None if nowhere."""
+        return None if self.states is None else self.states.find_stop(row)
+
+    def fill(self, length: int) -> None:
+        """Take so many positions of every row as committed, whatever they hold."""
+        self.past_lens[:] = length
+        if self.states is not None:
+            self.states.lens[:] = length
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
-        """Let `row` start over with the first `length` committed positions of row `source`."""
+        """Let `row` start over with the first `length` committed positions of row `source`.
+
+        It has those that `find_prefix` finds.
+        """
         assert length <= self.past_lens[source]
+        length = self.find_prefix(source, length)
+        if self.states is not None:
+            self.states.copy(source, row, length)
         if source != row and length:
             self.move(source, row, np.arange(length), 0)
         self.past_lens[row] = length

@@ -15,8 +15,15 @@ from specdec.engine.rotary import RotaryTable
 from specdec.model.config import ModelConfig
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's type."""
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's type.
+
+    offset: what the weight is stored less; with one, the result is rounded once.
+    """
+    if offset:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
+        return (x32 * scale * (weight.float() + offset)).to(x.dtype)
     if x.is_cuda:  # one kernel instead of eight; in half precision rounded once, not twice
         return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
     x32 = x.float()
@@ -31,15 +38,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm's weights; without a bias it is the root-mean-square one."""
+    """A norm's weights; without a bias it is the root-mean-square one, see `rms_norm`."""
 
     weight: Tensor
     bias: Tensor | None
     epsilon: float
+    offset: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight, self.epsilon)
+            return rms_norm(x, self.weight, self.epsilon, self.offset)
         return layer_norm(x, self.weight, self.bias, self.epsilon)
 
 

@@ -37,6 +37,7 @@ from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
     HEAD,
     HEAD_BIAS,
+    LINEAR_MODULE,
     OFFSETS,
     ROUTER,
     find_first_copy,
@@ -156,7 +157,7 @@ def list_integers(model: ModelConfig) -> list[str]:
     return [
         name for name, shape in list_engine_tensors(model, None).items()
         if name.startswith("transformer.layers.") and len(shape) > 1
-        and not name.endswith((ROUTER, "shared_expert_gate.weight"))
+        and not name.endswith((ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight"))
     ]  # fmt: skip
 
 

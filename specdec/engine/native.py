@@ -32,7 +32,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 22
+ABI_VERSION = 23
 ALIGNMENT = 64  # bytes: a line of the cache, which a packed matrix begins with
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # Activations of a gated MLP, by the kernel that computes them.
@@ -411,7 +411,7 @@ class NativeKernels:
         out = torch.empty_like(x)
         self._add_norm(
             x.data_ptr(), _get_pointer(delta), first, first_bias, share, last, last_bias,
-            out.data_ptr(), x.numel() // size, size, norm.epsilon,
+            out.data_ptr(), x.numel() // size, size, norm.epsilon, norm.offset,
         )  # fmt: skip
         return out
 
@@ -461,6 +461,7 @@ class NativeKernels:
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
             how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
+            how.q_norm.offset if how.q_norm else 0.0,
         )  # fmt: skip
         return out
 

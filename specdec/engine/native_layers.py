@@ -17,7 +17,16 @@ from specdec.engine.native import (
     StepPlan,
 )
 from specdec.engine.step import Step
-from specdec.engine.torch_layers import Layer, Outcome, Stack, TorchLayers, find_lines, find_past
+from specdec.engine.torch_layers import (
+    Layer,
+    Outcome,
+    Stack,
+    TorchLayers,
+    begin_runs,
+    find_lines,
+    find_past,
+    finish_runs,
+)
 
 
 class KernelLayers(TorchLayers):
@@ -32,15 +41,17 @@ class KernelLayers(TorchLayers):
     ) -> Outcome:
         """`run`, the last output normed; x [B, T, D] is overwritten."""
         stack, kernels = self.stack, self.kernels
-        plan = plan_step(kernels, step, cache)
+        plan, runs = plan_step(kernels, step, cache), begin_runs(step, cache)
         norm = stack.final_norm
         h = x if norm is None else kernels.norm(x, stack.layers[0].input_norm)
         seen = []
-        for index, layer in enumerate(stack.layers):
-            attended = kernels.attend(
-                layer.qkv(h), cache.blocks[index], layer.attention, plan,
-                stack.num_heads, stack.num_kv_heads, stack.head_size,
-            )  # fmt: skip
+        for index, (layer, at) in enumerate(zip(stack.layers, stack.places, strict=True)):
+            if layer.linear is None:
+                attended = self._attend_by_kernel(layer, h, cache.blocks[at], plan)
+            else:
+                assert cache.states is not None
+                assert runs is not None
+                attended = layer.linear.run(layer.qkv(h), layer.linear.ba(h), cache.states, runs)
             mixed = layer.dense(attended)
             if norm is None:
                 assert layer.post_norm is not None
@@ -63,7 +74,17 @@ class KernelLayers(TorchLayers):
             )  # fmt: skip
             if index in observed_layers:
                 seen.append(x.clone())
+        finish_runs(runs, cache)
         return h, torch.cat(seen, dim=-1) if seen else None
+
+    def _attend_by_kernel(self, layer: Layer, h: Tensor, block: Tensor, plan: StepPlan) -> Tensor:
+        stack, product = self.stack, layer.qkv(h)
+        width = (stack.num_heads + 2 * stack.num_kv_heads) * stack.head_size
+        qkv = product[..., :width].contiguous() if stack.has_gates else product
+        out = self.kernels.attend(
+            qkv, block, layer.attention, plan, stack.num_heads, stack.num_kv_heads, stack.head_size
+        )
+        return out * product[..., width:].sigmoid() if stack.has_gates else out
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         activation = self.stack.activation
@@ -130,6 +151,7 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
     }  # of which one call takes one: a checkpoint may leave some modules unquantized
     if (
         stack.group is not None or activation is None or stack.final_norm is None or len(types) > 1
+        or stack.has_gates or any(layer.linear is not None for layer in stack.layers)
     ):  # fmt: skip
         return KernelLayers(stack, kernels)
     return NativeLayers(stack, kernels, activation)

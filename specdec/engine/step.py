@@ -27,6 +27,8 @@ class Step:
     goes on in several rows of the step, each sees those before it.
     wanted: [B, T], the tokens whose last states are read; None is all. What a forward pass returns
     of others may be anything: the last layer need not go on with them.
+    counts, kept: [B], the tokens of each row that are not padding, and how many of them, from the
+    first, are certain to be committed; None is all, and none.
     """
 
     rows: IntArray
@@ -35,6 +37,8 @@ class Step:
     tree_mask: BoolArray
     past: IntArray | None = None
     wanted: BoolArray | None = None
+    counts: IntArray | None = None
+    kept: IntArray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Segment:
 
     row: of the cache. past: positions of it that the tokens see. tokens: [n]. offsets: [n], how far
     behind `past` each token stands. mask: [n, n], true where a token (row) sees another.
-    wanted: [n], or one value for all, as in `Step`.
+    wanted: [n], or one value for all, as in `Step`. num_kept: tokens, from the first, that are
+    certain to be committed.
     """
 
     row: int
@@ -80,12 +85,13 @@ class Segment:
     offsets: IntArray
     mask: BoolArray
     wanted: BoolArray | bool = True
+    num_kept: int = 0
 
 
 def place_tree(tree: Tree, row: int, cache: KVCache) -> Segment:
     """A draft tree behind what is committed of a row."""
     past = int(cache.past_lens[row])
-    return Segment(row, past, tree.tokens, tree.depths, build_tree_mask(tree))
+    return Segment(row, past, tree.tokens, tree.depths, build_tree_mask(tree), num_kept=1)
 
 
 def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) -> Step:
@@ -104,4 +110,5 @@ def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) ->
     pasts = [segment.past for segment in segments]
     is_plain = pasts == cache.past_lens[rows].tolist() and rows == sorted(set(rows))
     past = None if is_plain else np.array(pasts, np.int64)
-    return Step(np.array(rows, np.int64), tokens, positions, mask, past, wanted)
+    counts, kept = np.array([(len(s.tokens), s.num_kept) for s in segments], np.int64).T
+    return Step(np.array(rows, np.int64), tokens, positions, mask, past, wanted, counts, kept)

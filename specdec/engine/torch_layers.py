@@ -6,18 +6,21 @@ Legend: B rows in the step, T tokens per row, D hidden, S cache positions.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.delta_net import DeltaNet
 from specdec.engine.experts import ExpertLayer
 from specdec.engine.graphs import PackedStep, StepGraphs, StepShape
 from specdec.engine.group import Group
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import ACTIVATIONS, Attention, Norm, attend
 from specdec.engine.linear import Linear
+from specdec.engine.linear_states import Runs
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
@@ -32,7 +35,7 @@ class Layer:
     """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share.
 
     dense_norm, down_norm: of what `dense` and `down` yield, before it is added; None for none.
-    experts: instead of up and down.
+    experts: instead of up and down. linear: instead of attending, with qkv for its first product.
     """
 
     attention: Attention
@@ -45,6 +48,7 @@ class Layer:
     dense_norm: Norm | None = None
     down_norm: Norm | None = None
     experts: ExpertLayer | None = None
+    linear: DeltaNet | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,8 @@ class Stack:
     """The layers of one rank, with its own heads.
 
     final_norm: None where each layer's norms are behind attention and MLP, the last one's too.
-    share: of what attention and MLP yield, in what is added to a layer's input.
+    share: of what attention and MLP yield, in what is added to a layer's input. has_gates: whether
+    qkv has gates of the attention's outputs behind the values.
     """
 
     layers: list[Layer]
@@ -64,6 +69,13 @@ class Stack:
     is_gated: bool
     group: Group | None
     share: float = 1.0
+    has_gates: bool = False
+
+    @property
+    def places(self) -> list[int]:
+        """Where in the cache each layer's keys are, among those of the layers that attend."""
+        attends = (layer.linear is None for layer in self.layers[:-1])
+        return list(itertools.accumulate(attends, initial=0))
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add up what the ranks computed of a product."""
@@ -76,7 +88,7 @@ class Stack:
 
     def list_windows(self) -> set[int | None]:
         """The windows that its layers have."""
-        return {layer.attention.window for layer in self.layers}
+        return {layer.attention.window for layer in self.layers if layer.linear is None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +105,7 @@ class _Placement:
     lines: Tensor
     views: dict[int | None, tuple[int, Tensor]]
     end: int
+    runs: Runs | None = None
 
 
 class TorchLayers:
@@ -151,8 +164,11 @@ class TorchLayers:
             lines=to_device(find_lines(step, cache), device),
             views=views,
             end=used,
+            runs=begin_runs(step, cache),
         )
-        return self._compute(x, cache.blocks, place, observed_layers, first_input)
+        found = self._compute(x, cache, cache.blocks, place, observed_layers, first_input)
+        finish_runs(place.runs, cache)
+        return found
 
     def _replay(
         self,
@@ -184,7 +200,7 @@ class TorchLayers:
                 end=size,
             )
             first = inputs[1] if len(inputs) > 1 else None
-            out, observed = self._compute(inputs[0], blocks, place, observed_layers, first)
+            out, observed = self._compute(inputs[0], cache, blocks, place, observed_layers, first)
             return (out,) if observed is None else (out, observed)
 
         found = graphs.run(
@@ -201,45 +217,28 @@ class TorchLayers:
     def _compute(
         self,
         x: Tensor,
+        cache: KVCache,
         blocks: Tensor,
         place: _Placement,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
     ) -> Outcome:
         """The layers on the device alone."""
-        stack, rows, slots = self.stack, place.rows, place.slots
-        num_rows, num_tokens = slots.shape
-        num_heads = stack.num_heads
-        num_turned = num_heads + stack.num_kv_heads  # queries and keys
+        stack = self.stack
         angles: dict[RotaryTable, tuple[Tensor, Tensor]] = {}
         seen = []
-        for index, layer in enumerate(stack.layers):
+        for index, (layer, at) in enumerate(zip(stack.layers, stack.places, strict=True)):
             if first_input is not None and index == 0:
                 h = first_input
             else:
                 h = x if stack.final_norm is None else layer.input_norm(x)
-            qkv = layer.qkv(h).view(num_rows, num_tokens, -1, stack.head_size)
-            turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
-            how = layer.attention
-            if how.q_norm is not None and how.k_norm is not None:
-                q, k = turned[:, :, :num_heads], turned[:, :, num_heads:]
-                turned = torch.cat((how.q_norm(q), how.k_norm(k)), dim=2)
-            if (table := how.rotary) is not None:
-                if table not in angles:  # [B, T, 1, R]
-                    lines = place.lines
-                    angles[table] = table.cos[lines].unsqueeze(2), table.sin[lines].unsqueeze(2)
-                turned = rotate(turned, *angles[table])
-            queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
-            keys, values = blocks[index, 0], blocks[index, 1]  # [R, N, S, H]
-            keys[rows[:, None], :, slots] = new_keys
-            values[rows[:, None], :, slots] = new_values
-            first, mask = place.views[how.window]
-            keys, values = keys[:, :, first : place.end], values[:, :, first : place.end]
-            if place.is_prefix:
-                keys, values = keys[:num_rows], values[:num_rows]
+            if layer.linear is None:
+                mixed = self._attend(layer, layer.qkv(h), blocks[at], place, angles)
             else:
-                keys, values = keys[rows], values[rows]
-            attended = layer.dense(attend(queries, keys, values, mask, how.scale, how.cap))
+                assert cache.states is not None
+                assert place.runs is not None
+                mixed = layer.linear.run(layer.qkv(h), layer.linear.ba(h), cache.states, place.runs)
+            attended = layer.dense(mixed)
             if stack.final_norm is None:
                 assert layer.post_norm is not None
                 x = layer.input_norm(stack.add(x, attended, None))
@@ -252,6 +251,49 @@ class TorchLayers:
             if index in observed_layers:
                 seen.append(x)
         return x, torch.cat(seen, dim=-1) if seen else None
+
+    def _attend(
+        self,
+        layer: Layer,
+        product: Tensor,
+        block: Tensor,
+        place: _Placement,
+        angles: dict[RotaryTable, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Write keys and values into a layer's part of the cache, [2, R, N, S, H], and attend.
+
+        product: [B, T, heads of all parts * H]. angles: of the tables that were used before.
+        """
+        stack, rows, slots = self.stack, place.rows, place.slots
+        num_rows, num_tokens = slots.shape
+        num_heads = stack.num_heads
+        num_turned = num_heads + stack.num_kv_heads  # queries and keys
+        qkv = product.view(num_rows, num_tokens, -1, stack.head_size)
+        turned = qkv[:, :, :num_turned]
+        new_values = qkv[:, :, num_turned : num_turned + stack.num_kv_heads]
+        how = layer.attention
+        if how.q_norm is not None and how.k_norm is not None:
+            q, k = turned[:, :, :num_heads], turned[:, :, num_heads:]
+            turned = torch.cat((how.q_norm(q), how.k_norm(k)), dim=2)
+        if (table := how.rotary) is not None:
+            if table not in angles:  # [B, T, 1, R]
+                lines = place.lines
+                angles[table] = table.cos[lines].unsqueeze(2), table.sin[lines].unsqueeze(2)
+            turned = rotate(turned, *angles[table])
+        queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
+        keys, values = block[0], block[1]  # [R, N, S, H]
+        keys[rows[:, None], :, slots] = new_keys
+        values[rows[:, None], :, slots] = new_values
+        first, mask = place.views[how.window]
+        keys, values = keys[:, :, first : place.end], values[:, :, first : place.end]
+        if place.is_prefix:
+            keys, values = keys[:num_rows], values[:num_rows]
+        else:
+            keys, values = keys[rows], values[rows]
+        out = attend(queries, keys, values, mask, how.scale, how.cap)
+        if not stack.has_gates:
+            return out
+        return out * qkv[:, :, num_turned + stack.num_kv_heads :].sigmoid().flatten(2)
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         if layer.experts is not None:
@@ -269,6 +311,24 @@ class TorchLayers:
 def find_past(step: Step, cache: KVCache) -> IntArray:
     """How many positions each row of a step sees, [B]."""
     return cache.past_lens[step.rows] if step.past is None else step.past
+
+
+def begin_runs(step: Step, cache: KVCache) -> Runs | None:
+    """The runs of a step's linear layers; None where a model has none."""
+    if cache.states is None:
+        return None
+    batch, size = step.tokens.shape
+    counts = np.full(batch, size) if step.counts is None else step.counts
+    kept = np.zeros(batch, np.int64) if step.kept is None else step.kept
+    offsets = step.positions - find_past(step, cache)[:, None] - np.arange(size)
+    assert not (offsets * (np.arange(size) < counts[:, None])).any(), "a state follows one text"
+    return cache.states.begin(step.rows, find_past(step, cache), counts, kept, size)
+
+
+def finish_runs(runs: Runs | None, cache: KVCache) -> None:
+    """Note what a step has written of the linear layers' states."""
+    if cache.states is not None and runs is not None:
+        cache.states.finish(runs)
 
 
 def find_lines(step: Step, cache: KVCache) -> IntArray:

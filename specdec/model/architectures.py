@@ -35,6 +35,9 @@ class Architecture:
     the configuration tells.
     inner_norms: the output of attention and MLP is normed before it is added to the input.
     layers_without_positions: the layers, from 0, whose queries and keys are not rotated.
+    adds_one: norms multiply by their weights and one; but for those of linear attention.
+    gates_attention: what attention yields is multiplied by the sigmoid of a gate for each head,
+    whose rows lie in qkv behind the values'.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -54,6 +57,13 @@ class Architecture:
     inner_norms: bool = False
     window_pattern: int | None = None
     layers_without_positions: tuple[int, ...] = ()
+    adds_one: bool = False
+    gates_attention: bool = False
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the norms' weights."""
+        return 1.0 if self.adds_one else 0.0
 
 
 _GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")

@@ -13,8 +13,9 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
 from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithmetic
-from specdec.model.config import ModelConfig, list_layer_types
+from specdec.model.config import LINEAR, ModelConfig, list_layer_types
 from specdec.model.experts import parse_experts
+from specdec.model.linear_attention import parse_linear_attention
 from specdec.model.quantization import Quantization, parse_quantization
 
 # What a key may be, by the type of the field of ModelConfig that it is.
@@ -23,7 +24,7 @@ KINDS: Mapping[str, type] = {
     "tuple[str, ...]": list,
 }  # fmt: skip
 # Fields that are not read of a key of their name.
-OTHERS = ("architecture", "tp_size", "pp_size", "experts", "own_arithmetic")
+OTHERS = ("architecture", "tp_size", "pp_size", "experts", "linear_attention", "own_arithmetic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,13 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     if types is None and pattern is not None:
         types = list_layer_types(values["num_hidden_layers"], max(1, pattern))
     values["layer_types"] = None if types is None else tuple(types)
+    values["linear_attention"] = parse_linear_attention(config)
+    if (values["linear_attention"] is not None) != (LINEAR in (types or ())):
+        raise SpecDecError(
+            f"checkpoint config: layer_types and linear_attention disagree on whether there are"
+            f" layers of {LINEAR}",
+            "convert it again",
+        )
     own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
     if arithmetic.mlp == "experts":
         values["experts"] = parse_experts(config, tp_size)

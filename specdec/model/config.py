@@ -10,11 +10,12 @@ from specdec.errors import Problems, shorten
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.model.experts import Experts
+from specdec.model.linear_attention import LinearAttention
 from specdec.model.rotary_scaling import find_scaling_problems
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
-# What a layer's attention may be, in transformers' names: of a window, or of all tokens.
-SLIDING, FULL = "sliding_attention", "full_attention"
+# What a layer's attention may be, in transformers' names: of a window, of all tokens, or linear.
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def size(most: int = MAX_SIZE, *, least: int = 1, **default: Any) -> Any:
@@ -48,13 +49,14 @@ class ModelConfig:
     experts: the MLPs of a mixture; intermediate_size may then be any. own_arithmetic: what an
     architecture computes that ARCHITECTURES does not have.
 
-    layer_types: SLIDING or FULL for each layer, None where all are alike: SLIDING if there is a
-    window. rope_local_base_freq: rotary base, without scaling, of SLIDING layers; None where the
-    others' base is theirs too. embedding_multiplier: of token embeddings; residual_multiplier: of
-    what attention and MLP yield; attention_multiplier: of scores, as well as 1 / sqrt(head_size);
-    output_multiplier_scale: of logits. query_pre_attn_scalar: scores are divided by its root
-    instead of the root of head_size. attn_logit_softcapping, final_logit_softcapping: a score or
-    logit x becomes cap tanh(x / cap).
+    linear_attention: the sizes of the LINEAR layers of a hybrid; None where there are none.
+    layer_types: SLIDING, FULL or LINEAR for each layer, None where all are alike: SLIDING if there
+    is a window. rope_local_base_freq: rotary base, without scaling, of SLIDING layers; None where
+    the others' base is theirs too. embedding_multiplier: of token embeddings; residual_multiplier:
+    of what attention and MLP yield; attention_multiplier: of scores, as well as 1 /
+    sqrt(head_size); output_multiplier_scale: of logits. query_pre_attn_scalar: scores are divided
+    by its root instead of the root of head_size. attn_logit_softcapping, final_logit_softcapping: a
+    score or logit x becomes cap tanh(x / cap).
     """
 
     architecture: str
@@ -91,6 +93,7 @@ class ModelConfig:
     tp_size: int = size(MAX_RANKS, default=1)
     pp_size: int = size(MAX_RANKS, default=1)
     experts: Experts | None = None
+    linear_attention: LinearAttention | None = None
     own_arithmetic: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class ModelConfig:
             )
         if (self.experts is not None) != (self.arithmetic.mlp == "experts"):
             raise ValueError(f"{self.architecture} with experts={self.experts}")
+        if (self.linear_attention is not None) != (LINEAR in (self.layer_types or ())):
+            raise ValueError(f"layer_types with linear_attention={self.linear_attention}")
 
     @property
     def arithmetic(self) -> Architecture:
@@ -122,6 +127,11 @@ class ModelConfig:
         return self.mlp_bias if chosen is None else chosen
 
     @property
+    def query_parts(self) -> int:
+        """Rows of qkv for each dimension of a query: 2 where it has a gate."""
+        return 2 if self.arithmetic.gates_attention else 1
+
+    @property
     def rotary_size(self) -> int:
         """Rotated dimensions of each head; the others pass as they are."""
         return int(self.head_size * self.rotary_pct)
@@ -142,6 +152,16 @@ class ModelConfig:
         if self.layer_types is None:
             return self.sliding_window is not None
         return self.layer_types[layer] == SLIDING
+
+    def get_linear(self, layer: int) -> LinearAttention | None:
+        """The sizes of a layer's linear attention; None where it attends to keys."""
+        is_linear = self.layer_types is not None and self.layer_types[layer] == LINEAR
+        return self.linear_attention if is_linear else None
+
+    @property
+    def num_attending(self) -> int:
+        """How many layers have keys and values."""
+        return self.num_hidden_layers - (self.layer_types or ()).count(LINEAR)
 
     def get_num_kv_heads(self) -> int:
         """K/V heads of one rank; fewer heads than ranks are duplicated."""
@@ -177,9 +197,9 @@ class ModelConfig:
         problems += Problems.where(
             (types is not None
              and (len(types) != self.num_hidden_layers
-                  or any(kind not in (SLIDING, FULL) for kind in types)),
+                  or any(kind not in (SLIDING, FULL, LINEAR) for kind in types)),
              f"layer_types is {shorten(list(types or ()))} for {self.num_hidden_layers} layers",
-             f"give {SLIDING} or {FULL} for each layer"),
+             f"give {SLIDING}, {FULL} or {LINEAR} for each layer"),
             (dim not in (0, 1), f"embedding_sharding_dim={dim}", "use 0 or 1"),
             (not 0 < self.rotary_pct <= 1,
              f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"),
@@ -193,6 +213,8 @@ class ModelConfig:
         )  # fmt: skip
         if self.experts is not None:
             problems += self.experts.find_problems(self.tp_size)
+        if self.linear_attention is not None:
+            problems += self.linear_attention.find_problems(self.tp_size)
         return problems or self._find_contradictions()
 
     def _find_contradictions(self) -> Problems:

@@ -8,6 +8,7 @@ are rows [q0 q1 q2 q3 k0 k1 v0 v1]; rank 2 takes [q2 k1 v1], since 2 * 2 // 4 = 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,9 +48,15 @@ def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
         return _list_qkv_blocks(model, rank)
     if spec.shard is Shard.WHOLE:
         return [Block(0, num_rows)]
-    if spec.shard is Shard.PAIR:
-        half, height = num_rows // 2, num_rows // 2 // tp_size
-        return [Block(s + rank * height, s + (rank + 1) * height) for s in (0, half)]
+    if spec.shard in (Shard.PAIR, Shard.SECTIONS):
+        sections = spec.sections or (num_rows // 2,) * 2
+        ends = itertools.accumulate(sections)
+        return [
+            Block(
+                end - rows + rank * (rows // tp_size), end - rows + (rank + 1) * (rows // tp_size)
+            )
+            for rows, end in zip(sections, ends, strict=True)
+        ]
     height = -(-num_rows // tp_size)  # ROWS divide evenly, VOCAB rounds up
     start, stop = min(rank * height, num_rows), min((rank + 1) * height, num_rows)
     return [Block(start, stop)] if start < stop else []
@@ -60,11 +67,13 @@ def _list_qkv_blocks(model: ModelConfig, rank: int) -> list[Block]:
     num_heads = model.num_attention_heads // model.tp_size
     first_kv_head = rank * num_kv_heads // model.tp_size
     k_start = model.num_attention_heads
-    groups = (
+    groups: tuple[tuple[int, int], ...] = (
         (rank * num_heads, num_heads),
         (k_start + first_kv_head, model.get_num_kv_heads()),
         (k_start + num_kv_heads + first_kv_head, model.get_num_kv_heads()),
     )
+    if model.arithmetic.gates_attention:
+        groups += ((k_start + 2 * num_kv_heads + rank * num_heads, num_heads),)
     return [Block(first * size, (first + count) * size) for first, count in groups]
 
 

@@ -7,6 +7,7 @@ from enum import Enum
 
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
+from specdec.model.linear_attention import LinearAttention
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
@@ -18,6 +19,8 @@ OFFSETS = "d2t"
 EAGLE_OFFSETS, DFLASH_OFFSETS = EAGLE_NET + OFFSETS, DFLASH_NET + OFFSETS
 # What a token's choice among a layer's experts is computed with.
 ROUTER = "mlp.router.weight"
+# What the names of a layer of linear attention begin with, within the layer.
+LINEAR_MODULE = "linear_attention."
 
 
 class Shard(Enum):
@@ -29,6 +32,7 @@ class Shard(Enum):
     QKV = "qkv"  # dimension 0 = [q; k; v], each by heads; few K/V heads are duplicated
     VOCAB = "vocab"  # dimension 0, ceil(V / tp) rows per rank, zero rows at the end
     PAIR = "pair"  # dimension 0 = two halves, each split evenly
+    SECTIONS = "sections"  # dimension 0 = `TensorSpec.sections`, each split evenly
     # Tensors of three dimensions, the first of which counts experts; see `Experts`.
     EXPERT_PAIRS = "expert_pairs"  # whole experts, and of each as PAIR
     EXPERT_COLUMNS = "expert_columns"  # whole experts, and of each as COLUMNS
@@ -39,19 +43,21 @@ class TensorSpec:
     """A tensor of the whole model.
 
     shape: [out, in] for a matrix, [size] for a vector, [experts, out, in] for those of a mixture.
-    owner: the model whose heads a QKV tensor has, where that is not the target.
+    owner: the model whose heads a QKV tensor has, where that is not the target. sections: rows of
+    each part of a SECTIONS tensor.
     """
 
     shape: tuple[int, ...]
     shard: Shard
     owner: ModelConfig | None = None
+    sections: tuple[int, ...] = ()
 
 
 def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
     """Shape of one rank's part; the same on every rank."""
     model = spec.owner or model
     tp_size, first, rest = model.tp_size, spec.shape[0], spec.shape[1:]
-    if spec.shard in (Shard.ROWS, Shard.PAIR):
+    if spec.shard in (Shard.ROWS, Shard.PAIR, Shard.SECTIONS):
         return (first // tp_size, *rest)
     if spec.shard is Shard.COLUMNS:
         return (first, spec.shape[1] // tp_size)
@@ -64,7 +70,8 @@ def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
             return (num, rest[0] // parts, rest[1])
         return (num, rest[0], rest[1] // parts)
     if spec.shard is Shard.QKV:
-        heads = model.num_attention_heads // tp_size + 2 * model.get_num_kv_heads()
+        own_heads = model.num_attention_heads // tp_size
+        heads = own_heads * model.query_parts + 2 * model.get_num_kv_heads()
         return (heads * model.head_size, *rest)
     return spec.shape
 
@@ -86,7 +93,7 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
         )
     for layer in range(model.num_hidden_layers):
         prefix = f"transformer.layers.{layer}."
-        tensors |= {prefix + name: spec for name, spec in list_layer_tensors(model).items()}
+        tensors |= {prefix + name: spec for name, spec in list_layer_tensors(model, layer).items()}
     if not arithmetic.is_post_norm:
         tensors |= list_norm(model, "transformer.ln_f")
     if not model.share_embedding_table:
@@ -131,45 +138,82 @@ def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
     return names
 
 
-def list_layer_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
+def list_layer_tensors(model: ModelConfig, layer: int = 0) -> dict[str, TensorSpec]:
     """Every tensor of a layer, whole, by its name within the layer."""
-    arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
-    q_size = model.num_attention_heads * model.head_size
-    qkv_size = q_size + 2 * model.num_key_value_heads * model.head_size
-    fc = TensorSpec((inner, hidden), Shard.ROWS)
-    if arithmetic.mlp == "fused":
-        fc = TensorSpec((2 * inner, hidden), Shard.PAIR)
-    mlp = {"mlp.fc.weight": fc, "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS)}
-    if arithmetic.mlp == "gated":
-        mlp["mlp.gate.weight"] = fc
-    if model.experts is not None:
-        mlp = _list_experts(model.experts, hidden)
-    tensors = list_norm(model, "input_layernorm") | {
-        "attention.qkv.weight": TensorSpec((qkv_size, hidden), Shard.QKV),
-        "attention.dense.weight": TensorSpec((hidden, q_size), Shard.COLUMNS),
-        **mlp,
-    }
+    arithmetic = model.arithmetic
+    tensors = list_norm(model, "input_layernorm")
+    linear = model.get_linear(layer)
+    tensors |= _list_attention(model) if linear is None else _list_linear(linear, model.hidden_size)
+    tensors |= _list_mlp(model)
     if not arithmetic.is_parallel:
         tensors |= list_norm(model, "post_layernorm")
     if arithmetic.inner_norms:  # whose post_layernorm is of what attention yields
         for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
             tensors |= list_norm(model, name)
-    if arithmetic.qk_norm:
+    return tensors
+
+
+def _list_attention(model: ModelConfig) -> dict[str, TensorSpec]:
+    """The tensors of a layer that attends to keys."""
+    q_size = model.num_attention_heads * model.head_size
+    qkv_size = q_size * model.query_parts + 2 * model.num_key_value_heads * model.head_size
+    tensors = {
+        "attention.qkv.weight": TensorSpec((qkv_size, model.hidden_size), Shard.QKV),
+        "attention.dense.weight": TensorSpec((model.hidden_size, q_size), Shard.COLUMNS),
+    }
+    if model.arithmetic.qk_norm:
         of_head = TensorSpec((model.head_size,), Shard.WHOLE)
         tensors |= {f"attention.{part}_layernorm.weight": of_head for part in "qk"}
     # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_qkv_bias:
         tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)
     if model.has_dense_bias:
-        tensors["attention.dense.bias"] = TensorSpec((hidden,), Shard.WHOLE)
+        tensors["attention.dense.bias"] = TensorSpec((model.hidden_size,), Shard.WHOLE)
+    return tensors
+
+
+def _list_linear(sizes: LinearAttention, hidden: int) -> dict[str, TensorSpec]:
+    """The tensors of a layer of linear attention.
+
+    qkvz: queries, keys, values, and what gates the output. ba: the strength of an update and the
+    decay, of each value head. conv: the taps of each channel, the oldest token's first.
+    """
+    q_rows, k_rows, v_rows = sizes.sections
+    heads = sizes.num_value_heads
+    in_sections = (q_rows, k_rows, v_rows, v_rows)
+    taps = tuple(rows * sizes.num_taps for rows in sizes.sections)
+    own = {
+        "qkvz.weight": TensorSpec((sum(in_sections), hidden), Shard.SECTIONS, sections=in_sections),
+        "ba.weight": TensorSpec((2 * heads, hidden), Shard.PAIR),
+        "conv.weight": TensorSpec((sum(taps),), Shard.SECTIONS, sections=taps),
+        "dt_bias": TensorSpec((heads,), Shard.ROWS),
+        "A_log": TensorSpec((heads,), Shard.ROWS),
+        "norm.weight": TensorSpec((sizes.value_size,), Shard.WHOLE),
+        "dense.weight": TensorSpec((hidden, v_rows), Shard.COLUMNS),
+    }
+    return {LINEAR_MODULE + name: spec for name, spec in own.items()}
+
+
+def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
+    """The tensors of a layer's MLP, or of its experts."""
+    arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
+    if model.experts is not None:
+        return _list_experts(model.experts, hidden)
+    fc = TensorSpec((inner, hidden), Shard.ROWS)
+    if arithmetic.mlp == "fused":
+        fc = TensorSpec((2 * inner, hidden), Shard.PAIR)
+    mlp = {"mlp.fc.weight": fc, "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS)}
+    if arithmetic.mlp == "gated":
+        mlp["mlp.gate.weight"] = fc
+    # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_mlp_bias:
-        tensors |= {
+        mlp |= {
             "mlp.fc.bias": TensorSpec(fc.shape[:1], fc.shard),
             "mlp.proj.bias": TensorSpec((hidden,), Shard.WHOLE),
         }
         if arithmetic.mlp == "gated":
-            tensors["mlp.gate.bias"] = TensorSpec(fc.shape[:1], fc.shard)
-    return tensors
+            mlp["mlp.gate.bias"] = TensorSpec(fc.shape[:1], fc.shard)
+    return mlp
 
 
 def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
@@ -206,6 +250,6 @@ def find_first_copy(name: str) -> str:
 
 def get_stored_dtype(name: str, dtype: str) -> str:
     """The type that a tensor is stored in alongside weights of `dtype`."""
-    if name.endswith(f".{ROUTER}"):
+    if name.endswith((f".{ROUTER}", f".{LINEAR_MODULE}A_log", f".{LINEAR_MODULE}dt_bias")):
         return "float32"
     return "int64" if name in (EAGLE_OFFSETS, DFLASH_OFFSETS) else dtype

@@ -13,7 +13,7 @@ from specdec.model.inventory import list_tensors
 from specdec.model.sharding import join
 from specdec.model.tensors import list_rank_names
 from tests.convert.golden_models import read_tensors
-from tests.families import CLASSES
+from tests.families import CLASSES, HYBRIDS
 
 LLAMA_NAMES = {
     "mlp.gate.": "mlp.router.", "block_sparse_moe.gate": "mlp.router",
@@ -89,6 +89,8 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
     model = model_class.from_pretrained(folder, torch_dtype=torch.float32)
     state = _split_experts({name: value.numpy() for name, value in model.state_dict().items()})
     tensors = _stack_experts(state)
+    if family in HYBRIDS:
+        state = _take_linear(state, tensors, model.config)
     for name, value in state.items():
         if ".k_proj" in name or ".v_proj" in name or "expert" in name:
             continue
@@ -97,6 +99,10 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             new = new.replace(old, ours)
         if ".q_proj" in name:
             parts = [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            if family in HYBRIDS:  # a head's query, then its gate
+                heads = parts[0].reshape(-1, 2, model.config.head_dim, parts[0].shape[1])
+                query, gate = (heads[:, at].reshape(-1, parts[0].shape[1]) for at in (0, 1))
+                parts = [query, *parts[1:], gate]
             new, value = new.replace("self_attn.q_proj", "attention.qkv"), np.concatenate(parts)
         elif ".c_" in name:
             value = value.T
@@ -108,6 +114,34 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             value = value + np.float32(1)
         tensors[new] = value
     return tensors
+
+
+def _take_linear(state: dict[str, Any], tensors: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Add the canonical tensors of linear attention; return what else there is."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    sizes = [config.linear_key_head_dim] * 2 + [config.linear_value_head_dim * values // keys] * 2
+    for name in [name for name in state if name.endswith("linear_attn.A_log")]:
+        own = {n: v for n, v in state.items() if n.startswith(name.removesuffix("A_log"))}
+        state = {n: v for n, v in state.items() if n not in own}
+        own = {n.split("linear_attn.")[1].removesuffix(".weight"): v for n, v in own.items()}
+        if "in_proj_qkvz" in own:  # of each key head all
+            heads = own["in_proj_qkvz"].reshape(keys, sum(sizes), -1)
+            ends = np.cumsum(sizes)[:-1]
+            parts = [p.reshape(-1, heads.shape[-1]) for p in np.split(heads, ends, axis=1)]
+            qkvz, ba = np.concatenate(parts), own["in_proj_ba"].reshape(keys, 2, values // keys, -1)
+            ba = np.concatenate([ba[:, at].reshape(values, -1) for at in (0, 1)])
+        else:
+            qkvz = np.concatenate([own["in_proj_qkv"], own["in_proj_z"]])
+            ba = np.concatenate([own["in_proj_b"], own["in_proj_a"]])
+        prefix = name.replace("model.", "transformer.").replace("linear_attn", "linear_attention")
+        prefix = prefix.removesuffix("A_log")
+        tensors |= {
+            prefix + "A_log": own["A_log"], prefix + "dt_bias": own["dt_bias"],
+            prefix + "qkvz.weight": qkvz, prefix + "ba.weight": ba,
+            prefix + "conv.weight": own["conv1d"].reshape(-1),
+            prefix + "norm.weight": own["norm"], prefix + "dense.weight": own["out_proj"],
+        }  # fmt: skip
+    return state
 
 
 def _split_experts(state: dict[str, Any]) -> dict[str, Any]:

@@ -35,14 +35,16 @@ TARGETS = {
     "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa", "ministral": None,
     "gemma2": "gemma2_mqa", "gemma3": None, "granite": None, "qwen3": None, "seed_oss": None,
     "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32", "qwen2_moe": "qwen2moe_gqa",
-    "qwen3_moe": None,
+    "qwen3_moe": None, "qwen3_5": None, "qwen3_5_moe": None, "qwen3_next": None,
 }  # fmt: skip
 DRAFTERS = {"drafter_model_dir": "drafter_A_rnn_e96", "medusa_model_dir": "medusa_4x1"}
 KEYS = [
     "rope_scaling", "rope_parameters", "sliding_window", "head_dim", "num_key_value_heads",
     "partial_rotary_factor", "tie_word_embeddings", "torch_dtype", "dtype", "architectures",
     "model_type", "text_config", "quantization_config", "layer_types", "medusa", "num_experts",
-    "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers",
+    "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "full_attention_interval",
 ]  # fmt: skip
 ROPE_KEYS = ["type", "rope_type", "factor", "short_factor", "long_factor", "rope_theta",
              "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]  # fmt: skip

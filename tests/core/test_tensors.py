@@ -9,9 +9,11 @@ import pytest
 
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
+from specdec.model.architectures import Architecture
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 from specdec.model.inventory import list_tensors
+from specdec.model.linear_attention import LinearAttention
 from specdec.model.sharding import join, split
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
@@ -44,11 +46,20 @@ def test_rank_shapes_make_up_the_whole(tp_size: int, kv_heads: int, embedding: i
     mixture = dataclasses.replace(
         model, architecture="MixtralForCausalLM", hidden_act="swiglu", experts=experts
     )
+    linear = LinearAttention(
+        num_key_heads=8, num_value_heads=16, key_size=6, value_size=4, num_taps=4
+    )
+    types = ("linear_attention",) * model.num_hidden_layers
+    gated = Architecture(gates_attention=True)
+    hybrid = dataclasses.replace(
+        model, linear_attention=linear, layer_types=types, own_arithmetic=gated
+    )
     assert model.find_problems() == fused.find_problems() == mixture.find_problems() == []
+    assert hybrid.find_problems() == []
     seen = set()
     tensors = [
         (name, spec, owner)
-        for owner, drafter in ((model, DRAFTER), (fused, None), (mixture, None))
+        for owner, drafter in ((model, DRAFTER), (fused, None), (mixture, None), (hybrid, None))
         for name, spec in list_tensors(owner, drafter).items()
     ]
     axes = {Shard.COLUMNS: 1, Shard.EXPERT_PAIRS: 1, Shard.EXPERT_COLUMNS: 2}
@@ -66,7 +77,8 @@ def test_rank_shapes_make_up_the_whole(tp_size: int, kv_heads: int, embedding: i
         elif spec.shard is Shard.QKV:
             # Every rank has at least one K and one V head, so few of them are duplicated.
             kv_copies = max(1, tp_size // kv_heads)
-            assert total == (8 + 2 * kv_heads * kv_copies) * 24, name
+            query_heads = 16 if owner is hybrid else 8
+            assert total == (query_heads + 2 * kv_heads * kv_copies) * 24, name
         else:
             assert total == spec.shape[axis], name
     assert seen == set(Shard)

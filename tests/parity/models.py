@@ -6,6 +6,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 VOCAB = 131
 POSITIONS = 256
 # Of the scalings that change with the length, the length at which they do.
@@ -35,6 +37,12 @@ _QWEN_MOE = {
     "shared_expert_intermediate_size": 72,
 }  # fmt: skip
 _PHI3 = {**_GQA, "pad_token_id": 0}
+_LINEAR = {
+    "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+_HYBRID = {**_GQA, **_LINEAR, "num_hidden_layers": 4}
+_HYBRID_MOE = {**_QWEN_MOE, **_LINEAR, "num_hidden_layers": 3, "full_attention_interval": 3}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -165,6 +173,19 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "renormalized": {**_QWEN_MOE, "norm_topk_prob": True, "head_dim": 24},
         "biases": {**_QWEN_MOE, "attention_bias": True, "head_dim": 16, "rope_scaling": _YARN},
     },
+    "Qwen3_5ForCausalLM": {
+        "plain": _HYBRID,
+        "tied": {
+            **_HYBRID, "tie_word_embeddings": True, "linear_num_value_heads": 4,
+            "linear_conv_kernel_dim": 3, "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+        },
+    },
+    "Qwen3_5MoeForCausalLM": {"plain": _HYBRID_MOE},
+    "Qwen3NextForCausalLM": {
+        "plain": _HYBRID_MOE,
+        "kept_weights": {**_HYBRID_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},
         "biases": {
@@ -208,14 +229,19 @@ def make_model(
 
     architecture, _, variant = name.partition("-")
     settings = copy.deepcopy({**VARIANTS[architecture][variant], **changes})
-    model_class = getattr(transformers, architecture)
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        pytest.skip(f"this transformers has no {architecture}")
     model = model_class(model_class.config_class(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() == 1 and ("norm" in key or ".ln_" in key) and key.endswith("weight"):
-                weight.copy_((0.0 if "Gemma" in architecture else 1.0) + 0.1 * noise)
+                is_less = "Gemma" in architecture or (
+                    hasattr(model.config, "linear_num_key_heads") and "linear_attn" not in key
+                )
+                weight.copy_((0.0 if is_less else 1.0) + 0.1 * noise)
             elif weight.dim() == 1:
                 weight.copy_(0.3 * noise)
             elif "embed" in key or ".wte." in key or ".wpe." in key:

@@ -47,6 +47,8 @@ TREE = Tree(
     np.array([-1, 0, 0, 1, 1, 2, 3]),
     np.array([0, 1, 1, 2, 2, 2, 3]),
 )
+# What is verified of a hybrid, whose states follow one text.
+CHAIN = Tree(TREE.tokens, np.arange(-1, 6), np.arange(7))
 GetEngine = Callable[[str, str], TorchEngine]
 
 
@@ -153,7 +155,10 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
 
 @torch.inference_mode()
 def check_logits(decoder: Decoder, target: Path) -> None:
-    """Prompts in chunks, single tokens, and a tree over two rows of different lengths."""
+    """Prompts in chunks, single tokens, and a tree over two rows of different lengths.
+
+    Of a hybrid a chain, of which a part is then kept and gone on behind.
+    """
     generator = torch.Generator().manual_seed(3)
     cache = decoder.make_cache(len(CHUNKS), 128)
     texts: list[list[int]] = []
@@ -167,19 +172,27 @@ def check_logits(decoder: Decoder, target: Path) -> None:
             at += size
         assert_near(torch.cat(logits), compute_reference(target, text), f"row {row}")
         texts.append(text)
-    count = TREE.num_nodes
+    is_hybrid = decoder.model.linear_attention is not None
+    tree = CHAIN if is_hybrid else TREE
+    count = tree.num_nodes
     step = Step(
         rows=np.arange(2),
-        tokens=np.tile(TREE.tokens, (2, 1)),
-        positions=cache.past_lens[:, None] + TREE.depths,
-        tree_mask=np.stack([build_tree_mask(TREE)] * 2),
+        tokens=np.tile(tree.tokens, (2, 1)),
+        positions=cache.past_lens[:, None] + tree.depths,
+        tree_mask=np.stack([build_tree_mask(tree)] * 2),
     )
     of_tree = decoder.compute_logits(decoder.forward(step, cache))
     assert of_tree.shape == (2, count, VOCAB)
     for row, text in enumerate(texts):
-        for path in list_paths(TREE):
-            expected = compute_reference(target, text + TREE.tokens[path].tolist())
+        for path in list_paths(tree):
+            expected = compute_reference(target, text + tree.tokens[path].tolist())
             assert_near(of_tree[row, path], expected[len(text) :], f"row {row}, nodes {path}")
+        if is_hybrid:
+            kept = list(range(2 * row + 1))
+            cache.commit(row, kept)
+            text += [*tree.tokens[kept].tolist(), 17, 3]
+            logits = torch.cat([run_step(decoder, cache, row, [token]) for token in text[-2:]])
+            assert_near(logits, compute_reference(target, text)[-2:], f"row {row}, a part kept")
 
 
 @pytest.mark.parametrize(("name", "optimize"), WITH_KERNELS_OR_NOT)

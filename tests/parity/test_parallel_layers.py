@@ -23,7 +23,7 @@ from specdec.engine.tree import build_tree_mask
 from tests.conftest import ROOT, make_llama
 from tests.engines import call, make_engine
 from tests.parity.models import FIRST_NAMES, NAMES, VOCAB, make_model
-from tests.parity.test_families import TREE, assert_near, run_step
+from tests.parity.test_families import CHAIN, TREE, assert_near, run_step
 
 GOLDEN = ROOT / "tests/golden/modelopt/trtllm"
 CPU = torch.device("cpu")
@@ -126,11 +126,12 @@ def compute_rank(decoder: Decoder) -> torch.Tensor:
         decoder.start_row(cache, row, len(text))
         for size in CHUNKS[row:]:
             logits.append(run_step(decoder, cache, row, [text.pop() for _ in range(size)]))
+    shape = TREE if decoder.model.linear_attention is None else CHAIN
     step = Step(
         rows=np.arange(2),
-        tokens=np.tile(TREE.tokens, (2, 1)),
-        positions=cache.past_lens[:, None] + TREE.depths,
-        tree_mask=np.stack([build_tree_mask(TREE)] * 2),
+        tokens=np.tile(shape.tokens, (2, 1)),
+        positions=cache.past_lens[:, None] + shape.depths,
+        tree_mask=np.stack([build_tree_mask(shape)] * 2),
     )
     tree = decoder.compute_logits(decoder.forward(step, cache))
     return torch.cat([*logits, *tree])

@@ -12,6 +12,7 @@ from typing import Any
 from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
+from specdec.model.architectures import KEY
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.experts import name_shared
 from specdec.model.inventory import compare_tensors, describe_rank
@@ -73,7 +74,8 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
                 again,
             )
     experts = checkpoint.model.experts
-    if experts is not None and experts.shared_inner and experts.shared_name != name_shared(label):
+    has_shared = experts is not None and bool(experts.shared_inner) and not raw.get(KEY)
+    if experts is not None and has_shared and experts.shared_name != name_shared(label):
         problems.add(
             f"the checkpoint's shared experts are named {experts.shared_name}, which TensorRT-LLM"
             f" {label} does not read",
@@ -81,7 +83,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
         )
     problems += find_layout_problems(label, checkpoint.quantization, checkpoint.model)
     problems += Problems.where(
-        ("qwen" in architecture.lower() and not raw.get("qwen_type"),
+        ("qwen" in architecture.lower() and not raw.get("qwen_type") and not raw.get(KEY),
          f"the checkpoint is {architecture} and its config.json has no qwen_type, without which"
          " the engine cannot be run", "convert it again, or add qwen_type"),
         (raw.get("logits_dtype", "float32") not in ("float16", "float32"),

@@ -178,6 +178,8 @@ def make_proposer(
     is_chain = drafting is not None and drafting.chain is not None
     is_bound = drafting is not None and has_budget(engine, methods, drafting)
     config, decoder = engine.config, engine.decoder
+    if config.checkpoint.model.linear_attention is not None:
+        _refuse_trees(methods, config)
     if config.drafter_weights is not None and decoder.kernels is None:
         logger.info(
             "%s: no native kernels run here: the drafter's weights are widened, and as large and"
@@ -208,6 +210,25 @@ def make_proposer(
         for group in methods
     ]
     return PacedDrafter(groups, is_fixed=not is_bound) if is_bound or is_chain else groups[0][0]
+
+
+def _refuse_trees(methods: Methods, config: EngineConfig) -> None:
+    """Raise UsageError for a method that needs trees; say what becomes of others' trees."""
+    names = [method.name for group in methods for method in group]
+    architecture = config.checkpoint.model.architecture
+    if "lookahead" in names:
+        raise UsageError(
+            f"lookahead verifies several texts in one step, and {architecture} is a hybrid whose"
+            " states follow one",
+            "use another method: prompt lookup, suffix and draft models draft chains",
+        )
+    drafter = config.checkpoint.drafter
+    if drafter is not None and drafter.max_draft_tokens > drafter.max_draft_depth:
+        logger.info(
+            "%s is a hybrid, whose states follow one text: of each tree that %s drafts, the"
+            " likeliest path is verified",
+            architecture, name_methods(methods),
+        )  # fmt: skip
 
 
 def has_budget(engine: EngineHandle, methods: Methods, drafting: Drafting) -> bool:

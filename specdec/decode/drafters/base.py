@@ -39,6 +39,7 @@ class Drafter:
     The attributes say what it needs and does, so that nobody asks for its class:
 
     max_draft_tokens, max_draft_depth: most tokens of a step's draft, and of a path of it.
+    chains_only: set by the loop: of a tree, one path is verified.
     follows_prompts: whether `follow` wants the target's states of all tokens of prompts.
     follows_last: whether it reads the states that `follow` is given, instead of only those that the
     decoder observed. is_indivisible: whether drafts are verified whole or not at all, since it
@@ -56,6 +57,7 @@ class Drafter:
 
     max_draft_tokens = 0
     max_draft_depth = 0
+    chains_only = False
     follows_prompts = False
     follows_last = False
     is_indivisible = False

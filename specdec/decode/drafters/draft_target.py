@@ -114,6 +114,14 @@ def attach_draft(
             f" max_draft_len {longest}",
             f"give at most {longest}, or build with --max-draft-len {tree_tokens}",
         )
+    hybrids = [c.checkpoint.model.architecture for c in (own, theirs)
+               if c.checkpoint.model.linear_attention is not None]  # fmt: skip
+    if tree_tokens is not None and hybrids:
+        problems.add(
+            f"--draft-tree-tokens is given, and {hybrids[0]} is a hybrid whose states follow one"
+            " text",
+            "leave it out: a chain is drafted",
+        )
     if theirs.build.speculative_decoding_mode is not None:
         problems.add(
             f"the draft engine was built with speculative_decoding_mode"
@@ -140,7 +148,7 @@ def attach_draft(
         chain = DraftTargetProposer(
             draft.decoder, draft_len or longest, use_logits=use_logits, tokens=tokens, **limits
         )
-        proposer = chain.fit_budget() if fits_budget else chain
+        proposer = chain.fit_budget() if fits_budget and not hybrids else chain
     target.use_method(METHOD.name, proposer, draft)
     return proposer
 
@@ -221,7 +229,10 @@ class DraftTargetProposer(DraftModel):
         """Draft for all requests at once, each at most up to the token before its limit."""
         read = [self._read(request) for request in requests]
         ready = self._catch_up(requests, read)
+        assert self._cache is not None
         planned = self.max_draft_tokens if self.max_levels is None else self.max_levels
+        for request, text in zip(requests, read, strict=True):
+            self._cache.want_places(request.row, (len(text.ids),))
         chains = [
             _Chain(
                 request, text.ids, len(text.ids),

@@ -137,6 +137,8 @@ class PacedDrafter(DrafterGroup):
         self.num_prefilled += read
         self.num_levels = max(member.num_levels for member in members)
         joined = found[0] if len(found) == 1 else [*map(join_candidates, zip(*found, strict=True))]
+        if self.chains_only:
+            joined = [candidates.make_chain() for candidates in joined]
         if group:
             joined = [dataclasses.replace(candidates, source=group) for candidates in joined]
         for at, candidates in zip(left, joined, strict=True):
@@ -185,7 +187,10 @@ class PacedDrafter(DrafterGroup):
         return chances[order], order
 
     def _cut(self) -> None:
-        """Keep as many nodes of each tree as are worth their time, the likeliest."""
+        """Keep as many nodes of each tree as are worth their time, the likeliest.
+
+        A parent's chance is never the smaller.
+        """
         ranked = [self._rank(candidates) for candidates in self._drafts]
         found = [chances for chances, _ in ranked]
         if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
@@ -194,20 +199,9 @@ class PacedDrafter(DrafterGroup):
         self._drafts = [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
-            else _keep(candidates, order[:most])
+            else candidates.keep(np.concatenate(([0], np.sort(order[:most]))))
             for candidates, (_, order) in zip(self._drafts, ranked, strict=True)
         ]
-
-
-def _keep(candidates: Candidates, nodes: Array) -> Candidates:
-    """Candidates of the root and these nodes only: a parent's chance is never the smaller."""
-    kept = np.concatenate(([0], np.sort(nodes)))
-    confidence = candidates.confidence
-    return dataclasses.replace(
-        candidates,
-        tree=candidates.tree.keep(kept),
-        confidence=None if confidence is None else confidence[kept],
-    )
 
 
 def bind(drafter: Drafter) -> PacedDrafter:

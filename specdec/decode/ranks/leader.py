@@ -103,6 +103,9 @@ def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
         "past_lens": cache.past_lens,
         "rotary_starts": cache.rotary_starts,
         "moves": np.array(cache.moves, np.int64),
+        "state_moves": np.array([] if cache.states is None else cache.states.moves, np.int64),
+        "counts": np.zeros(0, np.int64) if step.counts is None else step.counts,
+        "kept": np.zeros(0, np.int64) if step.kept is None else step.kept,
     }
 
 
@@ -113,6 +116,8 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
         source, row, start, count = moves[at : at + 4]
         at += 4 + count
         cache.move(source, row, np.array(moves[at - count : at], np.int64), start)
+    if cache.states is not None:
+        cache.states.repeat(arrays["state_moves"].tolist())
     cache.past_lens[:] = arrays["past_lens"]
     cache.rotary_starts[:] = arrays["rotary_starts"]
     shape = tuple(arrays["mask_shape"].tolist())
@@ -123,6 +128,8 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
         positions=arrays["positions"],
         tree_mask=mask.reshape(shape).astype(np.bool_),
         past=arrays["past"] if len(arrays["past"]) else None,
+        counts=arrays["counts"] if len(arrays["counts"]) else None,
+        kept=arrays["kept"] if len(arrays["kept"]) else None,
     )
 
 

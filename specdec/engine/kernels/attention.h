@@ -10,12 +10,12 @@ namespace {
 // How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
-// where it stays; epsilon: of the norms.
+// where it stays; epsilon: of the norms, offset: what their weights are stored less.
 template <typename E>
 struct Attention {
   const E *q_norm, *k_norm, *cosine, *sine;
   int64_t rotated, window;
-  float scale, cap, epsilon;
+  float scale, cap, epsilon, offset = 0.0f;
 };
 
 // A token's attention is summed by blocks of kBlockPositions of the text before it. In each, scores
@@ -686,7 +686,8 @@ class Attend {
     const E *cosine = how.cosine + line, *sine = how.sine + line;
     E *token = qkv + bt * stride;
     for (int64_t n = 0; n < heads.N + heads.K && how.q_norm != nullptr; ++n)
-      rms_norm_row(token + n * H, n < heads.N ? how.q_norm : how.k_norm, token + n * H, H, how.epsilon);
+      rms_norm_row(token + n * H, n < heads.N ? how.q_norm : how.k_norm, token + n * H, H,
+                   how.epsilon, how.offset);
     for (int64_t n = 0; n < heads.N && how.rotated > 0; ++n)
       rotate_to(token + n * H, token + n * H, cosine, sine, how.rotated, H);
     for (int64_t k = 0; k < heads.K; ++k) {

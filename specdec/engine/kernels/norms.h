@@ -6,13 +6,21 @@
 
 namespace {
 
+// offset: what weights are stored less; with one, the result is rounded once.
 template <typename E>
-void rms_norm_row(const E *x, const E *weight, E *out, int64_t D, float epsilon) {
+void rms_norm_row(const E *x, const E *weight, E *out, int64_t D, float epsilon,
+                  float offset = 0.0f) {
   const float sum = sum_row(D, [&](auto sums, int64_t i) {
     const auto v = read<decltype(sums)>(x + i);
     return mul_add(v, v, sums);
   });
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(D) + epsilon);
+  if (offset != 0.0f) {
+#pragma omp simd
+    for (int64_t i = 0; i < D; ++i)
+      store(out[i], to_float(x[i]) * scale * (to_float(weight[i]) + offset));
+    return;
+  }
 #pragma omp simd
   for (int64_t i = 0; i < D; ++i)
     store(out[i], round_through<E>(to_float(x[i]) * scale) * to_float(weight[i]));
@@ -36,9 +44,10 @@ void layer_norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t 
 
 // Root-mean-square norm, or layer norm where there is a bias.
 template <typename E>
-void norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, float epsilon) {
+void norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, float epsilon,
+              float offset = 0.0f) {
   if (bias == nullptr)
-    rms_norm_row(x, weight, out, D, epsilon);
+    rms_norm_row(x, weight, out, D, epsilon, offset);
   else
     layer_norm_row(x, weight, bias, out, D, epsilon);
 }
@@ -47,7 +56,7 @@ void norm_row(const E *x, const E *weight, const E *bias, E *out, int64_t D, flo
 // where it has a norm, of which added[0] is the weight and added[1] the bias.
 template <typename E>
 void add_norm(E *x, const E *delta, const E *const *added, float share, const E *weight,
-              const E *bias, E *out, int64_t rows, int64_t D, float epsilon) {
+              const E *bias, E *out, int64_t rows, int64_t D, float epsilon, float offset = 0.0f) {
   for_each(rows, rows * D > kParallelWork, [&](int64_t r) {
     E *row = x + r * D, *to = out + r * D;
     if (delta != nullptr) {
@@ -60,7 +69,7 @@ void add_norm(E *x, const E *delta, const E *const *added, float share, const E 
       for (int64_t i = 0; i < D; ++i)
         store(row[i], mul_add(to_float(add[i]), share, to_float(row[i])));
     }
-    norm_row(row, weight, bias, to, D, epsilon);
+    norm_row(row, weight, bias, to, D, epsilon, offset);
   });
 }
 

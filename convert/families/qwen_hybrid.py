@@ -1,0 +1,247 @@
+"""Qwen3.5 and 3.6, their mixtures of experts, and Qwen3-Next: three of four layers are linear.
+
+The others attend with a gate for each head and rotate a quarter of it. All norms but the gated one
+are stored less one. Published folders hold vision and drafting tensors, too, which are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import SpecDecError, shorten
+from specdec.files.reading import Array
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.architectures import Architecture
+from specdec.model.config import FULL, LINEAR, list_layer_types
+from specdec.model.config_reader import ConfigReader
+from specdec.model.linear_attention import LinearAttention
+
+from ..hf import HfFolder
+from ..plan import CASTABLE, Computed
+from .base import (
+    ROTARY_BUFFERS,
+    Family,
+    Layout,
+    add_keys,
+    describe_rotary,
+    logger,
+    read_decoder,
+    read_experts,
+    refuse_unless,
+)
+from .llama import BESIDE_MLP, MODULES, OURS, SELF, Modules
+from .qwen import EXPERTS, HEAD_NORMS, SHARED, describe_sizes, refuse_uneven_layers
+
+MTP = "mtp."  # what the names of the layers that draft begin with
+_ATTENTION, _LINEAR = SELF + "self_attn.", SELF + "linear_attn."
+_OURS_LINEAR = OURS + "linear_attention"
+Runs = list[tuple[int, int]]  # first row and number of rows, one run below the other
+
+
+# `prepare` gives every folder these names: gate_proj is a half of q_proj.
+_SHARED_MODULES: Modules = {
+    OURS + "attention.qkv": tuple(f"{_ATTENTION}{part}_proj" for part in ("q", "k", "v", "gate")),
+    _OURS_LINEAR: (_LINEAR.removesuffix("."),),  # of A_log and dt_bias
+    _OURS_LINEAR + ".qkvz": (_LINEAR + "in_proj_qkv", _LINEAR + "in_proj_z"),
+    _OURS_LINEAR + ".ba": (_LINEAR + "in_proj_b", _LINEAR + "in_proj_a"),
+    _OURS_LINEAR + ".conv": (_LINEAR + "conv1d",),
+    _OURS_LINEAR + ".norm": (_LINEAR + "norm",),
+    _OURS_LINEAR + ".dense": (_LINEAR + "out_proj",),
+}
+
+
+def read_linear(reader: ConfigReader) -> LinearAttention:
+    """Read the sizes of linear attention; the defaults are transformers'."""
+    return LinearAttention(
+        num_key_heads=reader.get_int("linear_num_key_heads", 16),
+        num_value_heads=reader.get_int("linear_num_value_heads", 32),
+        key_size=reader.get_int("linear_key_head_dim", 128),
+        value_size=reader.get_int("linear_value_head_dim", 128),
+        num_taps=reader.get_int("linear_conv_kernel_dim", 4),
+    )
+
+
+def read_hybrid(reader: ConfigReader, activation: str = "silu") -> dict[str, Any]:
+    """Read the fields of `ModelConfig` that all of these models have."""
+    values = read_decoder(
+        reader, max_positions=32768, head_dim=256, rotary_fraction=0.25,
+    )  # fmt: skip
+    refuse_unless(reader, "hidden_act", "silu", remedy="hybrids are supported with silu")
+    bias, num_layers = reader.get_bool("attention_bias", False), values["num_hidden_layers"]
+    types: Sequence[Any] = [
+        LINEAR if kind != FULL else FULL
+        for kind in list_layer_types(num_layers, reader.get_int("full_attention_interval", 4))
+    ]
+    listed = reader.config.get("layer_types")
+    if isinstance(listed, list):
+        types = listed
+    if not {LINEAR} <= set(types) <= {LINEAR, FULL} or len(types) != num_layers:
+        reader.refuse(
+            f"layer_types is {shorten(list(types))} for {num_layers} layers",
+            f"hybrids are supported whose layers are {LINEAR} or {FULL}",
+        )
+        types = [LINEAR] * num_layers
+    return {
+        **values,
+        "linear_attention": read_linear(reader),
+        "layer_types": tuple(types),
+        "own_arithmetic": Architecture(
+            qk_norm=True, adds_one=True, qkv_bias=bias, dense_bias=bias, gates_attention=True,
+            activations=(activation,), mlp="gated" if activation == "silu" else "experts",
+        ),
+    }  # fmt: skip
+
+
+def read_config(reader: ConfigReader, _: Layout) -> dict[str, Any]:
+    """Read a dense model's config.json."""
+    return read_hybrid(reader)
+
+
+def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
+    """Read a mixture's config.json, which need not tell the size of a dense MLP."""
+    refuse_uneven_layers(reader)
+    inner = reader.get_int("moe_intermediate_size", 512)
+    values = read_hybrid(reader.enter({"intermediate_size": inner, **reader.config}), "swiglu")
+    num, top_k = (512, 10) if "norm_topk_prob" in reader.config else (256, 8)
+    return values | read_experts(
+        reader, layout, values, num=num, top_k=top_k,
+        renormalizes=reader.get_bool("norm_topk_prob", True),
+        inner=("moe_intermediate_size", 512),
+        shared_inner=("shared_expert_intermediate_size", 512),
+    )  # fmt: skip
+
+
+def prepare(folder: HfFolder, dtype: str) -> HfFolder:
+    """Return the folder with the names of `_SHARED_MODULES`, and say what is left out.
+
+    q_proj has each head's query and its gate one below the other. Qwen3-Next has queries, keys,
+    values and gates of each key head together. The convolution becomes a vector.
+    """
+    drafting = [name for name in folder.tensors if name.startswith(MTP)]
+    if drafting:
+        logger.info(
+            "%s: %d tensors of layers that draft (%s*) are left out",
+            folder.path,
+            len(drafting),
+            MTP,
+        )
+    reader = ConfigReader(folder.config, folder.path / "config.json")
+    heads, size = reader.get_int("num_attention_heads"), reader.get_int("head_dim", 256)
+    sizes = read_linear(reader)
+    reader.finish()
+    sources: dict[str, tuple[str, Runs]] = {}
+    replaced = []
+    for name, info in folder.tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if name.startswith(MTP):
+            continue
+        found = _divide(stem.rpartition(".")[2], heads, size, sizes)
+        if found is None or kind not in ("weight", "bias"):
+            continue
+        if info.dtype not in CASTABLE:
+            raise SpecDecError(
+                f"{folder.path}: {name} is {info.dtype}: of a hybrid, quantized weights cannot be"
+                " kept",
+                "give --dequantize, or convert the unquantized model",
+            )
+        wanted = sum(count for runs in found.values() for _, count in runs)
+        if len(info.shape) == 0 or wanted != info.shape[0]:
+            raise SpecDecError(
+                f"{folder.path}: {name} is {list(info.shape)}, and config.json tells of {wanted}"
+                " rows",
+                "its config.json and tensors disagree: take both from the same model",
+            )
+        replaced.append(name)
+        for part, runs in found.items():
+            sources[f"{stem.rpartition('.')[0]}.{part}.{kind}"] = name, runs
+    infos = {}
+    for name, (own, runs) in sources.items():
+        info = folder.tensors[own]
+        shape = (sum(count for _, count in runs), *info.shape[1:])
+        if len(shape) == 3:  # [channels, 1, taps]
+            shape = (shape[0] * shape[1] * shape[2],)
+        infos[name] = TensorInfo(info.dtype, shape)
+
+    def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
+        own, runs = sources[name]
+        if len(folder.tensors[own].shape) == 3:
+            return folder.read(own).reshape(-1)[start:stop]
+        parts = [
+            folder.read_block(own, first, last, columns)
+            for first, last in _cut_runs(runs, start, stop)
+        ]
+        return np.concatenate(parts)
+
+    return folder.substitute(Computed(folder, infos, compute), replaced)
+
+
+def _divide(module: str, heads: int, size: int, sizes: LinearAttention) -> dict[str, Runs] | None:
+    """The modules that are made of a module's rows, by name; None for one that stays."""
+    if module == "q_proj":
+        return {
+            part: [((2 * head + place) * size, size) for head in range(heads)]
+            for place, part in enumerate(("q_proj", "gate_proj"))
+        }
+    if module == "conv1d":
+        return {"conv1d": [(0, sizes.num_channels)]}
+    num, share = sizes.num_key_heads, sizes.num_value_heads // max(1, sizes.num_key_heads)
+    values = share * sizes.value_size
+    if module == "in_proj_qkvz":
+        q, k, v, z = _list_runs(num, (sizes.key_size, sizes.key_size, values, values))
+        return {"in_proj_qkv": [*q, *k, *v], "in_proj_z": z}
+    if module == "in_proj_ba":
+        b, a = _list_runs(num, (share, share))
+        return {"in_proj_b": b, "in_proj_a": a}
+    return None
+
+
+def _list_runs(num_groups: int, sizes: Sequence[int]) -> list[Runs]:
+    """Of groups one below the other, each with parts of these sizes: every part's rows."""
+    starts = [0, *itertools.accumulate(sizes)]
+    return [
+        [(group * starts[-1] + start, size) for group in range(num_groups)]
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+def _cut_runs(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The first row of a source, and the one behind its last, of each run of rows in a range."""
+    top = 0
+    for first, count in runs:
+        low, high = max(start - top, 0), min(stop - top, count)
+        if low < high:
+            yield first + low, first + high
+        top += count
+
+
+def describe_linear(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the sizes of linear attention to a checkpoint's config.json."""
+    return describe_rotary(model, config) | {"linear_attention": vars(model.linear_attention)}
+
+
+_COMMON: Mapping[str, Any] = {
+    "prefixes": ("model.", "model.language_model.", ""),
+    "ignored": (*ROTARY_BUFFERS, f"{MTP}*"),
+    "prepare": prepare,
+}
+_MIXTURE_MODULES = BESIDE_MLP | HEAD_NORMS | EXPERTS | SHARED | _SHARED_MODULES
+_describe_mixture = add_keys(base=lambda model, config: (
+    describe_linear(model, config) | describe_sizes(model)
+))  # fmt: skip
+QWEN3_5 = Family(
+    name="qwen3_5", model_type="qwen3_5_text", architectures=("Qwen3_5ForCausalLM",),
+    modules=MODULES | HEAD_NORMS | _SHARED_MODULES, read_config=read_config,
+    describe=describe_linear, **_COMMON,
+)  # fmt: skip
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe", model_type="qwen3_5_moe_text", architectures=("Qwen3_5MoeForCausalLM",),
+    modules=_MIXTURE_MODULES, read_config=read_mixture, describe=_describe_mixture, **_COMMON,
+)  # fmt: skip
+QWEN3_NEXT = Family(
+    name="qwen3_next", architectures=("Qwen3NextForCausalLM",),
+    modules=_MIXTURE_MODULES, read_config=read_mixture, describe=_describe_mixture, **_COMMON,
+)  # fmt: skip

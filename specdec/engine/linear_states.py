@@ -1,0 +1,218 @@
+"""What layers of linear attention keep of each row, and how a rejected draft leaves no trace in it.
+
+A state cannot be cut back to an earlier token. So a step writes into it only what is certain: the
+root of a draft and the tokens of prompts. Of every drafted token it keeps what its update is made
+of: key, delta and decay, and the input of the convolution. The next step applies the updates of
+those that were accepted, which are the same to the last bit as if they had been decoded one by one,
+while it reads the state anyway. So nothing is copied, and nothing is computed twice.
+
+Legend: L layers of linear attention, R cache rows, C channels of the convolution, P logged tokens,
+K key heads, V value heads, I and J their sizes, N runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.tree import IntArray
+from specdec.model.linear_attention import LinearAttention
+
+MAX_PLACES = 3  # kept of a row, each as large as the row's state
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """The tokens of a step, one run for each cache row, all [N].
+
+    rows: of the cache. firsts: each run's first token, counted through the rows of the step.
+    counts: its tokens. kept: how many of them, from the first, are certain. folded: logged tokens
+    of the step before that were accepted.
+    """
+
+    rows: IntArray
+    firsts: IntArray
+    counts: IntArray
+    kept: IntArray
+    folded: IntArray
+
+    @property
+    def num_logged(self) -> int:
+        """The most tokens of a run that are not certain."""
+        return int((self.counts - self.kept).max(initial=0))
+
+
+def find_runs(
+    rows: IntArray, past: IntArray, counts: IntArray, kept: IntArray, size: int, lens: IntArray
+) -> Runs:
+    """Join the rows of a step, [B], of `size` tokens, in which one text goes on.
+
+    lens: tokens that each row's state has seen, [R].
+    """
+    is_first = np.ones(len(rows), np.bool_)
+    is_first[1:] = rows[1:] != rows[:-1]
+    starts = np.flatnonzero(is_first)
+    assert len(set(rows[starts].tolist())) == len(starts), "a text's parts lie side by side"
+    last = np.append(starts[1:], len(rows)) - 1
+    return Runs(
+        rows=rows[starts],
+        firsts=starts * size,
+        counts=(last - starts) * size + counts[last],
+        kept=np.add.reduceat(kept, starts),
+        folded=past[starts] - lens[rows[starts]],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A row's state after a token of its text: lens tokens are in it, others are logged.
+
+    state: [L, V, J, I]; window: [L, taps - 1, C]; log: of each kind, its first tokens.
+    """
+
+    lens: int
+    state: Tensor
+    window: Tensor
+    log: tuple[Tensor, ...]
+
+
+class LinearStates:
+    """The states of all rows, what the convolutions still read, and what was drafted last.
+
+    state: float32 [L, R, V, J, I]. window: the inputs of the newest tokens, [L, R, taps - 1, C].
+    Of logged tokens: keys [L, R, P, K, I], deltas [L, R, P, V, J] and decays [L, R, P, V], float32,
+    and inputs [L, R, P, C].
+    """
+
+    def __init__(
+        self, sizes: LinearAttention, num_layers: int, num_rows: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """sizes: of one rank; num_layers: of linear attention."""
+        self.sizes = sizes
+        shape = (num_layers, num_rows)
+        heads = (sizes.num_value_heads, sizes.value_size, sizes.key_size)
+        self.state = torch.zeros((*shape, *heads), device=device)
+        width = (sizes.num_taps - 1, sizes.num_channels)
+        self.window = torch.zeros((*shape, *width), dtype=dtype, device=device)
+        self.log: tuple[Tensor, ...] = ()
+        self._make_log(0)
+        self.lens: IntArray = np.zeros(num_rows, np.int64)
+        self.num_logged: IntArray = np.zeros(num_rows, np.int64)
+        self._places: list[dict[int, Place]] = [{} for _ in range(num_rows)]
+        self._wanted: list[set[int]] = [set() for _ in range(num_rows)]
+        # What was done since the last step, for other ranks: source, row and place of each copy,
+        # with a source of -1 where a place was kept.
+        self.moves: list[int] = []
+
+    @property
+    def num_log_tokens(self) -> int:
+        """Tokens of a row that can be logged."""
+        return self.log[0].shape[2]
+
+    def begin(
+        self, rows: IntArray, past: IntArray, counts: IntArray, kept: IntArray, size: int
+    ) -> Runs:
+        """The runs of a step, which may now be computed."""
+        self.moves.clear()
+        runs = find_runs(rows, past, counts, kept, size, self.lens)
+        assert (0 <= runs.folded).all()
+        assert (runs.folded <= self.num_logged[runs.rows]).all(), "no state for what is committed"
+        if runs.num_logged > self.num_log_tokens:
+            self._make_log(runs.num_logged)
+        return runs
+
+    def finish(self, runs: Runs) -> None:
+        """Note what a step has written."""
+        self.lens[runs.rows] += runs.folded + runs.kept
+        self.num_logged[runs.rows] = runs.counts - runs.kept
+
+    def find_place(self, row: int, length: int, past: int) -> int:
+        """The most tokens, up to `length`, behind which a row's text can go on.
+
+        past: tokens of the row that are committed.
+        """
+        if self.lens[row] <= past and self.lens[row] <= length:
+            return min(length, past)
+        return max((place for place in self._places[row] if place <= length), default=0)
+
+    def want(self, row: int, places: Iterable[int]) -> None:
+        """Keep a row's state when so many tokens of it are committed."""
+        self._wanted[row] |= {place for place in places if place > self.lens[row]}
+
+    def will_have(self, row: int, place: int) -> bool:
+        """Whether a row's state is kept behind so many tokens, or will be."""
+        return place in self._wanted[row] or place in self._places[row]
+
+    def find_stop(self, row: int) -> int | None:
+        """The next of a row's places at which its state is kept."""
+        return min((p for p in self._wanted[row] if p > self.lens[row]), default=None)
+
+    def reach(self, row: int, past: int) -> None:
+        """Keep a row's state if that is wanted behind `past` tokens."""
+        if past in self._wanted[row]:
+            self._wanted[row].remove(past)
+            self.keep(row, past)
+
+    def keep(self, row: int, place: int) -> None:
+        """Keep a row's state behind `place` tokens; what was used longest ago makes room."""
+        places = self._places[row]
+        places[place] = self._take(row, place, is_copied=True)
+        if len(places) > MAX_PLACES:
+            del places[next(iter(places))]
+        self.moves += [-1, row, place]
+
+    def copy(self, source: int, row: int, place: int) -> None:
+        """Let a row go on behind `place` tokens of another, or of itself, as `find_place` told."""
+        places = self._places[source]
+        self._wanted[row] = set()
+        self.moves += [source, row, place]
+        if place == 0:
+            self.state[:, row], self.window[:, row] = 0, 0
+            self.lens[row] = self.num_logged[row] = 0
+            self._places[row] = {}
+            return
+        is_live = self.lens[source] <= place <= self.lens[source] + self.num_logged[source]
+        if not is_live:
+            places[place] = places.pop(place)  # used last
+        found = self._take(source, place) if is_live else places[place]
+        if source != row or not is_live:
+            self.state[:, row], self.window[:, row] = found.state, found.window
+            for log, own in zip(self.log, found.log, strict=True):
+                log[:, row, : own.shape[1]] = own
+        self.lens[row], self.num_logged[row] = found.lens, place - found.lens
+        self._places[row] = {p: kept for p, kept in places.items() if p <= place}
+
+    def repeat(self, moves: Sequence[int]) -> None:
+        """Do what another rank's states noted as `moves`."""
+        for source, row, place in zip(moves[::3], moves[1::3], moves[2::3], strict=True):
+            if source < 0:
+                self.keep(row, place)
+            else:
+                self.copy(source, row, place)
+
+    def _take(self, row: int, place: int, *, is_copied: bool = False) -> Place:
+        count = place - int(self.lens[row])
+        parts = self.state[:, row], self.window[:, row], *(log[:, row, :count] for log in self.log)
+        state, window, *log = (part.clone() for part in parts) if is_copied else parts
+        return Place(int(self.lens[row]), state, window, tuple(log))
+
+    def _make_log(self, num_tokens: int) -> None:
+        """Make room for more logged tokens; what is logged stays."""
+        sizes, shape = self.sizes, (*self.state.shape[:2], num_tokens)
+        kinds = (
+            ((sizes.num_key_heads, sizes.key_size), torch.float32),
+            ((sizes.num_value_heads, sizes.value_size), torch.float32),
+            ((sizes.num_value_heads,), torch.float32),
+            ((sizes.num_channels,), self.window.dtype),
+        )
+        device, before = self.state.device, self.log
+        self.log = tuple(
+            torch.zeros((*shape, *rest), dtype=dtype, device=device) for rest, dtype in kinds
+        )
+        for new, old in zip(self.log, before, strict=False):
+            new[:, :, : old.shape[2]] = old

@@ -1,0 +1,86 @@
+"""Gated DeltaNet, the linear attention of a hybrid's layers (https://arxiv.org/abs/2412.06464)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import Problems, SpecDecError, shorten
+from specdec.model.bounds import MAX_HEAD_SIZE, MAX_SIZE
+
+KEY = "linear_attention"  # of a checkpoint's config.json
+MAX_TAPS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """The sizes of a layer that keeps a state for each head instead of keys and values.
+
+    num_key_heads: of queries, and as many of keys; num_value_heads: of values, a multiple of them:
+    value heads side by side share a key head. key_size, value_size: of a head. num_taps: tokens
+    that the convolution in front of queries, keys and values reads, the newest included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    num_taps: int
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """Rows of queries, of keys and of values: what the convolution reads of a token."""
+        width = self.num_key_heads * self.key_size
+        return width, width, self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        return sum(self.sections)
+
+    def split(self, tp_size: int) -> LinearAttention:
+        """The sizes of one rank, which has whole heads."""
+        return dataclasses.replace(
+            self,
+            num_key_heads=self.num_key_heads // tp_size,
+            num_value_heads=self.num_value_heads // tp_size,
+        )
+
+    def find_problems(self, tp_size: int) -> Problems:
+        """List what is inconsistent for so many ranks, each with a remedy."""
+        rows = (
+            ("num_key_heads", self.num_key_heads, MAX_SIZE),
+            ("num_value_heads", self.num_value_heads, MAX_SIZE),
+            ("key_size", self.key_size, MAX_HEAD_SIZE),
+            ("value_size", self.value_size, MAX_HEAD_SIZE),
+            ("num_taps", self.num_taps, MAX_TAPS),
+        )
+        return Problems.where(*(
+            (not 1 <= value <= most,
+             f"{KEY}.{name} is {shorten(value)}, not of 1 to {most}",
+             "check the source model's config.json")
+            for name, value, most in rows
+        )) or Problems.where(
+            (self.num_value_heads % max(1, self.num_key_heads),
+             f"{self.num_value_heads} value heads of the linear attention are not a multiple of its"
+             f" {self.num_key_heads} key heads", "check the source model's config.json"),
+            (self.num_key_heads % tp_size,
+             f"{self.num_key_heads} key heads of the linear attention do not split over"
+             f" tp_size={tp_size}", "use a tp_size that divides them"),
+        )  # fmt: skip
+
+
+def parse_linear_attention(config: Mapping[str, Any]) -> LinearAttention | None:
+    """Read what a checkpoint's config.json says of it, if anything; raise SpecDecError."""
+    found = config.get(KEY)
+    if found is None:
+        return None
+    names = [field.name for field in dataclasses.fields(LinearAttention)]
+    is_right = isinstance(found, dict) and sorted(found) == sorted(names)
+    if not is_right or any(type(value) is not int for value in found.values()):
+        raise SpecDecError(
+            f"checkpoint config: {KEY} is {shorten(found)}, not whole numbers for"
+            f" {', '.join(names)}",
+            "convert it again",
+        )
+    return LinearAttention(**found)
