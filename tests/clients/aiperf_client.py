@@ -9,6 +9,8 @@ import tempfile
 
 from common import MODEL, URL, run
 
+os.environ.pop("HF_HUB_OFFLINE", None)  # with it, AIPerf 0.13 takes a folder for a hub's id
+
 
 def measure(kind, *flags):
     output = pathlib.Path(tempfile.mkdtemp())
