@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.chat import ChatError, wrap_calls
-from specdec.decode.grammar import space_schema
+from specdec.decode.grammar import space_schema, write_choice
 from specdec.errors import shorten
 
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
@@ -251,9 +251,10 @@ class GrammarWriter:
         return {"lark": "%llguidance {}\n" + "\n".join(rules)}
 
     def _write_body(self, given: Mapping[str, Any]) -> str:
-        """The rule of content that keeps to a JSON schema or a regular expression."""
+        """The rule of content that keeps to a JSON schema, a regular expression or a choice."""
         ((kind, value),) = given.items()
-        if kind == "regex":
+        if kind in ("regex", "choice"):
+            value = value if kind == "regex" else write_choice(value)
             self._rules["body"] = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
         else:
             schema = value if kind == "json_schema" else {"type": "object"}

@@ -393,7 +393,7 @@ def test_structured_output_comes_behind_the_reasoning(
         ("a:<think>\n", ['hm "no"</think>\n\n"yes"', '</think>"yes"'], ['"yes"', "</think>hm"]),
         ("a:", ['<think>hm</think>\n"yes"', '"yes"'], ['hm</think>"yes"', "hm"]),
     ):
-        for given in (schema, {"regex": '"y[e/]s"'}):
+        for given in (schema, {"regex": '"y[e/]s"'}, {"choice": ['"yes"', "/"]}):
             written = writer.write(None, formats, given, prompt)
             assert written is not None
             for text in (*allowed, *forbidden):
