@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from specdec.trt.library import INSTALL, LEAST_VERSION
 from specdec.trtllm.environment import (
     MIN_CAPABILITY,
     MIN_CAPABILITY_FP8,
@@ -35,6 +36,10 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     """List what specdec does, each with what is missing for it here."""
     packages, launchers = machine["packages"], machine["mpi"]["launchers"]
     torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
+    rtx, full = packages.get("tensorrt_rtx"), packages["tensorrt"]
+    networks = _choose((rtx is None and full is None, f"TensorRT is not installed: {INSTALL}"))
+    if rtx is None and full is not None and order_release(full) < LEAST_VERSION:
+        networks.append(f"TensorRT {full} is older than {'.'.join(map(str, LEAST_VERSION))}")
     has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
     reasons: dict[str, list[str]] = {
@@ -49,6 +54,14 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
         "the torch backend on a GPU": torch + _choose(
             (here.cuda is None, "the installed torch is built without CUDA"),
             (not here.gpus, "no GPU is visible"),
+        ),
+        "build engines of TensorRT's own layers": networks + _choose(
+            (not rtx and not here.gpus,
+             "no GPU is visible, and only TensorRT-RTX builds for others than this machine's"),
+        ),
+        "run engines of TensorRT's own layers": networks + torch + _choose(
+            (not here.gpus, "no GPU is visible"),
+            (here.cuda is None, "the installed torch is built without CUDA"),
         ),
         "build TensorRT-LLM engines": builds,
         "build TensorRT-LLM engines of an FP8 checkpoint": (

@@ -9,7 +9,7 @@ from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
 from specdec.errors import Problems, join_names
-from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.folders import ENGINE, TENSORRT, TORCH, expect_folder
 from specdec.files.manifest import CHANGED_HINT, NAME, find_changes
 from specdec.files.reading import read_json
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
@@ -30,7 +30,8 @@ def check_engine(folder: Path, machine: dict[str, Any], here: Environment) -> di
     backend = document.get("backend", "tensorrt-llm")
     pretrained = document.get("pretrained_config")
     checkpoint = parse_checkpoint_config(pretrained if isinstance(pretrained, dict) else {})
-    check = _check_torch if backend == "torch" else _check_tensorrt
+    checks = {TORCH: _check_torch, TENSORRT: _check_networks}
+    check = checks.get(backend, _check_tensorrt_llm)
     problems, notes = check(folder, document, checkpoint, machine, here)
     if (folder / NAME).is_file():
         changes, lacks = find_changes(folder)
@@ -90,7 +91,7 @@ def _check_torch(
     return problems, notes
 
 
-def _check_tensorrt(
+def _check_tensorrt_llm(
     folder: Path, document: dict[str, Any], checkpoint: CheckpointConfig,
     machine: dict[str, Any], here: Environment,
 ) -> tuple[Problems, list[str]]:  # fmt: skip
@@ -123,6 +124,33 @@ def _check_tensorrt(
         largest = max(path.stat().st_size for path in files)
         problems += _check_memory(largest, here.gpus[0].memory_bytes, here.gpus[0].name)
     return problems, notes
+
+
+def _check_networks(
+    folder: Path, document: dict[str, Any], checkpoint: CheckpointConfig,
+    machine: dict[str, Any], here: Environment,
+) -> tuple[Problems, list[str]]:  # fmt: skip
+    from specdec.trt.engine import find_network_problems, read_network_config
+
+    _, networks = read_network_config(folder)
+    problems = find_network_problems(folder, networks)
+    name, _, built = networks.library.partition(" ")
+    installed = machine["packages"].get(name)
+    wanted = networks.compute_capabilities
+    problems += Problems.where(
+        (installed != built,
+         f"it was built by {networks.library}, here is {installed or 'none'}",
+         "install the release that built it, or build it again"),
+        (not here.gpus, "it runs on a GPU, and none is visible", "use a machine with a GPU"),
+        (here.gpus and here.gpus[0].compute_capability not in wanted,
+         f"it was built for compute capability {', '.join(wanted)}, the GPU here has"
+         f" {here.gpus[0].compute_capability if here.gpus else ''}",
+         "build it again with --compute-capability"),
+    )  # fmt: skip
+    if here.gpus and not problems:
+        size = sum((folder / file).stat().st_size for file in networks.networks)
+        problems += _check_memory(size, here.gpus[0].memory_bytes, here.gpus[0].name)
+    return problems, []
 
 
 def _check_memory(needed: int, room: int, where: str) -> Problems:

@@ -29,6 +29,7 @@ PACKAGES = {
     **{name: (name,) for name in ("torch", "transformers", "numpy", "safetensors", "accelerate")},
     "tensorrt_llm": ("tensorrt-llm",),
     "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "tensorrt_rtx": ("tensorrt-rtx-cu12-bindings", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx"),
     "modelopt": ("nvidia-modelopt",),
     "mpi4py": ("mpi4py",),
 }

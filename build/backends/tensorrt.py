@@ -31,6 +31,7 @@ from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.inventory import describe_sources
 from specdec.model.quantization import FP8, INT8
 from specdec.model.tensors import OFFSETS
+from specdec.processes import read_memory
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import list_gpus
 from specdec.vocabulary import read_recorded
@@ -219,8 +220,6 @@ def find_matrix_problems(plan: TorchPlan) -> Problems:
 
 def check_memory(plan: TorchPlan) -> None:
     """Raise SpecDecError where the builder would need more memory than there is."""
-    from specdec.processes import read_memory
-
     needed, room = int(MEMORY_FACTOR * plan.num_bytes), read_memory("MemAvailable")
     if room is not None and room < needed:
         raise SpecDecError(

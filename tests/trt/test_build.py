@@ -10,11 +10,18 @@ import pytest
 
 from specdec.decode.engine import open_engine
 from specdec.errors import SpecDecError
-from specdec.trt.engine import read_network_config
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
-from tests.engines import call, run_cli_here
+from specdec.files.reading import read_json, write_json
+from specdec.trt.engine import TensorRTEngine, read_network_config
+from tests.conftest import (
+    make_dflash_drafter,
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+)
+from tests.engines import call, run_cli_here, run_here
 from tests.parity.models import make_model
-from tests.trt.networks import NEEDS_TENSORRT
+from tests.trt.networks import NEEDS_TENSORRT, build_here
 
 pytestmark = NEEDS_TENSORRT
 
@@ -87,3 +94,95 @@ def test_real_engines_of_integers(flags: tuple[object, ...], tmp_path: Path) -> 
         "--quantization", *flags,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is built, with the fact and the remedy."""
+    from specdec.build.backends import tensorrt
+
+    def refuse(folder: Path, *flags: object) -> str:
+        done = build(folder, tmp_path / "engine", *flags)
+        assert done.returncode in (1, 2)
+        assert not (tmp_path / "engine").exists()
+        return str(done.stderr)
+
+    def convert(name: str, *flags: object, dtype: str = "float32") -> Path:
+        folder = tmp_path / f"{name}{len(flags)}"
+        model = make_model(tmp_path / f"{name}-hf{len(flags)}", name, dtype=dtype)
+        call("convert", "--model-dir", model, "--output-dir", folder, *flags)
+        return folder
+
+    ada = ("--compute-capability", "8.9")
+    assert "no GPU is visible" in refuse(checkpoint)
+    assert "not for 9.0" in refuse(checkpoint, "--compute-capability", "9.0")
+    assert "--optimize has no meaning for the tensorrt" in refuse(checkpoint, "--optimize", "none")
+    assert "is a mixture of experts" in refuse(convert("MixtralForCausalLM-plain"), *ada)
+    split = convert("LlamaForCausalLM-plain", "--tp-size", 2)
+    assert "tp_size=2" in refuse(split, *ada)
+    half = convert("LlamaForCausalLM-plain", dtype="bfloat16")
+    assert "dtype=bfloat16" in refuse(half, "--compute-capability", "7.5,8.9")
+    monkeypatch.setattr(tensorrt, "read_memory", lambda key: 1000)
+    assert "are available" in refuse(checkpoint, *ada)
+
+
+def test_compute_capability_is_for_this_backend(checkpoint: Path, tmp_path: Path) -> None:
+    done = run_cli_here(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine",
+        "--compute-capability", "8.9",
+    )  # fmt: skip
+    assert "has no meaning for the torch backend" in done.stderr
+
+
+def test_drafters_without_a_network_are_refused(tmp_path: Path) -> None:
+    target = make_llama(tmp_path, layers=3)
+    for name, drafter in {
+        "DFlash": make_dflash_drafter(tmp_path),
+        "P-EAGLE": make_eagle_drafter(tmp_path, version=3, mask_token_id=9),
+    }.items():
+        call(
+            "convert", "--model-dir", target, "--drafter-model-dir", drafter, "--output-dir",
+            tmp_path / name,
+        )  # fmt: skip
+        done = build(tmp_path / name, tmp_path / "engine", "--compute-capability", "8.9")
+        assert f"has no network of a {name} drafter" in done.stderr
+
+
+def test_doctor_tells_why_it_cannot_run(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    build_here(checkpoint, folder)
+    done = run_cli_here("doctor", "--engine-dir", folder)
+    assert done.returncode == 1
+    assert "it runs on a GPU, and none is visible" in done.stderr
+    (folder / "head0.engine").unlink()
+    done = run_cli_here("doctor", "--engine-dir", folder, "--json")
+    assert any("lacks head0.engine" in each["fact"] for each in
+               json.loads(done.stdout)["engine"]["problems"])  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [{"num_head_rows": 0}, {"sizes": {"rows": 2}}, {"networks": 3}])
+def test_damaged_configs_are_refused(
+    change: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "engine"
+    build_here(checkpoint, folder)
+    document = read_json(folder / "config.json")
+    document["tensorrt_config"] |= change
+    write_json(folder / "config.json", document)
+    with pytest.raises(SpecDecError, match="is not what this version of specdec writes"):
+        read_network_config(folder)
+
+
+def test_command_runs_an_engine_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """specdec-run goes through the same doors as with the torch backend."""
+    networks = build_here(checkpoint, tmp_path / "engine")
+    monkeypatch.setattr(TensorRTEngine, "_check_machine", lambda self: None)
+    monkeypatch.setattr(TensorRTEngine, "_open_engine", lambda self, name: networks[name])
+    (tmp_path / "prompts.jsonl").write_text('{"input_ids": [5, 9, 77]}\n')
+    report = run_here([
+        "--engine-dir", str(tmp_path / "engine"), "--input-file", str(tmp_path / "prompts.jsonl"),
+        "--max-output-len", "7",
+    ])  # fmt: skip
+    assert report["stats"]["backend"] == "tensorrt"
+    assert len(report["outputs"][0]["output_ids"]) == 7

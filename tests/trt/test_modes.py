@@ -124,8 +124,8 @@ def test_drafts_without_weights(
         monkeypatch.setattr(draft_target, "open_engine", lambda *_, **__: opened.pop(0))
     flags = (*EXTERNAL, "--max-batch-size", 3)
     folder = build_torch(plain, tmp_path / "torch", *flags)
-    settings = DecodeSettings(engine_dir=folder, draft_budget="fixed", **ways[name])
-    drafting = read_drafting(settings, None)
+    settings: dict[str, Any] = {"engine_dir": folder, "draft_budget": "fixed", **ways[name]}
+    drafting = read_drafting(DecodeSettings(**settings), None)
     found = compare(
         TorchEngine(folder, device="cpu", drafting=drafting),
         load_here(plain, tmp_path / "engine", *flags, drafting=drafting),

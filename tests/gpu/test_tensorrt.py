@@ -1,0 +1,71 @@
+"""Engines of TensorRT's own layers on a GPU write what the torch backend writes, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.decode.engine import TorchEngine
+from specdec.errors import SpecDecError
+from specdec.trt.engine import TensorRTEngine
+from specdec.trt.library import find_package
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.engines import call
+from tests.parity.models import make_model
+from tests.trt.networks import list_texts, make_requests
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(find_package() is None, reason="no TensorRT is installed"),
+]
+PROMPTS = [[5, 9, 77], [3] * 20, [100], [8, 60, 8, 60, 8, 60, 8]]
+MAKERS: dict[str, Any] = {
+    "redrafter": make_drafter, "medusa": make_medusa_heads, "eagle": make_eagle_drafter
+}  # fmt: skip
+
+
+def build(checkpoint: Path, folder: Path, *flags: object) -> Path:
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", folder, *flags)
+    return folder
+
+
+@pytest.mark.parametrize("method", [None, *MAKERS])
+def test_texts_equal_torch(method: str | None, tmp_path: Path) -> None:
+    """Without TF32, whose products TensorRT rounds: logits of random models lie well apart."""
+    target, words = make_llama(tmp_path, layers=3, seed=3), []
+    if method is not None:
+        words = ["--drafter-model-dir", MAKERS[method](tmp_path)]
+    checkpoint = tmp_path / "checkpoint"
+    call("convert", "--model-dir", target, "--output-dir", checkpoint, *words)
+    theirs = TorchEngine(build(checkpoint, tmp_path / "torch", "--optimize", "none"), device="cpu")
+    folder = build(checkpoint, tmp_path / "engine", "--backend", "tensorrt")
+    for speculate in (True, False):
+        ours = TensorRTEngine(folder, speculate=speculate)
+        requests = make_requests(PROMPTS, 24)
+        assert list_texts(ours, requests) == list_texts(theirs, requests)
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM-caps", "Phi3ForCausalLM-longrope"])
+def test_families_equal_torch(name: str, tmp_path: Path) -> None:
+    model, checkpoint = make_model(tmp_path / "model", name), tmp_path / "checkpoint"
+    call("convert", "--model-dir", model, "--output-dir", checkpoint)
+    theirs = TorchEngine(build(checkpoint, tmp_path / "torch", "--optimize", "none"), device="cpu")
+    ours = TensorRTEngine(build(checkpoint, tmp_path / "engine", "--backend", "tensorrt"))
+    requests = make_requests(PROMPTS, 24)
+    assert list_texts(ours, requests) == list_texts(theirs, requests)
+
+
+def test_another_capability_is_refused(tmp_path: Path) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    other = "8.0" if (major, minor) != (8, 0) else "8.9"
+    call("convert", "--model-dir", make_llama(tmp_path), "--output-dir", tmp_path / "checkpoint")
+    folder = build(
+        tmp_path / "checkpoint", tmp_path / "engine", "--backend", "tensorrt",
+        "--compute-capability", other,
+    )  # fmt: skip
+    with pytest.raises(SpecDecError, match=f"has {major}.{minor}"):
+        TensorRTEngine(folder)
