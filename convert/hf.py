@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and the index of tensors; a tensor is read when it is used."""
+"""Hugging Face folders, and GGUF files as such: a tensor is read when it is used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
@@ -15,6 +16,7 @@ from specdec.files.folders import (
     WEIGHT_NAMES,
     WEIGHT_SUFFIXES,
     expect_folder,
+    find_gguf,
     is_hub_id,
     refuse_absent,
 )
@@ -35,14 +37,19 @@ class HfFolder:
 
     def __init__(self, path: Path, *, weight_files: Sequence[str] = ()) -> None:
         self.path = path
-        self.config = read_json(path / "config.json")
-        self.files: list[Path] = [path / "config.json"]
+        self.config: dict[str, Any] = {}
+        self.files: list[Path] = []
         self.tensors: dict[str, TensorInfo] = {}
         self._holders: dict[str, TensorSource] = {}
         self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
         self.computed: frozenset[str] = frozenset()  # the names that `substitute` has put here
         self.unplaced: set[str] = set()  # in a file, but in no entry of the index
-        self._open_files: list[TensorFile | TorchFile] = []
+        self._open_files: list[TensorSource] = []
+        self._open(weight_files)
+
+    def _open(self, weight_files: Sequence[str]) -> None:
+        path = self.path
+        self.config, self.files = read_json(path / "config.json"), [path / "config.json"]
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
         present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
         if not present:
@@ -179,6 +186,23 @@ class HfFolder:
             )  # fmt: skip
 
 
+class GgufFolder(HfFolder):
+    """A GGUF file, with its tensors and configuration under Hugging Face's names."""
+
+    def _open(self, weight_files: Sequence[str]) -> None:
+        from specdec.gguf.model import GgufModel
+
+        self._model = GgufModel(self.path)
+        self.config, self.files = self._model.config, list(self._model.files)
+        self.tensors = dict(self._model.tensors)
+        self._holders = dict.fromkeys(self.tensors, self._model)
+        self._open_files = [self._model]
+
+    def raw(self, name: str) -> tuple[int, tuple[int, ...], Any]:
+        """A tensor as it is stored: see `GgufModel.raw`."""
+        return self._model.raw(self._stored.get(name, name))
+
+
 def read_index(path: Path) -> dict[str, set[str]]:
     """Read an index of shards: the files in order, all alongside it, and the tensors in each."""
     weight_map = read_json(path).get("weight_map")
@@ -235,7 +259,7 @@ def _refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
 def open_model(
     name: str, flag: str, kind: str = MODEL, *, weight_files: Sequence[str] = ()
 ) -> HfFolder:
-    """Open a local folder, or a Hub id whose files are fetched or already cached.
+    """Open a local folder, a GGUF file, or a Hub id whose files are fetched or already cached.
 
     kind: what the folder has to be, of those in specdec/files/folders.py. `weight_files` are read
     instead of the usual ones where a folder has them.
@@ -243,6 +267,8 @@ def open_model(
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
     path = Path(name)
+    if kind == MODEL and (file := find_gguf(path)) is not None:
+        return GgufFolder(file)
     if path.is_dir():
         expect_folder(path, kind, flag)
         return HfFolder(path, weight_files=weight_files)

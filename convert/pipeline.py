@@ -25,6 +25,7 @@ from specdec.files.staging import (
     stage_folder,
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
+from specdec.gguf.folder import localize
 from specdec.methods import place_drafter
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
@@ -259,7 +260,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         config["quantization"] = {**config["quantization"], **section}
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), files=files,
-        vocabulary=read_vocabulary(folder.path), quantizer=quantizer,
+        vocabulary=read_vocabulary(Path(localize(folder.path))), quantizer=quantizer,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ asks on stdout, unless it is told: here it is told no, always. Nothing else of s
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from specdec.files.folders import (
 )
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
+from specdec.gguf.folder import load_state, localize
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
 from specdec.model.config_reader import Rotary
@@ -99,6 +101,7 @@ def load_config(source: str | Path, flag: str = "--model-dir") -> Any:
 def _read_config(source: str | Path, flag: str) -> tuple[Any, Rotary]:
     from transformers import AutoConfig
 
+    source = localize(source)
     config = _load(AutoConfig.from_pretrained, source, flag, MODEL, "model")
     document, _ = config.get_config_dict(str(source), local_files_only=True)
     return config, adapt_config(config, document, Path(source) / "config.json")
@@ -118,6 +121,7 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
+    state = load_state(source, options.get("dtype"))
     _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
@@ -129,6 +133,10 @@ def load_model(
     # AutoModel of transformers 4.57 finds no weights of Gemma 3's text model.
     takes_base = kind == "AutoModel" and text.model_type == "gemma3_text"
     loader = getattr(transformers, "AutoModelForCausalLM" if takes_base else kind).from_pretrained
+    if state is not None:  # then there are no weights in the folder
+        auto = getattr(transformers, "AutoModelForCausalLM" if takes_base else kind)
+        own = auto._model_mapping[type(config)]
+        loader = functools.partial(_load_state, own, state)
     model, info = _load(
         loader, source, flag, MODEL, "model", config=config, output_loading_info=True, **options
     )
@@ -144,6 +152,12 @@ def load_model(
         )
     check_rotary(model, config, rotary, f"{flag} {source}")
     return find_base(model) if takes_base else model
+
+
+def _load_state(kind: Any, state: dict[str, Any], _: str, **options: Any) -> Any:
+    """Make a model of a class of transformers with these tensors."""
+    del options["trust_remote_code"]
+    return kind.from_pretrained(None, state_dict=state, **options)
 
 
 def _tie(model: Any, text: Any, missing: set[str]) -> None:
@@ -214,9 +228,9 @@ def _load(
     load: Callable[..., Any], source: str | Path, flag: str, wanted: str, what: str, **options: Any
 ) -> Any:
     """Let a class of transformers load from a folder or Hub id, and say what keeps it from it."""
-    name = str(source)
-    if not name:
+    if not str(source):
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
+    name = str(source) if wanted == TOKENIZER and has_tokenizer(Path(source)) else localize(source)
     is_local = Path(name).is_dir()
     if is_local:
         expect_folder(name, wanted, flag)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, UsageError
+from specdec.gguf.folder import localize
 from specdec.hub import fetch_files
 from specdec.pretrained import load_tokenizer
 from specdec.vocabulary import read_vocabulary
@@ -25,16 +26,18 @@ FILES = (
 def find_tokenizer(engine_dir: Path, given: str | None = None) -> str | None:
     """Return the tokenizer that is given, or else the one that the engine folder holds."""
     folder = engine_dir / FOLDER
-    return str(folder) if given is None and folder.is_dir() else given
+    if given is None:
+        return str(folder) if folder.is_dir() else None
+    return localize(given)
 
 
 def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
     """Return the folder of a tokenizer; raise SpecDecError for one that is not the model's.
 
-    directory: a folder, or a hub id, of which the tokenizer's files are downloaded. recorded: the
-    vocabulary that the model's checkpoint was made with, None where that is not known.
+    directory: a folder, a GGUF file, or a hub id, of which the tokenizer's files are downloaded.
+    recorded: the vocabulary that the checkpoint was made with, None where that is not known.
     """
-    folder = Path(directory)
+    folder = Path(localize(directory))
     if not folder.is_dir():
         folder = fetch_files(directory, "--tokenizer-dir", FILES)
     load_tokenizer(str(folder))

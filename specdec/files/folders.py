@@ -58,7 +58,7 @@ USES = {
     TOKENIZER: "specdec-run takes it as --tokenizer-dir",
     ADAPTER: "merge it into its base model (peft's merge_and_unload) and save that with"
     " save_pretrained",
-    GGUF: "take the Hugging Face folder that they were made from",
+    GGUF: "specdec-convert takes a GGUF model as --model-dir, and one is there at most",
     EMPTY: "check the path",
     **{
         kind: f"specdec-convert takes it as --{flag}, beside the target's --model-dir"
@@ -98,6 +98,8 @@ _BARE_TARGET = re.compile(r"(wte|decoder|h\.\d+)\.")
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
 # A name in a pickle: not those of storages and devices.
 _TENSOR = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)+|d2t|t2d|mask_hidden")
+GGUF_MAGIC = b"GGUF"
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
@@ -109,6 +111,54 @@ def is_hub_id(name: str) -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a file of a Hugging Face tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def find_gguf(name: str | Path) -> Path | None:
+    """Return the GGUF file that a path is, or that a folder without other weights holds.
+
+    The first of split files stands for all. Raises SpecDecError where a folder holds several
+    models.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" or _has_magic(path) else None
+    if not path.is_dir() or any((path / weights).exists() for weights in WEIGHT_NAMES):
+        return None
+    found = sorted(p for p in path.iterdir() if p.suffix.lower() == ".gguf")
+    splits = {p: _SPLIT.fullmatch(p.name) for p in found}
+    first = [p for p, split in splits.items() if split is None or int(split.group(2)) == 1]
+    models = [p for p in first if not p.name.lower().startswith("mmproj")]
+    if len(models) > 1:
+        raise SpecDecError(
+            f"{path} holds {len(models)} GGUF models: {join_names([p.name for p in models])}",
+            "give one of the files",
+        )
+    return models[0] if models else None
+
+
+def _has_magic(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
+
+
+def list_parts(path: Path) -> list[Path]:
+    """The files of a model of which the first is given, by their names."""
+    split = _SPLIT.fullmatch(path.name)
+    if split is None or int(split.group(3)) < 2:
+        return [path]
+    stem, number, total = split.groups()
+    if int(number) != 1:
+        raise SpecDecError(
+            f"{path} is part {int(number)} of {int(total)}",
+            f"give the first: {stem}-00001-of-{total}.gguf",
+        )
+    suffix = path.suffix
+    return [
+        path.with_name(f"{stem}-{part:05d}-of-{total}{suffix}") for part in range(1, int(total) + 1)
+    ]
 
 
 def identify_folder(folder: Path) -> str | None:
@@ -294,6 +344,8 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
     """
     folder = Path(path)
     shown = f"{flag} {path}" if flag else str(path)
+    if wanted in (MODEL, TOKENIZER) and find_gguf(folder) is not None:
+        return
     if not folder.is_dir():
         raise refuse_absent(folder, shown, MAKERS.get(wanted, ""))
     look = _look(folder)

@@ -1,0 +1,1 @@
+"""Models in GGUF, llama.cpp's format: read as if they were Hugging Face folders."""

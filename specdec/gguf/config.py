@@ -1,0 +1,349 @@
+"""The metadata of a GGUF file as the config.json of a Hugging Face folder.
+
+What keys mean is told by llama.cpp at 0c1e57098 (src/llama-model.cpp and src/models/). A key of the
+architecture that is not read here is an error, since it may change what the model computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import SpecDecError, join_names, shorten
+from specdec.model.config import FULL, SLIDING
+from specdec.model.rotary_scaling import find_scaling_problems
+
+from .file import PLAIN, Stored, decode
+from .names import MISTRAL, MIXTRAL, READ, Architecture
+
+TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
+# Keys that change nothing in the models that are read; None: whatever they say.
+NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+    "vocab_size": None, "tensor_data_layout": None, "rope.scaling.finetuned": None,
+    "rope.scaling.original_context_length": None, "attention.causal": (True,),
+    "expert_count": (0,), "expert_used_count": (0,), "rope.scaling.attn_factor": (1.0,),
+    "pooling_type": (0,), "nextn_predict_layers": (0,), "expert_group_count": (0,),
+    "expert_gating_func": (0, 1), "expert_weights_scale": (0.0, 1.0),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Metadata:
+    """A file's values; what was asked for is remembered.
+
+    tensors: of the file, by llama.cpp's name.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    used: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return str(self.values.get("general.architecture"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of the architecture's; one for each layer is one where all are equal."""
+        self.used.add(key)
+        value = self.values.get(f"{self.name}.{key}", default)
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
+            return value[0]
+        if isinstance(value, list):
+            self.refuse(f"{key} differs from layer to layer: {shorten(value)}")
+        return value
+
+    def need(self, key: str) -> Any:
+        """Return a value that must be there."""
+        value = self.get(key)
+        if value is None:
+            self.refuse(f"the key {self.name}.{key} is missing")
+        return value
+
+    def refuse(self, fact: str) -> None:
+        """Raise SpecDecError."""
+        raise SpecDecError(
+            f"{self.path}: {fact}", "take the Hugging Face folder that it was made from"
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self.tensors
+
+    def check_rest(self) -> None:
+        """Raise SpecDecError for keys that nobody has read."""
+        prefix, rest = f"{self.name}.", []
+        for key, value in self.values.items():
+            own = key.removeprefix(prefix)
+            if not key.startswith(prefix) or own in self.used:
+                continue
+            allowed = NEUTRAL.get(own, ())
+            if allowed is not None and value not in allowed:
+                rest.append(f"{key} {shorten(value)}")
+        if rest:
+            self.refuse(f"it may compute otherwise than is known here: {join_names(rest)}")
+
+
+def find_architecture(data: Metadata) -> Architecture:
+    """What a file's model is in transformers; raises SpecDecError for one that is not read."""
+    kind = data.values.get("general.type", "model")
+    if data.name not in READ or kind != "model":
+        shown = data.name if kind == "model" else f"{data.name} ({kind})"
+        raise SpecDecError(
+            f"{data.path} holds an architecture that is not read: {shown}",
+            f"these are: {', '.join(READ)}",
+        )
+    if data.name == "llama" and data.get("expert_count", 0):
+        return MIXTRAL
+    if data.name == "llama" and data.get("attention.sliding_window"):
+        return MISTRAL
+    return READ[data.name]
+
+
+def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return a config.json without the ids of special tokens."""
+    embedding = data.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise SpecDecError(
+            f"{data.path} holds no token_embd.weight", "take a file of a whole model"
+        )
+    hidden, num_heads = data.need("embedding_length"), data.need("attention.head_count")
+    head_dim = data.get("attention.key_length", hidden // max(1, num_heads))
+    if data.get("attention.value_length", head_dim) != head_dim:
+        data.refuse("its keys and values differ in size")
+    config: dict[str, Any] = {
+        "architectures": [architecture.architecture],
+        "model_type": architecture.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": data.need("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": data.get("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": data.need("feed_forward_length"),
+        "max_position_embeddings": data.need("context_length"),
+        "rope_theta": data.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": not data.has("output.weight"),
+        "dtype": choose_dtype(data.tensors),
+    }
+    if data.name == "stablelm":
+        config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
+    else:
+        config["rms_norm_eps"] = data.need("attention.layer_norm_rms_epsilon")
+    rotated = data.get("rope.dimension_count", head_dim)
+    if rotated != head_dim or data.name == "stablelm":
+        config["partial_rotary_factor"] = rotated / head_dim
+    if scaling := read_scaling(data, config, rotated):
+        config["rope_scaling"] = scaling
+    if (own := OWN.get(architecture.model_type)) is not None:
+        config |= own(data, config)
+    data.check_rest()
+    return config
+
+
+def choose_dtype(tensors: Mapping[str, Stored]) -> str:
+    """The type that most numbers have; bfloat16 where most are in blocks."""
+    sizes: dict[str, int] = {}
+    for stored in tensors.values():
+        dtype = PLAIN.get(stored.kind, "bfloat16")
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(stored.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
+
+
+# ---- The rotary embedding.
+
+
+def read_scaling(data: Metadata, config: Mapping[str, Any], rotated: int) -> dict[str, Any] | None:
+    """The scaling of rotary frequencies as transformers has it, None where there is none."""
+    kind = data.get("rope.scaling.type", "linear")
+    factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 0.0)) or 1.0
+    found: list[dict[str, Any]] = []
+    if data.has("rope_freqs.weight"):
+        found += _fit_factors(data, config["rope_theta"], rotated)
+    if data.has("rope_factors_long.weight"):
+        found.append(_read_longrope(data, config))
+    elif kind == "yarn":
+        found.append({"rope_type": "yarn", "factor": factor} | {
+            own: data.get(key) for own, key in {
+                "original_max_position_embeddings": "rope.scaling.original_context_length",
+                "beta_fast": "rope.scaling.yarn_beta_fast",
+                "beta_slow": "rope.scaling.yarn_beta_slow",
+            }.items() if data.get(key) is not None
+        })  # fmt: skip
+    elif kind == "linear" and factor != 1:
+        found.append({"rope_type": "linear", "factor": factor})
+    elif kind not in ("linear", "none"):
+        data.refuse(f"rope.scaling.type is {shorten(kind)}")
+    if len(found) > 1:
+        data.refuse(f"it scales rotary frequencies in {len(found)} ways: {shorten(found)}")
+    return found[0] if found else None
+
+
+def _read_factors(data: Metadata, name: str) -> Any:
+    stored = data.tensors[name]
+    return decode(stored.read(0, stored.num_rows), stored.kind)[:, 0].astype(np.float64)
+
+
+def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    short, long = (_read_factors(data, f"rope_factors_{kind}.weight") for kind in ("short", "long"))
+    original = data.need("rope.scaling.original_context_length")
+    scaling = {
+        "rope_type": "longrope", "short_factor": [float(str(np.float32(x))) for x in short],
+        "long_factor": [float(str(np.float32(x))) for x in long],
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+    told = data.get("rope.scaling.attn_factor", 1.0)
+    ratio = config["max_position_embeddings"] / original
+    usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    return scaling if abs(told - usual) < 1e-6 * usual else scaling | {"attention_factor": told}
+
+
+def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, Any]]:
+    """The llama3 scaling that divides the frequencies by rope_freqs, which alone the file has.
+
+    Between the two ends a factor tells the frequency's place: 1 / factor is linear in it.
+    """
+    factors = _read_factors(data, "rope_freqs.weight")
+    if len(factors) != rotated // 2:
+        data.refuse(f"rope_freqs has {len(factors)} factors for {rotated} rotated dimensions")
+    if np.all(factors == 1):
+        return []
+    lengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
+    factor = factors.max()
+    inside = (factors > 1 + TOLERANCE) & (factors < factor * (1 - TOLERANCE))
+    if inside.sum() < 2:
+        data.refuse("rope_freqs has fewer than two factors between 1 and the largest")
+    places = (1 / factors[inside] - 1 / factor) / (1 - 1 / factor)
+    slope, offset = np.polyfit(1 / lengths[inside], places, 1)
+    original, high = round(-slope / offset), round((1 - 1 / offset) * 1e4) / 1e4
+    scaling = {
+        "rope_type": "llama3", "factor": round(float(factor), 4), "low_freq_factor": 1.0,
+        "high_freq_factor": float(high), "original_max_position_embeddings": int(original),
+    }  # fmt: skip
+    place = np.clip((original / lengths - 1.0) / (high - 1.0), 0, 1)
+    computed = 1 / ((1 - place) / scaling["factor"] + place)
+    if find_scaling_problems(scaling, rotary_size=rotated, rotary_base=base, max_positions=1 << 30):
+        data.refuse("rope_freqs is no scaling that is known")
+    if not np.allclose(computed, factors, rtol=TOLERANCE, atol=0):
+        data.refuse("rope_freqs is no scaling of the kind llama3")
+    return [scaling]
+
+
+# ---- What an architecture has besides.
+
+Own = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
+
+
+def _has_bias(data: Metadata, module: str) -> bool:
+    return data.has(f"blk.0.{module}.bias")
+
+
+def _read_biases(data: Metadata, _: object) -> dict[str, Any]:
+    return {
+        "attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate"),
+    }  # fmt: skip
+
+
+def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    count, top = data.need("expert_count"), data.need("expert_used_count")
+    if config["model_type"] == "mixtral":
+        return {"num_local_experts": count, "num_experts_per_tok": top}
+    inner = data.get("expert_feed_forward_length", config["intermediate_size"] // top)
+    own = {
+        "num_experts": count, "num_experts_per_tok": top, "moe_intermediate_size": inner,
+        "norm_topk_prob": data.name == "qwen3moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    if data.name == "qwen2moe":
+        size = data.get("expert_shared_feed_forward_length", config["intermediate_size"])
+        return own | {"shared_expert_intermediate_size": size}
+    return own | {"attention_bias": _has_bias(data, "attn_q")}
+
+
+def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[str, Any]:
+    """Which layers have the window: all but one of `period`, if nothing else is said."""
+    data.used.add("attention.sliding_window_pattern")
+    told = data.values.get(f"{data.name}.attention.sliding_window_pattern", period)
+    layers = range(config["num_hidden_layers"])
+    slides = told if isinstance(told, list) else [(at + 1) % told != 0 for at in layers]
+    return {"layer_types": [SLIDING if one else FULL for one in slides]}
+
+
+def _read_gemma(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    if data.name == "gemma":
+        return own | {"hidden_act": "gelu_pytorch_tanh"}
+    # llama.cpp takes the hidden size over the heads in the models of 27B alone.
+    largest = {"gemma2": 46, "gemma3": 62}[data.name]
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == largest:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    own["query_pre_attn_scalar"] = scalar
+    own["final_logit_softcapping"] = data.get("final_logit_softcapping")
+    if data.name == "gemma2":
+        own["attn_logit_softcapping"] = data.get("attn_logit_softcapping", 50.0)
+        own["final_logit_softcapping"] = data.get("final_logit_softcapping", 30.0)
+        own["sliding_window"] = data.get("attention.sliding_window", 4096)
+        return own | _read_pattern(data, config, 2)
+    own["rope_local_base_freq"] = data.get("rope.freq_base_swa", 10000.0)
+    own["sliding_window"] = data.get("attention.sliding_window") or None
+    if own["sliding_window"] is None:
+        data.refuse("a Gemma 3 without a window is not read")
+    return own | _read_pattern(data, config, 6)
+
+
+def _read_phi3(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    original = data.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+    return {
+        "sliding_window": data.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    if data.get("rope.scaling.finetuned", True) is False:
+        data.refuse("a Granite without rotary embedding is not read")
+    size = config["head_dim"]
+    return _read_biases(data, config) | {
+        "embedding_multiplier": data.get("embedding_scale") or 1.0,
+        "residual_multiplier": data.get("residual_scale") or 1.0,
+        "logits_scaling": data.need("logit_scale"),
+        "attention_multiplier": data.get("attention.scale") or 1 / math.sqrt(size),
+    }
+
+
+def _read_seed_oss(data: Metadata, _: object) -> dict[str, Any]:
+    return {
+        "attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate"),
+        "attention_out_bias": _has_bias(data, "attn_output"),
+    }  # fmt: skip
+
+
+OWN: dict[str, Own] = {
+    "llama": _read_biases,
+    "mistral": lambda data, _: {"sliding_window": data.get("attention.sliding_window")},
+    "mixtral": lambda data, config: _read_experts(data, config) | {
+        "sliding_window": data.get("attention.sliding_window") or None
+    },
+    "qwen3": lambda data, _: {"attention_bias": _has_bias(data, "attn_q")},
+    "qwen2_moe": _read_experts,
+    "qwen3_moe": _read_experts,
+    "gemma": _read_gemma,
+    "gemma2": _read_gemma,
+    "gemma3_text": _read_gemma,
+    "phi3": _read_phi3,
+    "granite": _read_granite,
+    "stablelm": lambda data, _: {
+        "use_parallel_residual": data.get("use_parallel_residual", False),
+        "use_qkv_bias": _has_bias(data, "attn_q"),
+    },
+    "smollm3": lambda data, _: _read_biases(data, _) | {"no_rope_layer_interval": 4},
+    "seed_oss": _read_seed_oss,
+}  # fmt: skip

@@ -1,0 +1,245 @@
+"""GGUF files: metadata, and tensors by llama.cpp's names, whose rows are read when they are used.
+
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, in little-endian order. Types of blocks
+and their values are those of the package `gguf`; the header is read here, in one pass, and every
+claim of it is checked before a byte is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import SpecDecError, join_names, name_extra, shorten
+from specdec.files.folders import GGUF_MAGIC, list_parts
+from specdec.files.reading import Array, open_file, read_into
+
+VERSIONS = (2, 3)
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TYPES = (
+    *PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+# Numbers of the types of values -> struct's letter.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+           12: "d"}  # fmt: skip
+FLOAT, TEXT, ARRAY = 6, 8, 9
+MAX_HEADER_BYTES = 1 << 30
+
+
+def import_gguf(purpose: str) -> Any:
+    """The package, or SpecDecError that says how to get it. purpose: what needs it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise SpecDecError(
+            f"{purpose} needs the package gguf: {error}", name_extra("gguf")
+        ) from None
+    return gguf
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. shape: the slowest dimension first; kind: ggml's type by its name.
+
+    A row is one of the last dimension, in whole blocks; a vector's rows are its elements.
+    """
+
+    file: GgufFile
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+
+    def read(self, start: int, stop: int) -> Array:
+        """Bytes of rows [start, stop), uint8 [rows, row bytes]."""
+        rows = np.empty((stop - start, self.row_bytes), np.uint8)
+        offset = self.offset + start * self.row_bytes
+        read_into(self.file.descriptor, rows, offset, self.file.path)
+        return rows
+
+
+class GgufFile:
+    """One file: `metadata` by key, `tensors` by llama.cpp's name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened = open_file(path)
+        self.descriptor = self._opened.fileno()
+        self.size = os.fstat(self.descriptor).st_size
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Stored] = {}
+        self._at, self._data = 0, b""
+        try:
+            infos = self._read_header()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise self._damaged(f"has a header that cannot be read: {error}") from None
+        self.digest = hashlib.sha256(self._data[: self._at]).hexdigest()
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged(f"has an alignment of {shorten(alignment)}")
+        begin = -(-self._at // alignment) * alignment
+        self._data = b""
+        for name, shape, kind, offset in infos:
+            self._add(name, shape, kind, begin + offset)
+
+    def _damaged(self, what: str) -> SpecDecError:
+        return SpecDecError(
+            f"{self.path} {what}", "the file is truncated or damaged: copy or download it again"
+        )
+
+    def _take(self, num_bytes: int) -> bytes:
+        end = self._at + num_bytes
+        while end > len(self._data):
+            more = (
+                self._opened.read(max(1 << 20, end - len(self._data)))
+                if (end <= min(self.size, MAX_HEADER_BYTES))
+                else b""
+            )
+            if not more:
+                raise self._damaged(f"ends within its header, at byte {self.size}")
+            self._data += more
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def _unpack(self, letters: str) -> tuple[Any, ...]:
+        return struct.unpack("<" + letters, self._take(struct.calcsize("<" + letters)))
+
+    def _read_text(self) -> str:
+        (length,) = self._unpack("Q")
+        return self._take(length).decode()
+
+    def _read_value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self._read_text()
+        if kind == ARRAY:
+            inner, count = self._unpack("IQ")
+            if inner == TEXT:
+                return [self._read_text() for _ in range(count)]
+            if inner not in SCALARS:
+                raise self._damaged(f"has an array of values of the unknown type {inner}")
+            numbers = np.frombuffer(self._take(count * struct.calcsize("<" + SCALARS[inner])),
+                                    "<" + SCALARS[inner])  # fmt: skip
+            return numbers.tolist()
+        if kind not in SCALARS:
+            raise self._damaged(f"has a value of the unknown type {kind}")
+        (value,) = self._unpack(SCALARS[kind])
+        # The decimal that was rounded to it: 1e-05, not 9.99999975e-06.
+        return float(str(np.float32(value))) if kind == FLOAT else value
+
+    def _read_header(self) -> list[tuple[str, tuple[int, ...], int, int]]:
+        if self._take(4) != GGUF_MAGIC:
+            raise SpecDecError(f"{self.path} is no GGUF file", "check the path")
+        (version,) = self._unpack("I")
+        if version not in VERSIONS:
+            raise SpecDecError(
+                f"{self.path} is GGUF of version {version}, or in big-endian order",
+                f"versions {join_names(list(map(str, VERSIONS)))} are read, in little-endian order",
+            )
+        num_tensors, num_values = self._unpack("QQ")
+        for _ in range(num_values):
+            key = self._read_text()
+            (kind,) = self._unpack("I")
+            if key in self.metadata:
+                raise self._damaged(f"gives the key {shorten(key)} twice")
+            self.metadata[key] = self._read_value(kind)
+        infos = []
+        for _ in range(num_tensors):
+            name = self._read_text()
+            (dimensions,) = self._unpack("I")
+            if not 1 <= dimensions <= 4:
+                raise self._damaged(f"gives {shorten(name)} {dimensions} dimensions")
+            shape = self._unpack("Q" * dimensions)[::-1]
+            infos.append((name, shape, *self._unpack("IQ")))
+        return infos
+
+    def _add(self, name: str, shape: tuple[int, ...], number: int, offset: int) -> None:
+        gguf = import_gguf(f"reading {self.path}")
+        kinds = {int(kind): kind for kind in gguf.GGMLQuantizationType}
+        kind = kinds[number].name if number in kinds else f"number {number}"
+        if kind not in TYPES:
+            raise SpecDecError(
+                f"{self.path}: {name} is of ggml's type {kind}, which is not read",
+                f"take a file of these types: {', '.join(TYPES)}",
+            )
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[number]]
+        is_matrix = len(shape) > 1
+        if name in self.tensors:
+            raise self._damaged(f"has the tensor {shorten(name)} twice")
+        if is_matrix and shape[-1] % block or not is_matrix and block > 1 or 0 in shape:
+            raise self._damaged(f"gives {name} of type {kind} the shape {list(shape)}")
+        row_bytes = shape[-1] // block * block_bytes if is_matrix else block_bytes
+        stored = Stored(self, name, kind, shape, offset, row_bytes)
+        if offset + stored.num_rows * row_bytes > self.size:
+            raise self._damaged(
+                f"has {self.size} bytes, and {name} ends at byte"
+                f" {offset + stored.num_rows * row_bytes}"
+            )
+        self.tensors[name] = stored
+
+
+def open_parts(path: Path) -> list[GgufFile]:
+    """Open a file, or all of which the first is given; SpecDecError unless they belong together."""
+    files = []
+    for number, part in enumerate(paths := list_parts(path)):
+        if not part.is_file():
+            raise SpecDecError(
+                f"{path} is the first of {len(paths)} files, and {part.name} is not there",
+                "finish the download of all of them into one folder",
+            )
+        file = GgufFile(part)
+        told = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0) or 1
+        if told != (number, len(paths)):
+            raise SpecDecError(
+                f"{part} says that it is part {told[0] + 1} of {told[1]}, its name says part"
+                f" {number + 1} of {len(paths)}",
+                "give the files the names that gguf-split gave them, NAME-00001-of-0000N.gguf",
+            )
+        files.append(file)
+    return files
+
+
+def decode(rows: Array, kind: str) -> Array:
+    """Values of rows of blocks: float32, or a plain type as it is stored (bfloat16 as uint16).
+
+    rows: uint8 [rows, bytes]. They are the bits that the package `gguf` computes.
+    """
+    if kind in PLAIN:
+        storage = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind]
+        return rows.view(storage)
+    gguf = import_gguf(f"a matrix of type {kind}")
+    values: Array = gguf.quants.dequantize(rows, getattr(gguf.GGMLQuantizationType, kind))
+    return values
+
+
+def merge_tensors(files: Sequence[GgufFile]) -> dict[str, Stored]:
+    """The tensors of all parts; raises SpecDecError for one that two hold."""
+    merged: dict[str, Stored] = {}
+    for file in files:
+        if twins := merged.keys() & file.tensors.keys():
+            raise SpecDecError(
+                f"{file.path} holds tensors of another part: {join_names(sorted(twins))}",
+                "download all parts again",
+            )
+        merged |= file.tensors
+    expected = files[0].metadata.get("split.tensors.count", len(merged))
+    if expected != len(merged):
+        raise SpecDecError(
+            f"{files[0].path} says that there are {expected} tensors, its files hold {len(merged)}",
+            "download all parts again",
+        )
+    return merged

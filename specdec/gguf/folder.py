@@ -1,0 +1,107 @@
+"""The Hugging Face folder of a GGUF file, without its weights: in the cache, made when it is asked.
+
+It holds config.json, generation_config.json and the tokenizer's files, which transformers reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from specdec.files.folders import find_gguf
+from specdec.files.reading import write_json
+
+from .model import GgufModel
+from .special import PREFIX, list_ends
+from .tokenizer import TokenizerMaker
+
+KEY_LENGTH = 16
+
+
+def localize(name: str | Path) -> str:
+    """Return the folder that stands for a GGUF file, or for a folder with one; else the name."""
+    path = find_gguf(name) if name else None
+    if path is None:
+        return str(name)
+    stat = path.stat()
+    return str(_make(path.resolve(), stat.st_size, stat.st_mtime_ns))
+
+
+@functools.cache
+def _make(path: Path, _size: int, _time: int) -> Path:
+    model = GgufModel(path)
+    digest = hashlib.sha256(model.digest.encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.")[:40] or "model"
+    name = f"{stem}-{digest.hexdigest()[:KEY_LENGTH]}"
+    parent = _find_parent()
+    if (parent / name).is_dir():
+        return parent / name
+    partial = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    try:
+        write_files(model, partial)
+        os.replace(partial, parent / name)
+    except OSError:
+        if not (parent / name).is_dir():  # another process was as fast
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return parent / name
+
+
+def load_state(name: str | Path, dtype: Any = None) -> dict[str, Any] | None:
+    """The tensors of a GGUF file for torch by Hugging Face's name, None for another path.
+
+    dtype: of torch, which every tensor gets; its own where it is None.
+    """
+    path = find_gguf(name) if name else None
+    if path is None:
+        return None
+    from specdec.files.torch_tensors import view_tensor
+
+    model = GgufModel(path)
+    tensors = {
+        name: view_tensor(model.read(name), info.dtype) for name, info in model.tensors.items()
+    }
+    return {name: t if dtype is None else t.to(dtype) for name, t in tensors.items()}
+
+
+def _find_parent() -> Path:
+    """The folder in the cache, or a temporary one where there is none that can be written."""
+    from specdec.engine.kernel_cache import find_cache
+
+    cache = find_cache()
+    try:
+        if cache is not None:
+            (cache / "gguf").mkdir(parents=True, exist_ok=True)
+            if os.access(cache / "gguf", os.W_OK):
+                return cache / "gguf"
+    except OSError:
+        pass
+    temporary = Path(tempfile.mkdtemp(prefix="specdec-gguf-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
+
+
+def write_files(model: GgufModel, folder: Path) -> None:
+    """Write config.json, generation_config.json and the tokenizer, where the file has one."""
+    write_json(folder / "config.json", model.config)
+    ends = list_ends(model.metadata)
+    names = ["bos_token_id", "pad_token_id"]
+    ids = {name: model.config[name] for name in names if name in model.config}
+    if ends:
+        ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    write_json(folder / "generation_config.json", ids)
+    if PREFIX + "model" in model.metadata and model.metadata[PREFIX + "model"] != "no_vocab":
+        maker = TokenizerMaker(model.path, model.metadata)
+        write_json(folder / "tokenizer.json", maker.make())
+        max_length = model.config["max_position_embeddings"]
+        write_json(folder / "tokenizer_config.json", maker.describe(max_length))

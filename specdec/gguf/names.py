@@ -1,0 +1,124 @@
+"""What llama.cpp calls an architecture and its tensors, for reading and for writing.
+
+Names are those of llama.cpp at 0c1e57098 (gguf-py/gguf/tensor_mapping.py, src/llama-arch.cpp).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from specdec.files.reading import Array
+
+# Hugging Face's module -> GGUF's. Those without `model.` are of drafters.
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "embed_tokens": "token_embd", "norm": "output_norm", "fc": "fc",
+    "input_norm": "enc.output_norm",
+}  # fmt: skip
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+PHI3_NAMES = LAYER_NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+PHI3_NAMES.pop("mlp.up_proj")
+SANDWICH_NAMES = LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+SEED_NAMES = LAYER_NAMES | {"post_attention_layernorm": "post_attention_norm"}
+# A layer's experts: what one tensor [experts, out, in] holds for all.
+QWEN_EXPERTS = {
+    f"mlp.experts.{{expert}}.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")
+}
+QWEN_NAMES = LAYER_NAMES | {"mlp.gate": "ffn_gate_inp"} | {
+    f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")
+} | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}  # fmt: skip
+MIXTRAL_EXPERTS = {
+    f"block_sparse_moe.experts.{{expert}}.{own}": f"ffn_{part}_exps"
+    for own, part in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+}
+MIXTRAL_NAMES = LAYER_NAMES | {"block_sparse_moe.gate": "ffn_gate_inp"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One of llama.cpp's, as transformers has it.
+
+    interleaves: rows of q and k are reordered, as `interleave` does. shift: what the file's norms
+    are larger by. experts: modules of which a tensor holds all experts.
+    """
+
+    architecture: str
+    model_type: str
+    layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+    interleaves: bool = False
+    shift: float = 0.0
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+READ = {
+    "llama": Architecture(
+        architecture="LlamaForCausalLM", model_type="llama", interleaves=True
+    ),
+    "qwen2": Architecture(architecture="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen3": Architecture(architecture="Qwen3ForCausalLM", model_type="qwen3"),
+    "qwen2moe": Architecture(
+        architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", layer=QWEN_NAMES,
+        experts=QWEN_EXPERTS,
+    ),
+    "qwen3moe": Architecture(
+        architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", layer=QWEN_NAMES,
+        experts=QWEN_EXPERTS,
+    ),
+    "gemma": Architecture(architecture="GemmaForCausalLM", model_type="gemma", shift=1.0),
+    "gemma2": Architecture(
+        architecture="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH_NAMES, shift=1.0
+    ),
+    "gemma3": Architecture(
+        architecture="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH_NAMES, shift=1.0
+    ),
+    "phi3": Architecture(architecture="Phi3ForCausalLM", model_type="phi3", layer=PHI3_NAMES),
+    "granite": Architecture(
+        architecture="GraniteForCausalLM", model_type="granite", interleaves=True
+    ),
+    "stablelm": Architecture(architecture="StableLmForCausalLM", model_type="stablelm"),
+    "smollm3": Architecture(
+        architecture="SmolLM3ForCausalLM", model_type="smollm3", interleaves=True
+    ),
+    "seed_oss": Architecture(
+        architecture="SeedOssForCausalLM", model_type="seed_oss", layer=SEED_NAMES
+    ),
+}  # fmt: skip
+# What `llama` also is: with a window, and with experts.
+MISTRAL = dataclasses.replace(
+    READ["llama"], architecture="MistralForCausalLM", model_type="mistral"
+)
+MIXTRAL = Architecture(
+    architecture="MixtralForCausalLM", model_type="mixtral", layer=MIXTRAL_NAMES,
+    interleaves=True, experts=MIXTRAL_EXPERTS,
+)  # fmt: skip
+# Hugging Face's architecture -> llama.cpp's.
+ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
+    own.architecture: "llama" for own in (MISTRAL, MIXTRAL)
+}
+
+
+def interleave(weight: Array, num_heads: int) -> Array:
+    """Rows of a projection, reordered: llama.cpp rotates a channel with the next one.
+
+    Hugging Face rotates it with the one half a head further on.
+    """
+    halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, *weight.shape[1:])
+    result: Array = halves.swapaxes(1, 2).reshape(weight.shape)
+    return result
+
+
+def separate(weight: Array, num_heads: int) -> Array:
+    """Undo `interleave`."""
+    pairs = weight.reshape(num_heads, len(weight) // num_heads // 2, 2, *weight.shape[1:])
+    result: Array = pairs.swapaxes(1, 2).reshape(weight.shape)
+    return result

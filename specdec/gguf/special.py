@@ -1,0 +1,46 @@
+"""Special tokens of a GGUF file: their numbers, their kinds, and which of them end a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PREFIX = "tokenizer.ggml."
+# A token's kind, as gguf.TokenType has it.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+# Of a SentencePiece tokenizer, where the file names none.
+USUAL = {"bos": 1, "eos": 2, "unk": 0}
+# Tokens that end a text wherever a vocabulary has them, as in llama.cpp (src/llama-vocab.cpp).
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+)  # fmt: skip
+
+
+def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of the tokens that begin and end a text, and so on, by NAMES."""
+    usual = USUAL if metadata.get(PREFIX + "model") == "llama" else {}
+    numbers = {
+        name: metadata.get(f"{PREFIX}{key}_token_id", usual.get(name))
+        for name, key in NAMES.items()
+    }  # fmt: skip
+    size = len(metadata.get(PREFIX + "tokens", ()))
+    return {name: n for name, n in numbers.items() if type(n) is int and 0 <= n < size}
+
+
+def read_special(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of config.json."""
+    numbers = list_special(metadata)
+    return {f"{name}_token_id": numbers[name] for name in ("bos", "eos", "pad") if name in numbers}
+
+
+def list_ends(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text, that of the whole text first."""
+    tokens = metadata.get(PREFIX + "tokens", ())
+    ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eot", "eom")]
+    ends = [list_special(metadata).get("eos"), *ends]
+    ends += [number for number, text in enumerate(tokens) if text in ENDS]
+    return list(dict.fromkeys(end for end in ends if type(end) is int and end < len(tokens)))

@@ -1,0 +1,245 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+
+It gives the tokens that llama.cpp gives (src/llama-vocab.cpp at 0c1e57098), special tokens in the
+text included. Where Hugging Face's own tokenizer first normalizes a text to NFC, as Qwen's does,
+neither does llama.cpp nor this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecDecError, join_names, shorten
+from specdec.vocabulary import SPACE
+
+from .special import (
+    BYTE,
+    CONTROL,
+    ENDS,
+    NORMAL,
+    PREFIX,
+    UNKNOWN,
+    USER_DEFINED,
+    list_special,
+)
+
+# How a byte-level tokenizer splits a text into words: patterns of which each match is a word by
+# itself, one after the other. OWN: what the ByteLevel of the package `tokenizers` does by itself.
+OWN = ""
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
+LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _REST
+QWEN2 = _LETTERS + r"\p{N}" + _REST
+DIGITS = (r"\p{N}", OWN)
+# llama.cpp's name -> patterns. The first of equal ones is what is written.
+SPLITS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (OWN,), "phi-2": (OWN,), "mpt": (OWN,), "olmo": (OWN,),
+    "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "falcon3": (LLAMA3,),
+    "pixtral": (LLAMA3,), "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
+    "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "stablelm2": (QWEN2,), "hunyuan": (QWEN2,),
+    "smollm": DIGITS, "starcoder": DIGITS, "refact": DIGITS, "command-r": DIGITS,
+    "tekken": (_TEKKEN + r"|\p{N}" + _SLASHES,),
+    "seed-coder": (
+        _LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}  # fmt: skip
+# Those that take a word which is a token whole, and those that begin a text with a token.
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+BEGUN = WHOLE
+# Keys by which a tokenizer would do what it does not do here -> the value of each that says so.
+PLAIN: dict[str, Any] = {
+    "remove_extra_whitespaces": False, "escape_whitespaces": True, "add_sep_token": False,
+    "normalizer.lowercase": False, "normalizer.strip_accents": False,
+}  # fmt: skip
+# Keys that tell of single tokens, or that llama.cpp does not read for these kinds.
+KNOWN = (
+    "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token",
+    "add_space_prefix", "token_type_count", "precompiled_charsmap",
+)  # fmt: skip
+
+
+class TokenizerMaker:
+    """Makes both files out of a file's metadata; raises SpecDecError for what is not known."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self.path, self.metadata = path, metadata
+        self.kind = metadata.get(PREFIX + "model")
+        self.pre = metadata.get(PREFIX + "pre", "default")
+        self.tokens: list[str] = metadata.get(PREFIX + "tokens") or []
+        kinds = metadata.get(PREFIX + "token_type") or [NORMAL] * len(self.tokens)
+        self.kinds = [
+            CONTROL if text in ENDS else kind
+            for text, kind in zip(self.tokens, kinds, strict=False)
+        ]  # fmt: skip
+        self.special = list_special(metadata)
+        self._check()
+
+    def _check(self) -> None:
+        if self.kind not in ("gpt2", "llama"):
+            self.refuse(f"a tokenizer of kind {shorten(self.kind)}: gpt2 and llama are")
+        if self.kind == "gpt2" and self.pre not in SPLITS:
+            self.refuse(
+                f"the pre-tokenizer {shorten(self.pre)}; these are: {join_names(list(SPLITS))}"
+            )
+        for key, value in self.metadata.items():
+            own = key.removeprefix(PREFIX)
+            if own == key or own in KNOWN or own.endswith(("_token_id", "_token_ids")):
+                continue
+            if own not in PLAIN or value != PLAIN[own]:
+                self.refuse(f"the key {key} {shorten(value)}")
+        if len(self.kinds) != len(self.tokens) or not self.tokens:
+            self.refuse(f"{len(self.tokens)} tokens with {len(self.kinds)} kinds")
+        if len(set(self.tokens)) != len(self.tokens):
+            twin = next(t for n, t in enumerate(self.tokens) if self.tokens.index(t) != n)
+            self.refuse(f"the token {shorten(twin)} under two numbers")
+
+    def refuse(self, fact: str) -> None:
+        """Raise SpecDecError."""
+        raise SpecDecError(
+            f"{self.path} has what is not read: {fact}",
+            "take the Hugging Face folder of the model, here or as --tokenizer-dir",
+        )
+
+    def make(self) -> dict[str, Any]:
+        """Return tokenizer.json."""
+        parts = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
+        return {
+            "version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": self._list_added(), "normalizer": None, "pre_tokenizer": None,
+            "post_processor": self._surround(parts.pop("post_processor", None)), **parts,
+        }  # fmt: skip
+
+    def describe(self, max_length: int) -> dict[str, Any]:
+        """Return tokenizer_config.json, which holds the chat template too."""
+        config: dict[str, Any] = {
+            f"{name}_token": self.tokens[number] for name, number in self.special.items()
+        }
+        config |= {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+        }  # fmt: skip
+        template = self.metadata.get("tokenizer.chat_template")
+        prefix = "tokenizer.chat_template."
+        named = {
+            key.removeprefix(prefix): text
+            for key, text in self.metadata.items()
+            if key.startswith(prefix)
+        }
+        if template is not None:
+            named = {"default": template, **named}
+        if named:
+            config["chat_template"] = template if list(named) == ["default"] else [
+                {"name": name, "template": text} for name, text in named.items()
+            ]  # fmt: skip
+        return config
+
+    def _list_added(self) -> list[dict[str, Any]]:
+        name = str(self.metadata.get("general.name", "")).lower()
+        strips = "phi-3" in name or "phi3" in name  # as llama.cpp finds it out
+        added = []
+        for number, (text, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text:
+                keeps = text in ("<unk>", "<s>", "<|endoftext|>")
+                added.append({
+                    "id": number, "content": text, "single_word": False, "lstrip": False,
+                    "rstrip": strips and not keeps, "normalized": False,
+                    "special": kind != USER_DEFINED,
+                })  # fmt: skip
+        return added
+
+    def _surround(self, inner: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What puts tokens around a text, besides `inner`."""
+        begins = self.kind == "llama" or self.pre in BEGUN
+        pieces: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+        used = []
+        for name, asked, at in (("bos", begins, 0), ("eos", False, 2)):
+            if self.metadata.get(f"{PREFIX}add_{name}_token", asked) and name in self.special:
+                text = self.tokens[self.special[name]]
+                pieces.insert(at, {"SpecialToken": {"id": text, "type_id": 0}})
+                used.append((text, self.special[name]))
+        if not used:
+            return inner
+        second = [{"Sequence": {"id": "B", "type_id": 1}}]
+        template = {
+            "type": "TemplateProcessing", "single": pieces, "pair": [*pieces, *second],
+            "special_tokens": {
+                text: {"id": text, "ids": [number], "tokens": [text]} for text, number in used
+            },
+        }  # fmt: skip
+        both = [inner, template]
+        return {"type": "Sequence", "processors": both} if inner is not None else template
+
+    def _make_bytes(self) -> dict[str, Any]:
+        """A byte-level BPE."""
+        patterns = SPLITS[self.pre]
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        steps: list[dict[str, Any]] = [
+            {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
+            for p in patterns
+            if p != OWN
+        ]
+        steps.append(level | {"use_regex": OWN in patterns})
+        merges = self.metadata.get(PREFIX + "merges") or []
+        return {
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+            "decoder": level | {"use_regex": True},
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": None,
+                "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
+                "byte_fallback": False, "ignore_merges": self.pre in WHOLE,
+                "vocab": {text: number for number, text in enumerate(self.tokens)},
+                "merges": merges,
+            },
+        }  # fmt: skip
+
+    def _make_sentencepiece(self) -> dict[str, Any]:
+        """A SentencePiece BPE, which llama.cpp computes from scores."""
+        has_prefix = self.metadata.get(PREFIX + "add_space_prefix", True)
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        prefix = {"type": "Prepend", "prepend": SPACE}
+        steps = [prefix, replace] if has_prefix else [replace]
+        decoders: list[dict[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+        ]  # fmt: skip
+        if has_prefix:
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        unknown = self.special.get("unk")
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": steps},
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {
+                "type": "BPE", "dropout": None, "continuing_subword_prefix": None,
+                "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
+                "unk_token": None if unknown is None else self.tokens[unknown],
+                "ignore_merges": False,
+                "vocab": {text: number for number, text in enumerate(self.tokens)},
+                "merges": [list(pair) for pair in self._list_merges()],
+            },
+        }  # fmt: skip
+
+    def _list_merges(self) -> list[tuple[str, str]]:
+        """Every way to make a token of two others, that of the highest score first."""
+        scores = self.metadata.get(PREFIX + "scores") or []
+        if len(scores) != len(self.tokens):
+            self.refuse(f"{len(self.tokens)} tokens with {len(scores)} scores")
+        vocab = {
+            text for text, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE
+        }  # fmt: skip
+        found = []
+        for number, token in enumerate(self.tokens):
+            if token not in vocab:
+                continue
+            for at in range(1, len(token)):
+                if token[:at] in vocab and token[at:] in vocab:
+                    found.append((-scores[number], at, token[:at], token[at:]))
+        # Of equal scores the longer left half first, as Hugging Face's converter has it.
+        found.sort(key=lambda merge: (merge[0], -merge[1]))
+        return [(left, right) for _, _, left, right in found]
