@@ -20,13 +20,14 @@ from specdec.engine.layout import (
     make_build_id,
     name_int8_scales,
 )
-from specdec.errors import Problems, SpecDecError, UsageError
+from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.folders import TENSORRT
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.methods.eagle import EagleParams
 from specdec.model import blocks, int4
+from specdec.model.architectures import list_flags
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.inventory import describe_sources
 from specdec.model.quantization import FP8, INT8
@@ -159,7 +160,7 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
             f"give {flag} with one or more of {', '.join(usable)}"
             if usable else "build on a machine with a GPU: this TensorRT does so only",
         )  # fmt: skip
-    wanted = own if given is None else sorted(set(re.split(r"\s*,\s*", given.strip())), key=str)
+    wanted = own if given is None else list(dict.fromkeys(re.split(r"\s*,\s*", given.strip())))
     if unknown := [each for each in wanted if each not in usable]:
         raise UsageError(
             f"{flag} {given}: {describe_library(trt)} builds for"
@@ -168,7 +169,7 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
         )
     if len(wanted) > 1 and not known:
         raise UsageError(f"{flag} {given}: full TensorRT builds for one GPU", f"give {own[0]}")
-    return wanted
+    return sorted(wanted, key=float)
 
 
 def find_problems(
@@ -176,12 +177,14 @@ def find_problems(
 ) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
     from specdec.trt.drafters import list_extra
+    from specdec.trt.target import COMPUTED
 
     model = checkpoint.model
     least = min(map(float, capabilities))
     algorithm = checkpoint.quantization.quant_algo
     remedy = "use --backend torch"
     drafters = list(list_extra(checkpoint.drafter))
+    flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
     return Problems.where(
         (model.tp_size != 1,
          f"the checkpoint is split for tp_size={model.tp_size}: engines of TensorRT's own layers"
@@ -193,6 +196,8 @@ def find_problems(
         (model.linear_attention is not None,
          f"{model.architecture} is a hybrid, and the tensorrt backend has no network for layers of"
          " linear attention", remedy),
+        (flags, f"{model.architecture} has {join_names(flags)}, which the networks do not compute",
+         remedy),
         (drafters,
          f"the tensorrt backend has no network of a {' '.join(drafters)} drafter", remedy),
         (algorithm == FP8 and least < FIRST_FP8,

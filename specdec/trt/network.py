@@ -238,6 +238,7 @@ def build_engine(
     capabilities: what it is to run on; empty for the GPU of this machine.
     """
     trt, config = writer.trt, builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # which would round float32 products
     profile = builder.create_optimization_profile()
     for name, sizes in writer.ranges.items():
         profile.set_shape(name, *sizes)

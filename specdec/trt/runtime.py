@@ -62,7 +62,11 @@ class EngineRunner:
         context, outputs = self._context, {}
         for name, tensor in inputs.items():
             assert tensor.is_contiguous()
-            context.set_input_shape(name, tuple(tensor.shape))
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise SpecDecError(
+                    f"{name} of {list(tensor.shape)} is beyond what the engine was built for",
+                    "build it with larger limits",
+                )
             context.set_tensor_address(name, tensor.data_ptr())
         for name, dtype in self._outputs.items():
             cache = inputs.get(name.replace("present_", "past_"))

@@ -30,6 +30,12 @@ ACTIVATIONS = {
     "silu": "SILU", "swiglu": "SILU", "relu": "RELU", "gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH",
     "gelu_new": "GELU_TANH", "gelu_fast": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH",
 }  # fmt: skip
+# The flags of `Architecture` that the networks follow; another is refused by name.
+COMPUTED = frozenset({
+    "norm", "positions", "mlp", "is_parallel", "qkv_bias", "dense_bias", "mlp_bias", "head_bias",
+    "scales_embedding", "exact_gelu", "activations", "norm_epsilon", "qk_norm", "is_post_norm",
+    "inner_norms", "window_pattern", "layers_without_positions",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,8 +55,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compare(torch_engine: TorchEngine, engine: TorchEngine) -> list[Result]:
     """Texts, drafts and counts of greedy and sampled requests are the same."""
-    limit = 20
-    requests = make_requests(PROMPTS, limit) + make_requests(PROMPTS[:2], limit, SAMPLED)
+    limit = 10
+    requests = make_requests(PROMPTS, limit) + make_requests(PROMPTS[:1], limit, SAMPLED)
     options = Options(keep_rejected=True)
     expected, found = (each.generate(requests, options) for each in (torch_engine, engine))
     for ours, theirs in zip(found, expected, strict=True):
@@ -98,7 +98,14 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint
 
 
-EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6)
+EXTERNAL = (
+    "--speculative-decoding-mode",
+    "draft_tokens_external",
+    "--max-draft-len",
+    6,
+    "--max-num-tokens",
+    21,
+)
 
 
 @pytest.mark.parametrize(
@@ -132,4 +139,4 @@ def test_drafts_without_weights(
     )
     counts = [result.stats for result in found]
     assert sum(stats.num_draft_tokens for stats in counts) > 10
-    assert ("draft" in name) == (sum(stats.num_accepted for stats in counts) > 50)
+    assert ("draft" in name) == (sum(stats.num_accepted for stats in counts) > 25)

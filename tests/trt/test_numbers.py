@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from specdec.decode.engine import TorchEngine
+from specdec.engine import loading
 from specdec.engine.decoder import Decoder
+from specdec.engine.float8 import Float8Linear
 from specdec.engine.step import Step
 from specdec.engine.tree import build_tree_mask
 from specdec.trt import decoder as networks
 from specdec.trt import target as written
 from specdec.trt.network import NetworkWriter
+from tests.conftest import make_llama
 from tests.engines import call
 from tests.parity.models import make_model
 from tests.parity.test_families import TREE, generate
+from tests.run.test_fp8_engine import quantize
 from tests.trt.networks import NEEDS_TENSORRT, load_here
 
 pytestmark = NEEDS_TENSORRT
@@ -86,6 +90,16 @@ def test_quantized_weights(flags: tuple[object, ...], tmp_path: Path) -> None:
         call("convert", "--model-dir", model, "--output-dir", checkpoint)
     theirs, ours = build_both(tmp_path, checkpoint, "--quantization", *flags)
     assert measure(ours, theirs) < 2e-5
+    assert generate(ours, LENGTHS) == generate(theirs, LENGTHS)
+
+
+def test_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs of the torch backend multiply: inputs and weights are float8."""
+    checkpoint = quantize(tmp_path, make_llama(tmp_path, vocab=131, intermediate=128))
+    monkeypatch.setattr(loading, "can_multiply", lambda weight, device: True)
+    theirs, ours = build_both(tmp_path, checkpoint)
+    assert isinstance(theirs.decoder.stack.layers[0].qkv, Float8Linear)
+    assert measure(ours, theirs) < 2e-4
     assert generate(ours, LENGTHS) == generate(theirs, LENGTHS)
 
 
