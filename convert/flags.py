@@ -73,6 +73,18 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
         f"give the drafter to add to the checkpoint: {' or '.join(map(name_flag, FOLDERS))}",
     ),
+    (
+        lambda s: s.lora_dir is not None and s.base_model_checkpoint_dir is not None,
+        "--lora-dir adds to a Hugging Face model, not to --base-model-checkpoint-dir",
+        "give the model as --model-dir",
+    ),
+    (
+        lambda s: s.lora_dir is not None and s.quantization is not None,
+        "--lora-dir and --quantization are both given, and the calibration runs the model without"
+        " the adapter",
+        "quantize with specdec-build --quantization int8|int4; or merge the adapter with PEFT's"
+        " merge_and_unload, and convert what its save_pretrained writes",
+    ),
     # ---- Quantization.
     (
         lambda s: not s.quantization and find_given(s, *SETTINGS_OF_QUANTIZATION),

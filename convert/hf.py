@@ -105,7 +105,7 @@ class HfFolder:
         changed = copy.copy(self)
         changed.tensors = {n: info for n, info in self.tensors.items() if n not in replaced}
         changed.tensors |= source.tensors
-        changed.computed = frozenset(source.tensors)
+        changed.computed = self.computed | frozenset(source.tensors)
         changed._holders = self._holders | dict.fromkeys(source.tensors, source)
         changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
         return changed

@@ -50,6 +50,7 @@ from .families import find_family
 from .families.base import Layout, tie_head
 from .flags import check_flags
 from .hf import QUANTIZATION_NAME, HfFolder, open_model
+from .lora import Adapter, merge_adapter
 from .methods import FOLDERS, find_folder, load_converter
 from .methods.base import DrafterConverter
 from .origin import find_other_base, read_origin
@@ -141,7 +142,7 @@ def list_inputs(settings: ConvertSettings) -> list[Path]:
     """The local folders that are read."""
     return list_local(
         settings.model_dir, settings.base_model_checkpoint_dir, settings.calibration_data,
-        *(getattr(settings, folder) for folder in FOLDERS),
+        settings.lora_dir, *(getattr(settings, folder) for folder in FOLDERS),
     )  # fmt: skip
 
 
@@ -235,6 +236,19 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     num_experts = model.experts.num if model.experts is not None else 1
     parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
     parts = packed.turn_parts(folder, parts)
+    if settings.lora_dir is not None:
+        if held is not None:
+            raise SpecDecError(
+                f"{folder.path} is quantized, and {name_flag('lora_dir')} adds to plain weights",
+                "give --dequantize, too",
+            )
+        adapter = Adapter(settings.lora_dir)
+        files += adapter.files
+        folder = merge_adapter(
+            folder, adapter,
+            transposed={p.name for own in parts.values() for p in own if p.is_transposed},
+            tied={parts[n][0].name for n in (EMBEDDING, HEAD) if n in parts} if is_tied else (),
+        )  # fmt: skip
     ignored += ignore_drafter(settings, folder)
     if settings.dequantize or held is not None:
         ignored += packed.find_empty_biases(folder, parts)

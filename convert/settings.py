@@ -31,6 +31,10 @@ class ConvertSettings:
     base_model_checkpoint_dir: Path | None = MODELS(
         metavar="CKPT", help="The target as an existing checkpoint folder, instead of --model-dir."
     )
+    lora_dir: Path | None = MODELS(
+        metavar="ADAPTER",
+        help="A LoRA adapter that PEFT saved: it is merged into the weights of --model-dir.",
+    )
     output_dir: Path = CHECKPOINT(required=True, help="Checkpoint folder to write.")
     dtype: str = CHECKPOINT(
         "auto", choices=("auto", "float16", "bfloat16", "float32"),

@@ -39,8 +39,8 @@ class EnginePlan:
 
     @property
     def models(self) -> list[str]:
-        names = [self.convert.get(name) for name in ("model_dir", *DRAFTER_FOLDERS)]
-        return [name for name in names if name is not None]
+        names = [self.convert.get(name) for name in ("model_dir", "lora_dir", *DRAFTER_FOLDERS)]
+        return [str(name) for name in names if name is not None]
 
     def describe(self) -> dict[str, Any]:
         """Everything that the engine depends on, as plain values."""

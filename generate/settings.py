@@ -50,6 +50,7 @@ class GenerateSettings:
     texts: list[str] = setting([], metavar="TEXT", is_argument=True, help="One or several prompts.")
     input_file: Path | None = _like("run", "input_file", group="Text")
     model_dir: str | None = _like("convert", "model_dir")
+    lora_dir: Path | None = _like("convert", "lora_dir")
     draft_model_dir: str | None = MODELS(
         folder="model", metavar="SMALL",
         help="A small model that drafts for the target: a folder or Hub id.",

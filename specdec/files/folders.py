@@ -56,8 +56,8 @@ USES = {
     CHECKPOINT: "specdec-build makes an engine of it: specdec-build --checkpoint-dir {path}",
     MODEL: "specdec-convert makes a checkpoint of it: specdec-convert --model-dir {path}",
     TOKENIZER: "specdec-run takes it as --tokenizer-dir",
-    ADAPTER: "merge it into its base model (peft's merge_and_unload) and save that with"
-    " save_pretrained",
+    ADAPTER: "specdec-convert and specdec generate take it as --lora-dir, and its base model as"
+    " --model-dir",
     GGUF: "specdec-convert takes a GGUF model as --model-dir, and one is there at most",
     EMPTY: "check the path",
     **{

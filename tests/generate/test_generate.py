@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
@@ -145,6 +147,16 @@ def test_whatever_goes_in_makes_another_engine(generate: Generate, tmp_path: Pat
     assert count_new("--max-seq-len", 40) == 1
     os.utime(mine / "config.json", ns=(1, 1))
     assert count_new() == 1
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    factors = {
+        f"{module}.lora_A.weight": torch.ones(1, 64),
+        f"{module}.lora_B.weight": torch.ones(112, 1),
+    }
+    save_file(factors, adapter / "adapter_model.safetensors")
+    assert count_new("--lora-dir", adapter) == 1
 
 
 def test_an_engine_that_is_not_kept(

@@ -1,0 +1,229 @@
+"""LoRA adapters that PEFT saved, merged into a target's weights while these are read.
+
+A merged matrix is W + (alpha / r) B A, computed in float32 and rounded once, as PEFT's
+`merge_and_unload` does (Hu et al., arXiv 2106.09685; https://huggingface.co/docs/peft).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import Problems, SpecDecError, shorten
+from specdec.files.casts import FLOATS, cast
+from specdec.files.folders import refuse_absent
+from specdec.files.reading import Array, read_json
+from specdec.files.tensor_file import TensorFile, TensorInfo
+
+from .hf import HfFolder
+from .plan import Computed, collect
+from .torch_file import TorchFile
+
+FLAG = "--lora-dir"
+CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+MERGE = "merge it with PEFT's merge_and_unload, save that with save_pretrained, and convert it"
+# Keys of adapter_config.json that are read here, and those that cannot change a merged weight.
+READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+HARMLESS = frozenset("""
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    target_modules exclude_modules lora_dropout fan_in_fan_out bias modules_to_save
+    layers_to_transform layers_pattern megatron_config megatron_core loftq_config eva_config
+    corda_config lora_ga_config runtime_config qalora_group_size ensure_weight_tying
+""".split())  # fmt: skip
+# Ways to begin a training that leave the base model's weights as they are.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+# The product of this many rows is computed at once, whichever of them are wanted: a weight's bits
+# depend neither on the number of ranks nor on that of threads.
+TILE_ROWS = 512
+_PARTS = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)"
+    r"(?:\.(?P<side>lora_(?:embedding_)?[AB])(?:\.weight)?"
+    r"|(?:\.base_layer|\.modules_to_save)?\.(?P<kind>weight|bias))"
+)
+
+
+@dataclasses.dataclass
+class Update:
+    """What an adapter does to one tensor: the names of its own tensors, and the scale.
+
+    down, up: A [r, in] and B [out, r]. value: the tensor that replaces the target's, if any.
+    is_turned: the target's is stored as [in, out].
+    """
+
+    down: str | None = None
+    up: str | None = None
+    value: str | None = None
+    scale: float = 0.0
+    is_turned: bool = False
+
+    def check_shape(self, adapter: Adapter, name: str, stored: tuple[int, ...]) -> None:
+        """Raise SpecDecError where the adapter's tensors do not fit the target's."""
+        factors = [adapter.tensors[own].shape for own in (self.up, self.down) if own]
+        value = adapter.tensors[self.value].shape if self.value else stored
+        product = (factors[0][0], factors[-1][1]) if factors and len(factors[-1]) > 1 else stored
+        product = product[::-1] if self.is_turned and factors else product
+        has_both = len(factors) in (0, 2) and all(len(shape) == 2 for shape in factors)
+        if not has_both or value != stored or product != stored or (
+            factors and factors[0][1] != factors[1][0]
+        ):  # fmt: skip
+            own = ", ".join(
+                f"{tensor} {list(adapter.tensors[tensor].shape)}"
+                for tensor in (self.value, self.up, self.down)
+                if tensor
+            )
+            raise SpecDecError(
+                f"{adapter.path}: {own} cannot be merged into {name} {list(stored)}",
+                "give the base model that the adapter was trained on, and all of the adapter",
+            )
+
+
+class Adapter:
+    """A folder of PEFT's `save_pretrained`: its configuration, checked, and its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise refuse_absent(path, f"{FLAG} {path}")
+        present = [path / name for name in WEIGHTS if (path / name).exists()]
+        if not (path / CONFIG).is_file() or not present:
+            raise SpecDecError(
+                f"{FLAG} {path} lacks {CONFIG} or {WEIGHTS[0]}",
+                "give the folder that PEFT's save_pretrained wrote",
+            )
+        self.config = read_json(path / CONFIG)
+        self._file = (TensorFile if present[0].suffix == ".safetensors" else TorchFile)(present[0])
+        self.files = [path / CONFIG, present[0]]
+        self.tensors = self._file.tensors
+        self._check_config()
+
+    def _check_config(self) -> None:
+        problems = Problems()
+        if self.config.get("peft_type") != "LORA":
+            problems.add(
+                f"{self.path}: peft_type is {shorten(self.config.get('peft_type'))}, not LORA",
+                MERGE,
+            )
+        start = self.config.get("init_lora_weights")
+        if start not in PLAIN_STARTS:
+            problems.add(
+                f"{self.path}: init_lora_weights is {shorten(start)}, which changes the base too",
+                MERGE,
+            )
+        known = READ | HARMLESS | {"init_lora_weights"}
+        problems.extend(
+            (f"{self.path}: {key} is {shorten(value)}, which is not supported", MERGE)
+            for key, value in self.config.items()
+            if key not in known and value not in (None, False, "", [], {})
+        )
+        problems.extend(
+            (f"{self.path}: {name} is {info.dtype}", "save the adapter in a float type")
+            for name, info in self.tensors.items()
+            if info.dtype not in FLOATS
+        )
+        problems.raise_all()
+
+    def read(self, name: str) -> Array:
+        return cast(self._file.read(name), self.tensors[name].dtype, "float32")
+
+    def find_scale(self, module: str, rank: int) -> float:
+        """Return alpha / r, or alpha / sqrt(r), of a module whose factors have a rank."""
+        expected = self._find("rank_pattern", module, "r")
+        if rank != expected:
+            raise SpecDecError(
+                f"{self.path}: {CONFIG} gives {module} rank {shorten(expected)}, and its factors"
+                f" have {rank}",
+                "take both files from the same training",
+            )
+        alpha = self._find("alpha_pattern", module, "lora_alpha")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise SpecDecError(
+                f"{self.path}: lora_alpha is {shorten(alpha)}", "give the number that it had"
+            )
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _find(self, pattern: str, module: str, default: str) -> Any:
+        """The value of the first pattern that a module's name ends with, or the general one."""
+        for key, value in (self.config.get(pattern) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({key})", module):
+                return value
+        return self.config.get(default)
+
+
+def merge_adapter(
+    folder: HfFolder, adapter: Adapter, *, transposed: Collection[str], tied: Collection[str]
+) -> HfFolder:
+    """Return a folder like this, with an adapter merged into the tensors that it names.
+
+    transposed: tensors that are stored as [in, out]. tied: the embedding and the head of a target
+    that has one tensor for both; an adapter of either is refused, since PEFT's own result then
+    depends on how the model was loaded. Raises SpecDecError with everything that does not fit.
+    """
+    problems = Problems()
+    updates: dict[str, Update] = {}
+    for own in adapter.tensors:
+        match = _PARTS.fullmatch(own)
+        module, side = (match["module"], match["side"]) if match else (own, None)
+        wanted = f"{module}.{match['kind'] or 'weight'}" if match else own
+        found = _find_tensor(wanted, folder.tensors)
+        if found is None or found in tied:
+            lack = "is tied to another" if found or wanted in tied else "is not in the target"
+            problems.add(f"{adapter.path}: {own}: {wanted} {lack}", MERGE)
+            continue
+        update = updates.setdefault(found, Update(is_turned=found in transposed))
+        update.is_turned |= side is not None and "embedding" in side
+        field = "value" if side is None else "down" if side.endswith("A") else "up"
+        if getattr(update, field) is not None:
+            problems.add(f"{adapter.path} has {own} twice", "copy or download the adapter again")
+        setattr(update, field, own)
+        if field == "down":
+            with collect(problems):
+                update.scale = adapter.find_scale(module, adapter.tensors[own].shape[0])
+    for name, update in updates.items():
+        with collect(problems):
+            update.check_shape(adapter, name, folder.tensors[name].shape)
+    if not updates and not problems:
+        problems.add(f"{adapter.path} holds no tensors", "copy or download the adapter again")
+    problems.raise_all()
+    return folder.substitute(_compute(folder, adapter, updates), ())
+
+
+def _find_tensor(wanted: str, names: Iterable[str]) -> str | None:
+    """The tensor of a name, or the only one whose name differs by a prefix."""
+    names = set(names)
+    if wanted in names:
+        return wanted
+    alike = [n for n in names if n.endswith(f".{wanted}") or wanted.endswith(f".{n}")]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _compute(folder: HfFolder, adapter: Adapter, updates: dict[str, Update]) -> Computed:
+    infos = {name: TensorInfo("float32", folder.tensors[name].shape) for name in updates}
+
+    def read_base(name: str, start: int, stop: int) -> Array:
+        update = updates[name]
+        if update.value is not None:
+            return adapter.read(update.value)[start:stop].copy()
+        rows = folder.read_block(name, start, stop)
+        return cast(rows, folder.tensors[name].dtype, "float32")
+
+    def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
+        rows, update = read_base(name, start, stop), updates[name]
+        if update.down is not None and update.up is not None:
+            left, right = adapter.read(update.up), adapter.read(update.down)
+            if update.is_turned:
+                left, right = right.T, left.T
+            for top in range(start // TILE_ROWS * TILE_ROWS, stop, TILE_ROWS):
+                tile = (left[top : top + TILE_ROWS] @ right) * np.float32(update.scale)
+                first, last = max(top, start), min(top + TILE_ROWS, stop)
+                rows[first - start : last - start] += tile[first - top : last - top]
+        if columns is not None:
+            rows = rows[:, columns[0] : columns[1]]
+        return np.ascontiguousarray(rows)
+
+    return Computed(folder, infos, compute)

@@ -1,0 +1,140 @@
+"""LoRA adapters: the merged checkpoint is what PEFT's own merge and a conversion of it give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import make_llama
+from tests.convert.checkpoints import join_checkpoint
+from tests.convert.conftest import Converter
+from tests.families import make_family_model
+
+peft = pytest.importorskip("peft")
+
+LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4, "lora_alpha": 12}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", LINEAR),
+    "patterns": ("llama", {**LINEAR, "use_rslora": True, "rank_pattern": {"v_proj": 2},
+                           "alpha_pattern": {"layers.0.self_attn.q_proj": 7}}),
+    "embedding and head": ("llama", {**LINEAR, "target_modules": ["embed_tokens", "lm_head"]}),
+    "saved modules": ("llama", {**LINEAR, "modules_to_save": ["lm_head", "norm"]}),
+    "biases": ("qwen2", {**LINEAR, "bias": "lora_only"}),
+    "turned": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "r": 3, "lora_alpha": 5}),
+    "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 4}),
+}  # fmt: skip
+
+
+def train(base: Path, folder: Path, options: dict[str, Any], dtype: str = "float32") -> Any:
+    """Save an adapter whose every tensor differs from its start; return the model with it."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) / 4
+    model.save_pretrained(folder)
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)), folder
+    )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base, an adapter of it, and what PEFT's merge saves."""
+    family, options = CASES[request.param]
+    folder = tmp_path_factory.mktemp("lora")
+    base = make_family_model(folder, family)
+    train(base, folder / "adapter", options).merge_and_unload().save_pretrained(folder / "merged")
+    return base.rename(folder / "base").parent
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_merged_checkpoint_is_that_of_the_merge_by_peft(
+    trained: Path, tp_size: int, tmp_path: Path
+) -> None:
+    def convert(model: str, **flags: Any) -> dict[str, Any]:
+        out = tmp_path / f"{model}-{len(flags)}"
+        return join_checkpoint(Converter(out)(model_dir=trained / model, tp_size=tp_size, **flags))
+
+    plain, theirs = convert("base"), convert("merged")
+    ours = convert("base", lora_dir=trained / "adapter")
+    assert ours.keys() == theirs.keys()
+    changed = {key for key in plain if not np.array_equal(plain[key], theirs[key])}
+    assert len(changed) >= 2
+    for key, value in theirs.items():
+        is_near = np.allclose(ours[key], value, rtol=1e-5, atol=1e-6)
+        assert is_near if key in changed else np.array_equal(ours[key], value), key
+
+
+def test_the_bits_do_not_depend_on_ranks_and_a_sum_is_rounded_once(tmp_path: Path) -> None:
+    """In bfloat16 only sums that lie next to the border of two values may differ from PEFT's."""
+    base = make_llama(tmp_path, hidden=64, intermediate=1100, dtype="bfloat16")
+    merged = train(base, tmp_path / "adapter", LINEAR, "bfloat16").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    joined = [
+        join_checkpoint(
+            Converter(tmp_path / f"out{tp_size}{model}")(
+                model_dir=tmp_path / model, tp_size=tp_size,
+                lora_dir=tmp_path / "adapter" if model == "target" else None,
+            )
+        )
+        for model, tp_size in (("target", 1), ("target", 2), ("merged", 1))
+    ]  # fmt: skip
+    for name, value in joined[0].items():
+        assert np.array_equal(value, joined[1][name])
+        different = np.count_nonzero(value != joined[2][name])
+        assert different <= value.size / 1000, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', not LORA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"r": 8}, "rank 8, and its factors have 4"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+    ],
+)
+def test_what_an_adapter_cannot_be_is_told(
+    changes: dict[str, Any], fact: str, tmp_path: Path, convert: Converter
+) -> None:
+    base = make_llama(tmp_path)
+    train(base, tmp_path / "adapter", LINEAR)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert fact in convert.fail(model_dir=base, lora_dir=path.parent).fact
+
+
+def test_tensors_that_do_not_fit_are_told_with_their_shapes(
+    tmp_path: Path, convert: Converter
+) -> None:
+    base = make_llama(tmp_path)
+    train(base, tmp_path / "adapter", LINEAR)
+    other = make_llama(tmp_path, name="wide", hidden=96)
+    assert (
+        "cannot be merged into" in convert.fail(model_dir=other, lora_dir=tmp_path / "adapter").fact
+    )
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    half = next(name for name in tensors if "lora_A" in name)
+    tensors["base_model.model.model.layers.9.mlp.gate.weight"] = tensors.pop(half)
+    save_file(tensors, weights)
+    fact = convert.fail(model_dir=base, lora_dir=tmp_path / "adapter").fact
+    assert "layers.9.mlp.gate.weight is not in the target" in fact
+    assert "cannot be merged into" in fact
+
+
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path, convert: Converter) -> None:
+    base = make_llama(tmp_path, tied=True)
+    train(base, tmp_path / "adapter", {**LINEAR, "target_modules": ["embed_tokens", "q_proj"]})
+    fact = convert.fail(model_dir=base, lora_dir=tmp_path / "adapter").fact
+    assert "model.embed_tokens.weight is tied to another" in fact
