@@ -111,7 +111,7 @@ def test_what_an_adapter_cannot_be_is_told(
     train(base, tmp_path / "adapter", LINEAR)
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    assert fact in convert.fail(model_dir=base, lora_dir=path.parent).fact
+    assert fact in str(convert.fail(model_dir=base, lora_dir=path.parent))
 
 
 def test_tensors_that_do_not_fit_are_told_with_their_shapes(
@@ -120,15 +120,15 @@ def test_tensors_that_do_not_fit_are_told_with_their_shapes(
     base = make_llama(tmp_path)
     train(base, tmp_path / "adapter", LINEAR)
     other = make_llama(tmp_path, name="wide", hidden=96)
-    assert (
-        "cannot be merged into" in convert.fail(model_dir=other, lora_dir=tmp_path / "adapter").fact
+    assert "cannot be merged into" in str(
+        convert.fail(model_dir=other, lora_dir=tmp_path / "adapter")
     )
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(weights)
     half = next(name for name in tensors if "lora_A" in name)
     tensors["base_model.model.model.layers.9.mlp.gate.weight"] = tensors.pop(half)
     save_file(tensors, weights)
-    fact = convert.fail(model_dir=base, lora_dir=tmp_path / "adapter").fact
+    fact = str(convert.fail(model_dir=base, lora_dir=tmp_path / "adapter"))
     assert "layers.9.mlp.gate.weight is not in the target" in fact
     assert "cannot be merged into" in fact
 
@@ -136,5 +136,5 @@ def test_tensors_that_do_not_fit_are_told_with_their_shapes(
 def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path, convert: Converter) -> None:
     base = make_llama(tmp_path, tied=True)
     train(base, tmp_path / "adapter", {**LINEAR, "target_modules": ["embed_tokens", "q_proj"]})
-    fact = convert.fail(model_dir=base, lora_dir=tmp_path / "adapter").fact
+    fact = str(convert.fail(model_dir=base, lora_dir=tmp_path / "adapter"))
     assert "model.embed_tokens.weight is tied to another" in fact
