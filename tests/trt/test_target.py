@@ -21,7 +21,7 @@ pytestmark = NEEDS_TENSORRT
 REFUSED = ("Mixtral", "Moe", "Qwen3_5", "Qwen3Next")  # mixtures and hybrids
 DENSE = [name for name in NAMES if all(kind not in name for kind in REFUSED)]
 # One variant of each family, and those that add arithmetic of their own.
-MORE = ("yarn", "dynamic", "biases", "longrope", "mini", "upper_window", "350m", "no_caps", "mixed")
+MORE = ("longrope", "350m", "-tied_head_dim", "LM-biases")
 SHORT = [
     name for at, name in enumerate(DENSE)
     if name.split("-")[0] != DENSE[at - 1].split("-")[0] or name.endswith(MORE)
