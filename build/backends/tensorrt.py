@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -114,10 +113,7 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
         return {"dry_run": True, **report}
     check_free_space(settings.output_dir, plan.num_bytes, "the engine takes at least")
     sources = describe_sources(folder, plan.sources)
-    tokens = plan.draft_tokens
-    drafted = None if tokens is None else hashlib.sha256(tokens.tobytes()).hexdigest()
-    sums = [source["sha256"] for source in sources]
-    build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
+    build_id = make_build_id([source["sha256"] for source in sources], plan.quantization)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         weights = PlannedWeights(plan, checkpoint)
         report["num_layers"] = write_engines(trt, weights, checkpoint, networks, staged)
@@ -125,7 +121,6 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
         config = EngineConfig(
             version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
             prepack=False, kernels=None, quantization=plan.quantization,
-            drafter_weights=plan.drafter_weights, draft_vocab_size=plan.draft_vocab_size,
         )  # fmt: skip
         document = encode_engine_config(config, TENSORRT)
         document[f"{TENSORRT}_config"] |= dataclasses.asdict(networks)
@@ -150,25 +145,23 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
     """What to build for: what is asked for, else the GPU of this machine."""
     from specdec.trt.library import describe_library, list_capabilities
 
-    known, gpus = list_capabilities(trt), list_gpus()[0]
+    gpus, library = list_gpus()[0], describe_library(trt)
     own = [gpus[0].compute_capability] if gpus else []
-    usable = sorted({*known, *own}, key=float)
+    usable = list_capabilities(trt) or own
     flag, given = "--compute-capability", settings.compute_capability
-    if given is None and not own:
+    if given is None and not own or not usable:
         raise SpecDecError(
-            f"no GPU is visible, and without {flag} an engine is for the GPU of this machine",
+            f"no GPU is visible, and without {flag} an engine is for the GPU of this machine"
+            if usable else f"{library} builds for the GPU of this machine, and none is visible",
             f"give {flag} with one or more of {', '.join(usable)}"
-            if usable else "build on a machine with a GPU: this TensorRT does so only",
+            if usable else "build on a machine with a GPU, or install tensorrt_rtx",
         )  # fmt: skip
     wanted = own if given is None else list(dict.fromkeys(re.split(r"\s*,\s*", given.strip())))
     if unknown := [each for each in wanted if each not in usable]:
         raise UsageError(
-            f"{flag} {given}: {describe_library(trt)} builds for"
-            f" {', '.join(usable) or 'the GPU of this machine only'}, not for {unknown[0]}",
-            f"give one or more of {', '.join(usable)}" if usable else f"leave {flag} out",
+            f"{library} builds for compute capability {', '.join(usable)}, not for {unknown[0]}",
+            f"give {flag} with some of these, or install another TensorRT",
         )
-    if len(wanted) > 1 and not known:
-        raise UsageError(f"{flag} {given}: full TensorRT builds for one GPU", f"give {own[0]}")
     return sorted(wanted, key=float)
 
 
@@ -176,14 +169,14 @@ def find_problems(
     checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str]
 ) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
-    from specdec.trt.drafters import list_extra
+    from specdec.trt.drafters import name_unknown
     from specdec.trt.target import COMPUTED
 
     model = checkpoint.model
     least = min(map(float, capabilities))
     algorithm = checkpoint.quantization.quant_algo
     remedy = "use --backend torch"
-    drafters = list(list_extra(checkpoint.drafter))
+    unknown = name_unknown(checkpoint.drafter)
     flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
     return Problems.where(
         (model.tp_size != 1,
@@ -198,8 +191,7 @@ def find_problems(
          " linear attention", remedy),
         (flags, f"{model.architecture} has {join_names(flags)}, which the networks do not compute",
          remedy),
-        (drafters,
-         f"the tensorrt backend has no network of a {' '.join(drafters)} drafter", remedy),
+        (unknown, f"the tensorrt backend has no network of a {unknown} drafter", remedy),
         (algorithm == FP8 and least < FIRST_FP8,
          f"the checkpoint is FP8, which compute capability {least} does not have",
          f"give --compute-capability {FIRST_FP8} or higher, or use --backend torch"),

@@ -7,7 +7,7 @@ Legend: B rows in the step, T tokens per row, S cache positions, D hidden, V voc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -160,9 +160,6 @@ class NetworkDecoder(Decoder):
             for layer in range(self.model.num_hidden_layers)
             for at, kind in enumerate(("key", "value"))
         }
-
-    def run_layers(self, *_: Any, **__: Any) -> Tensor:
-        raise NotImplementedError("a network has its embedding in front of its layers")
 
 
 def _list_spans(rows: IntArray, most: int) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ drafter's width, V drafted vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -356,9 +356,8 @@ def open_drafter(
     return EagleNetworks(drafter, decoder, features, num_states, offsets)
 
 
-def list_extra(drafter: DrafterParams | None) -> Iterator[str]:
-    """Reasons why a drafter is refused, by name."""
-    if drafter is not None and type(drafter) not in PREFIXES:
-        yield "DFlash"
+def name_unknown(drafter: DrafterParams | None) -> str | None:
+    """The name of a drafter that there is no network of; None of any other."""
     if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
-        yield "P-EAGLE"
+        return "P-EAGLE"
+    return None if drafter is None or type(drafter) in PREFIXES else "DFlash"

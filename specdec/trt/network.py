@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -255,8 +254,3 @@ def build_engine(
             "build with --backend torch, or report this with the model's config.json",
         )
     return engine
-
-
-def to_weights(array: np.ndarray) -> Tensor:
-    """A tensor over an array's memory, also where that is read-only."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from specdec.decode.engine import open_engine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
+from specdec.trt import library
 from specdec.trt.engine import TensorRTEngine, read_network_config
 from tests.conftest import (
     make_dflash_drafter,
@@ -96,6 +98,9 @@ def test_real_engines_of_integers(flags: tuple[object, ...], tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+ADA = ("--compute-capability", "8.9")
+
+
 def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is built, with the fact and the remedy."""
     from specdec.build.backends import tensorrt
@@ -112,17 +117,29 @@ def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         call("convert", "--model-dir", model, "--output-dir", folder, *flags)
         return folder
 
-    ada = ("--compute-capability", "8.9")
     assert "no GPU is visible" in refuse(checkpoint)
     assert "not for 9.0" in refuse(checkpoint, "--compute-capability", "9.0")
+    with monkeypatch.context() as patch:
+        hopper = mock.Mock(compute_capability="9.0")
+        patch.setattr(tensorrt, "list_gpus", lambda: ((hopper,), None))
+        assert "not for 9.0" in refuse(checkpoint)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "list_capabilities", lambda trt: [])  # as full TensorRT
+        assert "and none is visible" in refuse(checkpoint, *ADA)
     assert "--optimize has no meaning for the tensorrt" in refuse(checkpoint, "--optimize", "none")
-    assert "is a mixture of experts" in refuse(convert("MixtralForCausalLM-plain"), *ada)
+    assert "is a mixture of experts" in refuse(convert("MixtralForCausalLM-plain"), *ADA)
     split = convert("LlamaForCausalLM-plain", "--tp-size", 2)
-    assert "tp_size=2" in refuse(split, *ada)
+    assert "tp_size=2" in refuse(split, *ADA)
     half = convert("LlamaForCausalLM-plain", dtype="bfloat16")
     assert "dtype=bfloat16" in refuse(half, "--compute-capability", "7.5,8.9")
     monkeypatch.setattr(tensorrt, "read_memory", lambda key: 1000)
-    assert "are available" in refuse(checkpoint, *ada)
+    assert "are available" in refuse(checkpoint, *ADA)
+
+
+def test_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find_package", lambda: None)
+    with pytest.raises(SpecDecError, match="neither tensorrt_rtx nor tensorrt is installed"):
+        library.load_tensorrt.__wrapped__()
 
 
 def test_compute_capability_is_for_this_backend(checkpoint: Path, tmp_path: Path) -> None:
