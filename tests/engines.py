@@ -216,9 +216,9 @@ def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) 
 
 def make_noisy_copy(source: Path, copy: Path, noise: float = 0.06) -> None:
     """A model that mostly agrees with another: some of its drafts are right, some wrong."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():

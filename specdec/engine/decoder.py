@@ -366,10 +366,14 @@ class _Parts:
             sizes=own,
             index=model.layer_types[:index].count(model.layer_types[index]),
             ba=self.make_linear(prefix + "ba"),
-            taps=weights[prefix + "conv.weight"].float().view(own.num_channels, own.num_taps),
+            taps=weights[prefix + "conv.weight"]
+            .float()
+            .view(own.num_channels, own.num_taps)
+            .T.contiguous(),
             decay=-weights[prefix + "A_log"].exp(),
             bias=weights[prefix + "dt_bias"],
             norm=Norm(weights[prefix + "norm.weight"], None, model.norm_epsilon),
+            kernels=self._kernels,
         )
 
     def make_attention(self, index: int, prefix: str, *, has_norms: bool = True) -> Attention:

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (https://arxiv.org/abs/2412.06464, equation 10), by torch, a token at a time.
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464, equation 10), a token at a time; here by torch.
 
 Of each value head, S [J, I] is the state. A token with key k, value v, decay a and strength b:
 S = a S; d = b (v - S k); S = S + d k^T; its output is S q.
@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
 from specdec.engine.linear_states import LinearStates, Runs
+from specdec.engine.native import NativeKernels
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
 from specdec.model.linear_attention import LinearAttention
@@ -28,7 +29,7 @@ class DeltaNet:
     """A rank's part of a layer of linear attention, between its first and its last product.
 
     index: which of these layers it is. ba: the product that strength and decay come from.
-    taps: float32 [C, taps], the oldest token's first. decay, bias: float32 [V], the first negative.
+    taps: float32 [taps, C], the oldest token's first. decay, bias: float32 [V], the first negative.
     norm: of each head's output, [J].
     """
 
@@ -39,12 +40,18 @@ class DeltaNet:
     decay: Tensor
     bias: Tensor
     norm: Norm
+    kernels: NativeKernels | None = None
 
     def run(self, qkvz: Tensor, ba: Tensor, states: LinearStates, runs: Runs) -> Tensor:
         """What the products [B, T, W] and [B, T, 2 V] yield: [B, T, V * J].
 
         Tokens that belong to no run get zeros. The state is written up to the kept tokens.
         """
+        if self.kernels is not None:
+            weights = self.taps, self.decay, self.bias
+            return self.kernels.run_delta_net(
+                qkvz, ba, states, runs, self.index, weights, self.norm
+            )
         batch, num_tokens = qkvz.shape[:2]
         flat, strengths = qkvz.flatten(0, 1), ba.flatten(0, 1)
         width = self.sizes.sections[2]
@@ -111,7 +118,7 @@ class DeltaNet:
         """Queries and keys, normed, [n, T, K, I], and values [n, T, V, J] of the newest tokens."""
         sizes, text = self.sizes, text.float()
         mixed = sum(
-            (text[:, tap : tap + size] * self.taps[:, tap] for tap in range(sizes.num_taps)),
+            (text[:, tap : tap + size] * self.taps[tap] for tap in range(sizes.num_taps)),
             start=torch.zeros((), device=text.device),
         )
         q, k, v = torch.split(torch.nn.functional.silu(mixed), list(sizes.sections), dim=-1)

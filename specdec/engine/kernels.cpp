@@ -14,6 +14,7 @@
 // Legend: B rows, T tokens a row, N query heads, K key/value heads, H head size, S positions,
 // R cache rows, D hidden, I inner size.
 
+#include "kernels/delta_net.h"
 #include "kernels/layers.h"
 
 namespace {
@@ -48,7 +49,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of
 // packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 23; }
+int64_t specdec_abi_version() { return 24; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -119,6 +120,16 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
     const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
     mix(x, M, D, *experts, out);                                                                  \
   }                                                                                               \
+  void specdec_run_delta_net_##suffix(                                                            \
+      const E *qkvz, const E *ba, E *out, const int64_t *runs, int64_t num_runs, float *state,    \
+      E *window, float *keys, float *deltas, float *decays, E *inputs, const float *weights,      \
+      const float *rate, const float *bias, const E *norm, float epsilon,                         \
+      const DeltaSizes *sizes) {                                                                  \
+    DeltaNet<E> net = {qkvz, ba, out, reinterpret_cast<const Run *>(runs), num_runs, state,       \
+                       window, keys, deltas, decays, inputs, weights, rate, bias, norm, epsilon,  \
+                       *sizes};                                                                   \
+    net.run();                                                                                    \
+  }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const void *head,      \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
                                      float *scores, int64_t is_integer) {                         \
@@ -162,7 +173,8 @@ void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<in
   SPECDEC_TYPES(specdec_attend_##suffix) SPECDEC_TYPES(specdec_pack_matrix_##suffix)              \
   SPECDEC_TYPES(specdec_multiply_##suffix) SPECDEC_TYPES(specdec_multiply_integers_##suffix)      \
   SPECDEC_TYPES(specdec_run_layers_##suffix) SPECDEC_TYPES(specdec_mix_experts_##suffix)          \
-  SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)
+  SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)             \
+  SPECDEC_TYPES(specdec_run_delta_net_##suffix)
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 
@@ -197,6 +209,7 @@ int64_t specdec_size_of_Experts = sizeof(Experts);
 int64_t specdec_size_of_Shape = sizeof(Shape);
 int64_t specdec_size_of_Scalars = sizeof(Scalars);
 int64_t specdec_size_of_SearchShape = sizeof(SearchShape);
+int64_t specdec_size_of_DeltaSizes = sizeof(DeltaSizes);
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)

@@ -23,6 +23,7 @@ from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.kernel_cache import find_cache, find_kept, keep
 from specdec.engine.layers import Attention, Norm, name_activation
+from specdec.engine.linear_states import LinearStates, Runs
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
 from specdec.errors import SpecDecError
@@ -32,7 +33,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 23
+ABI_VERSION = 24
 ALIGNMENT = 64  # bytes: a line of the cache, which a packed matrix begins with
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # Activations of a gated MLP, by the kernel that computes them.
@@ -109,10 +110,17 @@ class SearchShape(ctypes.Structure):
     _fields_ = [(name, _INT) for name in ("B", "W", "L", "N", "V", "H", "X", "C", "is_integer")]
 
 
+class DeltaSizes(ctypes.Structure):
+    """Sizes of a layer of linear attention, see `DeltaSizes` in kernels/delta_net.h."""
+
+    _fields_ = [(name, _INT) for name in ("K", "V", "I", "J", "taps", "P")]
+
+
 def describe_coverage(model: ModelConfig) -> str:
     """Tell which of a model's operations have kernels; torch's own operators do the others."""
     activation = name_activation(model)
     covered = ["products", "norms", "attention", *(["experts"] if model.experts else [])]
+    covered += ["linear attention"] if model.linear_attention is not None else []
     if model.arithmetic.mlp != "plain" and activation in GATES:
         return ", ".join([*covered, f"gated {activation}"])
     if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:
@@ -230,7 +238,7 @@ def _check_interface(path: Path, library: ctypes.CDLL) -> None:
             f"{path} has kernel interface {version}, this specdec needs {ABI_VERSION}",
             "remove the file: it is compiled again",
         )
-    for record in (Layer, Experts, Shape, Scalars, SearchShape):
+    for record in (Layer, Experts, Shape, Scalars, SearchShape, DeltaSizes):
         size = _INT.in_dll(library, f"specdec_size_of_{record.__name__}").value
         if size != ctypes.sizeof(record):
             raise RuntimeError(f"{record.__name__} has {ctypes.sizeof(record)} bytes, not {size}")
@@ -323,6 +331,7 @@ class NativeKernels:
         self._pack_router = self._bind("specdec_pack_matrix_f32")
         self._mix_experts = self._bind(f"specdec_mix_experts_{suffix}")
         self._rank_outputs = self._bind(f"specdec_rank_outputs_{suffix}")
+        self._run_delta_net = self._bind(f"specdec_run_delta_net_{suffix}")
         self._search = self._bind(f"specdec_search_{suffix}")
 
     def _ask_for_amx(self) -> int:
@@ -462,6 +471,45 @@ class NativeKernels:
             num_rows, num_positions, 0 if cos is None else cos.shape[1], how.window or 0,
             how.scale, how.cap or 0.0, how.q_norm.epsilon if how.q_norm else 0.0,
             how.q_norm.offset if how.q_norm else 0.0,
+        )  # fmt: skip
+        return out
+
+    def run_delta_net(
+        self, qkvz: Tensor, ba: Tensor, states: LinearStates, runs: Runs, index: int,
+        weights: tuple[Tensor, Tensor, Tensor], norm: Norm,
+    ) -> Tensor:  # fmt: skip
+        """What `DeltaNet.run` yields of [B, T, W] and [B, T, 2 V]; writes the layer's states.
+
+        index: which of these layers it is. weights: float32, of the convolution [taps, C], and the
+        rate and the bias of the decay, [V].
+        """
+        sizes, (batch, num_tokens) = states.sizes, qkvz.shape[:2]
+        width, heads, channels = sizes.sections[2], sizes.num_value_heads, sizes.num_channels
+        _check("qkvz", qkvz, self.dtype, batch, num_tokens, channels + width)
+        _check("ba", ba, self.dtype, batch, num_tokens, 2 * heads)
+        _check("a norm's weight", norm.weight, self.dtype, sizes.value_size)
+        for tensor, *shape in zip(weights, (sizes.num_taps, heads, heads), strict=True):
+            _check("taps or decay", tensor, torch.float32, *shape, *tensor.shape[1:])
+        parts = states.state[index], states.window[index], *(part[index] for part in states.log)
+        for part in parts:
+            _check("a part of the states", part, part.dtype, *part.shape)
+        columns = (runs.rows, runs.firsts, runs.counts, runs.kept, runs.folded)
+        table = np.ascontiguousarray(np.stack(columns, axis=1), np.int64)
+        room, logged = states.num_log_tokens, runs.counts - runs.kept
+        if (
+            table.min() < 0 or logged.min() < 0 or max(logged.max(), runs.folded.max()) > room
+            or runs.rows.max() >= len(parts[0]) or weights[0].shape[1] != channels
+            or (runs.firsts + runs.counts).max() > batch * num_tokens
+        ):  # fmt: skip
+            raise ValueError(f"runs {table.tolist()} reach beyond {batch} x {num_tokens} tokens")
+        out = qkvz.new_zeros((batch, num_tokens, width))
+        record = DeltaSizes(
+            sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps, room
+        )
+        self._run_delta_net(
+            qkvz.data_ptr(), ba.data_ptr(), out.data_ptr(), table.ctypes.data, len(table),
+            *(part.data_ptr() for part in (*parts, *weights, norm.weight)), norm.epsilon,
+            ctypes.addressof(record),
         )  # fmt: skip
         return out
 

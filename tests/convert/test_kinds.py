@@ -16,6 +16,7 @@ from tests.conftest import make_llama
 from tests.convert.checkpoints import join_checkpoint, read_config
 from tests.convert.conftest import Converter
 from tests.engines import continue_greedily, make_engine
+from tests.families import make_hybrid
 
 NAMES = {family.name: family for family in FAMILIES.values()}
 # transformers' configuration, changes of it, and a tensor's name: the nearest of the families, the
@@ -120,6 +121,37 @@ def test_a_wrappers_text_model_is_taken_out(
     save_file(tensors | {"unknown.weight": tensors.popitem()[1]}, wrapper / "model.safetensors")
     error = convert.fail(model_dir=wrapper, output_dir=tmp_path / "no")
     assert "1 tensor that the conversion would not use: unknown.weight" in error.message
+
+
+def test_a_hybrids_text_model_is_taken_out_of_what_is_published(
+    convert: Converter, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """Vision tensors and those of the layers that draft are left out, and told."""
+    log.set_level("INFO")
+    target = make_hybrid(tmp_path)
+    plain = join_checkpoint(convert(model_dir=target))
+    name = "Qwen3_5ForConditionalGeneration"
+    wrapper = make_wrapper(tmp_path / "wrapper", target, name, is_old=False)
+    tensors = load_file(wrapper / "model.safetensors")
+    names = {
+        "model.vision_tower.patch_conv": "model.visual.patch_embed.proj",
+        "model.multi_modal_projector.linear_1": "mtp.layers.0.self_attn.q_proj",
+    }
+    tensors = {
+        names.get(name.removesuffix(".weight"), name.removesuffix(".weight")) + ".weight"
+        if name.endswith(".weight") else name: tensor
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+    save_file(
+        tensors | {"mtp.fc.weight": tensors["lm_head.weight"].clone()},
+        wrapper / "model.safetensors",
+    )
+    output = convert(model_dir=wrapper, output_dir=tmp_path / "second")
+    found = join_checkpoint(output)
+    assert found.keys() == plain.keys()
+    assert all(np.array_equal(found[name], value) for name, value in plain.items())
+    assert f"text model of {name} is taken; 1 vision tensors are left out" in log.text
+    assert "2 tensors of layers that draft (mtp.*) are left out" in log.text
 
 
 @pytest.mark.parametrize("is_told", [True, False])
