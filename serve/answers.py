@@ -14,7 +14,7 @@ from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogp
 from .metrics import FINISHED, describe_jobs
 from .parsing import Delta, Parser
 from .scheduler import Job
-from .schema import Asked
+from .schema import Asked, count_choices
 from .tokens import TokenTable
 
 
@@ -54,7 +54,8 @@ class Choice(Job):
         self.text = request.input_text if is_echoed else ""
         self.tokens: list[Told] = []
         self.finish_reason: str | None = None
-        self.num_seen = 0  # of its tokens
+        self.num_seen, self.total_logprob = 0, 0.0  # of its tokens
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self._prefix = self._ended = len(self.text)  # and where the last token seen ends
         self._pending: list[Told] = []
         self.parser, self.num_reasoning_tokens = parser, 0
@@ -68,6 +69,8 @@ class Choice(Job):
             triples = zip(self.request.input_ids, event.prompt_logprobs, self.starts, strict=True)
             self.prompt = [Told(*triple) for triple in triples]
         self.num_seen += len(event.token_ids)
+        self.total_logprob += sum(one.logprob for one in event.logprobs)
+        self.prompt_logprobs += event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason = FINISHED[event.finish_reason]
         if not self.has_output:
@@ -140,6 +143,10 @@ class Answer:
     ) -> None:
         self.asked, self.model, self.choices, self.table = asked, model, choices, table
         self.is_chat = "messages" in asked
+        # How many likeliest tokens to tell of; None tells no log-probabilities.
+        self._num_top: int | None = asked.get("logprobs")
+        if self.is_chat:
+            self._num_top = asked.get("top_logprobs", 0) if self._num_top else None
         options = asked.get("stream_options", {})
         self.tells_usage = options.get("include_usage", False)
         self._counts_on = options.get("continuous_usage_stats", False)
@@ -153,19 +160,52 @@ class Answer:
     def to_json(self) -> dict[str, Any]:
         """The whole answer, when all choices are over."""
         choices = []
-        for choice in self.choices:
+        for index, choice in enumerate(self._choose()):
             content: dict[str, Any] = {"text": choice.text}
             if self.is_chat:
                 content = {"message": choice.message}
             document = {
-                "index": choice.index, **content, "logprobs": None,
+                "index": index, **content, "logprobs": None,
                 "finish_reason": choice.finish_reason, **self._describe(choice, 0, choice.prompt),
             }  # fmt: skip
             if self.asked.get("return_token_ids"):
                 document["prompt_token_ids"] = choice.request.input_ids
+            if "prompt_logprobs" in self.asked and not self.is_chat:
+                document["prompt_logprobs"] = self._describe_prompt(choice)
             choices.append(document)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._wrap(kind, choices) | {"usage": self.usage, **self._told_last}
+        whole = self._wrap(kind, choices) | {"usage": self.usage, **self._told_last}
+        if "prompt_logprobs" in self.asked and self.is_chat:
+            whole["prompt_logprobs"] = self._describe_prompt(self.choices[0])
+        return whole
+
+    def _choose(self) -> Iterator[Choice]:
+        """The choices that are told: of each prompt's the n of the highest total log-probability.
+
+        Only best_of makes more than n.
+        """
+        made, wanted = count_choices(self.asked), self.asked.get("n", 1)
+        for at in range(0, len(self.choices), made):
+            own = self.choices[at : at + made]
+            if made > wanted:
+                own = sorted(own, key=lambda choice: -choice.total_logprob)[:wanted]
+            yield from own
+
+    def _describe_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """The log-probabilities of a prompt's tokens in vLLM's form, with ranks among the told."""
+        told: list[dict[str, Any] | None] = []
+        for token, own in zip(choice.request.input_ids, choice.prompt_logprobs, strict=True):
+            if own is None:
+                told.append(None)
+                continue
+            top = own.top[: self.asked["prompt_logprobs"]]
+            ranked = [(token, own.logprob, None), *((*one, at) for at, one in enumerate(top, 1))]
+            text = self.table.get_text
+            told.append({
+                str(one): {"logprob": value, "rank": rank, "decoded_token": text(one)}
+                for one, value, rank in ranked
+            })  # fmt: skip
+        return told
 
     def open(self) -> Iterator[dict[str, Any]]:
         """The chunks that a stream begins with."""
@@ -213,7 +253,7 @@ class Answer:
     @property
     def usage(self) -> dict[str, Any]:
         # The tokens of a prompt count once, however many choices it has.
-        first_choices = self.choices[:: self.asked.get("n", 1)]
+        first_choices = self.choices[:: count_choices(self.asked)]
         prompt = sum(len(choice.request.input_ids) for choice in first_choices)
         output = sum(choice.num_seen for choice in self.choices if choice.has_output)
         usage: dict[str, Any] = {
@@ -259,7 +299,7 @@ class Answer:
     def _describe(self, choice: Choice, start: int, prompt: Sequence[Told]) -> dict[str, Any]:
         """What an answer says of a choice's tokens from `start` on, and of the prompt's tokens."""
         tokens, told = choice.tokens[start:], dict[str, Any]()
-        if choice.request.num_logprobs is not None:
+        if self._num_top is not None:
             told["logprobs"] = self._describe_logprobs(tokens, prompt)
         if self.asked.get("return_origins"):  # ours: each token as text, and how it came
             told["tokens"] = [[self.table.get_text(one.id), one.origin] for one in tokens]
@@ -277,7 +317,7 @@ class Answer:
         if self.is_chat:
             content = [
                 self._describe_token(one.id, own.logprob)
-                | {"top_logprobs": [self._describe_token(*pair) for pair in own.top]}
+                | {"top_logprobs": [self._describe_token(*one) for one in own.top[: self._num_top]]}
                 for one, own in told
             ]
             return {"content": content, "refusal": None}
@@ -286,7 +326,9 @@ class Answer:
             "tokens": [text(one.id) for one, _ in listed],
             "token_logprobs": [own and own.logprob for _, own in listed],
             "top_logprobs": [
-                own and {text(one.id): own.logprob} | {text(top): value for top, value in own.top}
+                own
+                and {text(one.id): own.logprob}
+                | {text(top): value for top, value in own.top[: self._num_top]}
                 for one, own in listed
             ],
             "text_offset": [one.start for one, _ in listed],

@@ -31,7 +31,7 @@ from .answers import Answer, Choice
 from .formats import NO_FORMATS, ChatFormats
 from .metrics import Metrics
 from .parsing import Parser
-from .protocol import BadRequest, make_error
+from .protocol import EVENTS, BadRequest, make_error
 from .responses import RESPONSE, ResponseAnswer, read_response, rename
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
@@ -198,10 +198,11 @@ class Front:
         """
         formats = self._formats if "messages" in asked else NO_FORMATS
         calling = read_calling(asked, formats)
+        tells_starts = asked.get("echo") and asked.get("logprobs") is not None
         return [
             (
                 request,
-                find_starts(self._engine, request) if request.wants_prompt_logprobs else [],
+                find_starts(self._engine, request) if tells_starts else [],
                 make_parser(calling, formats, request.input_text),
             )
             for request in make_requests(self._engine, asked, formats, calling)
@@ -375,6 +376,7 @@ class EventStream(StreamingResponse):
         self._jobs, self._scheduler = jobs, scheduler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[EVENTS] = True
         try:
             with contextlib.suppress(OSError):  # the client left while it was written to
                 await super().__call__(scope, receive, send)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 30.0  # in which the headers of a request must have come
+EVENTS = "specdec.events"  # in a request's scope, if its answer is a stream of events
 PROBE_SECONDS = 0.01  # until it is seen whether a client that sends no more has left
 STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its answer
 
@@ -56,9 +57,9 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it listens on for its answer.
 
-        Which of the two shows only when something is written to it. While its answer has not begun,
-        that is 100 Continue, which clients of HTTP/1.1 pass over; older ones count as having left.
-        Returns whether the connection stays open for writing.
+        Which of the two shows only when something is written to it that clients pass over: before
+        the answer 100 Continue, and between events a comment. Clients of HTTP before 1.1 count as
+        having left. Returns whether the connection stays open for writing.
         """
         conn = self.conn
         if not self._is_answering or conn.their_state is h11.SEND_BODY:
@@ -70,9 +71,14 @@ class Connection(H11Protocol):
         return True
 
     def _probe(self, seconds: float) -> None:
-        if self.transport.is_closing() or not self._is_answering or self.cycle.response_started:
+        if self.transport.is_closing() or not self._is_answering:
             return
-        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self.cycle.scope.get(EVENTS):
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+        else:
+            return
         self.loop.call_later(seconds, self._probe, min(2 * seconds, 1.0))
 
     def pause_writing(self) -> None:

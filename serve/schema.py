@@ -33,16 +33,15 @@ IDLE = (
 )  # fmt: skip
 # Parameters of theirs that are not offered, with the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "chat_template"), ()),
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
     **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("best_of", "length_penalty", "typical_p"), (1, 1.0)),
-    **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier", "min_tokens"), (0, 0.0)),
-    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("length_penalty", "typical_p"), (1, 1.0)),
+    **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier"), (0, 0.0)),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), (False,)),
     **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     "suffix": ("",), "parallel_tool_calls": (True, False), "modalities": (["text"],),
-    "skip_special_tokens": (True,),
 }  # fmt: skip
 # Kinds of grammars by the parameters that ask for them, vLLM's and llama.cpp's; and by the keys of
 # vLLM's `structured_outputs`.
@@ -59,7 +58,9 @@ TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.
 SETTINGS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "speculation", "add_special_tokens",
+    "speculation", "add_special_tokens", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens", "min_tokens", "bad_words",
+    "allowed_token_ids",
 )  # fmt: skip
 TEMPLATE_SETTINGS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
@@ -115,10 +116,11 @@ ASKED: Parameters = {
     "stop": (
         _is_stop, f"a text of at most 1000 characters, or a list of at most {MAX_STOPS} of them"
     ),
-    "n": (
+    **dict.fromkeys(("n", "best_of"), (
         lambda v: type(v) is int and 1 <= v <= MAX_CHOICES,
         f"a whole number from 1 to {MAX_CHOICES}",
-    ),
+    )),
+    "prompt_logprobs": CHECKS["logprobs"],
     "seed": (
         lambda v: type(v) is int and -(2**63) <= v < 2**64,
         "a whole number from -2**63 to 2**64 - 1",
@@ -427,9 +429,7 @@ def make_requests(
     formats: how the model writes what is no content. calling: what a chat says of tools. Adds
     to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
     """
-    for name in ("stream_options", "return_trees"):
-        if asked.get(name) not in (None, False) and not asked.get("stream"):
-            raise BadRequest(f"{name} is only for stream", name)
+    _check_stream(asked)
     if asked.get("return_origins") and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
     source = "messages" if "messages" in asked else "prompt"
@@ -440,7 +440,7 @@ def make_requests(
         sources, own = _read_chat(asked, engine.tokenizer, names, formats, calling)
     else:
         sources, own = _read_completion(asked)
-    count = asked.get("n", 1)
+    count = count_choices(asked)
     if len(sources) * count > MAX_CHOICES:
         raise BadRequest(
             f"{len(sources)} prompts with n {count} are {len(sources) * count} choices, at most"
@@ -451,6 +451,8 @@ def make_requests(
     names["grammar"] = next(iter(grammar), "grammar")
     given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
     seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
+    if "spaces_between_special_tokens" in asked and engine.tokenizer.is_fast:
+        asked["ignored"].append("spaces_between_special_tokens")
     shared = _read_settings(asked) | own
     if shared["truncate_prompt_tokens"] == -1:  # vLLM's for all that there is room for
         room = engine.max_seq_len - (
@@ -458,6 +460,13 @@ def make_requests(
         )
         shared["truncate_prompt_tokens"] = max(1, min(engine.max_input_len, room))
     shared |= {"seed": seed % 2**64, "grammar": given}
+    if "prompt_logprobs" in asked:
+        shared |= {"prompt_logprobs": True}
+        if shared["logprobs"] is None or find_faults(shared):
+            shared["logprobs"] = asked["prompt_logprobs"]
+        shared["logprobs"] = max(shared["logprobs"], asked["prompt_logprobs"])
+    elif count > asked.get("n", 1) and shared["logprobs"] is None:
+        shared["logprobs"] = 0  # by which the best are chosen
     requests: list[Request] = []
     for at, one in enumerate(sources):
         index = at if len(sources) > 1 else ONLY
@@ -475,6 +484,27 @@ def make_requests(
             sampling = dataclasses.replace(request.sampling, seed=own_seed)
             requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
     return requests
+
+
+def count_choices(asked: Asked) -> int:
+    """How many outputs are made of each prompt."""
+    return int(max(asked.get("n", 1), asked.get("best_of", 1)))
+
+
+def _check_stream(asked: Asked) -> None:
+    """Raise BadRequest for what is only for streams, or not."""
+    num_asked, best_of = asked.get("n", 1), asked.get("best_of")
+    if best_of is not None and best_of < num_asked:
+        raise BadRequest(f"best_of is {best_of}, and n {num_asked}", "best_of")
+    chooses = best_of is not None and best_of > num_asked
+    for name, is_asked, is_stream in (
+        ("stream_options", "stream_options" in asked, True),
+        ("return_trees", asked.get("return_trees"), True),
+        ("prompt_logprobs", "prompt_logprobs" in asked, False),
+        ("best_of", chooses, False),
+    ):
+        if is_asked and bool(asked.get("stream")) != is_stream:
+            raise BadRequest(f"{name} is only for {'' if is_stream else 'what is no '}stream", name)
 
 
 def _explain(error: SpecDecError, source: str, names: Mapping[str, str]) -> BadRequest:

@@ -21,7 +21,6 @@ from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request, Result
 from specdec.decode.requests import DRAFT as DRAFTED
 from specdec.decode.sampling import SamplingParams
-from specdec.decode.text import TextStream
 from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError
 from specdec.trtllm.runner import RowOutput, TensorRTRunner
@@ -196,8 +195,8 @@ class ExternalLoop:
         rows = (row for row in range(len(self._requests)) if row not in taken)
         for _ in range(count):
             place, request = self._waiting.popleft()
-            follows_text = bool(request.stop) or self._options.follow_text
-            text = TextStream(self._options.tokenizer, request.stop) if follows_text else None
+            options = self._options
+            text = request.make_text(options.tokenizer, is_followed=options.follow_text)
             admitted[place] = ActiveRequest(
                 request, next(rows), max_depth=self._drafter.max_draft_tokens, text=text
             )

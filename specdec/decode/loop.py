@@ -19,7 +19,6 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.prefill import Reading
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request, Result
 from specdec.decode.schedule import Pass, Scheduler
-from specdec.decode.text import TextStream
 from specdec.decode.timing import Stopwatch, Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import States, pack_segments, place_tree
@@ -118,8 +117,7 @@ class Batch:
     def submit(self, request: Request) -> ActiveRequest:
         """Let a request wait for a row; what it becomes can be read from what is returned."""
         assert len(request.input_ids) + request.max_output_len <= self.max_seq_len
-        follows_text = bool(request.stop) or self.options.follow_text
-        text = TextStream(self.options.tokenizer, request.stop) if follows_text else None
+        text = request.make_text(self.options.tokenizer, is_followed=self.options.follow_text)
         active = ActiveRequest(request, NO_ROW, max_depth=self.proposer.max_draft_depth, text=text)
         self.scheduler.waiting.append(active)
         return active

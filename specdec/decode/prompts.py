@@ -8,13 +8,15 @@ import math
 import numbers
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specdec.decode.grammar import Grammar, GrammarCompiler
 from specdec.decode.requests import Request, name_prompt
-from specdec.decode.sampling import SamplingParams
+from specdec.decode.sampling import SamplingParams, TypicalRule
 from specdec.decode.settings import DecodeSettings
+from specdec.decode.text import TextForm
 from specdec.decode.typical import read_typical_rule
 from specdec.errors import (
     Problems,
@@ -27,11 +29,9 @@ from specdec.errors import (
 from specdec.files.reading import parse_json, read_json
 from specdec.tokenizer import lack_tokenizer
 
-if TYPE_CHECKING:
-    from specdec.decode.grammar import Grammar
-
 STDIN, GZIP = Path("-"), ".gz"
 MAX_LOGPROBS = 20
+MAX_WORDS = 1024
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
 SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
@@ -43,7 +43,9 @@ LINE_FIELDS = SOURCES | {
     for key in (
         "max_output_len", "temperature", "top_k", "top_p", "seed", "stop", "chat_template_kwargs",
         "add_generation_prompt", "continue_final_message", "add_special_tokens",
-        "truncate_prompt_tokens",
+        "truncate_prompt_tokens", "stop_token_ids", "include_stop_str_in_output",
+        "skip_special_tokens", "spaces_between_special_tokens", "min_tokens", "bad_words",
+        "allowed_token_ids", "grammar",
     )
 }  # fmt: skip
 FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
@@ -61,7 +63,16 @@ class Prompt:
     the tokenizer puts its own around the prompt; as it does with a text, unless this is False, and
     not with messages. truncate_prompt_tokens: keep only so many tokens, the prompt's last.
 
-    end_ids: tokens that end the output; empty for none. min_p: least share of the likeliest token's
+    end_ids: tokens that end the output; empty for none. stop_token_ids: more of them, whose text is
+    left out. include_stop_str_in_output: keep the text of what ended the output, a stop word or
+    such a token. skip_special_tokens: False shows special tokens in the text, except one that ends
+    it. spaces_between_special_tokens: what transformers' `decode` makes of it. min_tokens: no end
+    before so many tokens, and no stop word in their text. bad_words: texts whose last token may not
+    follow the others; as tokenized behind a space and at a beginning, of the output only.
+    allowed_token_ids: the only tokens that may come. Both are refused beside a grammar, and a
+    grammar that has come to its end ends a text before min_tokens.
+
+    min_p: least share of the likeliest token's
     probability. logit_bias: what is added to the logits of tokens. The penalties:
     repetition_penalty of tokens in prompt or output, the two others of those in the output.
     logprobs: for how many of the likeliest tokens to return log-probabilities, besides each new
@@ -88,6 +99,13 @@ class Prompt:
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     end_ids: Collection[int] | None = None
+    stop_token_ids: Collection[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    min_tokens: int | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Collection[int] | None = None
     min_p: float | None = None
     logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float | None = None
@@ -277,9 +295,21 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_text(v) or (isinstance(v, list) and all(map(_is_text, v))),
         "a text or a list of texts, none empty",
     ),
-    "end_ids": (
-        lambda v: isinstance(v, list) and all(map(_is_count, v)),
-        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
+    **dict.fromkeys(
+        ("end_ids", "stop_token_ids"),
+        (
+            lambda v: isinstance(v, list) and all(map(_is_count, v)),
+            f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
+        ),
+    ),
+    "allowed_token_ids": (
+        lambda v: isinstance(v, list) and bool(v) and all(map(_is_count, v)),
+        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}, not empty",
+    ),
+    "min_tokens": (_is_count, f"a whole number from 0 to {MAX_COUNT}"),
+    "bad_words": (
+        lambda v: isinstance(v, list) and len(v) <= MAX_WORDS and all(map(_is_text, v)),
+        f"a list of at most {MAX_WORDS} texts, none empty",
     ),
     "min_p": (lambda v: _is_number(v, 0, 1), "a number from 0 to 1"),
     # Beyond these, logits can leave the range of float32.
@@ -299,7 +329,8 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         (
             "speculation", "keep_trees", "prompt_logprobs", "add_generation_prompt",
-            "continue_final_message", "add_special_tokens",
+            "continue_final_message", "add_special_tokens", "include_stop_str_in_output",
+            "skip_special_tokens", "spaces_between_special_tokens",
         ),
         (_is_bool, "true or false"),
     ),
@@ -362,7 +393,7 @@ def make_requests(
     """Tokenize prompts that are checked already; a prompt's own settings win over the flags.
 
     first: the index of the first one. end_ids: tokens that end a request, where they are known
-    already. compile_grammar: needed for prompts that have a grammar.
+    already. compile_grammar: for prompts that have a grammar, where there is one already.
     """
     from specdec.decode.encoding import encode_prompt  # which knows prompts
 
@@ -375,46 +406,36 @@ def make_requests(
     ):
         text, ids = encode_prompt(own, settings, tokenizer)
         prompt = dataclasses.replace(flags, **own.list_given())
-        stop = prompt.stop or ()
-        if stop and tokenizer is None:
-            raise lack_tokenizer("stop words need")
-        if prompt.prompt_logprobs and prompt.logprobs is None:
-            raise PromptError(
-                f"{name_prompt(index)} has prompt_logprobs and no logprobs",
-                "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
-                field="prompt_logprobs",
-            )
+        if tokenizer is None and (prompt.stop or prompt.bad_words):
+            raise lack_tokenizer("stop words need" if prompt.stop else "bad_words need")
+        _check_combination(name_prompt(index), prompt)
         grammar = None
-        if prompt.grammar is not None and compile_grammar is not None:
+        if prompt.grammar is not None:
+            compile_grammar = compile_grammar or GrammarCompiler(tokenizer, end_ids).compile
             try:
                 grammar = compile_grammar(prompt.grammar)
             except SpecDecError as error:
                 raise PromptError(error.message, error.hint, field="grammar") from None
-        top_k, top_p, temperature = prompt.top_k or 0, prompt.top_p, prompt.temperature
+        stop, stop_ids = prompt.stop or (), frozenset(prompt.stop_token_ids or ())
+        ends = stop_ids | (end_ids if prompt.end_ids is None else frozenset(prompt.end_ids))
+        hidden = stop_ids if prompt.skip_special_tokens is not False else ends
         assert prompt.max_output_len is not None
-        assert prompt.seed is not None
-        assert top_p is not None
-        if temperature is None:
-            temperature = float(top_k > 0 or top_p < 1)
-        given = {name: value for name, value in prompt.list_given().items() if name in SHAPING}
-        bias = tuple(given.pop("logit_bias", {}).items())
         requests.append(
             Request(
                 index=index,
                 input_text=text,
                 input_ids=ids,
                 max_output_len=prompt.max_output_len,
-                end_ids=end_ids if prompt.end_ids is None else frozenset(prompt.end_ids),
-                sampling=SamplingParams(
-                    temperature=float(temperature),
-                    top_k=top_k,
-                    top_p=float(top_p),
-                    seed=prompt.seed,
-                    typical=typical,
-                    logit_bias=bias,
-                    **{name: float(value) for name, value in given.items()},
-                ),
+                end_ids=ends,
+                sampling=_make_sampling(prompt, typical, tokenizer),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                form=TextForm(
+                    hidden=frozenset() if prompt.include_stop_str_in_output else hidden,
+                    includes_stop=bool(prompt.include_stop_str_in_output),
+                    skips_special=prompt.skip_special_tokens is not False,
+                    spaces_special=prompt.spaces_between_special_tokens is not False,
+                    min_tokens=prompt.min_tokens or 0,
+                ),
                 num_logprobs=prompt.logprobs,
                 wants_prompt_logprobs=bool(prompt.prompt_logprobs),
                 drafts=prompt.speculation is not False,
@@ -423,3 +444,50 @@ def make_requests(
             )
         )
     return requests
+
+
+def _check_combination(name: str, prompt: Prompt) -> None:
+    if prompt.prompt_logprobs and prompt.logprobs is None:
+        raise PromptError(
+            f"{name} has prompt_logprobs and no logprobs",
+            "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
+            field="prompt_logprobs",
+        )
+    for field in ("allowed_token_ids", "bad_words"):
+        if prompt.grammar is not None and getattr(prompt, field):
+            raise PromptError(
+                f"{name} has both grammar and {field}, which could leave no token to choose",
+                "leave one out",
+                field=field,
+            )
+
+
+def _make_sampling(prompt: Prompt, typical: TypicalRule | None, tokenizer: Any) -> SamplingParams:
+    """How a prompt's tokens are chosen, its flags filled in."""
+    top_k, top_p, temperature = prompt.top_k or 0, prompt.top_p, prompt.temperature
+    assert prompt.seed is not None
+    assert top_p is not None
+    if temperature is None:
+        temperature = float(top_k > 0 or top_p < 1)
+    given = {name: value for name, value in prompt.list_given().items() if name in SHAPING}
+    bias = tuple(given.pop("logit_bias", {}).items())
+    allowed = prompt.allowed_token_ids
+    return SamplingParams(
+        temperature=float(temperature),
+        top_k=top_k,
+        top_p=float(top_p),
+        seed=prompt.seed,
+        typical=typical,
+        logit_bias=bias,
+        allowed_ids=None if allowed is None else frozenset(allowed),
+        bad_words=frozenset(_list_bad_words(prompt.bad_words or (), tokenizer)),
+        min_tokens=prompt.min_tokens or 0,
+        **{name: float(value) for name, value in given.items()},
+    )
+
+
+def _list_bad_words(words: Sequence[str], tokenizer: Any) -> Iterator[tuple[int, ...]]:
+    """The tokens that words are written with, behind a space and not."""
+    for word in words:
+        for text in (word, f" {word.lstrip()}"):
+            yield tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
 from specdec.decode.shaping import make_shaper
-from specdec.decode.text import TextStream
+from specdec.decode.text import PLAIN_FORM, TextForm, TextStream
 from specdec.engine.transfers import to_device, to_host
 from specdec.errors import Problems
 
@@ -36,6 +36,7 @@ class Request:
     """One prompt, tokenized, with its own settings.
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
+    form: what else of its tokens is text.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
     wants_prompt_logprobs: whether to tell the same of the prompt, which is then read whole, not
     taken from the cache. drafts: False decodes one token per step. keep_trees: return the tree of
@@ -49,6 +50,7 @@ class Request:
     input_text: str = ""
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
+    form: TextForm = PLAIN_FORM
     num_logprobs: int | None = None
     wants_prompt_logprobs: bool = False
     drafts: bool = True
@@ -59,6 +61,12 @@ class Request:
     def name(self) -> str:
         """What messages call it."""
         return name_prompt(self.index)
+
+    def make_text(self, tokenizer: Any, *, is_followed: bool) -> TextStream | None:
+        """Its text to be, where that decides what it is or is to be followed."""
+        needs = is_followed or self.stop or self.form != PLAIN_FORM
+        is_text = needs and tokenizer is not None
+        return TextStream(tokenizer, self.stop, self.form) if is_text else None
 
 
 def name_prompt(index: int) -> str:
@@ -196,7 +204,9 @@ class ActiveRequest:
         return Sampler(
             request.sampling,
             request.max_output_len + self._max_depth + 1,
-            make_shaper(request.sampling, request.input_ids, self.output_ids, self.grammar),
+            make_shaper(
+                request.sampling, request.input_ids, self.output_ids, self.grammar, request.end_ids
+            ),
         )
 
     @functools.cached_property
@@ -350,6 +360,7 @@ def find_problems(
             "use the tokenizer that belongs to the model",
             "text",
         )
+    problems += _find_bans(request, where, vocab_size)
     biased = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
     if biased:
         problems.add(
@@ -358,6 +369,28 @@ def find_problems(
             "leave it out",
             "logit_bias",
         )
+    return problems
+
+
+def _find_bans(request: Request, where: str, vocab_size: int) -> Problems:
+    """What is wrong with the tokens that are left out: one must be left at every place."""
+    problems, params = Problems(), request.sampling
+    allowed = params.allowed_ids
+    if not params.is_restricted:
+        return problems
+    if allowed is not None and max(allowed) >= vocab_size:
+        problems.add(
+            f"{where} allows token {max(allowed)}, the model's vocabulary has {vocab_size}",
+            "leave it out", "allowed_token_ids",
+        )  # fmt: skip
+    banned = {word[-1] for word in params.bad_words}
+    banned |= request.end_ids if params.min_tokens else set()
+    left = frozenset(range(vocab_size)) if allowed is None else allowed
+    if left <= banned:
+        problems.add(
+            f"{where} allows tokens that bad_words and min_tokens rule out: none may be left",
+            "allow more tokens", "bad_words" if allowed is None else "allowed_token_ids",
+        )  # fmt: skip
     return problems
 
 

@@ -37,8 +37,10 @@ class SamplingParams:
     temperature: 0 decodes greedily. top_k: 0 keeps all. top_p: 1 keeps all. min_p: least share of
     the likeliest token's probability, 0 keeps all. Applied in this order, as transformers' logits
     processors are. Before them, shaping.py: logit_bias, (token, what is added to its logit), and
-    the penalties. typical: accept what is likely enough, instead of what leaves the target's
-    distribution as it is; None is exact.
+    the penalties; then what leaves tokens out: all but allowed_ids (None allows all), the last
+    token of each of bad_words, tokens in order, behind its others, and ends before min_tokens.
+    typical: accept what is likely enough, instead of what leaves the target's distribution as it
+    is; None is exact.
     """
 
     temperature: float = 0.0
@@ -51,6 +53,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    allowed_ids: frozenset[int] | None = None
+    bad_words: frozenset[tuple[int, ...]] = frozenset()
+    min_tokens: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -60,8 +65,18 @@ class SamplingParams:
     @property
     def is_shaped(self) -> bool:
         """Whether logits depend on more than the target."""
+        return self.is_penalized or self.is_restricted
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether there are penalties or a bias."""
         penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         return bool(penalties or self.logit_bias)
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether tokens are left out."""
+        return bool(self.bad_words or self.min_tokens) or self.allowed_ids is not None
 
 
 GREEDY = SamplingParams()

@@ -1,4 +1,4 @@
-"""Logits that depend on what a request has written: penalties and a bias, at every node of a tree.
+"""Logits that depend on what a request has written: penalties, bias, bans, at every node of a tree.
 
 They change what the target's distribution is, before temperature and the rest; the accept rules
 stay exact for it, since a node's logits are shaped by the very text that its path means.
@@ -7,10 +7,11 @@ Legend: T tree nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decode.sampling import SamplingParams, Shaper
@@ -53,6 +54,48 @@ class Penalties:
         return shaped
 
 
+class Bans:
+    """Tokens that may not come have no probability: see SamplingParams."""
+
+    def __init__(
+        self, params: SamplingParams, end_ids: Collection[int], output_ids: Sequence[int]
+    ) -> None:
+        """output_ids: the request's own list, which grows."""
+        self._params, self._output_ids = params, output_ids
+        self._ends = np.array(sorted(end_ids), np.int64)
+        self._allowed = np.array(sorted(params.allowed_ids or ()), np.int64)
+        self._single = np.array([word[0] for word in params.bad_words if len(word) == 1], np.int64)
+        self._words = [word for word in params.bad_words if len(word) > 1]
+        self._longest = max(map(len, self._words), default=1) - 1
+
+    def shape(self, tree: Tree, logits: Tensor) -> Tensor:
+        shaped = logits[: tree.num_nodes].float().clone()
+        if self._params.allowed_ids is not None:
+            allowed = to_device(self._allowed, shaped.device)
+            kept, shaped = shaped[:, allowed], torch.full_like(shaped, -torch.inf)
+            shaped[:, allowed] = kept
+        _ban(shaped, self._single)
+        before = list(self._output_ids[-self._longest :]) if self._words else []
+        for node in range(tree.num_nodes):
+            branch = list_branch(tree, node)
+            text = (*before, *branch)
+            _ban(shaped[node], np.array(
+                [word[-1] for word in self._words if text[1 - len(word) :] == word[:-1]], np.int64
+            ))  # fmt: skip
+            if len(self._output_ids) + len(branch) < self._params.min_tokens:
+                row = _ban(shaped[node].clone(), self._ends)
+                if row.isfinite().any():  # else a grammar has come to its end
+                    shaped[node] = row
+        return shaped
+
+
+def _ban(logits: Tensor, tokens: NDArray[np.int64]) -> Tensor:
+    tokens = tokens[tokens < logits.shape[-1]]
+    if len(tokens):
+        logits[..., to_device(tokens, logits.device)] = -torch.inf
+    return logits
+
+
 def list_branch(tree: Tree, node: int) -> list[int]:
     """The tokens of the path to a node, without the root's."""
     tokens: list[int] = []
@@ -79,9 +122,12 @@ def make_shaper(
     prompt: Sequence[int],
     output_ids: Sequence[int],
     mask: Shaper | None = None,
+    end_ids: Collection[int] = (),
 ) -> Shaper | None:
-    """Return what shapes a request's logits, `mask` last; None where nothing does."""
-    if not params.is_shaped:
-        return mask
-    penalties = Penalties(params, prompt, output_ids)
-    return penalties if mask is None else ShaperChain([penalties, mask])
+    """Return what shapes a request's logits, `mask` before bans; None where nothing does."""
+    shapers: list[Shaper] = [] if mask is None else [mask]
+    if params.is_penalized:
+        shapers.insert(0, Penalties(params, prompt, output_ids))
+    if params.is_restricted:
+        shapers.append(Bans(params, end_ids, output_ids))
+    return ShaperChain(shapers) if len(shapers) > 1 else shapers[0] if shapers else None

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 
 
-def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of tokens, special ones left out.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextForm:
+    """What of a request's tokens is text.
+
+    hidden: tokens that end the request, and have no text. includes_stop: a stop word that ends it
+    is part of the text. skips_special: special tokens have no text. spaces_special: see
+    transformers' spaces_between_special_tokens. min_tokens: the text of so many holds no stop word.
+    """
+
+    hidden: frozenset[int] = frozenset()
+    includes_stop: bool = False
+    skips_special: bool = True
+    spaces_special: bool = True
+    min_tokens: int = 0
+
+
+PLAIN_FORM = TextForm()
+
+
+def decode_text(tokenizer: Any, ids: Sequence[int], form: TextForm = PLAIN_FORM) -> str:
+    """Return the text of tokens.
 
     Not tidied up, as Llama 3's tokenizer asks transformers 4 to do: that makes "a!= b" of "a != b".
     """
+    more = {} if form.spaces_special else {"spaces_between_special_tokens": False}
     text: str = tokenizer.decode(
-        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        list(ids),
+        skip_special_tokens=form.skips_special,
+        clean_up_tokenization_spaces=False,
+        **more,
     )
     return text
 
@@ -29,8 +53,11 @@ class TextStream:
     of the one before ended, and what a stop word cuts off is not in the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), form: TextForm = PLAIN_FORM
+    ) -> None:
+        self._tokenizer, self._form = tokenizer, form
+        self._least = 0  # where the first stop word may begin
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._context = 0  # where the tokens start that are decoded together with new ones
@@ -42,14 +69,21 @@ class TextStream:
 
     def add(self, token: int) -> bool:
         """Take a token; return whether the text now holds a stop word, which then ends it."""
+        if token in self._form.hidden:
+            self.ends.append(len(self._text))
+            return False
         self._ids.append(token)
         piece = self._decode_new()
         text = self._text + piece.rstrip(INCOMPLETE)
         longest = max(map(len, self._stop), default=0)
-        start = max(0, len(self._text) - longest)
-        found = [at for word in self._stop if (at := text.find(word, start)) >= 0]
+        if len(self._ids) <= self._form.min_tokens:
+            self._least = len(text)
+        start = max(self._least, len(self._text) - longest)
+        found = [(at, len(word)) for word in self._stop if (at := text.find(word, start)) >= 0]
         if found:
-            self._text, self._is_ended = text[: min(found)], True
+            at, size = min(found)
+            self._text = text[: at + size * self._form.includes_stop]
+            self._is_ended = True
         elif not piece.endswith(INCOMPLETE):
             self._text = text
             self._context, self._read = self._read, len(self._ids)
@@ -84,4 +118,4 @@ class TextStream:
         return self._decode(self._ids[self._context :])[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return decode_text(self._tokenizer, ids) if ids else ""
+        return decode_text(self._tokenizer, ids, self._form) if ids else ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.decode.requests import PLAIN, ActiveRequest, Origin, Request
-from specdec.decode.text import TextStream, decode_text
+from specdec.decode.text import decode_text
 from specdec.errors import SpecDecError
 from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.runner import NO_END
@@ -26,7 +26,7 @@ class Followed:
         self, request: Request, row: int, folder: EngineFolder, tokenizer: Any, *,
         follows_text: bool,
     ) -> None:  # fmt: skip
-        text = TextStream(tokenizer, request.stop) if request.stop or follows_text else None
+        text = request.make_text(tokenizer, is_followed=follows_text)
         self.active = ActiveRequest(request, row, max_depth=0, text=text)
         self.end_id = min(request.end_ids, default=NO_END)
         self.stop_ids = self._list_stops(request, tokenizer)

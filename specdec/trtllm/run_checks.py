@@ -10,7 +10,9 @@ from typing import Protocol
 
 from specdec import logs
 from specdec.decode.devices import check_count
+from specdec.decode.prompts import SHAPING
 from specdec.decode.requests import Request, find_problems
+from specdec.decode.sampling import GREEDY
 from specdec.errors import Problems, UsageError
 from specdec.methods import METHODS, list_starters
 from specdec.methods.chain import ChainDraft
@@ -226,10 +228,19 @@ def check_settings(settings: RuntimeSettings) -> None:
         )
 
 
+# What only our own loop does with logits, by the fields of a prompt.
+SHAPED = {name: name for name in (*SHAPING, "bad_words", "min_tokens")} | {
+    "allowed_ids": "allowed_token_ids"
+}  # fmt: skip
+
+
 def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     """List what an engine would silently do otherwise than the request says."""
     params, where = request.sampling, request.name
+    shaping = [name for name in SHAPED if getattr(params, name) != getattr(GREEDY, name)]
     heat, samples = f"temperature {params.temperature:g}", not params.is_greedy
+    unoffered = ", which is not offered with an engine of TensorRT-LLM"
+    remedy = "leave it out, or use an engine of the torch backend"
     is_redrafter = folder.mode == REDRAFTER
     is_greedy = bool(folder.pretrained.get("redrafter_greedy_search", True))
     return Problems.where(
@@ -251,6 +262,10 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
          f"{where} samples with {heat}, and TensorRT-LLM's EAGLE decodes greedily unless it"
          " accepts typical tokens, which changes the text", "leave the temperature out",
          "temperature"),
+        (shaping, f"{where} asks for a penalty, a bias, min_p or bans{unoffered}", remedy,
+         SHAPED[shaping[0]] if shaping else ""),
+        (request.grammar is not None, f"{where} asks for structured output{unoffered}", remedy,
+         "grammar"),
         (samples and params.top_k > MAX_TOP_K,
          f"{where} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
          f"give {MAX_TOP_K} or less", "top_k"),

@@ -15,9 +15,9 @@ from typing import Any, Literal, cast
 
 from specdec.decode.api import Engine, Output
 from specdec.decode.encoding import use_template
-from specdec.decode.prompts import SHAPING, find_end_ids
+from specdec.decode.prompts import find_end_ids
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
-from specdec.decode.sampling import GREEDY, SamplingParams
+from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import Problems, SpecDecError, UsageError
 from specdec.files.folders import TENSORRT_LLM
@@ -198,11 +198,8 @@ class ExecutorCore:
         """Raise SpecDecError that lists every request that the engine cannot do."""
         problems = Problems()
         for request in requests:
-            params, is_plain = request.sampling, self.folder.mode is None
-            shaping = [n for n in SHAPING if getattr(params, n) != getattr(GREEDY, n)]
+            is_plain = self.folder.mode is None
             for is_asked, field, what in (
-                (shaping, next(iter(shaping), None), "a penalty, a bias or min_p"),
-                (request.grammar is not None, "grammar", "structured output"),
                 (request.num_logprobs is not None, "logprobs", "log-probabilities"),
                 (request.keep_trees, "keep_trees", "draft trees"),
                 (not request.drafts and not is_plain, "speculation", "decoding without drafts"),

@@ -100,8 +100,9 @@ def test_what_a_prompt_says_of_its_tokens(tmp_path: Path) -> None:
     assert encode(add_generation_prompt=False)[0] == "User: a\n\nAssistant: b\n\n"
     assert encode(continue_final_message=True)[0] == "User: a\n\nAssistant: b"
     assert encode(add_special_tokens=True)[1] == [1, *encode()[1]]
-    for given in ({}, {"add_special_tokens": True}):
-        ids = encode_prompt(Prompt(text="abc", **given), SETTINGS, tokenizer)[1]
+    for adds in (None, True):
+        prompt = Prompt(text="abc", add_special_tokens=adds)
+        ids = encode_prompt(prompt, SETTINGS, tokenizer)[1]
         assert ids == tokenizer("abc")["input_ids"]
         assert ids[0] == 1
     less = Prompt(text="abc", add_special_tokens=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import Engine, Prompt, SpecDecError
+from specdec import Engine, Prompt, PromptError, SpecDecError
 from specdec.decode.accept import accept_batch
 from specdec.decode.sampling import Sampler, SamplingParams, process_logits
 from specdec.decode.shaping import Penalties, make_shaper
 from specdec.engine.tree import make_root, pack_beams
-from tests.conftest import make_drafter, make_llama
-from tests.engines import make_engine
+from specdec.pretrained import load_tokenizer
+from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.engines import make_engine, run_here
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value
 from tests.run.test_sampling import LENGTH, METHODS, TARGET, VOCAB, compute_tree_logits
 
@@ -112,6 +114,46 @@ def test_what_transformers_has_is_the_same() -> None:
     assert torch.equal(process_logits(shaped, [params]), probs)
 
 
+BANNED = SamplingParams(
+    temperature=0.9, allowed_ids=frozenset({0, 1, 2, 4}), min_tokens=2,
+    bad_words=frozenset({(1, 0), (4, 4, 1), (2, 2)}),
+)  # fmt: skip
+ENDS = (4,)
+
+
+def ban_by_hand(logits: list[float], text: list[int]) -> list[float]:
+    banned = {3} | ({4} if len(text) < 2 else set())
+    for *before, last in BANNED.bad_words:
+        if text[len(text) - len(before) :] == before and len(text) >= len(before):
+            banned.add(last)
+    return [-math.inf if token in banned else value for token, value in enumerate(logits)]
+
+
+@pytest.mark.parametrize("method", ["beams", "draft model, ratio", "dynamic tree"])
+def test_texts_without_what_is_banned_follow_their_distribution(method: str) -> None:
+    exact = np.zeros((VOCAB,) * LENGTH)
+    for known in itertools.product(range(VOCAB), repeat=LENGTH):
+        chances = []
+        for at, token in enumerate(known):
+            left = ban_by_hand(TARGET.get_logits(known[:at]).tolist(), list(known[:at]))
+            weights = [math.exp(value / BANNED.temperature) for value in left]
+            chances.append(weights[token] / sum(weights))
+        exact[known] = math.prod(chances)
+    counts = np.zeros(exact.shape, np.int64)
+    for seed in range(400):
+        params = SamplingParams(**{**vars(BANNED), "seed": seed})
+        text: list[int] = []
+        sampler = Sampler(params, LENGTH + 8, make_shaper(params, PROMPT, text, None, ENDS))
+        while len(text) < LENGTH:
+            candidates = METHODS[method](text, sampler)
+            logits = compute_tree_logits(candidates.tree, text)[None]
+            ((path, bonus),) = accept_batch([candidates], logits, [sampler], [len(text)])
+            text += [*candidates.tree.tokens[path[1:]].tolist(), bonus]
+        counts[tuple(text[:LENGTH])] += 1
+    assert counts[exact == 0].sum() == 0
+    assert compute_p_value(counts.reshape(-1), exact.reshape(-1)) > FALSE_ALARM_RATE
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("shaping")
@@ -147,6 +189,109 @@ def test_drafts_change_nothing_of_shaped_texts(folder: Path) -> None:
                 assert told.logprob <= 0
                 assert (dict(told.top).get(token, told.logprob)) == told.logprob
     assert texts[0] == texts[1]
+
+
+def test_bans_and_forms_of_text_are_exact_with_drafts(folder: Path) -> None:
+    """Ends, stops and bans at every place of a block, greedy and sampled."""
+    tokenizer = load_tokenizer(make_tokenizer(folder.parent / "words"))
+    with Engine.load(folder, tokenizer=tokenizer, device="cpu", speculation=False) as engine:
+        plain = engine.generate([5, 9, 77], max_output_len=40, end_ids=())[0]
+    end, text = plain.token_ids[11], plain.text
+    word = text[14:17]
+    prompts = []
+    for n in range(24):
+        own: dict[str, Any] = {"temperature": (n % 3) * 0.5, "seed": n, "end_ids": [2]}
+        if n % 4 < 2:
+            own["min_tokens"] = n // 2
+        if n % 4 == 0:
+            own["stop"] = [word, text[20:22], "e"]
+        if n % 4 == 1:
+            own["stop_token_ids"] = [end]
+        if n % 4 > 1:
+            own |= {"bad_words": [text[3:5], text[9], text[12:15]], "skip_special_tokens": False}
+        if n % 5 == 0:
+            own |= {"allowed_token_ids": [2, end, *range(40, 128)]}
+        prompts.append(Prompt(token_ids=[5, 9, 77], include_stop_str_in_output=n % 3 == 1, **own))
+    results = []
+    for speculation in (True, False):
+        with Engine.load(
+            folder, tokenizer=tokenizer, device="cpu", speculation=speculation
+        ) as engine:
+            outputs = engine.generate(prompts, max_output_len=40)
+        results.append([(o.token_ids, o.text, o.finish_reason) for o in outputs])
+    assert results[0] == results[1]
+    assert {reason for *_, reason in results[0]} == {"length", "eos", "stop"}
+    for prompt, (ids, told, reason) in zip(prompts, results[0], strict=True):
+        assert len(ids) >= (prompt.min_tokens or 0)
+        if prompt.allowed_token_ids:
+            assert set(ids) <= set(prompt.allowed_token_ids)
+        if reason == "eos" and ids[-1] == end:
+            shown = ids if prompt.include_stop_str_in_output else ids[:-1]
+            assert told == tokenizer.decode(shown)
+        elif reason == "stop" and prompt.include_stop_str_in_output:
+            assert told.endswith(tuple(prompt.stop or ()))
+
+
+def test_lines_of_a_file_say_what_a_prompt_says(folder: Path, tmp_path: Path) -> None:
+    """A run, whose own end is in no text, gives what the API gives."""
+    words = make_tokenizer(tmp_path / "words")
+    settings: list[dict[str, Any]] = [
+        {"min_tokens": 5, "stop_token_ids": [67], "include_stop_str_in_output": True},
+        {"bad_words": ["e", "n"], "skip_special_tokens": False},
+        {"allowed_token_ids": [1, 2, 40, 41, 42], "skip_special_tokens": False},
+        {"grammar": {"choice": ["abc", "xyz"]}},
+        {"truncate_prompt_tokens": 1, "add_special_tokens": False},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": "hello", "max_output_len": 12} | own) for own in settings]
+    path.write_text("\n".join(lines))
+    told = run_here(
+        ["--engine-dir", str(folder), "--tokenizer-dir", str(words), "--input-file", str(path)]
+    )
+    with Engine.load(folder, tokenizer=str(words), device="cpu") as engine:
+        outputs = engine.generate(
+            [Prompt(text="hello", max_output_len=12, temperature=0, **own) for own in settings]
+        )
+    assert [o["output_text"] for o in told["outputs"]] == [o.text for o in outputs]
+    assert outputs[3].text in ("abc", "xyz")
+    assert len(outputs[4].prompt_ids) == 1
+
+
+def test_greedy_text_with_bans_is_that_of_transformers(folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder.parent / "target")
+    ids = torch.tensor([[5, 9, 77, 3]])
+    tokenizer = load_tokenizer(make_tokenizer(folder.parent / "other words"))
+    with Engine.load(folder, tokenizer=tokenizer, device="cpu") as engine:
+        plain = engine.generate(ids[0].tolist(), max_output_len=24, end_ids=())[0].token_ids
+        words = [tokenizer.decode(plain[at : at + 2]) for at in (2, 9)] + ["e"]
+        bad = [
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for word in words for text in (word, f" {word}")
+        ]  # fmt: skip
+        allowed = [token for token in range(128) if token % 7]
+        more: dict[str, Any] = {"eos_token_id": plain[5], "pad_token_id": 0}
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+            bad_words_ids=bad, min_new_tokens=11, suppress_tokens=[*range(0, 128, 7)], **more,
+        )[0, 4:].tolist()  # fmt: skip
+        prompt = Prompt(
+            token_ids=ids[0].tolist(), end_ids=[plain[5]], min_tokens=11, bad_words=words,
+            allowed_token_ids=allowed,
+        )  # fmt: skip
+        (output,) = engine.generate(prompt, max_output_len=24)
+        assert output.token_ids == expected
+        assert len(output.token_ids) >= 11
+        for field, given, message in (
+            ("allowed_token_ids", {"allowed_token_ids": [128]}, "allows token 128, .* has 128"),
+            ("allowed_token_ids", {"allowed_token_ids": [2], "min_tokens": 1, "end_ids": [2]},
+             "none may be left"),
+            ("bad_words", {"bad_words": ["a"], "grammar": {"regex": "b"}}, "both grammar and bad"),
+        ):  # fmt: skip
+            with pytest.raises(PromptError, match=message) as caught:
+                engine.prepare(Prompt(token_ids=[5], **given))
+            assert caught.value.field == field
 
 
 def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(folder: Path) -> None:

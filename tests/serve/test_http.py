@@ -290,7 +290,7 @@ def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
         counts.append(len(choice.tokens))
     assert shown == ["a", "a", "a€", "a€"]
     assert counts == [1, 2, 3, 4]
-    told_of = Answer({"prompt": ""}, MODEL, [choice], table)._describe(choice, 0, [])
+    told_of = Answer({"prompt": "", "logprobs": 0}, MODEL, [choice], table)._describe(choice, 0, [])
     assert told_of["logprobs"]["tokens"] == names
 
 
@@ -358,8 +358,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"promt": "x"}, "promt", "unknown parameter 'promt' (did you mean prompt?)"),
     ({"tools": [1]}, "tools", "tools is not supported"),
     ({"messages": CHAT, "tools": [1]}, "tools", "tools.0 is 1, not an object"),
-    ({"best_of": 2}, "best_of", "best_of is not supported"),
-    ({"best_of": True}, "best_of", "best_of is not supported"),
+    ({"best_of": 1, "n": 2}, "best_of", "best_of is 1, and n 2"),
+    ({"best_of": True}, "best_of", "best_of is True, not a whole number from 1 to 128"),
+    ({"best_of": 2, "stream": True}, "best_of", "only for what is no stream"),
+    ({"best_of": 129}, "best_of", "from 1 to 128"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only for what is no stream"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    ({"min_tokens": -1}, "min_tokens", "a whole number from 0"),
+    ({"bad_words": [""]}, "bad_words", "none empty"),
+    ({"bad_words": ["a"], "guided_regex": "b"}, "bad_words", "both grammar and bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "not empty"),
+    ({"allowed_token_ids": [900]}, "allowed_token_ids", "allows token 900"),
+    ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "a list of token ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "a whole number from 1"),
     ({"suffix": "x"}, "suffix", "suffix is not supported"),
     ({"modalities": ["audio"]}, "modalities", "modalities is not supported"),
     ({"n": True}, "n", "n is True, not a whole number from 1 to 128"),
@@ -452,6 +463,8 @@ def test_structured_output(url: str) -> None:
         answer = post(url, "/v1/completions", **body, **{name: value})
         assert re.fullmatch("(ab|c){2,4}", answer["choices"][0]["text"])
     body["max_tokens"], one = 40, '{ ?"a": ?(1|22) ?}'.replace(" ?", "")
+    told = post(url, "/v1/completions", prompt="x", spaces_between_special_tokens=False)
+    assert told["specdec"]["ignored"] == ["spaces_between_special_tokens"]
     ways: list[tuple[dict[str, Any], str]] = [
         ({"guided_choice": ["a.b", "(c"]}, r"a\.b|\(c"),
         ({"structured_outputs": {"choice": ["a.b", "(c"]}}, r"a\.b|\(c"),
@@ -553,6 +566,83 @@ def test_what_a_chat_says_of_its_template(folder: Path) -> None:
         assert cut["choices"][0]["text"].startswith(" ab")
         body |= {"prompt": "x" * 900, "max_tokens": 9, "truncate_prompt_tokens": -1}
         assert post(url, "/v1/completions", **body)["usage"]["total_tokens"] == 300
+
+
+def test_the_best_of_several_choices(url: str) -> None:
+    """By the sum of the target's own log-probabilities; all of them count as usage."""
+    body: Any = {"prompt": [TEXT, "x"], "max_tokens": 6, "seed": 3, "logprobs": 0}
+    made = post(url, "/v1/completions", **body, n=5)
+    told = post(url, "/v1/completions", **body, n=2, best_of=5)
+    assert told["usage"] == made["usage"]
+    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
+    for at in (0, 1):
+        own = sorted(
+            made["choices"][5 * at : 5 * at + 5],
+            key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]),
+        )[:2]
+        assert [c["text"] for c in told["choices"][2 * at : 2 * at + 2]] == [c["text"] for c in own]
+    del body["logprobs"]
+    silent = post(url, "/v1/completions", **body, n=2, best_of=5)
+    assert [c["text"] for c in silent["choices"]] == [c["text"] for c in told["choices"]]
+    assert all(choice["logprobs"] is None for choice in silent["choices"])
+
+
+def test_log_probabilities_of_the_prompt(url: str) -> None:
+    """The numbers that echo tells, in vLLM's form, whatever is asked of the output."""
+    body: Any = {"prompt": TEXT, "max_tokens": 2, "temperature": 0}
+    echoed = post(url, "/v1/completions", **body, echo=True, logprobs=3)["choices"][0]["logprobs"]
+    for more in ({}, {"logprobs": 1}):
+        (choice,) = post(url, "/v1/completions", **body, **more, prompt_logprobs=3)["choices"]
+        assert not choice["text"].startswith(TEXT)
+        assert (choice["logprobs"] is None) == (not more)
+        if more:
+            assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"])
+        assert choice["prompt_logprobs"][0] is None
+        for at, told in enumerate(choice["prompt_logprobs"][1:], 1):
+            assert {one["decoded_token"]: pytest.approx(one["logprob"], abs=1e-4)
+                    for one in told.values()} == echoed["top_logprobs"][at]  # fmt: skip
+            assert [one["rank"] for one in told.values() if one["rank"]] in ([1, 2, 3], [2, 3])
+    chat = post(url, "/v1/chat/completions", messages=CHAT, max_tokens=1, prompt_logprobs=0)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert [len(told) for told in chat["prompt_logprobs"][1:]] == [1] * 6
+
+
+def test_ends_stops_and_bans(url: str, expected: Any) -> None:
+    """As the engine's own tests have them, by the names of vLLM."""
+    body: Any = {"prompt": TEXT, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+    ids, text = expected.token_ids, expected.text
+    end = ids[9]
+    at = ids.index(end)
+
+    def ask(**given: Any) -> tuple[str, list[int], str]:
+        (whole,) = post(url, "/v1/completions", **body, **given)["choices"]
+        events = read_events(url, "/v1/completions", **body, **given)
+        parts = [event["choices"][0] for event in events]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        assert [t for part in parts for t in part.get("token_ids", [])] == whole["token_ids"]
+        return whole["text"], whole["token_ids"], whole["finish_reason"]
+
+    told, shown, reason = ask(stop_token_ids=[end], ignore_eos=True)
+    assert (shown, reason) == (ids[: at + 1], "stop")
+    kept = ask(stop_token_ids=[end], ignore_eos=True, include_stop_str_in_output=True)
+    assert kept[0].startswith(told)
+    assert text.startswith(kept[0])
+    assert kept[0] != told
+    late = ask(stop_token_ids=[end], ignore_eos=True, min_tokens=at + 5)
+    assert len(late[1]) >= at + 5
+    word = text[8:10]
+    whole = ask(stop=[word], ignore_eos=True, include_stop_str_in_output=True)[0]
+    assert whole == text[: text.index(word) + 2]
+    assert word not in ask(bad_words=[word[0], word[1], word], ignore_eos=True)[0]
+    allowed = [*range(40, 60), EOS_ID]
+    assert set(ask(allowed_token_ids=allowed)[1]) <= set(allowed)
+    bias = {"logit_bias": {str(EOS_ID): 100}}
+    assert ask(**bias, min_tokens=3)[1][3] == EOS_ID
+    special = {"allowed_token_ids": [1, EOS_ID], "logit_bias": {"1": 50}}
+    assert ask(**special, skip_special_tokens=False)[0].startswith("<s><s>")
+    spaced = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert ask(**bias, **spaced)[0] == ""
+    assert ask(**bias, **spaced, include_stop_str_in_output=True)[0] == EOS
 
 
 def test_an_end_token_is_told_of(folder: Path, url: str) -> None:

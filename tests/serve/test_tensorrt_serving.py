@@ -91,10 +91,12 @@ def test_texts_are_the_targets_own(world: World, texts: list[str], method: str) 
 def test_what_the_executor_is_not_asked_for_is_refused(world: World) -> None:
     with serve(world, make_served(world, "redrafter")) as (_, url):
         for given, param, message in (
-            ({"presence_penalty": 1.0}, "presence_penalty", "a penalty, a bias or min_p"),
-            ({"logit_bias": {"3": 1}}, "logit_bias", "a penalty, a bias or min_p"),
-            ({"min_p": 0.1}, "min_p", "a penalty, a bias or min_p"),
+            ({"presence_penalty": 1.0}, "presence_penalty", "a penalty, a bias, min_p or bans"),
+            ({"logit_bias": {"3": 1}}, "logit_bias", "a penalty, a bias, min_p or bans"),
+            ({"min_p": 0.1}, "min_p", "a penalty, a bias, min_p or bans"),
             ({"guided_regex": "a+"}, "guided_regex", "structured output"),
+            ({"bad_words": ["a"]}, "bad_words", "a penalty, a bias, min_p or bans"),
+            ({"allowed_token_ids": [3]}, "allowed_token_ids", "a penalty, a bias, min_p or bans"),
             ({"logprobs": 1}, "logprobs", "log-probabilities"),
             ({"speculation": False}, "speculation", "decoding without drafts"),
             ({"return_trees": True, "stream": True}, "return_trees", "draft trees"),
