@@ -106,10 +106,11 @@ EXTERNAL = (
     "--max-num-tokens",
     21,
 )
+LOOKAHEAD = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt_lookup", "suffix", "draft_model", "draft_tree", "draft_networks"]
+    "name", ["prompt_lookup", "suffix", "lookahead", "draft_model", "draft_tree", "draft_networks"]
 )
 def test_drafts_without_weights(
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def test_drafts_without_weights(
     ways: dict[str, dict[str, Any]] = {
         "prompt_lookup": {"prompt_lookup_num_tokens": 5},
         "suffix": {"suffix_max_tokens": 6},
+        "lookahead": {"lookahead_config": "[3,3,3]"},
         "draft_model": {"draft_engine_dir": draft, "draft_len": "4"},
         "draft_tree": {"draft_engine_dir": draft, "draft_tree_tokens": 6},
         "draft_networks": {"draft_engine_dir": draft, "draft_len": "4"},
@@ -129,7 +131,8 @@ def test_drafts_without_weights(
         networks = load_here(plain, tmp_path / "other", "--max-batch-size", 3)
         opened = [TorchEngine(draft, device="cpu"), networks]
         monkeypatch.setattr(draft_target, "open_engine", lambda *_, **__: opened.pop(0))
-    flags = (*EXTERNAL, "--max-batch-size", 3)
+    mode = LOOKAHEAD if name == "lookahead" else EXTERNAL
+    flags = (*mode, "--max-batch-size", 3)
     folder = build_torch(plain, tmp_path / "torch", *flags)
     settings: dict[str, Any] = {"engine_dir": folder, "draft_budget": "fixed", **ways[name]}
     drafting = read_drafting(DecodeSettings(**settings), None)
