@@ -111,10 +111,11 @@ def test_every_token_is_marked_and_both_sides_agree(
         "redrafter \u00b7 float32 \u00b7 cpu"
     )
     verdict = page.run("return document.getElementById('verdict').textContent")
-    assert "times the tokens per second here; both texts are the same." in verdict
+    assert re.match(r"(\d+ % (faster|slower)|[\d.]+ times as fast|As fast) with drafts", verdict)
+    assert verdict.endswith("; both texts are the same.")
     stats = page.run("return [...document.querySelectorAll('.stats')].map(s => s.textContent)")
-    assert "drafts accepted" in stats[0]
-    assert "drafts accepted" not in stats[1]
+    assert "of the drafts accepted" in stats[0]
+    assert "of the drafts accepted" not in stats[1]
     assert page.list_messages() == []
     assert {url for url in page.list_requests() if not url.startswith("data:")} == {
         f"{served[1]}{path}" for path in ("/", "/v1/models", "/v1/completions")
@@ -163,11 +164,12 @@ def test_the_keyboard_is_enough(
     page: Browser, served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
-    for _ in range(10):
+    page.run("document.querySelector('details').open = true")
+    for _ in range(13):
         order.append(page.run("return document.activeElement.id"))
         page.press(TAB)
-    assert order[:9] == [
-        "prompt", "kind", "tokens", "temperature", "top_p", "seed", "key", "compare", "",
+    assert order[:12] == [
+        "prompt", "", "", "", "", "kind", "tokens", "temperature", "top_p", "seed", "compare", "",
     ]  # fmt: skip
     generate(page)
     page.run("document.getElementById('step').focus()")
@@ -233,6 +235,28 @@ def test_a_text_without_marks(page: Browser) -> None:
     (shown,) = read_tokens(page)
     assert "".join(token[0] for token in shown) == "".join(token[0] for token in marked)
     assert {token[1] for token in shown} == {""}
+    assert page.list_messages() == []
+
+
+def test_a_prompt_to_click_and_how_deep_drafts_are_accepted(page: Browser) -> None:
+    set_fields(page, tokens=LENGTH)
+    assert page.run("return document.getElementById('locked').hidden"), "no key is asked for"
+    prompt = page.run(
+        "document.querySelector('#ideas button').click();"
+        "return document.getElementById('prompt').value"
+    )
+    page.wait("document.body.dataset.done")
+    shown = page.run("return [...document.querySelectorAll('.prompt')].map(p => p.textContent)")
+    assert shown == [prompt, prompt]
+    trees = page.run("return sides[0].steps.slice(1).map(step => step.tree)")
+    accepted = [len(tree["accepted"]) - 1 for tree in trees]
+    lines = page.run(
+        "return [...document.querySelectorAll('#depths > :nth-child(3n)')].map(s => s.textContent)"
+    )
+    assert lines[0].startswith(f"{sum(count >= 1 for count in accepted)} of ")
+    assert page.run("return document.querySelectorAll('#marks rect').length") == sum(
+        count > 0 for count in accepted
+    )
     assert page.list_messages() == []
 
 
