@@ -195,6 +195,29 @@ def test_it_drafts_where_every_step_reads_prompts_too(num_rows: int) -> None:
         assert drafted > 40 if clock is FLAT else drafted < 20
 
 
+def count_trials(num_unread: int) -> tuple[int, float]:
+    """How often drafts that bring nothing are tried in 3,000 steps, and the share that they lose.
+
+    But for the first hundred steps, the drafter has so many tokens of a prompt to read each time.
+    """
+    pace, trials, lost, num_steps = Pace(4), 0, 0.0, 3000
+    for at in range(num_steps):
+        size, draft, num_read, unread = 1, 0.0, 0, num_unread if at > 100 else 0
+        if pace.plan([1000], 0, unread):
+            size, num_read = 1 + pace.choose([np.full(4, 0.05)]), unread
+            draft = 0.3 + 0.002 * num_read
+        if draft and pace.is_trial:
+            trials, lost = trials + 1, lost + draft + FLAT(size) - FLAT(1)
+        step(pace, size, FLAT(size), [1], draft or None, num_prefilled=num_read)
+    return trials, lost / num_steps
+
+
+def test_what_is_read_for_a_trial_counts_as_its_loss() -> None:
+    often, seldom = count_trials(0), count_trials(200)
+    assert 0 < seldom[0] < often[0] / 1.5
+    assert max(often[1], seldom[1]) < 0.02
+
+
 def test_a_drafter_reads_within_a_limit() -> None:
     """Those first that lack least."""
     drafter = Drafter()

@@ -277,8 +277,9 @@ class Account:
     """Seconds of drafted steps compared with those of plain ones for as many tokens.
 
     spent: of all steps. lost: by drafts, less than nothing where they won. read: by drafters, for
-    prompts. for_trials: what trials of drafts that are known not to pay may lose yet; it grows only
-    while that is known, so that what few requests won does not pay for slow steps of many.
+    prompts. for_trials: what trials of drafts that are known not to pay may lose yet, what the
+    drafter reads for them included; it grows only while that is known, so that what few requests
+    won does not pay for slow steps of many.
     """
 
     spent: float = 0.0
@@ -443,6 +444,8 @@ class Pace:
             price = self._depth * level
         self._allowance = limit - price
         expected = price + float(seconds[least + 1]) - plain * float(emitted[least])
+        if num_unread > FEW_UNREAD:
+            expected += min(num_unread, FIRST_PIECE) * self._reading.estimate(1)
         if self._is_plain_due():
             return False
         drafts = (
@@ -634,6 +637,7 @@ class Pace:
                 read = max(0.0, took - self._drafts.estimate(num_rows, levels))
                 self._reading.record(1, read / drafted.num_prefilled)
                 self.account.read += read
+                self.account.for_trials -= read if self.is_trial else 0.0
                 took -= read
             else:
                 self._drafts.record(num_rows, levels, took)
