@@ -19,8 +19,11 @@ Compute = Callable[..., Any]
 class Interpreter:
     """A network that `run` computes; what it is given and returns are torch's tensors, by name."""
 
-    def __init__(self, trt: Any, network: Any) -> None:
-        self.trt = trt
+    def __init__(
+        self, trt: Any, network: Any, ranges: Mapping[str, Sequence[Sequence[int]]] | None = None
+    ) -> None:
+        """ranges: least, usual and most of inputs' sizes, as the engine's profile has them."""
+        self.trt, self.ranges = trt, ranges or {}
         self.types = {
             trt.float32: torch.float32, trt.float16: torch.float16, trt.bfloat16: torch.bfloat16,
             trt.int32: torch.int32, trt.int64: torch.int64, trt.int8: torch.int8,
@@ -30,16 +33,22 @@ class Interpreter:
         self.outputs = [network.get_output(i) for i in range(network.num_outputs)]
         self.network = network
         self.layers = [self._read(network.get_layer(i)) for i in range(network.num_layers)]
-        self.num_runs = 0
+
+    def fits(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the engine's profile allows an input of this shape."""
+        if name not in self.ranges:
+            return True
+        least, _, most = self.ranges[name]
+        return all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute all outputs."""
-        self.num_runs += 1
         names = {tensor.name for tensor in self.inputs}
         assert names == set(inputs), names ^ set(inputs)
         known: dict[str, Any] = {}
         for tensor in self.inputs:
             self._check(tensor, inputs[tensor.name])
+            assert self.fits(tensor.name, inputs[tensor.name].shape), tensor.name
             known[tensor.name] = inputs[tensor.name]
         for sources, outputs, compute in self.layers:
             found = compute(*[known[name] for name in sources])

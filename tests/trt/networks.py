@@ -30,8 +30,7 @@ def build_here(checkpoint: Path, folder: Path, *flags: object) -> dict[str, Inte
     def keep(trt: Any, weights: Any, checkpoint: Any, networks: Any, folder: Path) -> int:
         builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         for name, writer in tensorrt.write_networks(trt, builder, weights, checkpoint, networks):
-            found[name] = Interpreter(trt, writer.network)
-            found[name].writer = writer  # type: ignore[attr-defined]
+            found[name] = Interpreter(trt, writer.network, writer.ranges)
             (folder / name).write_bytes(b"")
         return 0
 

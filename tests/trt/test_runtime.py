@@ -1,0 +1,161 @@
+"""The product's own way to run engines, on a runtime whose engines the interpreter computes.
+
+TensorRT's runtime does not start without a GPU. This double has its calls, reads and writes the
+memory at the addresses that it is given, and checks what TensorRT's documentation asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.decode.engine import TorchEngine
+from specdec.errors import SpecDecError
+from specdec.trt import runtime
+from specdec.trt.engine import TensorRTEngine
+from specdec.trt.library import describe_library, load_tensorrt
+from specdec.trt.runtime import EngineRunner, check_device, check_library
+from tests.conftest import make_eagle_drafter, make_llama
+from tests.engines import call
+from tests.trt.interpreter import Interpreter
+from tests.trt.networks import NEEDS_TENSORRT, build_here, list_texts, make_requests
+
+pytestmark = NEEDS_TENSORRT
+PROMPTS = [[5, 9, 77], [3] * 20, [100], [8, 60, 8, 60, 8, 60, 8]]
+
+
+class Context:
+    """An execution context of a network."""
+
+    def __init__(self, network: Interpreter) -> None:
+        self.network = network
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return self.network.fits(name, shape)
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self.addresses[name] = address
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Of an output, once all inputs have shapes."""
+        return tuple(self._compute(copies=True)[name].shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        for name, value in self._compute(copies=False).items():
+            if name.startswith("present_"):
+                assert self.addresses[name] == self.addresses[name.replace("present", "past")]
+            else:
+                self._view(name, tuple(value.shape), value.dtype).copy_(value)
+        return True
+
+    def _compute(self, *, copies: bool) -> dict[str, Tensor]:
+        types = self.network.types
+        inputs = {
+            tensor.name: self._view(tensor.name, self.shapes[tensor.name], types[tensor.dtype])
+            for tensor in self.network.inputs
+        }
+        return self.network.run({n: t.clone() if copies else t for n, t in inputs.items()})
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(self.addresses[name])
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class Runtime:
+    """Reads as an engine what its name in `networks` is."""
+
+    networks: dict[str, Interpreter] = {}
+
+    def __init__(self, logger: Any) -> None:
+        pass
+
+    def deserialize_cuda_engine(self, data: bytes) -> Any:
+        network = self.networks.get(data.decode())
+        if network is None:
+            return None
+        trt, outputs = network.trt, [tensor.name for tensor in network.outputs]
+        tensors = {tensor.name: tensor for tensor in [*network.inputs, *network.outputs]}
+        names, mode = list(tensors), trt.TensorIOMode
+        return SimpleNamespace(
+            num_io_tensors=len(names), get_tensor_name=names.__getitem__,
+            get_tensor_dtype=lambda name: tensors[name].dtype,
+            get_tensor_mode=lambda name: mode.OUTPUT if name in outputs else mode.INPUT,
+            create_execution_context=lambda: Context(network),
+        )  # fmt: skip
+
+
+class Library:
+    """TensorRT with that runtime."""
+
+    Runtime = Runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(load_tensorrt(), name)
+
+
+@pytest.fixture
+def on_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(runtime, "load_tensorrt", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(TensorRTEngine, "_check_machine", lambda self: None)
+
+
+@pytest.mark.usefixtures("on_double")
+def test_engines_run_by_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With EAGLE-3, which has every kind of network."""
+    target, drafter = make_llama(tmp_path, layers=3), make_eagle_drafter(tmp_path, version=3)
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "engine"
+    call(
+        "convert", "--model-dir", target, "--drafter-model-dir", drafter, "--output-dir",
+        checkpoint,
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "torch",
+        "--optimize", "none", "--max-batch-size", 3,
+    )  # fmt: skip
+    networks = build_here(checkpoint, folder, "--max-batch-size", 3)
+    monkeypatch.setattr(Runtime, "networks", networks)
+    monkeypatch.setattr(TensorRTEngine, "check_whole", lambda self: None)
+    for name in networks:  # the double's engines are their names
+        (folder / name).write_bytes(name.encode())
+    engine = TensorRTEngine(folder, device="cpu")
+    requests = make_requests(PROMPTS, 10)
+    texts = list_texts(TorchEngine(tmp_path / "torch", device="cpu"), requests)
+    assert list_texts(engine, requests) == texts
+    body = EngineRunner(folder / "head0.engine", torch.device("cpu"))
+    with pytest.raises(SpecDecError, match="is beyond what the engine was built for"):
+        body.run({"states": torch.zeros(10**4, 64)})
+
+
+@pytest.mark.usefixtures("on_double")
+def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank0.engine").write_bytes(b"no engine")
+    with pytest.raises(SpecDecError, match="TensorRT does not load"):
+        EngineRunner(tmp_path / "rank0.engine", torch.device("cpu"))
+
+
+def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    device = torch.device("cuda")
+    check_device(device, ["8.9", "9.0"], tmp_path)
+    with pytest.raises(SpecDecError, match="compute capability 8.0, 8.9, and H100 has 9.0"):
+        check_device(device, ["8.0", "8.9"], tmp_path)
+    check_library(describe_library(load_tensorrt()), tmp_path)
+    with pytest.raises(SpecDecError, match="was built by tensorrt 10.15"):
+        check_library("tensorrt 10.15", tmp_path)
