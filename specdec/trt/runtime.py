@@ -12,6 +12,9 @@ from specdec.errors import SpecDecError
 from specdec.trt.library import Messages, describe_library, load_tensorrt
 from specdec.trt.network import name_types
 
+# Bytes that TensorRT wants the addresses of tensors to be multiples of.
+ALIGNMENT = 256
+
 
 def check_device(device: torch.device, capabilities: Collection[str], folder: Path) -> None:
     """Raise SpecDecError for a device that an engine was not built for."""
@@ -59,9 +62,12 @@ class EngineRunner:
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the outputs on the current stream; caches are updated where they lie."""
-        context, outputs = self._context, {}
+        context, outputs, kept = self._context, {}, []
         for name, tensor in inputs.items():
             assert tensor.is_contiguous()
+            if tensor.data_ptr() % ALIGNMENT and not name.startswith("past_"):
+                tensor = tensor.clone()  # rows of another, where a step is run in parts
+                kept.append(tensor)
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise SpecDecError(
                     f"{name} of {list(tensor.shape)} is beyond what the engine was built for",
