@@ -18,12 +18,57 @@ struct Run {
   int64_t row, first, count, kept, folded;
 };
 
-// Rows of a head's state that one thread advances together, so that they share keys and queries.
+// Rows of a head's state that one thread advances, so that they share keys and queries, and how many
+// of them at once, so that their sums do not wait for one another.
 constexpr int64_t kStateRows = 16;
+constexpr int kRowsAtOnce = 4;
 
 template <typename V>
 inline void put(float *to, V value) {
   std::memcpy(to, &value, sizeof value);
+}
+
+// `sum_row` of R rows, in the same order: `add` is told which.
+template <int R, typename Add>
+inline void sum_rows(int64_t count, float *out, const Add &add) {
+  Floats parts[R][kSums / kVector] = {};
+  int64_t i = 0;
+  for (; i + kSums <= count; i += kSums)
+#pragma GCC unroll 4
+    for (int64_t part = 0; part < kSums / kVector; ++part)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) parts[r][part] = add(r, parts[r][part], i + part * kVector);
+  float sums[R][kSums];
+  std::memcpy(sums, parts, sizeof sums);
+  for (int64_t part = 0; part < kSums && i < count; ++i, ++part)
+    for (int r = 0; r < R; ++r) sums[r][part] = add(r, sums[r][part], i);
+  for (int64_t half = kSums / 2; half > 0; half /= 2)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      for (int64_t part = 0; part < half; ++part) sums[r][part] += sums[r][part + half];
+  for (int r = 0; r < R; ++r) out[r] = sums[r][0];
+}
+
+// A token goes through R rows of a head's state, [R, I]: their deltas and outputs, [R].
+template <int R>
+inline void advance_rows(float *rows, int64_t I, const float *key, const float *query,
+                         const float *values, float fade, float strength, float *deltas,
+                         float *outputs) {
+  float seen[R];
+  sum_rows<R>(I, seen, [&](int r, auto sums, int64_t i) {
+    float *at = rows + r * I + i;
+    const auto faded = read<decltype(sums)>(at) * fade;
+    put(at, faded);
+    return mul_add(faded, read<decltype(sums)>(key + i), sums);
+  });
+  for (int r = 0; r < R; ++r) deltas[r] = strength * (values[r] - seen[r]);
+  sum_rows<R>(I, outputs, [&](int r, auto sums, int64_t i) {
+    typedef decltype(sums) N;
+    float *at = rows + r * I + i;
+    const N x = mul_add(read<N>(key + i), N{} + deltas[r], read<N>(at));
+    put(at, x);
+    return mul_add(x, read<N>(query + i), sums);
+  });
 }
 
 // qkvz: [tokens, C + V J], of which the first C = 2 K I + V J go through the convolution; ba:
@@ -142,22 +187,15 @@ struct DeltaNet {
       const float *value = mixed.data() + m * C + 2 * s.K * I + v * s.J;
       const float fade = fades[m * s.V + v], strength = strengths[m * s.V + v];
       float *logged = deltas + ((r.row * s.P + t - r.kept) * s.V + v) * s.J;
-      for (int64_t j = first; j < last; ++j) {
-        float *row = rows + (j - first) * I;
-        const float seen = sum_row(I, [&](auto sums, int64_t i) {
-          const auto faded = read<decltype(sums)>(row + i) * fade;
-          put(row + i, faded);
-          return mul_add(faded, read<decltype(sums)>(key + i), sums);
-        });
-        const float delta = strength * (value[j] - seen);
-        outputs[(m * s.V + v) * s.J + j] = sum_row(I, [&](auto sums, int64_t i) {
-          typedef decltype(sums) N;
-          const N x = mul_add(read<N>(key + i), N{} + delta, read<N>(row + i));
-          put(row + i, x);
-          return mul_add(x, read<N>(query + i), sums);
-        });
-        if (t >= r.kept) logged[j] = delta;
+      float *to = outputs.data() + (m * s.V + v) * s.J, own[kStateRows];
+      for (int64_t j = first; j < last;) {
+        float *row = rows + (j - first) * I, *delta = own + (j - first);
+        const bool is_full = j + kRowsAtOnce <= last;
+        const auto go = is_full ? advance_rows<kRowsAtOnce> : advance_rows<1>;
+        go(row, I, key, query, value + j, fade, strength, delta, to + j);
+        j += is_full ? kRowsAtOnce : 1;
       }
+      if (t >= r.kept) std::memcpy(logged + first, own, sizeof(float) * (last - first));
     }
   }
 
