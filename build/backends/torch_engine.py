@@ -32,7 +32,7 @@ from specdec.engine.layout import (
     plan_int8,
 )
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.folders import TENSORRT
+from specdec.files.folders import TENSORRT, TORCH
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.dflash import DFlashParams
@@ -178,19 +178,20 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
     """List the settings and the parts of a checkpoint that the torch backend does not take."""
     from specdec.engine.layers import ACTIVATIONS
 
+    ours = f"the {TENSORRT if settings.backend == TENSORRT else TORCH} backend"
     model, wanted, size = checkpoint.model, settings.quantization, settings.group_size
     quantization, algorithm = checkpoint.quantization, checkpoint.quantization.quant_algo
     return Problems.where(
         (settings.kv_cache_type == "paged",
-         "the torch backend has a continuous KV cache only", "leave --kv-cache-type out"),
+         f"{ours} has a continuous KV cache only", "leave --kv-cache-type out"),
         (model.pp_size != 1,
-         f"the checkpoint is split for pp_size={model.pp_size}; the torch backend has no pipeline"
+         f"the checkpoint is split for pp_size={model.pp_size}; {ours} has no pipeline"
          " stages", "convert it again with --pp-size 1"),
         (model.hidden_act not in ACTIVATIONS,
          f"hidden_act={model.hidden_act!r}",
-         f"the torch backend executes {', '.join(ACTIVATIONS)}"),
+         f"{ours} executes {', '.join(ACTIVATIONS)}"),
         (algorithm not in EXECUTED,
-         f"the checkpoint is quantized ({algorithm}), which the torch backend does not execute",
+         f"the checkpoint is quantized ({algorithm}), which {ours} does not execute",
          f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
          " this one use --backend tensorrt-llm, or convert a published model with --dequantize"),
         (wanted is not None and quantization.is_quantized,
