@@ -256,7 +256,8 @@ class Front:
             raise BadRequest("give exactly one of prompt and messages", "prompt")
         if "messages" in asked:
             chat = asked | {"max_tokens": 1}
-            return make_requests(self._engine, chat, self._formats)[0].input_ids
+            calling = read_calling(asked, self._formats)
+            return make_requests(self._engine, chat, self._formats, calling)[0].input_ids
         return list(
             self._engine.tokenizer(
                 asked["prompt"],

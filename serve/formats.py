@@ -16,8 +16,9 @@ class ToolFormat:
     """A way of writing tool calls.
 
     begin, end: the markers around calls. is_bare: whether an answer that begins with the JSON of a
-    call is one, without a marker. arguments: the key of the arguments in a call's JSON. sign: a
-    regular expression of what the chat templates of its models have; empty for none.
+    call is one, without a marker. arguments: the key of the arguments in a call's JSON; empty where
+    a call is its name, a marker and its arguments. sign: a regular expression of what the chat
+    templates of its models have; empty for none.
     first, between, last: what a forced answer has before, between and after its calls.
     """
 
@@ -32,15 +33,9 @@ class ToolFormat:
 
     def open(self, name: str) -> str:
         """The text of a forced call up to its arguments."""
+        if not self.arguments:
+            return f"{name}[ARGS]"
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
-
-
-class NamedArguments(ToolFormat):
-    """Mistral's newer format, in which each call is its name, a marker and its arguments."""
-
-    def open(self, name: str) -> str:
-        """The text of a forced call up to its arguments."""
-        return f"{self.begin}{name}[ARGS]"
 
 
 # In the order in which their signs are looked for. A forced call of qwen3_coder is written as JSON,
@@ -52,7 +47,10 @@ _TAGS: Any = {
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(**_TAGS, sign="<function="),
     "hermes": ToolFormat(**_TAGS, sign=r"(?s)\A(?!.*<arg_key>).*<tool_call>"),
-    "mistral": NamedArguments(begin="[TOOL_CALLS]", sign=r"\[ARGS\]"),
+    "mistral": ToolFormat(
+        begin="[TOOL_CALLS]", arguments="", first="[TOOL_CALLS]", between="[TOOL_CALLS]",
+        sign=r"\[ARGS\]",
+    ),
     "mistral_list": ToolFormat(
         begin="[TOOL_CALLS]", first="[TOOL_CALLS][", between="}, ", last="}]",
         sign=r"\[TOOL_CALLS\]",
@@ -98,10 +96,7 @@ class ChatFormats:
     def choose(cls, tools: str, reasoning: str, tokenizer: Any) -> ChatFormats:
         """Choose by the names of formats, or by what the chat template contains for `auto`."""
         template = str(tokenizer.chat_template or "")
-        special = {
-            token: str(added) for token, added in tokenizer.added_tokens_decoder.items()
-            if added.special
-        }  # fmt: skip
+        added = getattr(tokenizer, "added_tokens_decoder", {})
         found = (
             form for form in TOOL_FORMATS.values() if form.sign and re.search(form.sign, template)
         )
@@ -110,7 +105,9 @@ class ChatFormats:
         thoughts = next(thought, None) if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
         markers = {"[ARGS]", "[CALL_ID]"} if calls is not None else set[str]()
         markers |= {mark for form in (calls, thoughts) if form for mark in (form.begin, form.end)}
-        marks = {token: mark for token, mark in special.items() if mark in markers}
+        marks = {
+            token: str(one) for token, one in added.items() if one.special and str(one) in markers
+        }
         return cls(calls, thoughts, "tools" in template, marks)
 
     @property

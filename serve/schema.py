@@ -168,6 +168,7 @@ CHAT: Parameters = ASKED | {
 }  # fmt: skip
 TOKENIZE: Parameters = {
     "model": TEXT, "prompt": TEXT, "messages": MESSAGES, "add_special_tokens": BOOL,
+    "tools": SETTING,
     **dict.fromkeys(TEMPLATE_SETTINGS, SETTING), **dict.fromkeys(IDLE),
 }  # fmt: skip
 DETOKENIZE: Parameters = {"model": TEXT, "tokens": CHECKS["token_ids"]}

@@ -268,11 +268,9 @@ class GrammarWriter:
             self._rules[f"args_{at}"] = _write_json(schema)
             calls.append(f"{self._write_literal(form.open(name))} args_{at}")
         self._rules["call"] = " | ".join(calls)
-        between = "" if calling.is_single else (
-            f"({self._write_literal(form.between)} call)*" if form.between else "call*"
-        )  # fmt: skip
-        first, last = self._write_literal(form.first), self._write_literal(form.last)
-        self._rules["calls"] = f"{first} call {between} {last}"
+        between = "" if calling.is_single else f"({self._write_literal(form.between)} call)*"
+        behind = f"call {between} {self._write_literal(form.last)}"
+        self._rules["calls"] = f"{self._write_literal(form.first)} {behind}"
         if calling.is_forced:
             return "calls"
         if body:
@@ -282,13 +280,7 @@ class GrammarWriter:
             return "calls | PLAIN"
         # What begins with the marker is a call; the marker is a token or is spelled.
         self._rules["trigger"] = self._write_text_to(form.begin)
-        if form.open("").startswith(form.begin):
-            opened = [f"{self._write_literal(form.open(n)[len(form.begin) :])} args_{at}"
-                      for at, n in enumerate(calling.schemas)]  # fmt: skip
-            self._rules["rest"] = " | ".join(opened)
-        else:
-            behind = self._write_literal(form.first.removeprefix(form.begin))
-            self._rules["rest"] = f"{behind} call {between} {last}"
+        self._rules["rest"] = f"{self._write_literal(form.first[len(form.begin) :])} {behind}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
 
     def _write_text_to(self, marker: str) -> str:

@@ -205,6 +205,8 @@ def test_the_template_gets_tools_and_calls(url: str, tokenizer_dir: Path) -> Non
         'T:add\nsystem:d\nuser:hi\nassistant:<tool_call>{"name": "add", "arguments": {"a": 1}}'
     )
     assert text == f"{expected}</tool_call>\ntool:22\na:"
+    told = post(url, "/tokenize", messages=history, tools=[ADD])
+    assert post(url, "/detokenize", tokens=told["tokens"])["prompt"] == text
     assert read_prompt(url, tokenizer_dir, messages=CHAT, tools=[ADD], tool_choice="none") == (
         "user:hi\na:"
     )
