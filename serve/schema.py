@@ -452,7 +452,7 @@ def make_requests(
     names["grammar"] = next(iter(grammar), "grammar")
     given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
     seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
-    if "spaces_between_special_tokens" in asked and engine.tokenizer.is_fast:
+    if "spaces_between_special_tokens" in asked and getattr(engine.tokenizer, "is_fast", False):
         asked["ignored"].append("spaces_between_special_tokens")
     shared = _read_settings(asked) | own
     if shared["truncate_prompt_tokens"] == -1:  # vLLM's for all that there is room for

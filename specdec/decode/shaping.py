@@ -65,8 +65,11 @@ class Bans:
         self._ends = np.array(sorted(end_ids), np.int64)
         self._allowed = np.array(sorted(params.allowed_ids or ()), np.int64)
         self._single = np.array([word[0] for word in params.bad_words if len(word) == 1], np.int64)
-        self._words = [word for word in params.bad_words if len(word) > 1]
-        self._longest = max(map(len, self._words), default=1) - 1
+        words = [word for word in params.bad_words if len(word) > 1]
+        self._longest = max(map(len, words), default=1) - 1
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        for word in words:
+            self._words.setdefault(word[-2], []).append(word)
 
     def shape(self, tree: Tree, logits: Tensor) -> Tensor:
         shaped = logits[: tree.num_nodes].float().clone()
@@ -79,9 +82,9 @@ class Bans:
         for node in range(tree.num_nodes):
             branch = list_branch(tree, node)
             text = (*before, *branch)
-            _ban(shaped[node], np.array(
-                [word[-1] for word in self._words if text[1 - len(word) :] == word[:-1]], np.int64
-            ))  # fmt: skip
+            words = self._words.get(text[-1], ()) if text else ()
+            banned = [word[-1] for word in words if text[1 - len(word) :] == word[:-1]]
+            _ban(shaped[node], np.array(banned, np.int64))
             if len(self._output_ids) + len(branch) < self._params.min_tokens:
                 row = _ban(shaped[node].clone(), self._ends)
                 if row.isfinite().any():  # else a grammar has come to its end
