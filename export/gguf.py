@@ -17,34 +17,19 @@ from typing import Any
 import numpy as np
 
 from specdec.engine.rotary import compute_frequencies
-from specdec.errors import SpecDecError, name_extra, shorten
+from specdec.errors import SpecDecError, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES
+from specdec.gguf.file import import_gguf
+from specdec.gguf.names import ARCHITECTURES, LAYER_NAMES, NAMES, interleave
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
 from .source import Contents, Order, Part, Source, list_entered
 from .tokenizers import Vocabulary, read_tokenizer
 
-# Hugging Face's module -> GGUF's.
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "embed_tokens": "token_embd", "norm": "output_norm", "fc": "fc",
-    "input_norm": "enc.output_norm",
-}  # fmt: skip
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2",
-    "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}  # fmt: skip
 # dtype -> the file's type of matrices, by their names in the gguf package.
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 Q8_BLOCK = 32
@@ -52,7 +37,7 @@ Q8_BLOCK = 32
 
 def plan_file(order: Order) -> Contents:
     """Name the file's tensors; everything that may be refused is refused here."""
-    import_gguf()
+    import_gguf("--to gguf")
     source = order.source
     tensors = {rename(name): part for name, part in source.parts.items()}
     net = get_net(order)
@@ -73,18 +58,6 @@ def plan_file(order: Order) -> Contents:
                 "give another --gguf-type",
             )
     return Contents(config={}, tensors=dict(tensors), weights_name="model.gguf")
-
-
-def import_gguf() -> Any:
-    """The package, or SpecDecError that says how to get it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise SpecDecError(
-            f"--to gguf needs the package gguf: {error}",
-            name_extra("gguf"),
-        ) from None
-    return gguf
 
 
 def get_net(order: Order) -> ModelConfig:
@@ -128,7 +101,7 @@ def read_words(order: Order) -> Vocabulary:
 
 def write_file(path: Path, order: Order, contents: Contents) -> None:
     """Write the file, reading one tensor at a time."""
-    gguf = import_gguf()
+    gguf = import_gguf("--to gguf")
     source = order.source
     net, words = get_net(order), read_words(order)
     is_drafter = source.kind != "plain"
@@ -262,13 +235,3 @@ def read_matrix(
 def _round_blocks(gguf: Any, read: Callable[[], Array]) -> Array:
     rounded: Array = gguf.quants.quantize(read(), gguf.GGMLQuantizationType.Q8_0)
     return rounded
-
-
-def interleave(weight: Array, num_heads: int) -> Array:
-    """Rows of a projection, reordered: llama.cpp rotates a channel with the next one.
-
-    Hugging Face rotates it with the one half a head further on.
-    """
-    halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, *weight.shape[1:])
-    result: Array = halves.swapaxes(1, 2).reshape(weight.shape)
-    return result

@@ -17,6 +17,7 @@ from typing import Any
 
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import read_json
+from specdec.gguf.folder import localize
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params
 from specdec.methods.medusa import MedusaParams
@@ -487,7 +488,7 @@ def find_other_layers(order: Order) -> dict[str, Any] | None:
 
 def find_no_template(order: Order) -> dict[str, Any] | None:
     """A target's folder without a chat template of its own; the last file has it as a key."""
-    folder = Path(order.settings.model_dir or "")
+    folder = Path(localize(order.settings.model_dir or ""))
     if not order.settings.model_dir or not folder.is_dir():
         return None
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):

@@ -16,6 +16,7 @@ from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import Array, read_json, write_json
 from specdec.files.staging import check_output_dir, list_local, stage_folder
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
+from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
 
@@ -101,7 +102,7 @@ def choose_dtype(settings: ExportSettings) -> str:
 
 def add_companions(settings: ExportSettings, contents: Contents) -> None:
     """Add the ids of special tokens, which a checkpoint does not have."""
-    path = Path(settings.model_dir or "") / "config.json"
+    path = Path(localize(settings.model_dir or "")) / "config.json"
     if settings.model_dir is None or not path.is_file():
         logger.warning("no tokenizer goes along: give the model's own folder as --model-dir")
         return
@@ -122,7 +123,7 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
         write_json(staged / "config.json", contents.config)
         if source.kind == "plain" and settings.model_dir is not None:
             for name in COMPANIONS:
-                if (file := Path(settings.model_dir) / name).is_file():
+                if (file := Path(localize(settings.model_dir)) / name).is_file():
                     shutil.copyfile(file, staged / name)
     else:
         from .gguf import write_file

@@ -15,20 +15,17 @@ from typing import Any
 
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import read_json
+from specdec.gguf.special import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from specdec.gguf.tokenizer import OWN
+from specdec.gguf.tokenizer import SPLITS as SPLITS_BY_NAME
 from specdec.vocabulary import SPACE
 
-# A token's kind, as gguf.TokenType has it.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NO_BYTE_LEVEL = (
     "llama.cpp's convert_hf_to_gguf.py reads others: convert the target with it, and the drafter"
     " with its --target-model-dir; see whether it then splits texts as transformers does"
 )
-# How a byte-level tokenizer splits a text into words -> llama.cpp's name for it. The first is what
-# transformers' ByteLevel does by itself.
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {"": "gpt-2", _LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-          _LETTERS + r"\p{N}" + _REST: "qwen2"}  # fmt: skip
+# How a byte-level tokenizer splits a text into words -> llama.cpp's name for it.
+SPLITS = {patterns: name for name, patterns in reversed(SPLITS_BY_NAME.items())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,16 +97,21 @@ def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
     )  # fmt: skip
 
 
-def find_split(described: dict[str, Any]) -> str:
-    """The regular expression of a pre-tokenizer; empty for ByteLevel's own."""
+def find_split(described: Mapping[str, Any]) -> tuple[str, ...] | str:
+    """The patterns of a byte-level pre-tokenizer, as `SPLITS` has them; JSON of any other."""
     steps = described.get("pretokenizers") or [described]
-    own = [step for step in steps if step.get("type") == "ByteLevel"]
-    splits = [step["pattern"].get("Regex", "?") for step in steps if step.get("type") == "Split"]
-    if len(own) != 1 or len(splits) + 1 != len(steps) or len(splits) > 1:
+    *splits, own = steps
+    patterns = []
+    for step in splits:
+        if step == {"type": "Digits", "individual_digits": True}:
+            patterns.append(r"\p{N}")
+        elif step.get("type") == "Split" and step.get("behavior") == "Isolated":
+            patterns.append(step["pattern"].get("Regex", "?"))
+        else:
+            return json.dumps(described)
+    if own.get("type") != "ByteLevel" or own.get("add_prefix_space"):
         return json.dumps(described)
-    if bool(own[0].get("use_regex", True)) == bool(splits) or own[0].get("add_prefix_space"):
-        return json.dumps(described)
-    return splits[0] if splits else ""
+    return (*patterns, OWN) if own.get("use_regex", True) else tuple(patterns)
 
 
 # ---- SentencePiece.

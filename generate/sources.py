@@ -15,6 +15,7 @@ from typing import Any
 from specdec import __version__
 from specdec.engine.compiler import describe_cpu, find_compiler
 from specdec.errors import SpecDecError
+from specdec.files.folders import list_parts
 
 TIMEOUT = 10.0  # seconds for the Hub's answer
 KEY_LENGTH = 16
@@ -26,7 +27,7 @@ def describe_model(model_dir: str) -> dict[str, Any]:
     if not path.exists():
         return {"hub": model_dir, "commit": find_commit(model_dir)}
     path = path.resolve()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted(path.iterdir()) if path.is_dir() else list_parts(path)
     try:
         stats = {file.name: file.stat() for file in files if file.is_file()}
     except OSError as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec import pretrained
 from specdec.errors import SpecDecError, summarize
+from specdec.files.folders import find_gguf, list_parts
 from specdec.files.manifest import describe_file
 from specdec.files.torch_tensors import TORCH_DTYPES
 
@@ -295,6 +296,8 @@ def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
 
 def describe_target(model_dir: str) -> list[dict[str, Any]]:
     """List the files of a target that has been loaded, with their sha256; a Hub id's are cached."""
+    if (file := find_gguf(model_dir)) is not None:
+        return [describe_file(part) for part in list_parts(file)]
     folder = Path(model_dir)
     if not folder.is_dir():
         from transformers.utils import cached_file

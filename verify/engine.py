@@ -23,6 +23,7 @@ from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
 from specdec.files.folders import TENSORRT_LLM, has_tokenizer, read_backend
 from specdec.files.manifest import check_hashes
+from specdec.gguf.folder import localize
 from specdec.methods import METHODS, find_mode, name_options
 from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
@@ -94,8 +95,9 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             "leave --sampling out, or verify an engine built without --quantization",
         )
     dtype = engine.checkpoint.model.dtype
-    has_texts = not Path(model_dir).is_dir() or has_tokenizer(Path(model_dir))
-    tokenizer = load_tokenizer(model_dir, "--model-dir") if has_texts else None
+    texts_dir = localize(model_dir)
+    has_texts = not Path(texts_dir).is_dir() or has_tokenizer(Path(texts_dir))
+    tokenizer = load_tokenizer(texts_dir, "--model-dir") if has_texts else None
     prompts = list_prompts(settings, engine, tokenizer)
     num_alone = min(settings.num_alone, len(prompts))
     logger.info(
@@ -116,7 +118,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
                 first |= name_tokens(tokenizer, first)
             found |= {"quantization": engine.quantization, "distance": distance}
     divergences = judge_in_float32(reference, divergences, written.texts)
-    ends = read_end_ids(model_dir, config, tokenizer)
+    ends = read_end_ids(texts_dir, config, tokenizer)
     wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in written.texts]
     found["wrong_ends"] += [wrong for wrong in wrong_ends if wrong]
     verdict = find_verdict(divergence.kind for divergence in divergences)
@@ -261,7 +263,7 @@ def open_engine(
     options = {name: getattr(settings, name) for name in name_options("draft")}
     decode = DecodeSettings(
         engine_dir=need(settings.engine_dir), device=settings.device,
-        tokenizer_dir=None if tokenizer is None else settings.model_dir,
+        tokenizer_dir=None if tokenizer is None else localize(need(settings.model_dir)),
         no_speculation=not speculate, **options if speculate else {},
     )  # fmt: skip
     with Engine.open(decode, tokenizer) as engine:

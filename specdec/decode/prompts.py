@@ -27,6 +27,7 @@ from specdec.errors import (
     suggest,
 )
 from specdec.files.reading import parse_json, read_json
+from specdec.gguf.folder import localize
 from specdec.tokenizer import lack_tokenizer
 
 STDIN, GZIP = Path("-"), ".gz"
@@ -343,7 +344,7 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     if settings.end_id is not None:
         return frozenset([settings.end_id])
     if settings.tokenizer_dir is not None:
-        path = Path(settings.tokenizer_dir) / "generation_config.json"
+        path = Path(localize(settings.tokenizer_dir)) / "generation_config.json"
         if path.is_file():
             ids = read_json(path).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]

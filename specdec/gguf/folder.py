@@ -96,7 +96,7 @@ def write_files(model: GgufModel, folder: Path) -> None:
     write_json(folder / "config.json", model.config)
     ends = list_ends(model.metadata)
     names = ["bos_token_id", "pad_token_id"]
-    ids = {name: model.config[name] for name in names if name in model.config}
+    ids = {name: model.config[name] for name in names if model.config[name] is not None}
     if ends:
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(folder / "generation_config.json", ids)

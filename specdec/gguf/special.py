@@ -31,10 +31,10 @@ def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {name: n for name, n in numbers.items() if type(n) is int and 0 <= n < size}
 
 
-def read_special(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The fields of config.json."""
+def read_special(metadata: Mapping[str, Any]) -> dict[str, int | None]:
+    """The fields of config.json; null where the file names none, not a usual one."""
     numbers = list_special(metadata)
-    return {f"{name}_token_id": numbers[name] for name in ("bos", "eos", "pad") if name in numbers}
+    return {f"{name}_token_id": numbers.get(name) for name in ("bos", "eos", "pad")}
 
 
 def list_ends(metadata: Mapping[str, Any]) -> list[int]:

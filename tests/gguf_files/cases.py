@@ -1,0 +1,48 @@
+"""Models of which llama.cpp's own converter made tests/golden/gguf/NAME.gguf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "rope_theta": 10000.0,
+    "long_factor": [1.5, 2.0, 3.0, 4.0], "original_max_position_embeddings": 48,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+# Name -> family in tests/families.py and fields of its configuration.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": (
+        "llama",
+        {"rope_parameters": LLAMA3, "heads": 2, "max_position_embeddings": 512,
+         "tie_word_embeddings": True},
+    ),
+    "mixtral": ("mixtral", {}),
+    "qwen2": ("qwen2", {"rope_parameters": YARN, "max_position_embeddings": 64}),
+    "qwen3": ("qwen3", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3", {"layers": 6, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "phi3": (
+        "phi3",
+        {"rope_parameters": LONG, "max_position_embeddings": 192, "pad_token_id": 0,
+         "original_max_position_embeddings": 48},
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+         "logits_scaling": 4.0},
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "smollm3": ("smollm3", {"layers": 4}),
+    "seed_oss": ("seed_oss", {}),
+}  # fmt: skip

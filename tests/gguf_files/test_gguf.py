@@ -1,0 +1,244 @@
+"""GGUF files as bases, against llama.cpp's own converter, the package gguf and transformers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from specdec.errors import SpecDecError
+from specdec.files.reading import read_json
+from specdec.gguf import file as gguf_file
+from specdec.gguf.folder import localize
+from specdec.gguf.model import GgufModel
+from specdec.gguf.names import separate
+from specdec.pretrained import load_model, load_tokenizer
+from tests.covering import cover
+from tests.engines import call, run_cli_here
+from tests.families import make_family_model
+from tests.gguf_files.cases import CASES
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
+SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 24}
+TYPES = [kind for kind in gguf_file.TYPES if kind not in gguf_file.PLAIN]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_llama_cpp_converted_is_the_model(name: str, tmp_path: Path) -> None:
+    family, fields = CASES[name]
+    folder = make_family_model(tmp_path, family, dtype="bfloat16", **SMALL | fields)
+    own = load_model(folder, dtype=torch.float32)
+    read = load_model(GOLDEN / f"{name}.gguf", dtype=torch.float32)
+    ids = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        assert torch.equal(read(ids).logits, own(ids).logits)
+
+
+def write_gguf(path: Path, kind: str = "F32", **more: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Write a llama of random weights, matrices in a type; return the file's own arrays."""
+    writer = gguf.GGUFWriter(path, more.pop("architecture", "llama"))
+    for key, value in {
+        "context_length": 64, "embedding_length": 256, "block_count": 1,
+        "feed_forward_length": 256, "head_count": 4, "head_count_kv": 2,
+        "layer_norm_rms_eps": 1e-5,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    for key, value in more.items():
+        writer.add_key_value(
+            key.replace("__", "."), value,
+            gguf.GGUFValueType.get_type(value),
+        )  # fmt: skip
+    generator, arrays = np.random.default_rng(0), {}
+    chosen = getattr(gguf.GGMLQuantizationType, kind)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[chosen]
+    for name, rows in {"token_embd": 32, "blk.0.attn_q": 256, "blk.0.attn_k": 128,
+                       "blk.0.attn_v": 128, "blk.0.attn_output": 256, "blk.0.ffn_gate": 256,
+                       "blk.0.ffn_up": 256, "blk.0.ffn_down": 256}.items():  # fmt: skip
+        shape = (rows, 256 // block * num_bytes)
+        arrays[f"{name}.weight"] = data = generator.integers(0, 256, shape, np.uint8)
+        if kind == "F32":
+            data = generator.standard_normal((rows, 256)).astype(np.float32)
+            arrays[f"{name}.weight"] = data
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=None if kind == "F32" else chosen)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(256, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return arrays
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales overflow
+def test_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+    arrays = write_gguf(tmp_path / "model.gguf", kind)
+    model = GgufModel(tmp_path / "model.gguf")
+    chosen = getattr(gguf.GGMLQuantizationType, kind)
+    for name, ours, heads in (
+        ("token_embd", "model.embed_tokens", None),
+        ("blk.0.attn_q", "model.layers.0.self_attn.q_proj", 4),
+        ("blk.0.attn_k", "model.layers.0.self_attn.k_proj", 2),
+        ("blk.0.ffn_down", "model.layers.0.mlp.down_proj", None),
+    ):  # fmt: skip
+        data = arrays[f"{name}.weight"]
+        expected = gguf.quants.dequantize(data, chosen)
+        if heads is not None:
+            expected, data = separate(expected, heads), separate(data, heads)
+        ours = f"{ours}.weight"
+        assert np.array_equal(model.read(ours).view(np.uint32), expected.view(np.uint32))
+        part = model.read_block(ours, 5, 17, (32, 96))
+        assert np.array_equal(part.view(np.uint32), expected[5:17, 32:96].copy().view(np.uint32))
+        found, shape, rows = model.raw(ours)
+        assert (found, shape) == (chosen, expected.shape)
+        assert np.array_equal(rows[3:9, 2:7], data[3:9, 2:7])
+        assert np.array_equal(np.asarray(rows), data)
+
+
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "one.gguf")
+    whole = GgufModel(tmp_path / "one.gguf")
+    for number in range(2):
+        writer = gguf.GGUFWriter(tmp_path / f"m-{number + 1:05d}-of-00002.gguf", "llama")
+        if number == 0:
+            for key in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
+                getattr(writer, f"add_{key}")(whole.metadata[f"llama.{key}"])
+            writer.add_head_count(4)
+            writer.add_head_count_kv(2)
+            writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        for at, stored in enumerate(entry.stored for entry in whole.entries.values()):
+            if at % 2 == number:
+                data = stored.read(0, stored.num_rows).view(np.float32).reshape(stored.shape)
+                writer.add_tensor(stored.name, data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    (tmp_path / "one.gguf").rename(tmp_path / "one.bin")
+    first = tmp_path / "m-00001-of-00002.gguf"
+    split = GgufModel(first)
+    assert split.tensors == whole.tensors
+    assert [path.name[:7] for path in split.files] == ["m-00001", "m-00002"]
+    assert localize(tmp_path) == localize(first)
+    with pytest.raises(SpecDecError, match="part 2 of 2"):
+        GgufModel(tmp_path / "m-00002-of-00002.gguf")
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(SpecDecError, match="m-00002-of-00002.gguf is not there"):
+        GgufModel(first)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "told"),
+    [
+        ({}, "IQ2_XXS", r"token_embd.weight is of ggml's type IQ2_XXS"),
+        ({"architecture": "rwkv7"}, "F32", "an architecture that is not read: rwkv7"),
+        ({"llama__attention__clamp_kqv": 8.0}, "F32", r"llama.attention.clamp_kqv 8.0"),
+        ({"llama__attention__causal": False}, "F32", "llama.attention.causal False"),
+        ({"llama__rope__scaling__type": "dynamic"}, "F32", "rope.scaling.type is 'dynamic'"),
+        ({"general__type": "adapter"}, "F32", r"llama \(adapter\)"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    more: dict[str, Any], kind: str, told: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", kind, **more)
+    with pytest.raises(SpecDecError, match=told):
+        GgufModel(tmp_path / "model.gguf")
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    whole = (tmp_path / "model.gguf").read_bytes()
+    model = tmp_path / "cut.gguf"
+    for end in (3, 20, 200, 900, len(whole) - 1000):
+        model.write_bytes(whole[:end])
+        with pytest.raises(SpecDecError, match="cut.gguf"):
+            GgufModel(model)
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for at in random.integers(0, 1500, 4):
+            damaged[at] = random.integers(0, 256)
+        model.write_bytes(damaged)
+        try:
+            GgufModel(model)
+        except SpecDecError:
+            continue
+
+
+# Texts that tokenizers trip over.
+TEXTS = (
+    "Hello world", "  two  spaces ", "\n\n\tx\r\n y", "I'm you'RE 's", "12345 1a2b", "caf\u00e9",
+    "\u65e5\u672c", "<|end|>a<|end|> b", "\U0001f642", "\u2581x", "<0x0A>", " ",
+)  # fmt: skip
+
+
+def list_metadata(kind: str, *, prefix: bool) -> dict[str, Any]:
+    """A small vocabulary of one of the two kinds."""
+    from specdec.vocabulary import list_byte_letters
+
+    if kind == "llama":
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        kinds = [2, 3, 3, *[6] * 256]
+        words = ["\u2581", *"Helowrdxabpc", "He", "ll", "llo", "Hello", "\u2581w", "or", "ld"]
+        words += ["\u2581\u2581", "\u2581wor", "\u2581world", "sp"]
+    else:
+        tokens, kinds = ["<unk>", "<s>", "</s>"], [3, 3, 3]
+        words = [*list_byte_letters(), "He", "ll", "llo", "Hello", "\u0120w", "or"]
+    tokens, kinds = [*tokens, *words, "<|end|>"], [*kinds, *[1] * len(words), 4]
+    return {
+        "model": kind, "pre": "smollm", "tokens": tokens, "token_type": kinds,
+        "scores": [-float(at) for at in range(len(tokens))],
+        "merges": ["H e", "l l", "ll o", "He llo", "\u0120 w", "o r"],
+        "add_space_prefix": prefix, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "begins"),
+    cover(itertools.product(["gpt2", "llama"], [False, True], [False, True])),
+)
+def test_tokenizer_and_template(kind: str, prefix: bool, begins: bool, tmp_path: Path) -> None:
+    metadata = list_metadata(kind, prefix=prefix) | {"add_bos_token": begins}
+    named = {f"tokenizer__ggml__{key}": value for key, value in metadata.items()}
+    write_gguf(
+        tmp_path / "m.gguf", tokenizer__chat_template="{{ messages[0]['content'] }}!", **named
+    )
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    end = len(metadata["tokens"]) - 1
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert (ids[:1] == [1]) is begins
+        assert ids.count(end) == text.count("<|end|>")
+        if (kind, prefix) != ("llama", True):
+            written = text if kind == "gpt2" else text.replace("\u2581", " ")
+            assert tokenizer.decode(ids[begins:]) == written
+    hello = [metadata["tokens"].index("Hello")]
+    space = [metadata["tokens"].index("\u2581")] if (kind, prefix) == ("llama", True) else []
+    assert tokenizer("Hello", add_special_tokens=False)["input_ids"] == space + hello
+    turn = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(turn, tokenize=False) == "x!"
+    ends = read_json(Path(localize(tmp_path / "m.gguf")) / "generation_config.json")["eos_token_id"]
+    assert ends == [2, end]
+
+
+def test_commands_take_a_file(tmp_path: Path) -> None:
+    model, out = GOLDEN / "llama.gguf", tmp_path / "out"
+    call("convert", "--model-dir", model, "--dtype", "float32", "--output-dir", out)
+    checked = read_json(out / "manifest.json")["sources"]
+    assert [Path(source["path"]).name for source in checked] == ["llama.gguf"]
+    call("build", "--checkpoint-dir", out, "--backend", "torch", "--output-dir", tmp_path / "e")
+    told = run_cli_here("verify", "--engine-dir", tmp_path / "e", "--model-dir", model)
+    assert told.stdout.startswith("PASS"), told.stderr
