@@ -14,6 +14,7 @@ import torch
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.gguf import file as gguf_file
+from specdec.gguf import folder
 from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
 from specdec.gguf.names import separate
@@ -30,14 +31,15 @@ TYPES = [kind for kind in gguf_file.TYPES if kind not in gguf_file.PLAIN]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(folder, "_find_parent", lambda: tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_llama_cpp_converted_is_the_model(name: str, tmp_path: Path) -> None:
     family, fields = CASES[name]
-    folder = make_family_model(tmp_path, family, dtype="bfloat16", **SMALL | fields)
-    own = load_model(folder, dtype=torch.float32)
+    source = make_family_model(tmp_path, family, dtype="bfloat16", **SMALL | fields)
+    own = load_model(source, dtype=torch.float32)
     read = load_model(GOLDEN / f"{name}.gguf", dtype=torch.float32)
     ids = torch.arange(3, 43)[None]
     with torch.inference_mode():
@@ -240,5 +242,7 @@ def test_commands_take_a_file(tmp_path: Path) -> None:
     checked = read_json(out / "manifest.json")["sources"]
     assert [Path(source["path"]).name for source in checked] == ["llama.gguf"]
     call("build", "--checkpoint-dir", out, "--backend", "torch", "--output-dir", tmp_path / "e")
-    told = run_cli_here("verify", "--engine-dir", tmp_path / "e", "--model-dir", model)
+    told = run_cli_here(
+        "verify", "--engine-dir", tmp_path / "e", "--model-dir", model, "--max-output-len", 20,
+    )  # fmt: skip
     assert told.stdout.startswith("PASS"), told.stderr
