@@ -203,7 +203,7 @@ class Front:
             (
                 request,
                 find_starts(self._engine, request) if tells_starts else [],
-                make_parser(calling, formats, request.input_text),
+                make_parser(calling, formats, request),
             )
             for request in make_requests(self._engine, asked, formats, calling)
         ]

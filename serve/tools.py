@@ -15,6 +15,7 @@ from typing import Any
 
 from specdec.chat import ChatError, wrap_calls
 from specdec.decode.grammar import space_schema, write_choice
+from specdec.decode.requests import Request
 from specdec.errors import shorten
 
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
@@ -196,15 +197,16 @@ def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
     return True if form.is_assumed or end.endswith(form.begin) else None
 
 
-def make_parser(calling: Calling | None, formats: ChatFormats, prompt: str) -> Parser | None:
-    """The parser of an answer to a prompt, None where there is nothing to find in it."""
-    thinking = find_thinking(formats.reasoning, prompt)
+def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:
+    """The parser of a request's answer, None where there is nothing to find in it."""
+    thinking = find_thinking(formats.reasoning, request.input_text)
     reasoning = None if thinking is False else formats.reasoning
     if calling is None and reasoning is None:
         return None
     return Parser(
         formats.tools if calling is not None else None, reasoning, is_thinking=thinking is True,
-        schemas=calling.schemas if calling is not None else None, marks=formats.marks,
+        schemas=calling.schemas if calling is not None else None,
+        marks=formats.marks if request.form.skips_special else None,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ from specdec.decode.encoding import encode_prompt
 from specdec.decode.prompts import Prompt
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
-from specdec.decode.text import TextStream
+from specdec.decode.text import TextForm, TextStream
 from specdec.serve.answers import Choice
 from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from specdec.serve.parsing import Parser
 from specdec.serve.protocol import BadRequest
-from specdec.serve.tools import Calling, GrammarWriter, read_calling, write_messages
+from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling, write_messages
 from tests.serve.servers import CLIENT, post, read_events, serve_here
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -416,6 +417,17 @@ def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
     assert without_ids(join(events, 0)) == without_ids(message)
     details = whole["usage"]["completion_tokens_details"]
     assert 0 < details["reasoning_tokens"] < whole["usage"]["completion_tokens"]
+
+
+def test_markers_are_put_in_where_no_text_has_them() -> None:
+    formats = ChatFormats(TOOL_FORMATS["mistral"], None, True, {1: "[TOOL_CALLS]"})
+    calling = read_calling({"tools": [ADD]}, formats)
+    request = Request(index=0, input_text="", input_ids=[1], max_output_len=9, end_ids=frozenset())
+    shown = dataclasses.replace(request, form=TextForm(skips_special=False))
+    for one, marks in ((request, {1: "[TOOL_CALLS]"}), (shown, {})):
+        parser = make_parser(calling, formats, one)
+        assert parser is not None
+        assert parser.marks == marks
 
 
 def test_markers_that_are_special_tokens(tokenizer_dir: Path) -> None:
