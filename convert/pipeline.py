@@ -49,7 +49,7 @@ from .checkpoint import CheckpointFolder
 from .families import find_family
 from .families.base import Layout, tie_head
 from .flags import check_flags
-from .hf import QUANTIZATION_NAME, HfFolder, open_model
+from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, open_model
 from .lora import Adapter, merge_adapter
 from .methods import FOLDERS, find_folder, load_converter
 from .methods.base import DrafterConverter
@@ -66,6 +66,7 @@ from .plan import (
     plan_tensors,
 )
 from .quantize import packed
+from .quantize.blocks import keep_blocks
 from .quantize.scales import Quantizer, name_kv_scales
 from .quantize.sections import read_scheme
 from .quantize.target import quantize_target
@@ -190,7 +191,10 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTarget:
-    """The planned target, to which a drafter may be added."""
+    """The planned target, to which a drafter may be added.
+
+    plain: the same before matrices were kept in blocks, which a drafter's copies are made from.
+    """
 
     model: ModelConfig
     config: dict[str, Any]
@@ -199,6 +203,7 @@ class PlannedTarget:
     vocabulary: dict[str, Any] | None
     is_head_quantized: bool = False
     quantizer: Quantizer | None = None
+    plain: list[RankPlan] | None = None
 
 
 def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
@@ -224,6 +229,10 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         trtllm_version=settings.trtllm_version,
     )
     model, is_tied = family.read_model(folder, layout)
+    keeps = keeps_blocks(settings, folder, model)
+    if keeps and is_tied and model.pp_size == 1:
+        is_split = model.tp_size > 1 and model.embedding_sharding_dim == 1
+        model = dataclasses.replace(model, share_embedding_table=not is_split)
     model.find_problems().raise_all()
     check_experts(settings, folder, model, is_quantized=held is not None)
     if model.linear_attention is not None and settings.quantization is not None:
@@ -268,14 +277,25 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
             specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
             problems=problems,
         )  # fmt: skip
+    plain = ranks
+    if keeps and not problems:
+        assert isinstance(folder, GgufFolder)
+        ranks, section = keep_blocks(ranks, folder, model)
     if settings.quantization is not None and not problems:
         ranks, section, quantizer = quantize_target(settings, folder, model, specs, parts, ranks)
     if section:
         config["quantization"] = {**config["quantization"], **section}
     return PlannedTarget(
-        model=model, config=config, ranks=split_stages(model, ranks), files=files,
+        model=model, config=config, ranks=split_stages(model, ranks), plain=plain, files=files,
         vocabulary=read_vocabulary(Path(localize(folder.path))), quantizer=quantizer,
     )  # fmt: skip
+
+
+def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:
+    """Whether a checkpoint keeps the blocks of a GGUF file: not of experts and hybrids yet."""
+    is_plain = settings.dequantize or not (settings.quantization is settings.lora_dir is None)
+    is_known = model.experts is None and model.linear_attention is None
+    return isinstance(folder, GgufFolder) and is_known and not is_plain
 
 
 def check_experts(
@@ -316,7 +336,7 @@ def open_quantized(
     """
     scheme = read_scheme(folder)
     if scheme is None:
-        if settings.dequantize:
+        if settings.dequantize and not isinstance(folder, GgufFolder):
             raise SpecDecError(
                 f"--dequantize has no effect: {folder.path} does not say that it is quantized",
                 "leave it out",
@@ -353,6 +373,8 @@ def split_stages(model: ModelConfig, ranks: list[RankPlan]) -> list[RankPlan]:
                 stage[names[own]] = tensor
             elif layer in layers:  # a scale goes with its layer
                 stage[layers[layer] + own.removeprefix(layer)] = tensor
+            elif f"{own.rpartition('.')[0]}.weight" in names:  # types of an embedding's rows
+                stage[own] = tensor
         stages.append(stage)
     return stages
 
@@ -461,7 +483,7 @@ def plan_drafter(
     ranks = plan_tensors(
         own, parts, folder, model=model, dtype=dtype, ignored=ignored, problems=problems
     )
-    for rank, targets in zip(ranks, target.ranks, strict=True):
+    for rank, targets in zip(ranks, target.plain or target.ranks, strict=True):
         for name, other in shared.items():
             info = TensorInfo(dtype, get_rank_shape(specs[name], model))
             if other == HEAD and model.share_embedding_table:

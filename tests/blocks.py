@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -54,3 +56,46 @@ def put_blocks(
         if as_blocks:
             tensors[f"{module}.ggml_types"] = torch.from_numpy(types)
         tensors[name] = torch.from_numpy(whole if as_blocks else dequantize(whole, types, depth))
+
+
+def write_gguf(path: Path, kinds: Mapping[str, int]) -> Path:
+    """A random Llama of two layers with a shared head; kinds: a matrix's type by its name.
+
+    Type 0 is float32. Its tokens have no meaning.
+    """
+    hidden, inner, heads, kv_heads, vocab = 256, 512, 4, 2, 128
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(vocab)
+    kv_size = hidden // heads * kv_heads
+    shapes = {
+        "attn_q": (hidden, hidden), "attn_k": (kv_size, hidden), "attn_v": (kv_size, hidden),
+        "attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }  # fmt: skip
+    names = [f"blk.{layer}.{name}" for layer in range(2) for name in shapes]
+    for index, name in enumerate(["token_embd", *names]):
+        module = name.rpartition(".")[2]
+        num_rows, depth = shapes.get(module, (vocab, hidden))
+        if kind := kinds[module]:
+            rows = make_rows(kind, num_rows, depth, index, SCALES[kind])
+            of = gguf.GGMLQuantizationType(kind)
+            writer.add_tensor(f"{name}.weight", rows, raw_dtype=of)
+        else:
+            numbers = np.random.default_rng(index).normal(0, 0.06, (num_rows, depth))
+            writer.add_tensor(f"{name}.weight", numbers.astype(np.float32))
+    norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(2) for n in ("attn", "ffn"))]
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -126,9 +126,14 @@ class Quantization:
         return self.quant_algo is not None or self.kv_cache_quant_algo is not None
 
     def excludes(self, module: str) -> bool | None:
-        """Whether a module stays unquantized; None where the lines of TensorRT-LLM differ."""
+        """Whether a module stays unquantized; None where the lines of TensorRT-LLM differ.
+
+        Also where the tensors tell it, as those of GGUF do.
+        """
         if self.quant_algo is None:
             return True
+        if self.quant_algo == "GGUF":
+            return None
         listed = self.exclude_modules
         patterns = listed or DEFAULT_EXCLUDED
         is_match = any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)

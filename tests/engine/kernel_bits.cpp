@@ -134,6 +134,30 @@ struct Checks {
     return packed;
   }
 
+  // Random blocks of GGML's types, two parts of a matrix; their float16 numbers are small.
+  static std::vector<char> pack_blocks(int64_t first, int64_t second, int64_t N, int64_t depth) {
+    const auto measure = find<int64_t(const int64_t *)>("specdec_measure_blocks");
+    const auto pack = find<void(const uint8_t *, int64_t, const int64_t *, char *)>("specdec_pack_blocks");
+    std::vector<char> packed;
+    for (int64_t part = 0; part < 2; ++part) {
+      const int64_t type = part ? second : first, rows = part ? N / 2 : N - N / 2;
+      const int64_t bytes = type == 2 ? 18 : type == 3 ? 20 : type == 8 ? 34 : type == 12 ? 144 : 210;
+      const int64_t stride = depth / (type < 12 ? 32 : 256) * bytes;
+      std::vector<uint8_t> blocks(rows * stride);
+      for (auto &byte : blocks) byte = static_cast<uint8_t>(draw() >> 24);
+      for (int64_t at = type == 14 ? 208 : 0; at < rows * stride; at += bytes) {
+        blocks[at + 1] = static_cast<uint8_t>((blocks[at + 1] & 0x83) | 0x20);
+        if (type == 3 || type == 12) blocks[at + 3] = blocks[at + 1];
+      }
+      int64_t head[8] = {N, depth, 0, type, rows, 0, 0, 0};
+      const int64_t size = measure(head), place = static_cast<int64_t>(packed.size());
+      if (part == 0) head[5] = size;
+      packed.resize(place + size);
+      pack(blocks.data(), stride, head, packed.data() + place);
+    }
+    return packed;
+  }
+
   static void pointwise() {
     uint64_t norms = kStart, gates = kStart;
     const auto add_norm =
@@ -223,7 +247,15 @@ struct Checks {
     for (int64_t m = 0; m < 14; ++m) cancel(&x[m * depth], depth / 2, 1, true);
     for (int64_t n = 0; n < N; ++n) cancel(&weight[n * depth], depth / 2, 1, false);
     plain ^= products<E>("specdec_multiply", N, depth, x, pack(weight, N, depth), Numbers(N));
+    uint64_t blocks = kStart;
+    const Numbers wide = make<T>(30 * 768, -2);
+    for (const int64_t type : {2, 3, 8, 12, 14}) {
+      const Numbers bias = make<T>(75, -2);
+      const auto packed = pack_blocks(type, type == 14 ? 2 : 14, 75, 768);
+      blocks ^= products<char>("specdec_multiply_integers", 75, 768, wide, packed, bias);
+    }
     tell("multiply", plain);
+    tell("multiply_blocks", blocks);
     tell("multiply_int8", int8);
     tell("multiply_int4", int4);
   }

@@ -28,78 +28,86 @@ struct BlockRows {
 };
 static_assert(sizeof(BlockRows) == sizeof(Integers), "which one it is, its third field tells");
 
-// Of a type: bytes of the file's block, and inputs of that and of a unit.
+// Bytes and inputs of a type's block in a file.
 struct BlockSizes {
-  int64_t bytes, inputs, unit;
+  int64_t bytes, inputs;
 };
 
-inline BlockSizes get_block_sizes(int64_t type) {
-  switch (type) {
-    case kQ4_0: return {18, 32, 64};
-    case kQ4_1: return {20, 32, 64};
-    case kQ8_0: return {34, 32, 64};
-    case kQ4_K: return {144, 256, 256};
-    default: return {210, 256, 256};
-  }
+constexpr BlockSizes get_block_sizes(int64_t type) {
+  return type == kQ4_0   ? BlockSizes{18, 32}
+         : type == kQ4_1 ? BlockSizes{20, 32}
+         : type == kQ8_0 ? BlockSizes{34, 32}
+         : type == kQ4_K ? BlockSizes{144, 256}
+                         : BlockSizes{210, 256};
 }
 
-inline int64_t count_bits(int64_t type) { return type == kQ8_0 ? 8 : type == kQ6_K ? 6 : 4; }
-
-inline Floats widen_bytes(const uint8_t *from) {
-  typedef uint8_t Bytes __attribute__((vector_size(kVector)));
-  return to_floats(__builtin_convertvector(load<Bytes>(from), Ints));
+// kVector bytes as floats.
+template <typename Byte>
+inline Floats widen_bytes(const Byte *from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+  return to_floats((Ints)(std::is_signed<Byte>::value ? _mm512_cvtepi8_epi32(bytes)
+                                                      : _mm512_cvtepu8_epi32(bytes)));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+  return to_floats((Ints)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes)
+                                                      : _mm256_cvtepu8_epi32(bytes)));
+#else
+  Ints wide;
+  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
+  return to_floats(wide);
+#endif
 }
 
-inline Floats widen_bytes(const int8_t *from) {
-  typedef int8_t Bytes __attribute__((vector_size(kVector)));
-  return to_floats(__builtin_convertvector(load<Bytes>(from), Ints));
-}
-
-template <int kBits>
+template <int64_t kType>
 struct BlockMatrix {
   typedef uint32_t Input;
-  static constexpr int kMostRows = kMaxRows;
+  static constexpr int kMostRows = kMaxRows < 8 ? kMaxRows : 8;  // with scales, more do not fit
   static constexpr int kMostTiles = 1;  // memory is read faster in one stream
+  static constexpr int64_t kBits = kType == kQ8_0 ? 8 : kType == kQ6_K ? 6 : 4;
+  static constexpr bool kIsSuper = kType == kQ4_K || kType == kQ6_K;
+  static constexpr bool kHasMinima = kType == kQ4_1 || kType == kQ4_K;
   static constexpr int64_t kGroup = kBits == 6 ? 16 : 32, kParts = kGroup / 4;
+  static constexpr int64_t kGroups = (kIsSuper ? 256 : 64) / kGroup;  // of a unit
   static constexpr int64_t kCodeSteps = kGroup * kBits / 32;  // of a group
+  // Of a unit: lists of kTile numbers of two bytes, and where there are any, of one byte.
+  static constexpr int64_t kHalves = kIsSuper ? 1 : kGroups, kBytes = kIsSuper ? kGroups : 0;
+  static constexpr int64_t kScaleSteps = ((2 * kHalves + kBytes) * (1 + kHasMinima) + 3) / 4;
+  static constexpr int64_t kUnitSteps = kScaleSteps + kGroups * kCodeSteps;
+  static constexpr int64_t turn = (kUnitSteps < kTurn ? kTurn / kUnitSteps : 1) * kUnitSteps;
   // Codes of 4 or 6 bits may be multiplied in sums of 16 bits, which so many products fit in.
   static constexpr bool kHasShorts = kSumsShorts && kBits < 8;
   static constexpr int64_t kShortParts = kBits == 4 ? kParts : 2;
   static constexpr int kLanes = kMultipliesBytes || kHasShorts ? 1 : 2;  // words that 4 inputs take
   static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
   static constexpr int64_t header = 0, kGroupRow = kHead + kParts * kLanes;
-  static constexpr int64_t kZero = kBits == 8 ? kByteZero : kBits == 6 ? 32 : 8;
+  static constexpr int32_t kZero = kBits == 8 ? kByteZero : kBits == 6 ? 32 : 8;
   const char *tiles;
-  int64_t depth, groups, scale_steps, unit_steps, turn, steps, tile_bytes, row;
-  bool is_super, has_minima;
+  int64_t depth, steps, tile_bytes, row;
 
-  BlockMatrix(int64_t type, int64_t depth, const char *tiles)
-      : tiles(tiles), depth(depth), is_super(type >= kQ4_K), has_minima(type == kQ4_1 || type == kQ4_K) {
-    const int64_t unit = get_block_sizes(type).unit, units = (depth + unit - 1) / unit;
-    groups = unit / kGroup;
-    const int64_t own = is_super ? groups + 2 : 2 * groups;  // bytes of an output's scales
-    scale_steps = (own * (has_minima ? 2 : 1) + 3) / 4;
-    unit_steps = scale_steps + groups * kCodeSteps;
-    turn = std::max<int64_t>(1, kTurn / unit_steps) * unit_steps;
-    steps = units * unit_steps;
+  BlockMatrix(int64_t depth, const char *tiles) : tiles(tiles), depth(depth) {
+    const int64_t units = (depth + kGroups * kGroup - 1) / (kGroups * kGroup);
+    steps = units * kUnitSteps;
     tile_bytes = steps * kStepBytes;
-    row = units * groups * kGroupRow;
+    row = units * kGroups * kGroupRow;
   }
 
-  // Where the scales of a unit's group are, or its minima: those of 256 inputs, then of its groups.
-  const char *find_scales(const char *unit, int64_t group, bool are_minima) const {
-    const int64_t list = are_minima ? groups : 0;
-    return unit + (is_super ? kTile * (has_minima ? 4 : 2) + kTile * (list + group)
-                            : 2 * kTile * (list + group));
+  // Where a group's scales are in a unit, or its minima: of one byte behind all those of two bytes.
+  static int64_t find_scales(int64_t group, bool are_minima) {
+    if (!kIsSuper) return 2 * kTile * (group + are_minima * kHalves);
+    return 2 * kTile * (1 + kHasMinima) + kTile * (group + are_minima * kGroups);
   }
 
-  Floats read_scales(const char *unit, int64_t group, bool are_minima, int64_t k) const {
-    const char *own = find_scales(unit, group, are_minima);
-    if (!is_super) return widen(reinterpret_cast<const half *>(own) + k * kVector);
-    const Floats whole = widen(reinterpret_cast<const half *>(unit) + (are_minima ? kTile : 0) + k * kVector);
-    if constexpr (kBits == 6)
-      return widen_bytes(reinterpret_cast<const int8_t *>(own) + k * kVector) * whole;
-    return widen_bytes(reinterpret_cast<const uint8_t *>(own) + k * kVector) * whole;
+  static inline __attribute__((always_inline)) Floats read_scales(const char *unit, int64_t group,
+                                                                  bool are_minima, int64_t k) {
+    const auto *whole = reinterpret_cast<const half *>(unit) + are_minima * kTile + k * kVector;
+    const char *own = unit + find_scales(group, are_minima);
+    if constexpr (!kIsSuper)
+      return widen(reinterpret_cast<const half *>(own) + k * kVector);
+    else if constexpr (kBits == 6)
+      return widen_bytes(reinterpret_cast<const int8_t *>(own) + k * kVector) * widen(whole);
+    else
+      return widen_bytes(reinterpret_cast<const uint8_t *>(own) + k * kVector) * widen(whole);
   }
 
   // Four codes of each output as bytes, those of a group's inputs 4 part to 4 part + 3. A word of 4 bits
@@ -134,20 +142,19 @@ struct BlockMatrix {
 
   // Of every group of every row its scale, what its sum begins with, what a minimum is multiplied by,
   // and its inputs: each [rows].
-  template <typename X>
-  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
-    const float sign = is_super ? -1.0f : 1.0f;
-    for (int64_t g = begin / unit_steps * groups; g < end / unit_steps * groups; ++g) {
+  void pack(const float *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+    const float sign = kIsSuper ? -1.0f : 1.0f;
+    for (int64_t g = begin / kUnitSteps * kGroups; g < end / kUnitSteps * kGroups; ++g) {
       const int64_t first = g * kGroup, count = std::max<int64_t>(0, std::min(kGroup, depth - first));
       for (int64_t m = 0; m < rows; ++m) {
         uint32_t *words = to + g * kGroupRow * rows + m;
         float numbers[kGroup];
         int8_t bytes[kGroup];
-        for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(x[m * depth + first + i]);
+        for (int64_t i = 0; i < count; ++i) numbers[i] = x[m * depth + first + i];
         const float scale = round_group<kGroup>(numbers, count, bytes);
         const int32_t sum = add_bytes<kGroup>(bytes);
         words[0] = as_bits(scale);
-        words[rows] = static_cast<uint32_t>(has_minima ? 0 : -static_cast<int32_t>(kZero) * sum);
+        words[rows] = static_cast<uint32_t>(kHasMinima ? 0 : -kZero * sum);
         words[2 * rows] = as_bits(sign * scale * static_cast<float>(sum));
         words += kHead * rows;
         for (int64_t part = 0; part < kParts; ++part)
@@ -161,36 +168,39 @@ struct BlockMatrix {
   template <int M, int G, bool kIsFar>
   void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch,
            float *out) const {
-    if (begin == 0) std::fill(out, out + M * G * kTile, 0.0f);
-    const uint32_t *head = x + begin / unit_steps * groups * kGroupRow * M;
-    for (int64_t step = begin; step < end; step += unit_steps) {
-      const char *unit = tile + step * kStepBytes;
-      const char *ahead = fetch.from + (step - begin) * fetch.stride;
-      for (int64_t i = 0; i < scale_steps; ++i, ahead += fetch.stride)
-        for (int g = 0; g < G; ++g) fetch.fetch(ahead + g * tile_bytes);
-      const char *codes = unit + scale_steps * kStepBytes;
-      for (int64_t group = 0; group < groups; ++group, codes += kCodeSteps * kStepBytes) {
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g)
-          add_group<M>(head, unit + g * tile_bytes, codes + g * tile_bytes, group,
-                       Fetch<kIsFar>{ahead + g * tile_bytes, fetch.stride}, out + g * kTile, G * kTile);
-        ahead += kCodeSteps * fetch.stride;
+    static_assert(G == 1, "one tile at a time");
+    add_units<M>(x, begin, end, tile, {fetch.from, fetch.stride}, out);
+  }
+
+  template <int M>
+  static __attribute__((noinline)) void add_units(const Input *x, int64_t begin, int64_t end,
+                                                  const char *tile, Fetch<kFetchesFar> fetch,
+                                                  float *out) {
+    if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
+    const uint32_t *head = x + begin / kUnitSteps * kGroups * kGroupRow * M;
+    for (int64_t step = begin; step < end; step += kUnitSteps) {
+      const char *unit = tile + step * kStepBytes, *codes = unit + kScaleSteps * kStepBytes;
+      for (int64_t i = 0; i < kScaleSteps; ++i, fetch.from += fetch.stride) fetch.fetch(fetch.from);
+      for (int64_t group = 0; group < kGroups; ++group) {
+        for (int64_t i = 0; i < kCodeSteps; ++i, fetch.from += fetch.stride) fetch.fetch(fetch.from);
+        add_group<M>(head, unit, codes, group, out);
+        codes += kCodeSteps * kStepBytes;
         head += kGroupRow * M;
       }
     }
   }
 
-  // The same of one group and one tile, whose sums lie `width` apart for each row.
-  template <int M, bool kIsFar>
-  inline void add_group(const uint32_t *head, const char *unit, const char *codes, int64_t group,
-                        Fetch<kIsFar> fetch, float *out, int64_t width) const {
+  // The same of one group.
+  template <int M>
+  static inline __attribute__((always_inline)) void add_group(const uint32_t *head, const char *unit,
+                                                              const char *codes, int64_t group,
+                                                              float *out) {
     Ints sums[kWords][M];
     Words shorts[kWords][M] = {};
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kWords; ++k)
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) sums[k][m] = static_cast<int32_t>(head[M + m]) - Ints{};
-    for (int64_t i = 0; i < kCodeSteps; ++i) fetch.fetch(fetch.from + i * fetch.stride);
     const uint32_t *words = head + kHead * M;
 #pragma GCC unroll 8
     for (int64_t part = 0; part < kParts; ++part) {
@@ -223,13 +233,14 @@ struct BlockMatrix {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kWords; ++k) {
       const Floats scale = read_scales(unit, group, false, k);
-      const Floats minimum = has_minima ? read_scales(unit, group, true, k) : Floats{};
+      Floats minimum{};
+      if constexpr (kHasMinima) minimum = read_scales(unit, group, true, k);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-        float *to = out + m * width + k * kVector;
+        float *to = out + m * kTile + k * kVector;
         Floats sum = load<Floats>(to);
         sum = mul_add(to_floats(sums[k][m]) * as_float(head[m]), scale, sum);
-        if (has_minima) sum = mul_add(as_float(head[2 * M + m]) - Floats{}, minimum, sum);
+        if (kHasMinima) sum = mul_add(as_float(head[2 * M + m]) - Floats{}, minimum, sum);
         std::memcpy(to, &sum, sizeof sum);
       }
     }
@@ -286,33 +297,30 @@ inline void read_block(const uint8_t *from, int64_t type, Block &block) {
 }
 
 // Puts a block of output j, whose inputs begin at `first`, in its tile.
-template <int kBits>
-void put_block(const BlockMatrix<kBits> &w, const Block &block, int64_t inputs, int64_t first,
-               int64_t j, char *tile) {
-  typedef BlockMatrix<kBits> Matrix;
-  const int64_t unit_inputs = w.groups * Matrix::kGroup, own = inputs / Matrix::kGroup;
-  char *unit = tile + first / unit_inputs * w.unit_steps * kStepBytes;
-  if (w.is_super)
-    for (int64_t list = 0; list < 1 + w.has_minima; ++list)
-      std::memcpy(unit + 2 * (list * kTile + j), &block.whole[list], 2);
-  for (int64_t g = 0; g < own; ++g) {
-    const int64_t group = first % unit_inputs / Matrix::kGroup + g, size = w.is_super ? 1 : 2;
-    for (int64_t list = 0; list < 1 + w.has_minima; ++list)
-      std::memcpy(const_cast<char *>(w.find_scales(unit, group, list == 1)) + size * j,
-                  &block.scales[list][g], size);  // the lower byte of both first
-    const uint8_t *codes = block.codes + g * Matrix::kGroup;
+template <typename Matrix>
+void put_block(const Block &block, int64_t inputs, int64_t first, int64_t j, char *tile) {
+  constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
+  char *unit = tile + first / kUnit * Matrix::kUnitSteps * kStepBytes;
+  for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
+    if (Matrix::kIsSuper) std::memcpy(unit + 2 * (list * kTile + j), &block.whole[list], 2);
+    for (int64_t g = 0; g < inputs / Matrix::kGroup; ++g)
+      std::memcpy(unit + Matrix::find_scales(first % kUnit / Matrix::kGroup + g, list) + kSize * j,
+                  &block.scales[list][g], kSize);  // the lower byte of both first
+  }
+  for (int64_t g = 0; g < inputs / Matrix::kGroup; ++g) {
     uint32_t words[Matrix::kCodeSteps] = {};
     for (int64_t part = 0; part < Matrix::kParts; ++part) {
       uint32_t bytes;
-      std::memcpy(&bytes, codes + 4 * part, 4);
-      if (kBits == 8) {
+      std::memcpy(&bytes, block.codes + g * Matrix::kGroup + 4 * part, 4);
+      if (Matrix::kBits == 8) {
         words[part] = bytes;
       } else {
         words[part / 2] |= (bytes & 0x0f0f0f0fu) << part % 2 * 4;
-        if (kBits == 6) words[Matrix::kParts / 2] |= (bytes >> 4 & 0x03030303u) << 2 * part;
+        if (Matrix::kBits == 6) words[Matrix::kParts / 2] |= (bytes >> 4 & 0x03030303u) << 2 * part;
       }
     }
-    char *to = unit + (w.scale_steps + group * Matrix::kCodeSteps) * kStepBytes + 4 * j;
+    const int64_t steps = (first % kUnit / Matrix::kGroup + g) * Matrix::kCodeSteps;
+    char *to = unit + (Matrix::kScaleSteps + steps) * kStepBytes + 4 * j;
     for (int64_t step = 0; step < Matrix::kCodeSteps; ++step)
       std::memcpy(to + step * kStepBytes, &words[step], 4);
   }
@@ -321,10 +329,12 @@ void put_block(const BlockMatrix<kBits> &w, const Block &block, int64_t inputs, 
 // Calls `use` with a part's matrix.
 template <typename Use>
 inline auto with_blocks(int64_t type, int64_t depth, const char *tiles, const Use &use) {
-  switch (count_bits(type)) {
-    case 8: return use(BlockMatrix<8>(type, depth, tiles));
-    case 6: return use(BlockMatrix<6>(type, depth, tiles));
-    default: return use(BlockMatrix<4>(type, depth, tiles));
+  switch (type) {
+    case kQ4_0: return use(BlockMatrix<kQ4_0>(depth, tiles));
+    case kQ4_1: return use(BlockMatrix<kQ4_1>(depth, tiles));
+    case kQ8_0: return use(BlockMatrix<kQ8_0>(depth, tiles));
+    case kQ4_K: return use(BlockMatrix<kQ4_K>(depth, tiles));
+    default: return use(BlockMatrix<kQ6_K>(depth, tiles));
   }
 }
 
@@ -340,6 +350,7 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, cha
   std::memcpy(packed, &part, sizeof part);
   const BlockSizes sizes = get_block_sizes(part.type);
   with_blocks(part.type, part.depth, packed + sizeof part, [&](const auto &w) {
+    typedef typename std::decay<decltype(w)>::type Matrix;
     for_each((part.rows + kTile - 1) / kTile, part.rows * w.depth > kParallelWork, [&](int64_t t) {
       char *tile = const_cast<char *>(w.tiles) + t * w.tile_bytes;
       std::memset(tile, 0, w.tile_bytes);
@@ -347,7 +358,7 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, cha
       for (int64_t j = 0; j < std::min(kTile, part.rows - t * kTile); ++j)
         for (int64_t i = 0; i < w.depth / sizes.inputs; ++i) {
           read_block(rows + (t * kTile + j) * stride + i * sizes.bytes, part.type, block);
-          put_block(w, block, sizes.inputs, i * sizes.inputs, j, tile);
+          put_block<Matrix>(block, sizes.inputs, i * sizes.inputs, j, tile);
         }
     });
   });
@@ -356,10 +367,20 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, cha
 // y[M][N] = x[M][depth] W^T + bias.
 template <typename X, typename B, typename O>
 void multiply_parts(const X *x, int64_t M, const BlockRows *part, const B *bias, int64_t N, O *y) {
+  static thread_local std::vector<float> wide;
+  const float *inputs = nullptr;
+  if constexpr (std::is_same<X, float>::value) {
+    inputs = x;
+  } else {
+    float *to = borrow(wide, M * part->depth);
+#pragma omp simd
+    for (int64_t i = 0; i < M * part->depth; ++i) to[i] = to_float(x[i]);
+    inputs = to;
+  }
   for (int64_t output = 0;;) {
     const B *own_bias = bias == nullptr ? nullptr : bias + output;
     with_blocks(part->type, part->depth, reinterpret_cast<const char *>(part + 1), [&](const auto &w) {
-      multiply_matrix(x, M, w, own_bias, part->rows, y + output, N);
+      multiply_matrix(inputs, M, w, own_bias, part->rows, y + output, N);
     });
     if (part->next == 0) return;
     output += part->rows;

@@ -1,0 +1,159 @@
+"""Matrices of a GGUF file in GGML's block types, which a checkpoint keeps as they are.
+
+The target is planned as if its weights were plain; then what can stay in blocks takes their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec import logs
+from specdec.errors import SpecDecError
+from specdec.files.reading import Array
+from specdec.files.tensor_file import TensorInfo
+from specdec.model.blocks import BLOCK_TYPES, GGUF, TYPES, BlockType, widen_rows
+from specdec.model.config import ModelConfig
+from specdec.model.sharding import Block
+from specdec.model.tensors import EMBEDDING, HEAD, list_linears
+
+from ..hf import GgufFolder
+from ..plan import Computed, Piece, PlannedTensor, RankPlan
+from .unified import DEQUANTIZE
+
+logger = logs.get_logger(__name__)
+
+
+def keep_blocks(
+    ranks: Sequence[RankPlan], folder: GgufFolder, model: ModelConfig
+) -> tuple[list[RankPlan], dict[str, Any]]:
+    """Put blocks in the place of plain weights; return what config.json says of them, too.
+
+    Of matrices that an engine stacks, all are kept or none. Raises SpecDecError where ranks would
+    have parts of blocks.
+    """
+    modules = [
+        EMBEDDING.removesuffix(".weight"),
+        *list_linears(model),
+        HEAD.removesuffix(".weight"),
+    ]
+    kinds = {}
+    for module in modules:
+        found = _find_kinds(ranks[0].get(f"{module}.weight"), folder)
+        if found is not None:
+            kinds[module] = found
+    twins = {module: _name_twin(module) for module in kinds}
+    kept = [module for module, twin in twins.items() if twin not in modules or twin in kinds]
+    if kept and model.pp_size > 1:
+        raise SpecDecError(
+            f"{folder.path}: --pp-size {model.pp_size}: only the torch backend runs GGML's blocks,"
+            " and it has no pipeline stages",
+            f"use --pp-size 1, or {DEQUANTIZE}",
+        )
+    if not kept:
+        return list(ranks), {}
+    planned = [dict(rank) for rank in ranks]
+    for module in kept:
+        for rank in planned:
+            rank |= _plan_blocks(module, rank[f"{module}.weight"], kinds[module], folder, model)
+    plain = [m for m in modules if m not in kept and f"{m}.weight" in ranks[0]]
+    _report(folder, [kinds[module] for module in kept], plain, model)
+    return planned, {"quant_algo": GGUF, "exclude_modules": plain}
+
+
+def _name_twin(module: str) -> str:
+    """What an engine stacks with a module, or the module itself."""
+    for one, other in ((".mlp.fc", ".mlp.gate"), (".mlp.gate", ".mlp.fc")):
+        if module.endswith(one):
+            return module.removesuffix(one) + other
+    return module
+
+
+def _find_kinds(tensor: PlannedTensor | None, folder: GgufFolder) -> dict[str, int] | None:
+    """The types of the sources of a matrix, by name; None where not all can be kept."""
+    if tensor is None or not tensor.pieces or len(tensor.info.shape) != 2:
+        return None
+    for piece in tensor.pieces:
+        if piece.is_transposed or piece.added or piece.block is None:
+            return None
+        if piece.name in folder.computed:
+            return None
+    kinds = {piece.name: int(folder.raw(piece.name)[0]) for piece in tensor.pieces}
+    return kinds if set(kinds.values()) <= set(TYPES) else None
+
+
+def _plan_blocks(
+    module: str, tensor: PlannedTensor, kinds: Mapping[str, int], folder: GgufFolder,
+    model: ModelConfig,
+) -> RankPlan:  # fmt: skip
+    """One rank's part of a matrix, and the types of its rows."""
+    num_rows, num_columns = tensor.info.shape
+    widths = {name: TYPES[kind].count_bytes(num_columns) for name, kind in kinds.items()}
+    width = max(widths.values())
+    rows, types = [], []
+    for piece in tensor.pieces:
+        assert piece.block is not None
+        kind, (height, depth), _ = folder.raw(piece.name)
+        columns = piece.block.columns or (0, depth)
+        _check_columns(module, columns, TYPES[kind], folder, model)
+        blocks = _open_rows(piece.name, folder, columns, width)
+        block = Block(piece.block.start, piece.block.stop)
+        rows.append(Piece(blocks, piece.name, block))
+        types.append(Piece(_open_types(piece.name, folder, height), piece.name, block))
+    missing = num_rows - sum(p.block.stop - p.block.start for p in rows if p.block is not None)
+    if missing:  # rows of zeros behind the vocabulary, in blocks of some type
+        first = types[-1]
+        types += [dataclasses.replace(first, block=Block(0, 1))] * missing
+    return {
+        f"{module}.weight": PlannedTensor(TensorInfo("uint8", (num_rows, width)), tuple(rows)),
+        f"{module}.{BLOCK_TYPES}": PlannedTensor(TensorInfo("uint8", (num_rows,)), tuple(types)),
+    }
+
+
+def _check_columns(
+    module: str, columns: tuple[int, int], kind: BlockType, folder: GgufFolder, model: ModelConfig
+) -> None:
+    first, last = columns
+    if first % kind.size or last % kind.size:
+        raise SpecDecError(
+            f"{folder.path}: {module} does not split over {model.tp_size} ranks: each would have"
+            f" {last - first} columns, and {kind.name} has blocks of {kind.size}",
+            f"use a smaller --tp-size, or {DEQUANTIZE}",
+        )
+
+
+def _open_rows(name: str, folder: GgufFolder, columns: tuple[int, int], width: int) -> Computed:
+    """Rows of blocks that hold some columns, with zeros behind them up to a width."""
+    kind, (height, _), rows = folder.raw(name)
+    first, last = (TYPES[kind].count_bytes(column) for column in columns)
+
+    def read(_: str, start: int, stop: int, unused: tuple[int, int] | None) -> Array:
+        own = np.ascontiguousarray(rows[start:stop, first:last])
+        return widen_rows([own, np.empty((0, width), np.uint8)])[0]
+
+    return Computed(folder, {name: TensorInfo("uint8", (height, width))}, read)
+
+
+def _open_types(name: str, folder: GgufFolder, height: int) -> Computed:
+    kind = int(folder.raw(name)[0])
+
+    def read(_: str, start: int, stop: int, unused: tuple[int, int] | None) -> Array:
+        return np.full(stop - start, kind, np.uint8)
+
+    return Computed(folder, {name: TensorInfo("uint8", (height,))}, read)
+
+
+def _report(
+    folder: GgufFolder, kept: Sequence[Mapping[str, int]], plain: Sequence[str], model: ModelConfig
+) -> None:
+    counts: dict[str, int] = {}
+    for kind in (kind for kinds in kept for kind in kinds.values()):
+        counts[TYPES[kind].name] = counts.get(TYPES[kind].name, 0) + 1
+    logger.info(
+        "%s: matrices that stay as they are: %s; as %s: %d", folder.path,
+        ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none", model.dtype,
+        len(plain),
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""What a checkpoint keeps of a GGUF file whose matrices are in GGML's block types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.decode.engine import TorchEngine
+from specdec.errors import SpecDecError
+from specdec.files.reading import read_json
+from tests.blocks import write_gguf
+from tests.conftest import make_drafter
+from tests.engine.kernels import needs_compiler
+from tests.engines import call
+from tests.run.test_int8_engine import build, generate
+
+# As in a Q4_K_M file, where q, k and v differ; and some more.
+KINDS = {"attn_q": 12, "attn_k": 12, "attn_v": 14, "attn_output": 2, "ffn_gate": 8, "ffn_up": 3,
+         "ffn_down": 12, "token_embd": 14}  # fmt: skip
+
+
+def convert(source: Path, name: str, *flags: object) -> Path:
+    out = source.parent / name
+    call("convert", "--model-dir", source, "--output-dir", out, "--dtype", "float32", *flags)
+    return out
+
+
+def run(checkpoint: Path, *flags: object, speculate: bool = True) -> list[list[int]]:
+    engine = build(checkpoint, f"{checkpoint.name}-{len(flags)}-{speculate}", *flags)
+    return generate(TorchEngine(engine, device="cpu", speculate=speculate))[0]
+
+
+@needs_compiler
+def test_a_file_runs_as_it_is(tmp_path: Path) -> None:
+    """Types that differ within a linear, a shared head, a drafter."""
+    source = write_gguf(tmp_path / "model.gguf", KINDS)
+    drafter = ("--drafter-model-dir", make_drafter(tmp_path / "drafter", hidden=256))
+    kept = convert(source, "kept", *drafter)
+    assert read_json(kept / "config.json")["quantization"]["quant_algo"] == "GGUF"
+    tensors = load_file(kept / "rank0.safetensors")
+    qkv = tensors["transformer.layers.0.attention.qkv.ggml_types"]
+    assert qkv.tolist() == [12] * 384 + [14] * 128
+    assert "lm_head.weight" not in tensors
+    plain = convert(source, "plain", "--dequantize", *drafter)
+    assert read_json(plain / "config.json")["quantization"]["quant_algo"] is None
+    text = run(kept, "--optimize", "none")
+    assert text == run(plain, "--optimize", "none"), "weights have the library's bits"
+    assert len({tuple(each) for each in text}) > 1, "the texts differ"
+    assert run(kept) == run(kept, speculate=False), "drafts change no token"
+
+
+def test_what_is_stacked_with_another_type_is_plain(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf", KINDS | {"attn_k": 0, "ffn_up": 0})
+    kept = convert(source, "kept")
+    tensors = load_file(kept / "rank0.safetensors")
+    plain = ["attention.qkv", "mlp.fc", "mlp.gate"]
+    modules = [f"transformer.layers.{layer}.{name}" for layer in range(2) for name in plain]
+    excluded = read_json(kept / "config.json")["quantization"]["exclude_modules"]
+    assert sorted(excluded) == sorted(modules)
+    assert all(tensors[f"{module}.weight"].dtype is torch.float32 for module in modules)
+    assert tensors["transformer.layers.1.mlp.proj.weight"].dtype is torch.uint8
+    assert run(kept, "--optimize", "none") == run(
+        convert(source, "plain", "--dequantize"), "--optimize", "none"
+    )
+
+
+def test_ranks_have_whole_blocks(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf", KINDS)
+    whole = load_file(convert(source, "whole") / "rank0.safetensors")
+    folder = convert(source, "split", "--tp-size", 2)
+    parts = [load_file(folder / f"rank{rank}.safetensors") for rank in range(2)]
+    for name in ("attention.dense.weight", "mlp.proj.weight"):
+        both = [part[f"transformer.layers.1.{name}"] for part in parts]
+        assert torch.equal(torch.cat(both, 1), whole[f"transformer.layers.1.{name}"])
+    types = parts[1]["transformer.layers.1.attention.qkv.ggml_types"]
+    assert types.tolist() == [12] * 192 + [14] * 64
+    with pytest.raises(SpecDecError, match=r"mlp.proj does not split over 4 ranks: .* 128 columns"):
+        convert(source, "split-4", "--tp-size", 4)
+    with pytest.raises(SpecDecError, match="only the torch backend runs GGML's blocks"):
+        convert(source, "stages", "--pp-size", 2)
