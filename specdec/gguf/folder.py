@@ -31,7 +31,12 @@ def localize(name: str | Path) -> str:
     if path is None:
         return str(name)
     stat = path.stat()
-    return str(_make(path.resolve(), stat.st_size, stat.st_mtime_ns))
+    file = (path.resolve(), stat.st_size, stat.st_mtime_ns)
+    folder = _make(*file)
+    if not folder.is_dir():  # the cache was cleared meanwhile
+        _make.cache_clear()
+        folder = _make(*file)
+    return str(folder)
 
 
 @functools.cache
