@@ -293,7 +293,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
 
 def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:
     """Whether a checkpoint keeps the blocks of a GGUF file: not of experts and hybrids yet."""
-    is_plain = settings.dequantize or not (settings.quantization is settings.lora_dir is None)
+    is_plain = settings.dequantize or bool(settings.quantization or settings.lora_dir)
     is_known = model.experts is None and model.linear_attention is None
     return isinstance(folder, GgufFolder) and is_known and not is_plain
 

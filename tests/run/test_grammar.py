@@ -213,7 +213,9 @@ def test_white_space_of_json_is_at_most_what_json_dumps_writes(folder: Path) -> 
             ({"json_schema": compact}, [least]),
             ({"json_schema": free}, [dumped, least, indented, wide, inner]),
         ):  # fmt: skip
-            matcher = engine.prepare(Prompt(text="x", grammar=grammar)).grammar._matcher
+            prepared = engine.prepare(Prompt(text="x", grammar=grammar)).grammar
+            assert prepared is not None
+            matcher = prepared._matcher
             assert isinstance(matcher, LLMatcher)
             for text in (dumped, least, indented, wide, inner, f"{dumped}\n"):
                 own, ids = matcher.deep_copy(), tokenizer(text)["input_ids"]

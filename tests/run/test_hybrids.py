@@ -66,7 +66,7 @@ def make_requests(count: int = 7, **values: Any) -> list[Request]:
             index=index,
             input_ids=torch.randint(3, 128, (1 + index * 13 % 47,), generator=generator).tolist(),
             max_output_len=LIMIT - index, end_ids=frozenset([17] if index % 3 == 0 else []),
-            sampling=SamplingParams(seed=index, **({"temperature": 0.8} if index % 3 == 2 else {})),
+            sampling=SamplingParams(seed=index, temperature=0.8 if index % 3 == 2 else 0.0),
             **values,
         )
         for index in range(count)
