@@ -192,11 +192,11 @@ def _read_factors(data: Metadata, name: str) -> Any:
 def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     short, long = (_read_factors(data, f"rope_factors_{kind}.weight") for kind in ("short", "long"))
     original = data.need("rope.scaling.original_context_length")
-    scaling = {
-        "rope_type": "longrope", "short_factor": [float(str(np.float32(x))) for x in short],
-        "long_factor": [float(str(np.float32(x))) for x in long],
-        "original_max_position_embeddings": original,
-    }  # fmt: skip
+    # In the three fields that transformers 4 asks for; the length is alongside, see _read_phi3.
+    scaling: dict[str, Any] = {"type": "longrope"} | {
+        f"{kind}_factor": [float(str(np.float32(factor))) for factor in factors]
+        for kind, factors in (("short", short), ("long", long))
+    }
     told = data.get("rope.scaling.attn_factor", 1.0)
     ratio = config["max_position_embeddings"] / original
     usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0

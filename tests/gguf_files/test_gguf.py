@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
@@ -21,7 +22,7 @@ from specdec.gguf.names import separate
 from specdec.pretrained import load_model, load_tokenizer
 from tests.covering import cover
 from tests.engines import call, run_cli_here
-from tests.families import make_family_model
+from tests.families import EXPERTS, make_family_model
 from tests.gguf_files.cases import CASES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
@@ -38,6 +39,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_llama_cpp_converted_is_the_model(name: str, tmp_path: Path) -> None:
     family, fields = CASES[name]
+    if transformers.__version__.startswith("4.") and family in EXPERTS:
+        pytest.skip("transformers 4 has experts in other tensors, and draws other numbers")
     source = make_family_model(tmp_path, family, dtype="bfloat16", **SMALL | fields)
     own = load_model(source, dtype=torch.float32)
     read = load_model(GOLDEN / f"{name}.gguf", dtype=torch.float32)
