@@ -51,6 +51,9 @@ def draw_cases(draw: Any) -> tuple[ModelConfig, TensorSpec]:
         return model, TensorSpec((tp_size * n, *rest), shard)
     if shard is Shard.PAIR:
         return model, TensorSpec((2 * tp_size * n, *rest), shard)
+    if shard is Shard.SECTIONS:
+        sections = tuple(tp_size * draw(st.integers(1, 3)) for _ in range(n))
+        return model, TensorSpec((sum(sections), *rest), shard, sections=sections)
     if shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):
         ep_size = draw(st.sampled_from([k for k in range(1, tp_size + 1) if tp_size % k == 0]))
         experts = Experts(
@@ -93,6 +96,9 @@ def test_parts_are_what_the_rule_says(case: tuple[ModelConfig, TensorSpec]) -> N
         elif spec.shard is Shard.PAIR:
             halves = [np.split(half, tp_size)[rank] for half in np.split(whole, 2)]
             expected = np.concatenate(halves)
+        elif spec.shard is Shard.SECTIONS:
+            sections = np.split(whole, np.cumsum(spec.sections)[:-1])
+            expected = np.concatenate([np.split(section, tp_size)[rank] for section in sections])
         elif spec.shard is Shard.COLUMNS:
             expected = np.split(whole, tp_size, axis=1)[rank]
         elif spec.shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):

@@ -17,9 +17,9 @@ from specdec.errors import SpecDecError
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.tensors import list_linears
 from tests.convert.conftest import Converter
-from tests.families import CLASSES, make_family_model
+from tests.families import CLASSES, HYBRIDS, make_family_model
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+NOT_QUANTIZED = ("mixtral", "qwen2_moe", "qwen3_moe", *HYBRIDS)  # mixtures, and hybrids
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 8
 KINDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "c_attn": "qkv", "qkv_proj": "qkv"}
 
@@ -62,7 +62,7 @@ def test_every_family_is_here() -> None:
     assert {family.name for family in FAMILIES.values()} == set(CLASSES)
 
 
-@pytest.mark.parametrize("family", [name for name in CLASSES if name not in MIXTURES])
+@pytest.mark.parametrize("family", [name for name in CLASSES if name not in NOT_QUANTIZED])
 def test_a_family_is_quantized(
     family: str, convert: Converter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_family_is_quantized(
     assert len(after) == len(before) + 2 * len(linears) + 2 * 3
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", NOT_QUANTIZED)
 def test_a_mixture_is_refused(family: str, convert: Converter, tmp_path: Path) -> None:
     target, data = make_family_model(tmp_path, family), tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"input_ids": [3, 4, 5]}) + "\n")

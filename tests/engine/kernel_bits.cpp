@@ -162,7 +162,7 @@ struct Checks {
     uint64_t norms = kStart, gates = kStart;
     const auto add_norm =
         find<void(E *, const E *, const E *, const E *, float, const E *, const E *, E *, int64_t,
-                  int64_t, float)>(name("specdec_add_norm"));
+                  int64_t, float, float)>(name("specdec_add_norm"));
     for (int64_t size : {1, 8, 40, 321, 1024})
       for (int way = 0; way < 6; ++way) {
         const bool has_bias = way % 2, has_delta = way > 1, is_normed = way > 3;
@@ -175,7 +175,7 @@ struct Checks {
           const E *own_bias = has_bias ? bias.data() : nullptr;
           add_norm(x.data(), added, is_normed ? bias.data() : nullptr, own_bias,
                    is_normed ? 0.3f : 1.0f, weight.data(), own_bias, out.data(), count, size,
-                   1e-5f);
+                   1e-5f, 0.0f);
         };
         Numbers x, out, one, alone;
         run(0, 7, x, out);
