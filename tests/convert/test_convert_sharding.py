@@ -198,6 +198,8 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
         arrays = {"q": whole[:q], "k": whole[q : q + kv], "v": whole[q + kv :]}
     elif whole.ndim == 3:
         arrays = {f"expert {number}": matrix for number, matrix in enumerate(whole)}
+    if change == "swapped" and spec.shard is Shard.SECTIONS:
+        change = ""  # no family stores the sections of one tensor in another order
     stored, parts = store(arrays, change)
     source = ArraySource(**stored)
     problems = Problems()

@@ -103,9 +103,11 @@ def test_a_family_is_quantized(
 
 
 @pytest.mark.parametrize("family", NOT_QUANTIZED)
-def test_a_mixture_is_refused(family: str, convert: Converter, tmp_path: Path) -> None:
+def test_a_mixture_or_hybrid_is_refused(family: str, convert: Converter, tmp_path: Path) -> None:
     target, data = make_family_model(tmp_path, family), tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"input_ids": [3, 4, 5]}) + "\n")
-    with pytest.raises(SpecDecError, match="is a mixture of experts, and --quantization is given"):
+    with pytest.raises(
+        SpecDecError, match=r"is a (mixture|hybrid) of .*, and --quantization is given"
+    ):
         convert(model_dir=target, quantization="fp8", calibration_data=data)
     assert not convert.output.exists()

@@ -286,7 +286,7 @@ struct Checks {
         find<void(E *, E *, const E *, const E *, const E *, const E *, const int64_t *,
                   const int64_t *, const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                  float, float, float)>(name("specdec_attend"));
+                  float, float, float, float)>(name("specdec_attend"));
     const auto set_threads = find<void(int64_t)>("specdec_set_num_threads");
     const Numbers norm = make<T>(H, -1);
     const E *normed = limit > 0.0f ? norm.data() : nullptr;
@@ -296,7 +296,7 @@ struct Checks {
       Numbers out(n * N * H);
       attend(tokens.data(), to.data(), normed, normed, nullptr, nullptr, &row, positions.data(),
              positions.data(), &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window,
-             0.125f, limit, 1e-5f);
+             0.125f, limit, 1e-5f, 0.0f);
       return out;
     };
     std::vector<uint8_t> mask(81);
