@@ -26,7 +26,9 @@ class ConvertSettings:
     """
 
     model_dir: str | None = MODELS(
-        folder="model", metavar="BASE", help="The target: a Hugging Face folder or Hub id."
+        folder="model",
+        metavar="BASE",
+        help="The target: a Hugging Face folder, a Hub id, or a GGUF file.",
     )
     base_model_checkpoint_dir: Path | None = MODELS(
         metavar="CKPT", help="The target as an existing checkpoint folder, instead of --model-dir."

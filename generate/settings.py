@@ -129,7 +129,9 @@ def check_settings(settings: GenerateSettings) -> None:
             )
         return
     if settings.model_dir is None:
-        raise UsageError("missing --model-dir", "give the target: a Hugging Face folder or Hub id")
+        raise UsageError(
+            "missing --model-dir", "give the target: a Hugging Face folder, a Hub id or a GGUF file"
+        )
     if not settings.texts and settings.input_file is None:
         lists = [name for name in given if dict(flags)[name][0].kind == "list"]
         raise UsageError(

@@ -28,7 +28,7 @@ class TrainSettings:
     method: str = MODELS_DATA("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str = MODELS_DATA(
         required=True, folder="model", metavar="BASE",
-        help="The target: a Hugging Face folder or Hub id; it is not changed.",
+        help="The target: a Hugging Face folder, Hub id or GGUF file; it is not changed.",
     )  # fmt: skip
     data: Path = MODELS_DATA(
         required=True,
