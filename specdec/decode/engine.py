@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,40 @@ class TorchEngine:
 
         drafting: None lets the checkpoint's own drafter draft, if it has one.
         """
-        began = time.perf_counter()
-        self.folder = folder
-        self.config: EngineConfig = read_engine_config(folder)
-        find_engine_problems(folder, self.config).raise_all()
-        model = self.config.checkpoint.model
-        self.device = choose_device(device, model.tp_size, devices)
-        self._verification = Verification(folder)
-        self._draft: EngineHandle | None = None
-        self.load_seconds = 0.0
-        self._ranks = open_ranks(model.tp_size)  # they start while this one loads
-        if self._ranks is not None:
-            self._ranks.join()
-        try:
+        with self._loading(folder, device, devices):
             self._load(folder, recorder, drafting, speculate=speculate)
             if not self._verification.is_long:
                 self.check_whole()
+
+    @contextlib.contextmanager
+    def _loading(self, folder: Path, device: str, devices: Sequence[int] | None) -> Iterator[None]:
+        """Read and check the configuration, then time the body, after whose failure all is closed.
+
+        The arguments are those of the engine.
+        """
+        began = time.perf_counter()
+        self.folder = folder
+        self._read_config()
+        tp_size = self.config.checkpoint.model.tp_size
+        self.device = choose_device(device, tp_size, devices)
+        self._verification = Verification(folder)
+        self._draft: EngineHandle | None = None
+        self.graphs: Graphs | None = None
+        self.load_seconds = 0.0
+        self._ranks = open_ranks(tp_size)  # they start while this one loads
+        if self._ranks is not None:
+            self._ranks.join()
+        try:
+            yield
         except BaseException:
             self.close()
             raise
         self.load_seconds = time.perf_counter() - began
         self.timing = Timing()
+
+    def _read_config(self) -> None:
+        self.config: EngineConfig = read_engine_config(self.folder)
+        find_engine_problems(self.folder, self.config).raise_all()
 
     def _load(
         self,
@@ -102,7 +116,6 @@ class TorchEngine:
         )
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
-        self.graphs: Graphs | None = None
         # What ranks exchange is not recorded, nor which experts a step chooses, nor what a step
         # does to the states of a hybrid.
         is_recorded = model.experts is None and model.linear_attention is None

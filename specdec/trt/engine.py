@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
-from specdec.decode.drafters.base import Drafter, EngineHandle
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
-from specdec.decode.ranks.part import choose_device
-from specdec.decode.timing import Timing
 from specdec.engine.layout import EngineConfig, read_engine_config
-from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
@@ -100,26 +96,16 @@ class TensorRTEngine(TorchEngine):
 
         The others are `TorchEngine`'s.
         """
-        began = time.perf_counter()
-        self.folder = folder
-        self.config, self.networks = read_network_config(folder)
-        find_network_problems(folder, self.networks).raise_all()
-        self.device = choose_device(device, 1, devices)
-        self._verification = Verification(folder)
-        self._draft: EngineHandle | None = None
-        self._ranks = self.graphs = None
-        self.load_seconds = 0.0
-        self._open = open_runner or self._open_engine
-        if open_runner is None:
-            self._check_machine()
-        try:
+        with self._loading(folder, device, devices):
+            self._open = open_runner or self._open_engine
+            if open_runner is None:
+                self._check_machine()
             self._load_networks(drafting, speculate=speculate)
             self.check_whole()
-        except BaseException:
-            self.close()
-            raise
-        self.load_seconds = time.perf_counter() - began
-        self.timing = Timing()
+
+    def _read_config(self) -> None:
+        self.config, self.networks = read_network_config(self.folder)
+        find_network_problems(self.folder, self.networks).raise_all()
 
     def _check_machine(self) -> None:
         from specdec.trt.runtime import check_device, check_library
