@@ -17,6 +17,7 @@ from specdec.command.settings import need
 from specdec.comparison import DIFFERS, find_verdict
 from specdec.decode.api import Engine, Output
 from specdec.decode.prompts import SOURCES, Prompt, read_prompts
+from specdec.decode.ranks.part import choose_device
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.layout import EngineConfig, read_engine_config
@@ -27,6 +28,7 @@ from specdec.gguf.folder import localize
 from specdec.methods import METHODS, find_mode, name_options
 from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
+from specdec.model.blocks import GGUF
 from specdec.options import as_options
 from specdec.pretrained import load_config, load_tokenizer
 from specdec.texts import TEXTS
@@ -41,7 +43,7 @@ from .greedy import (
     judge_in_float32,
 )
 from .quantized import compare_with_plain, measure_distance
-from .reference import Reference, check_pair, load_reference, read_end_ids
+from .reference import Reference, check_pair, find_own_arithmetic, load_reference, read_end_ids
 from .sampling import NUM_PROMPTS, list_samples, verify_sampling
 from .settings import VerifySettings, check_flags
 
@@ -55,8 +57,9 @@ LENGTHS = (1, 4, 11, 24, 8, 47)  # of built-in prompts in token ids, where there
 class Written:
     """What the engine wrote. stats: of the batch, with the engine's device and method.
 
-    plain: the batch again without speculation, of a quantized engine. sampled: of `samples`;
-    unspeculated: the same seeds without speculation, None where they may give other texts.
+    plain: the batch again without speculation, of an engine with an arithmetic of its own.
+    sampled: of `samples`; unspeculated: the same seeds without speculation, None where they may
+    give other texts.
     """
 
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -88,11 +91,14 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             check_hashes(folder)
     config = load_config(model_dir)
     check_pair(engine, engine_dir, config, model_dir)
-    if engine.quantization is not None and settings.sampling:
+    device = choose_device(settings.device, engine.checkpoint.model.tp_size).type
+    own = find_own_arithmetic(engine, device)
+    if own is not None and settings.sampling:
+        built = "with --optimize none" if own == GGUF else "without --quantization"
         raise SpecDecError(
-            f"{engine_dir} has {engine.quantization} weights: its sampled text follows its own"
-            " distribution, which transformers does not run",
-            "leave --sampling out, or verify an engine built without --quantization",
+            f"{engine_dir} has {own} weights: its sampled text follows its own distribution,"
+            " which transformers does not run",
+            f"leave --sampling out, or verify an engine built {built}",
         )
     dtype = engine.checkpoint.model.dtype
     texts_dir = localize(model_dir)
@@ -106,17 +112,21 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
         len(prompts), num_alone,
     )  # fmt: skip
     # The engine has its turn first, so that the two never share the memory.
-    written = write_texts(draft_always(settings, engine), engine, prompts, tokenizer)
+    written = write_texts(
+        draft_always(settings, engine), prompts, tokenizer, has_own_arithmetic=own is not None
+    )
     with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
-        reference = load_reference(model_dir, dtype, written.stats["device"])
-        if engine.quantization is None:
+        # A file's blocks stand for numbers that bfloat16 does not hold.
+        reference_dtype = "float32" if own == GGUF else dtype
+        reference = load_reference(model_dir, reference_dtype, written.stats["device"])
+        if own is None:
             divergences, found = compare_with_model(reference, settings, written, dtype, tell)
         else:
             divergences, found = compare_with_plain(written.texts, written.plain, dtype)
             distance = measure_distance(reference, written.plain, dtype, tell)
             for first in distance["first_differences"]:
                 first |= name_tokens(tokenizer, first)
-            found |= {"quantization": engine.quantization, "distance": distance}
+            found |= {"quantization": own, "distance": {"dtype": reference_dtype} | distance}
     divergences = judge_in_float32(reference, divergences, written.texts)
     ends = read_end_ids(texts_dir, config, tokenizer)
     wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in written.texts]
@@ -227,7 +237,7 @@ def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any)
 
 
 def write_texts(
-    settings: VerifySettings, engine: EngineConfig, prompts: Sequence[Prompt], tokenizer: Any
+    settings: VerifySettings, prompts: Sequence[Prompt], tokenizer: Any, *, has_own_arithmetic: bool
 ) -> Written:
     """Let the engine write all prompts at once, the first few alone, and what is sampled."""
     written = Written()
@@ -245,7 +255,7 @@ def write_texts(
         if samples:
             written.sampled = [output.token_ids for output in write(num_samples, samples)]
     uses_logits = as_options(settings, DraftTargetDraft).use_logits
-    if engine.quantization is not None:
+    if has_own_arithmetic:
         with open_engine(settings, tokenizer, speculate=False) as (_, write):
             outputs = write(num_prompts, prompts, is_greedy=True)
         written.plain = [describe_text("batch", at, output) for at, output in enumerate(outputs)]

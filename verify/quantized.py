@@ -1,8 +1,9 @@
-"""An engine with quantized weights: compared with itself without drafts; its distance is told.
+"""An engine whose arithmetic is its own: compared with itself without drafts; its distance is told.
 
-Its text is that of its own rounded weights, which no other program runs. So two things are asked:
-does speculation leave the engine's own text as it is, which decides the verdict; and how far are
-its logits from the model's, which is told and decides nothing.
+Its text is that of its own rounded weights, or of a GGUF file's with inputs that the kernels round,
+which no other program computes. So two things are asked: does speculation leave the engine's own
+text as it is, which decides the verdict; and how far are its logits from the model's, which is told
+and decides nothing.
 
 Legend: N tokens of all texts, V vocabulary.
 """

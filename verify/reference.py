@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.engine.layout import EngineConfig
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.blocks import GGUF
 from specdec.pretrained import load_generation_config, load_model
 
 SIZES = (
@@ -28,7 +29,7 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
     """Raise SpecDecError where the engine cannot have been made from the model."""
     model = engine.checkpoint.model
     quantized = engine.checkpoint.quantization.quant_algo
-    if quantized is not None:
+    if quantized not in (None, GGUF):
         raise SpecDecError(
             f"the weights of {engine_dir} are quantized ({quantized}): its text is that of the"
             " quantized model, not of the one that transformers runs",
@@ -46,6 +47,17 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             f"{engine_dir} was not made from {model_dir}: {'; '.join(different)}",
             "give the base model that the engine's checkpoint was converted from",
         )
+
+
+def find_own_arithmetic(engine: EngineConfig, device: str) -> str | None:
+    """INT8, INT4 or GGUF where no other program computes the engine's text, else None.
+
+    The native kernels round the inputs of products with a GGUF file's blocks.
+    """
+    is_gguf = engine.checkpoint.quantization.quant_algo == GGUF
+    if is_gguf and engine.kernels is not None and device == "cpu":
+        return GGUF
+    return engine.quantization
 
 
 class Reference:

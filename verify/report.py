@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec.comparison import name_token
 from specdec.errors import SpecDecError
+from specdec.model.blocks import GGUF
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
 END_HINT = "check eos_token_id in generation_config.json"
@@ -70,19 +71,22 @@ def format_texts(report: dict[str, Any], num_differing: int) -> list[str]:
 
 
 def format_quantized(report: dict[str, Any]) -> str:
-    """The same of an engine that the build quantized."""
+    """The same of an engine whose arithmetic is its own."""
     found, distance = report["divergences"], report["distance"]
+    difference = f"not the weights of {report['model_dir']}"
+    if report["quantization"] == GGUF:
+        difference = "inputs of products are rounded, as transformers does not"
     num_tokens, differences = distance["num_tokens"], distance["first_differences"]
     lines = [
         f"{format_verdict(report['verdict'], report['dtype'])}: {report['engine_dir']}:"
         f" {report['verdict']}",
         f"  {report['method']} in {report['dtype']} with {report['quantization']} weights on"
-        f" {report['device']}: not the weights of {report['model_dir']}, so its text is"
-        " compared with its own text without speculation",
+        f" {report['device']}: {difference}, so its text is compared with its own text without"
+        " speculation",
         *format_texts(report, sum(f["run"] == "batch" for f in found)),
         *(f"  {describe_divergence(f, *WITHOUT_DRAFTS)}" for f in found[:MAX_LINES]),
         *(f"  {wrong}" for wrong in report["wrong_ends"]),
-        f"  from {report['model_dir']} run by transformers in {report['dtype']}:"
+        f"  from {report['model_dir']} run by transformers in {distance['dtype']}:"
         f" {distance['same_choice']} of {num_tokens} tokens"
         f" ({distance['same_choice'] / num_tokens:.1%}) have the same best token; KL divergence"
         f" {distance['mean_divergence']:.3g} on average, {distance['largest_divergence']:.3g} at"
