@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from specdec.errors import name_extra
 from specdec.trt.library import INSTALL, LEAST_VERSION
 from specdec.trtllm.environment import (
     MIN_CAPABILITY,
@@ -44,6 +45,9 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
     reasons: dict[str, list[str]] = {
         "convert checkpoints": [],
+        "read and write GGUF files": _choose(
+            (not packages["gguf"], f"the package gguf is not installed: {name_extra('gguf')}")
+        ),
         "write a TensorRT-LLM build down (--dry-run, --emit-script)": [],
         "build and run on the torch backend": torch + _choose(
             (not packages["transformers"], "transformers is not installed")

@@ -32,6 +32,7 @@ PACKAGES = {
     "tensorrt_rtx": ("tensorrt-rtx-cu12-bindings", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx"),
     "modelopt": ("nvidia-modelopt",),
     "mpi4py": ("mpi4py",),
+    "gguf": ("gguf",),
 }
 
 

@@ -22,12 +22,13 @@ from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES
 from specdec.gguf.file import import_gguf
+from specdec.gguf.folder import localize
 from specdec.gguf.names import ARCHITECTURES, LAYER_NAMES, NAMES, interleave
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
 from .source import Contents, Order, Part, Source, list_entered
-from .tokenizers import Vocabulary, read_tokenizer
+from .tokenizers import Vocabulary, read_template, read_tokenizer
 
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 # dtype -> the file's type of matrices, by their names in the gguf package.
@@ -96,7 +97,9 @@ def plan_rotary(net: ModelConfig) -> Array | None:
 
 def read_words(order: Order) -> Vocabulary:
     """The tokenizer of --model-dir."""
-    return read_tokenizer(order.settings.model_dir, order.source.model.vocab_size)
+    model_dir = order.settings.model_dir
+    folder = None if model_dir is None else localize(model_dir)
+    return read_tokenizer(folder, order.source.model.vocab_size)
 
 
 def write_file(path: Path, order: Order, contents: Contents) -> None:
@@ -157,6 +160,9 @@ def add_values(
     for name, number in words.special.items():
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(words.adds_bos)
+    template = read_template(Path(localize(order.settings.model_dir or "")))
+    if template is not None:
+        writer.add_chat_template(template)
 
 
 @dataclasses.dataclass(frozen=True)

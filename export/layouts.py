@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.reading import read_json
 from specdec.gguf.folder import localize
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params
@@ -26,6 +25,7 @@ from specdec.model.config import FULL, SLIDING, ModelConfig
 from specdec.model.tensors import DFLASH_NET, HEAD, OFFSETS
 
 from .source import MODEL_TYPES, TITLES, Contents, Order, Part, list_entered
+from .tokenizers import read_template
 
 # ---- The parts of a config.json.
 
@@ -487,16 +487,11 @@ def find_other_layers(order: Order) -> dict[str, Any] | None:
 
 
 def find_no_template(order: Order) -> dict[str, Any] | None:
-    """A target's folder without a chat template of its own; the last file has it as a key."""
+    """A target's folder without a chat template of its own."""
     folder = Path(localize(order.settings.model_dir or ""))
     if not order.settings.model_dir or not folder.is_dir():
         return None
-    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
-        path = folder / name
-        is_whole = path.suffix == ".jinja"
-        if path.is_file() and (is_whole or read_json(path).get("chat_template") is not None):
-            return None
-    return {"folder": folder}
+    return {"folder": folder} if read_template(folder) is None else None
 
 
 def find_lost_norms(order: Order) -> dict[str, str] | None:

@@ -12,6 +12,7 @@ from typing import Any
 from specdec import __version__, logs
 from specdec.command.settings import to_plain
 from specdec.command.stages import load_command
+from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import Array, read_json, write_json
 from specdec.files.staging import check_output_dir, list_local, stage_folder
@@ -77,6 +78,7 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
         options: dict[str, Any] = dict(settings.drafters)
         if METHODS["eagle"].folder in options:
             options["num_eagle_layers"] = 1  # copies of the drafter
+        options["dequantize"] = find_gguf(settings.model_dir or "") is not None
         with logs.hush("specdec.convert"):  # the folder goes, and the runtime is another
             command.work(
                 command.settings_class(

@@ -97,6 +97,18 @@ def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
     )  # fmt: skip
 
 
+def read_template(folder: Path) -> Any:
+    """A folder's chat template: a text, or a list of them with names; None where it has none."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            template = read_json(folder / name).get("chat_template")
+            if template is not None:
+                return template
+    return None
+
+
 def find_split(described: Mapping[str, Any]) -> tuple[str, ...] | str:
     """The patterns of a byte-level pre-tokenizer, as `SPLITS` has them; JSON of any other."""
     steps = described.get("pretokenizers") or [described]

@@ -84,13 +84,13 @@ def write_gguf(path: Path, kinds: Mapping[str, int]) -> Path:
     for index, name in enumerate(["token_embd", *names]):
         module = name.rpartition(".")[2]
         num_rows, depth = shapes.get(module, (vocab, hidden))
-        if kind := kinds[module]:
-            rows = make_rows(kind, num_rows, depth, index, SCALES[kind])
-            of = gguf.GGMLQuantizationType(kind)
-            writer.add_tensor(f"{name}.weight", rows, raw_dtype=of)
+        of = gguf.GGMLQuantizationType(kinds[module])
+        if of in SCALES:
+            rows = make_rows(of, num_rows, depth, index, SCALES[of])
         else:
             numbers = np.random.default_rng(index).normal(0, 0.06, (num_rows, depth))
-            writer.add_tensor(f"{name}.weight", numbers.astype(np.float32))
+            rows = gguf.quants.quantize(numbers.astype(np.float32), of)
+        writer.add_tensor(f"{name}.weight", rows, raw_dtype=of)
     norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(2) for n in ("attn", "ffn"))]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))

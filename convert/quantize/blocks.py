@@ -5,6 +5,7 @@ The target is planned as if its weights were plain; then what can stay in blocks
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
+from specdec.gguf.file import PLAIN
 from specdec.model.blocks import BLOCK_TYPES, GGUF, TYPES, BlockType, widen_rows
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block
@@ -53,15 +55,13 @@ def keep_blocks(
             " and it has no pipeline stages",
             f"use --pp-size 1, or {DEQUANTIZE}",
         )
-    if not kept:
-        return list(ranks), {}
     planned = [dict(rank) for rank in ranks]
     for module in kept:
         for rank in planned:
             rank |= _plan_blocks(module, rank[f"{module}.weight"], kinds[module], folder, model)
     plain = [m for m in modules if m not in kept and f"{m}.weight" in ranks[0]]
-    _report(folder, [kinds[module] for module in kept], plain, model)
-    return planned, {"quant_algo": GGUF, "exclude_modules": plain}
+    _report(folder, ranks[0], kept, plain, model)
+    return planned, {"quant_algo": GGUF, "exclude_modules": plain} if kept else {}
 
 
 def _name_twin(module: str) -> str:
@@ -147,13 +147,21 @@ def _open_types(name: str, folder: GgufFolder, height: int) -> Computed:
 
 
 def _report(
-    folder: GgufFolder, kept: Sequence[Mapping[str, int]], plain: Sequence[str], model: ModelConfig
-) -> None:
-    counts: dict[str, int] = {}
-    for kind in (kind for kinds in kept for kind in kinds.values()):
-        counts[TYPES[kind].name] = counts.get(TYPES[kind].name, 0) + 1
-    logger.info(
-        "%s: matrices that stay as they are: %s; as %s: %d", folder.path,
-        ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none", model.dtype,
-        len(plain),
-    )  # fmt: skip
+    folder: GgufFolder, rank: RankPlan, kept: Sequence[str], plain: Sequence[str],
+    model: ModelConfig,
+) -> None:  # fmt: skip
+    """Say which types stay in blocks and which are widened, unless the file has no blocks."""
+    counts = []
+    for modules in (kept, plain):
+        pieces = [piece for module in modules for piece in rank[f"{module}.weight"].pieces]
+        names = [folder.raw(p.name)[0].name for p in pieces if p.name not in folder.computed]
+        counts.append(collections.Counter(names))
+    if not set(counts[0] + counts[1]) <= set(PLAIN):
+        told = [
+            ", ".join(f"{name} ({n})" for name, n in sorted(each.items())) or "none"
+            for each in counts
+        ]
+        logger.info(
+            "%s: matrices that stay as they are: %s; widened to %s: %s", folder.path, told[0],
+            model.dtype, told[1],
+        )  # fmt: skip

@@ -67,6 +67,23 @@ def test_what_is_stacked_with_another_type_is_plain(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (dict.fromkeys(KINDS, 6), "none; widened to float32: Q5_0 (15)"),
+        (KINDS | {"attn_q": 7}, "Q4_0 (2), Q4_1 (2), Q4_K (2), Q6_K (1), Q8_0 (2); widened to"
+         " float32: Q4_K (2), Q5_1 (2), Q6_K (2)"),
+    ],
+)  # fmt: skip
+def test_other_types_are_widened_and_named(
+    kinds: dict[str, int], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = convert(write_gguf(tmp_path / "model.gguf", kinds), "kept")
+    assert f"model.gguf: matrices that stay as they are: {told}\n" in capsys.readouterr().err
+    plain = convert(tmp_path / "model.gguf", "plain", "--dequantize")
+    assert run(kept, "--optimize", "none") == run(plain, "--optimize", "none")
+
+
 def test_ranks_have_whole_blocks(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "model.gguf", KINDS)
     whole = load_file(convert(source, "whole") / "rank0.safetensors")

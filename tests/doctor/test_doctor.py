@@ -37,7 +37,7 @@ MACHINE: dict[str, Any] = {
     "python": "3.12.3", "compiler": "/usr/bin/g++", "trtllm_build": "/usr/bin/trtllm-build",
     "packages": {"torch": "2.9.0", "transformers": "4.57.1", "tensorrt": "10.13.3.9",
                  "tensorrt_rtx": "1.7.1.116", "tensorrt_llm": "1.2.0", "modelopt": None,
-                 "mpi4py": "4.1.0"},
+                 "mpi4py": "4.1.0", "gguf": "0.17.1"},
     "cuda": {"runtime": "13.0", "driver": "13.0", "driver_version": "580"},
     "mpi": {"launchers": {"mpirun": "/usr/bin/mpirun"}, "version": "mpirun (Open MPI) 4.1"},
     "cpu": {"cores": 8, "memory_bytes": 64 << 30, "available_bytes": 32 << 30},
@@ -163,6 +163,8 @@ RUN, BUILD = "run TensorRT-LLM engines", "build TensorRT-LLM engines"
         ({}, {"gpus": ()}, "run engines of TensorRT's own layers", "no GPU is visible"),
         ({"packages": {**MACHINE["packages"], "tensorrt_rtx": None}}, {},
          "build engines of TensorRT's own layers", "TensorRT 10.13.3.9 is older than 10.15"),
+        ({"packages": {**MACHINE["packages"], "gguf": None}}, {}, "read and write GGUF files",
+         "the package gguf is not installed: pip install 'specdec-toolchain[gguf]'"),
     ],
 )  # fmt: skip
 def test_what_stands_in_the_way(

@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
@@ -237,6 +242,83 @@ def test_tokenizer_and_template(kind: str, prefix: bool, begins: bool, tmp_path:
     assert tokenizer.apply_chat_template(turn, tokenize=False) == "x!"
     ends = read_json(Path(localize(tmp_path / "m.gguf")) / "generation_config.json")["eos_token_id"]
     assert ends == [2, end]
+
+
+def make_with_tokenizer(parent: Path, family: str) -> Path:
+    """A model's folder with a tokenizer of all bytes and a chat template."""
+    words = list_metadata("gpt2", prefix=False)
+    size = len(words["tokens"])
+    source = make_family_model(parent, family, vocab=size, **SMALL | {"intermediate": 32})
+    ids = {token: at for at, token in enumerate(words["tokens"])}
+    own = Tokenizer(BPE(ids, [tuple(merge.split()) for merge in words["merges"]]))
+    own.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    own.decoder = ByteLevelDecoder()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        additional_special_tokens=["<|end|>"],
+        chat_template="{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}",
+    ).save_pretrained(source)  # fmt: skip
+    return source
+
+
+def export(source: Path, parent: Path, *flags: str) -> Path:
+    call("export", "--model-dir", source, "--to", "gguf", *flags, "--output-dir", parent / "out")
+    return parent / "out" / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "F32"), ("llama", "BF16"), ("qwen2", "Q8_0"), ("qwen3", "F16")]
+)
+def test_what_is_exported_is_read_again(family: str, kind: str, tmp_path: Path) -> None:
+    """The same values, tokens and template as the folder's."""
+    source = make_with_tokenizer(tmp_path, family)
+    file = export(source, tmp_path, "--gguf-type", kind)
+    whole, read = load_model(source, dtype=torch.float32), load_model(file, dtype=torch.float32)
+    expected = {name: t.clone() for name, t in whole.state_dict().items()}
+    for numbers in expected.values():
+        if numbers.ndim == 2 and kind == "Q8_0":
+            of = gguf.GGMLQuantizationType.Q8_0
+            blocks = gguf.quants.quantize(numbers.numpy(), of)
+            numbers.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, of)))
+        elif numbers.ndim == 2 and kind != "F32":
+            half = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+            numbers.copy_(numbers.to(half))
+    assert read.state_dict().keys() == expected.keys()
+    for name, numbers in read.state_dict().items():
+        assert torch.equal(numbers, expected[name]), name
+    theirs, ours = load_tokenizer(source), load_tokenizer(file)
+    for text in TEXTS:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]
+    assert ours.apply_chat_template(turns) == theirs.apply_chat_template(turns)
+    again = export(file, tmp_path / "again", "--gguf-type", kind, "--dtype", "float32")
+    assert again.read_bytes() == file.read_bytes()
+    whole.load_state_dict(expected)
+    whole.save_pretrained(source)
+    for name, model in (("one", source), ("two", file)):
+        call("convert", "--model-dir", model, "--output-dir", tmp_path / name, "--dtype",
+             "float32", *["--dequantize"][: kind == "Q8_0" and name == "two"])  # fmt: skip
+    first, second = (
+        load_file(tmp_path / name / "rank0.safetensors") for name in ("one", "two")
+    )  # fmt: skip
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+def test_diagnose_takes_a_file(tmp_path: Path) -> None:
+    file = export(make_with_tokenizer(tmp_path, "llama"), tmp_path)
+    call("convert", "--model-dir", file, "--output-dir", tmp_path / "ckpt")
+    call("build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "e",
+         "--optimize", "none", "--speculative-decoding-mode", "draft_tokens_external",
+         "--max-draft-len", 2)  # fmt: skip
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hello Hello"}\n')
+    done = run_cli_here(
+        "diagnose", "--engine-dir", tmp_path / "e", "--tokenizer-dir", file, "--prompts",
+        tmp_path / "p.jsonl", "--prompt-lookup-num-tokens", 2, "--max-output-len", 4, "--repeat", 1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "the chat template is not used" in done.stdout
+    assert "the tokenizer is another model's" not in done.stdout
 
 
 def test_commands_take_a_file(tmp_path: Path) -> None:
