@@ -95,6 +95,13 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
 
 def generate(settings: GenerateSettings) -> None:
     """Make the engines, or take those that are kept, and run the prompts through them."""
+    with hold_engines(settings) as run:
+        call_stage("run", run)
+
+
+@contextlib.contextmanager
+def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
+    """Make the engines, or take those that are kept; yield the options of a run with them."""
     run = settings.list_stage("run") | {
         "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip
@@ -112,7 +119,7 @@ def generate(settings: GenerateSettings) -> None:
             run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
                 name: default for name, (_, default) in flags.items()
             }
-        call_stage("run", run | {"engine_dir": engine})
+        yield run | {"engine_dir": engine}
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 from ..wire import Calls, cut_at_end, serve
 
 START_SECONDS = 300.0
+NGRAM_SIZE = 3  # looked up by prompt lookup
 
 
 class Server:
@@ -81,7 +82,7 @@ class Servers:
             "--threads", str(threads), "--threads-batch", str(threads),
             "--ctx-size", str(positions), "--parallel", "1", "--cache-ram", "0", "--fit", "off",
         ]  # fmt: skip
-        self._draft, self._threads = draft, threads
+        self.draft, self._threads = draft, threads
         self._running: dict[str, tuple[dict[str, Any], Server]] = {}
 
     def get(self, way: str, setting: dict[str, Any]) -> Server:
@@ -91,15 +92,20 @@ class Servers:
             return known[1]
         if known is not None:
             self._running.pop(way)[1].end()
-        words = list(self._common)
-        if way != "plain":
+        words, length = list(self._common), setting.get("length")
+        if way == "prompt lookup":
             words += [
-                "--spec-type", "draft-simple", "--spec-draft-model", self._draft,
+                "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_SIZE),
+                "--spec-ngram-simple-size-m", str(length),
+            ]  # fmt: skip
+        elif way != "plain":
+            words += [
+                "--spec-type", "draft-simple", "--spec-draft-model", self.draft,
                 "--spec-draft-threads", str(self._threads),
                 "--spec-draft-threads-batch", str(self._threads),
             ]  # fmt: skip
-        if "length" in setting:
-            words += ["--spec-draft-n-max", str(setting["length"])]
+        if length is not None:
+            words += ["--spec-draft-n-max", str(length)]
         server = Server(words)
         self._running[way] = (setting, server)
         return server

@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""The prompts that the field measures with: Spec-Bench's six tasks and HumanEval, for every method.
+
+    python benchmarks/field.py --spec-bench FOLDER --human-eval FILE [--model-dir MODEL]
+                               [--drafters FOLDER] [--prompts-per-category 2] [--llama-server FILE]
+
+All methods decode each request in turn, so that what drifts favours none: greedily, then at
+temperature 1. Without --model-dir the target is the chat model that examples/smollm2/get.py
+fetches. Every folder of --drafters with a config.json drafts for it, whatever its method; prompt
+lookup, suffix decoding and lookahead need none. Where the target is a GGUF file, llama.cpp decodes
+the same requests from the same file (greedily, by the llama-server that benchmarks/peers.py
+compiles). Prints tables of tokens per verify step and of speed over plain decoding, and writes them
+as JSON; fails where a greedy text differs from plain decoding's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.side_by_side.models import read_commit
+from benchmarks.side_by_side.report import lay_out
+from benchmarks.side_by_side.workers.llama_cpp import NGRAM_SIZE, Servers
+from examples.smollm2.get import get_model
+from specdec.bench.combine import pace
+from specdec.bench.engine import Bench, open_bench
+from specdec.bench.machine import LoadMeter, describe_machine
+from specdec.bench.prompts import read_prompt_set
+from specdec.bench.repetition import is_looping
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.requests import Request
+from specdec.decode.timing import Timing
+from specdec.errors import SpecDecError
+from specdec.files.reading import write_json
+from specdec.generate.pipeline import hold_engines
+from specdec.generate.settings import GenerateSettings
+from specdec.methods import METHODS, place_drafter
+from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.prompt_lookup import LookupOptions
+from specdec.methods.suffix import SuffixOptions
+from specdec.run.settings import RunSettings
+
+LOOKAHEAD = LookaheadConfig(4, 4, 4)
+PLAIN, LLAMA = "plain", "llama.cpp, "
+WARM_UP_TOKENS, MAX_SEQ_LEN = 8, 4096
+SERVER = ROOT / "out" / "peers" / "environments" / "llama.cpp" / "build" / "bin" / "llama-server"
+Way = Callable[[Request], tuple[list[int], int]]  # a request's text, and its verify steps
+Rows = Sequence[Mapping[str, Any]]
+
+
+@contextlib.contextmanager
+def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Bench]:
+    """Convert and build, or take what `specdec generate` keeps; yield the engine."""
+    drafts: dict[str, Any] = {
+        "prompt_lookup_num_tokens": max(args.num_tokens, LOOKAHEAD.max_draft_tokens)
+    }
+    if drafter is not None:
+        drafts = {str(METHODS["redrafter"].folder): str(drafter)}
+    asked = place_drafter(GenerateSettings(
+        texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
+        max_batch_size=1, max_seq_len=MAX_SEQ_LEN, device="cpu", **drafts,
+    ))  # fmt: skip
+    if asked.draft_model_dir:
+        asked = dataclasses.replace(
+            asked, draft_len=str(args.num_tokens), draft_vocabulary=args.draft_vocabulary
+        )
+    with hold_engines(asked) as run:
+        bench = open_bench(RunSettings(draft_budget="fixed", **run))
+        yield bench
+        bench.engine.close()
+
+
+def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[str, Way]:
+    """Plain decoding and the methods of an engine. name: of its drafter, None where it has none."""
+    drafters: dict[str, Drafter] = {
+        f"prompt lookup, {args.num_tokens}": PromptLookupProposer(
+            LookupOptions(num_tokens=args.num_tokens, max_ngram_size=NGRAM_SIZE)
+        ),
+        f"suffix, {args.num_tokens}": SuffixProposer(SuffixOptions(max_tokens=args.num_tokens)),
+        f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
+    }
+    if name is not None:
+        drafters = {name: bench.engine.proposer}
+    if args.draft_budget == "auto":
+        drafters = {name: pace(drafter) for name, drafter in drafters.items()}
+
+    def make(drafter: Drafter) -> Way:
+        def run(request: Request) -> tuple[list[int], int]:
+            (result,) = bench.decode([request], drafter, 1, Timing())
+            return result.output_ids, result.stats.num_verify_steps
+
+        return run
+
+    return {key: make(drafter) for key, drafter in ({PLAIN: bench.plain} | drafters).items()}
+
+
+def list_llama_ways(servers: Servers, num_tokens: int) -> dict[str, Way]:
+    """llama.cpp's: plain, prompt lookup, and the draft model where there is one."""
+
+    def make(way: str) -> Way:
+        server = servers.get(way, {} if way == PLAIN else {"length": num_tokens})
+
+        def run(request: Request) -> tuple[list[int], int]:
+            found = server.complete(list(request.input_ids), request.max_output_len)
+            accepted = found["timings"].get("draft_n_accepted", 0)
+            return found["tokens"], found["timings"]["predicted_n"] - 1 - accepted
+
+        return run
+
+    names = [PLAIN, "prompt lookup", *(["draft model"] if servers.draft else [])]
+    return {LLAMA + name: make(name) for name in names}
+
+
+def find_plain(way: str) -> str:
+    """The way that another is held against."""
+    return LLAMA + PLAIN if way.startswith(LLAMA) else PLAIN
+
+
+def measure(
+    ways: Mapping[str, Way], groups: Mapping[str, Sequence[Request]]
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """By task and way, a row for each request."""
+    first = next(iter(groups.values()))[0]
+    for way in ways.values():
+        way(dataclasses.replace(first, max_output_len=WARM_UP_TOKENS))
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for task, requests in groups.items():
+        rows = found[task] = {name: [] for name in ways}
+        for number, request in enumerate(requests):
+            texts = {}
+            for name in list(ways)[:: -1 if number % 2 else 1]:
+                began = time.perf_counter()
+                texts[name], steps = ways[name](request)
+                rows[name].append({"seconds": time.perf_counter() - began, "steps": steps})
+            for name, text in texts.items():
+                plain = texts[find_plain(name)]
+                rows[name][-1] |= {
+                    "tokens": len(text), "is_plain": text == plain, "loops": is_looping(plain)
+                }  # fmt: skip
+        print(f"  {task}: {len(requests)} requests", file=sys.stderr, flush=True)
+    return found
+
+
+def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """By temperature, a row for each way of all engines."""
+    prompts = [
+        prompt
+        for source in (f"spec-bench:{args.spec_bench}", f"humaneval:{args.human_eval}")
+        for prompt in read_prompt_set(Path(source), num_each=args.prompts_per_category)
+    ]
+    table: dict[str, list[dict[str, Any]]] = {t: [] for t in args.temperatures}
+    drafters: dict[str | None, Path | None] = {None: None}
+    for config in sorted(args.drafters.glob("*/config.json")) if args.drafters else []:
+        drafters[config.parent.name] = config.parent
+    for name, folder in drafters.items():
+        print(f"{name or 'methods without a drafter'}:", file=sys.stderr, flush=True)
+        with open_engine(args, folder) as bench, contextlib.ExitStack() as stack:
+            for temperature, rows in table.items():
+                settings = RunSettings(
+                    engine_dir=Path(), temperature=temperature, max_output_len=args.max_output_len
+                )
+                bench.take_prompts(prompts, settings)
+                ways = list_ways(bench, name, args)
+                if name is None and temperature == "0" and args.llama_server:
+                    servers = Servers(
+                        str(args.llama_server), [], str(args.model_dir), args.llama_draft or "",
+                        args.threads, MAX_SEQ_LEN,
+                    )  # fmt: skip
+                    stack.callback(servers.end)
+                    ways |= list_llama_ways(servers, args.num_tokens)
+                found = describe(measure(ways, bench.groups))
+                rows += found[1:] if rows else found  # plain decoding is told once
+                stack.close()
+    return table
+
+
+def describe(found: Mapping[str, Mapping[str, Rows]]) -> list[dict[str, Any]]:
+    """A row for each way: by task and over all, its tokens per step and its speed."""
+    names = next(iter(found.values()))
+    every = {name: [row for ways in found.values() for row in ways[name]] for name in names}
+    return [
+        {"way": name}
+        | {
+            task: summarize(ways[name], ways[find_plain(name)])
+            for task, ways in ({"all": every} | {**found}).items()
+        }
+        for name in names
+    ]
+
+
+def summarize(rows: Rows, plain: Rows) -> dict[str, Any]:
+    """One way's requests beside plain decoding's."""
+
+    def add(rows: Rows, key: str) -> float:
+        return float(sum(row[key] for row in rows))
+
+    def count_per_step(rows: Rows) -> float:  # the prompt's own pass yields the first token
+        return (add(rows, "tokens") - len(rows)) / max(1.0, add(rows, "steps"))
+
+    rate, plain_rate = (add(r, "tokens") / add(r, "seconds") for r in (rows, plain))
+    return {
+        "tokens_per_step": count_per_step(rows), "times_plain": rate / plain_rate,
+        "tokens_per_step_without_loops": count_per_step([row for row in rows if not row["loops"]]),
+        "tokens_per_second": rate, "texts": len(rows), "like_plain": int(add(rows, "is_plain")),
+        "loops": int(add(rows, "loops")),
+    }  # fmt: skip
+
+
+def format_tables(rows: Rows, temperature: str) -> str:
+    """Tokens per verify step, and times plain decoding."""
+    name = f"temperature {temperature}"
+    tasks = [task for task in rows[0] if task != "way"]
+    texts = f"without the {rows[0]['all']['loops']} of {rows[0]['all']['texts']} that loop"
+    steps, speeds = [], []
+    for row in rows:
+        way, total = row["way"], row["all"]
+        lengths = [row[task]["tokens_per_step"] for task in tasks]
+        lengths.append(total["tokens_per_step_without_loops"])
+        steps.append([way, *(f"{length:.2f}" for length in lengths)])
+        ratios = [f"{row[task]['times_plain']:.2f}" for task in tasks]
+        equal = f"{total['like_plain']} of {total['texts']}"
+        speeds.append([way, *ratios, f"{total['tokens_per_second']:.1f}", equal])
+    return "\n\n".join((
+        lay_out([f"tokens per step, {name}", *tasks, texts], steps),
+        lay_out([f"times plain, {name}", *tasks, "tokens/s", "texts like plain"], speeds),
+    ))  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spec-bench", type=Path, required=True)
+    parser.add_argument("--human-eval", type=Path, required=True)
+    parser.add_argument("--model-dir", type=Path)
+    parser.add_argument("--drafters", type=Path)
+    parser.add_argument("--quantization")
+    parser.add_argument("--draft-vocabulary", default="same", choices=("same", "shared"))
+    parser.add_argument("--draft-budget", default="fixed", choices=("fixed", "auto"))
+    parser.add_argument("--temperatures", nargs="+", default=["0", "1"], metavar="T")
+    parser.add_argument("--num-tokens", type=int, default=8, help="drafted in a step, at most")
+    parser.add_argument("--prompts-per-category", type=int, default=2)
+    parser.add_argument("--max-output-len", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--llama-draft", help="a GGUF of the draft model, for llama.cpp")
+    parser.add_argument("--output", type=Path, default=ROOT / "out" / "field.json")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    import torch
+
+    args = make_parser().parse_args(words)
+    torch.set_num_threads(args.threads)
+    try:
+        if args.model_dir is None:
+            args.model_dir, args.drafters = get_model(), args.drafters or ROOT / "examples/smollm2"
+        if args.model_dir.suffix == ".gguf" and args.llama_server is None and SERVER.exists():
+            args.llama_server = SERVER
+        head, meter = describe_machine(), LoadMeter()
+        table = measure_target(args)
+    except SpecDecError as error:
+        raise SystemExit(f"error: {error.message}\nhint: {error.hint}") from None
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) for name, value in vars(args).items()}
+    load = {"processors_used_by_others": meter.measure(), "commit": read_commit()}
+    write_json(args.output, head | load | {"settings": settings, "rows": table})
+    print("\n\n".join(format_tables(table[t], t) for t in args.temperatures))
+    greedy = [row for row in table.get("0", []) if not row["way"].startswith(LLAMA)]
+    different = [r["way"] for r in greedy if r["all"]["like_plain"] < r["all"]["texts"]]
+    if different:
+        raise SystemExit(f"FAILED: texts differ from plain decoding's: {', '.join(different)}")
+
+
+if __name__ == "__main__":
+    main()
