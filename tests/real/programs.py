@@ -77,6 +77,17 @@ def patch_torch() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
 
 
+def load_command() -> Any:
+    """The module whose `main` is trtllm-build, on a machine that seems to have a GPU."""
+    import torch
+
+    command: Any = importlib.import_module("tensorrt_llm.commands.build")
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    command.infer_cluster_config = lambda: {"cluster_key": "H100-SXM"}
+    return command
+
+
 class Enough(Exception):
     """The configuration is complete; what follows needs TensorRT."""
 
@@ -84,14 +95,9 @@ class Enough(Exception):
 def build(source: str) -> None:
     """Be trtllm-build, up to the network."""
     install(Path(source))
-    import torch
-
+    command = load_command()
     builder: Any = importlib.import_module("tensorrt_llm.builder")
-    command: Any = importlib.import_module("tensorrt_llm.commands.build")
     version = importlib.import_module("tensorrt_llm.version").__version__
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.set_device = lambda device: None
-    command.infer_cluster_config = lambda: {"cluster_key": "H100-SXM"}
     real_build, seen = command.build, {}
 
     def stop(network: Any) -> None:

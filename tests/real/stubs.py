@@ -95,6 +95,12 @@ def install(source: Path) -> None:
     sys.path.insert(0, str(source))
     absent = [name for name in ABSENT if importlib.util.find_spec(name) is None]
     sys.meta_path.append(AbsentFinder([*absent, "mpi4py"]))
+    import transformers
+
+    if not hasattr(transformers, "AutoModelForVision2Seq"):  # transformers 5 has it no more
+        # On the class: importing its models makes the module anew.
+        vision = AnyMeta("AutoModelForVision2Seq", (Anything,), {})
+        type(transformers).AutoModelForVision2Seq = vision
     strenum = ModuleType("strenum")
     vars(strenum).update(StrEnum=StrEnum, LowercaseStrEnum=LowercaseStrEnum)
     mpi4py = AbsentModule("mpi4py")
