@@ -1,7 +1,9 @@
-"""examples/smollm2/get.py: what is not the published model is never taken for it."""
+"""examples/smollm2: what is not the published model is never taken for it; training prompts."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import runpy
 import zipfile
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from examples.smollm2 import make_prompts
 from specdec.errors import SpecDecError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.engines import make_engine
 
 
 @pytest.fixture
@@ -51,3 +55,67 @@ def test_a_kept_file_is_checked_again(example: dict[str, Any], tmp_path: Path) -
     kept.write_bytes(b"GGUF of another model")
     with pytest.raises(SpecDecError, match="has the SHA-256 sum"):
         example["get_model"]()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_turns_go_on_where_they_were_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_prompts, "TURNS_AT_ONCE", 2)
+    monkeypatch.setattr(make_prompts, "TURN_TOKENS", 8)
+    target = make_tokenizer(make_llama(tmp_path, seed=3))
+    config = target / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    engine = make_engine(tmp_path, target, optimize="none", build=["--max-batch-size", 2])
+
+    def write(name: str, num_turns: int) -> bytes:
+        make_prompts.write_turns(str(engine), str(target), tmp_path / name, num_turns)
+        return (tmp_path / name).read_bytes()
+
+    whole = write("whole.jsonl", 5)
+    assert len({json.loads(line)["text"] for line in whole.splitlines()}) == 5
+    first = write("parts.jsonl", 2)
+    (tmp_path / "parts.jsonl").write_bytes(first + b'{"text": "cut')
+    assert write("parts.jsonl", 5) == whole
+
+
+def test_prompts_are_sensible_and_of_no_benchmark(tmp_path: Path) -> None:
+    spec_bench, human_eval = tmp_path / "question.jsonl", tmp_path / "HumanEval.jsonl.gz"
+    question = "Why do leaves turn red, yellow and brown in the autumn?"
+    spec_bench.write_text(json.dumps({"turns": ["Short.", question]}) + "\n")
+    code = "def add(a, b):\n    return the sum of two numbers, however large"
+    human_eval.write_bytes(gzip.compress(json.dumps({"prompt": code}).encode()))
+    known = make_prompts.read_benchmark(spec_bench) | make_prompts.read_benchmark(human_eval)
+    turns = [
+        {"text": text, "is_whole": text != "This one was cut at the limit of its length."}
+        for text in (
+            "What is a good name for a cat?\n",
+            "What is a good name for a cat?",
+            "Tell me: why do LEAVES turn red, yellow and brown in the autumn?",
+            "This one was cut at the limit of its length.",
+            "Qu'est-ce que c'est que \u00e7a, monsieur le professeur?",
+            "12 34 56 78 <> {} [] || && ^^ ~~ 90?",
+        )
+    ]
+    docs = ["Explain: " + code, "What does json.dumps of Python do?"]
+    prompts, counts = make_prompts.join_prompts(turns, docs, known)
+    assert sorted(prompts) == [docs[1], turns[1]["text"]]
+    assert counts == {"turns": 3, "all": 4, "kept": 2}
+
+
+def test_documentation_asks_questions(tmp_path: Path) -> None:
+    text = "Return the sum of a and b, two numbers.\n\n    Any numbers will do, however large."
+    code = f'def {{}}(a, b=1):\n    """{text}\n    """\n'
+    names = ["add", "plus", "_own"]
+    (tmp_path / "sums.py").write_text("".join(map(code.format, names)) + "def more(): ...\n")
+    questions = list(make_prompts.list_docs(tmp_path))
+    assert questions[-2:] == [
+        code.format("add"),
+        "Write a Python function plus(a, b=1). Return the sum of a and b, two numbers.",
+    ]
+    assert any(q.startswith("Summarize the following text:") for q in questions[:-2])

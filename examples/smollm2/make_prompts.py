@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Make the prompts whose answers the drafters of SmolLM2 learn from; train.sh says how.
+
+    python make_prompts.py turns --engine-dir ENGINE --output turns.jsonl --num-turns 2048
+    python make_prompts.py join --turns turns.jsonl --output prompts.jsonl --num-docs 800 \\
+        --without Spec-Bench/data/spec_bench/question.jsonl HumanEval.jsonl.gz
+
+`turns` lets the model write user turns: it continues its own chat template from where a user would
+speak, at temperature 1 (Magpie, https://arxiv.org/abs/2406.08464). A run that was interrupted goes
+on where it stopped. `join` keeps the sensible ones, adds questions about the documentation of the
+packages that are installed here and of Python's standard library, and leaves out every prompt that
+shares 8 words in a row with a benchmark's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec import Engine, Prompt
+from specdec.bench.repetition import is_looping
+
+TURNS_AT_ONCE, TURN_TOKENS = 32, 128
+SHARED_WORDS = 8
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
+MARK = "\0"  # stands where the user's text would; no template has it
+
+
+def write_turns(engine_dir: str, model: str, output: Path, num_turns: int) -> None:
+    """Append user turns to a file until it has as many as asked for; turn N has the seed N."""
+    with Engine.load(engine_dir, tokenizer=model) as engine, output.open("ab+") as file:
+        file.seek(0)
+        written = file.read()
+        file.truncate(written.rfind(b"\n") + 1)  # without a line that a kill cut
+        num_written = written.count(b"\n")
+        ids = find_beginning(engine.tokenizer)
+        while num_written < num_turns:
+            seeds = range(num_written, min(num_written + TURNS_AT_ONCE, num_turns))
+            prompts = [Prompt(token_ids=ids, temperature=1.0, seed=seed) for seed in seeds]
+            for turn in engine.generate(prompts, max_output_len=TURN_TOKENS):
+                is_whole = turn.finish_reason == "eos" and not is_looping(turn.token_ids)
+                line = json.dumps({"text": turn.text, "is_whole": is_whole})
+                file.write(line.encode() + b"\n")
+            file.flush()
+            num_written = seeds.stop
+            print(f"{num_written} of {num_turns} turns", flush=True)
+
+
+def find_beginning(tokenizer: Any) -> list[int]:
+    """The ids of the chat template up to where the user's first turn begins."""
+    talk = [{"role": "user", "content": MARK}]
+    rendered = tokenizer.apply_chat_template(talk, tokenize=False)
+    ids: list[int] = tokenizer(rendered.split(MARK)[0], add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def is_sensible(turn: dict[str, Any]) -> bool:
+    """Whether a turn ended by itself and looks like a request in English."""
+    text = turn["text"].strip()
+    num_plain = sum(c.isascii() and (c.isalnum() or c in " ,.?!'\"") for c in text)
+    return (
+        turn["is_whole"]
+        and 20 <= len(text) <= 600
+        and text.isascii()
+        and num_plain >= 0.93 * len(text)
+        and text[0].isupper()
+        and text[-1] in ".?!:"
+    )
+
+
+def list_docs(library: Path) -> Iterator[str]:
+    """Questions about the descriptions of installed packages and the functions of a library."""
+    for number, (name, paragraph) in enumerate(sorted(list_paragraphs())):
+        yield (
+            f"Summarize the following text:\n\n{paragraph}",
+            f"{paragraph}\n\nAnswer from this text: what is {name} good for?",
+            f"Rewrite this paragraph in simple words.\n\n{paragraph}",
+        )[number % 3]
+    for number, (name, signature, text) in enumerate(list_functions(library)):
+        first = text.split("\n\n")[0].replace("\n", " ")
+        inside = textwrap.indent(text, "    ").strip()
+        beginning = f'def {signature}:\n    """{inside}\n    """\n'
+        yield (
+            beginning,
+            f"Write a Python function {signature}. {first}",
+            beginning,
+            f"What does the function {name} of Python do? Its documentation says: {first}",
+        )[number % 4]
+
+
+def list_paragraphs() -> set[tuple[str, str]]:
+    """Prose of the descriptions of the installed packages, with the package's name."""
+    found = set()
+    for package in importlib.metadata.distributions():
+        if package.metadata["Name"] == "specdec-toolchain":  # whose text changes
+            continue
+        description = str(package.metadata.json.get("description", ""))
+        for paragraph in re.split(r"\n\s*\n", description.replace("\r", "")):
+            text = " ".join(paragraph.split())
+            is_prose = sum(c.isalpha() or c in " ,.'" for c in text) >= 0.94 * len(text)
+            if 200 <= len(text) <= 1200 and is_prose and text.isascii() and text.endswith("."):
+                found.add((str(package.metadata["Name"]), text))
+    return found
+
+
+def list_functions(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Name, signature and docstring of documented functions of a folder's modules."""
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
+            continue
+        for node in ast.parse(path.read_bytes()).body:
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            if isinstance(node, ast.FunctionDef) and text and text.isascii():
+                if 60 <= len(text) <= 500 and not node.name.startswith("_"):
+                    signature = f"{node.name}({ast.unparse(node.args)})"
+                    yield f"{path.stem}.{node.name}", signature, text
+
+
+def list_runs(text: str) -> set[tuple[str, ...]]:
+    """All runs of 8 words of a text, without regard to case and punctuation."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1)}
+
+
+def read_benchmark(path: Path) -> set[tuple[str, ...]]:
+    """The runs of words of a benchmark's prompts: Spec-Bench's `turns` or HumanEval's `prompt`."""
+    raw = path.read_bytes()
+    lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode().splitlines()
+    rows = [json.loads(line) for line in lines]
+    texts = [text for row in rows for text in row.get("turns", [row.get("prompt")])]
+    return set[tuple[str, ...]]().union(*map(list_runs, texts))
+
+
+def sort_by_hash(texts: Iterable[str]) -> list[str]:
+    """Texts in an order that depends on nothing else."""
+    return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+
+
+def join_prompts(
+    turns: Iterable[dict[str, Any]], docs: Iterable[str], known: set[tuple[str, ...]]
+) -> tuple[list[str], dict[str, int]]:
+    """Sensible turns and questions that share no run with `known`, mixed; and their counts."""
+    kept_turns = [turn["text"].strip() for turn in turns if is_sensible(turn)]
+    candidates = list(dict.fromkeys([*kept_turns, *docs]))
+    kept = [text for text in candidates if known.isdisjoint(list_runs(text))]
+    counts = {"turns": len(kept_turns), "all": len(candidates), "kept": len(kept)}
+    return sort_by_hash(kept), counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    turns = commands.add_parser("turns")
+    turns.add_argument("--engine-dir", required=True)
+    turns.add_argument("--model", required=True, help="the GGUF file, for its tokenizer")
+    turns.add_argument("--num-turns", type=int, default=2048)
+    join = commands.add_parser("join")
+    join.add_argument("--turns", type=Path, required=True)
+    join.add_argument("--num-docs", type=int, default=800)
+    join.add_argument("--without", type=Path, nargs="*", default=[], help="benchmarks' prompts")
+    for command in (turns, join):
+        command.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    if args.command == "turns":
+        write_turns(args.engine_dir, args.model, args.output, args.num_turns)
+        return
+    written = [json.loads(line) for line in args.turns.open(encoding="utf-8")]
+    questions = sort_by_hash(list_docs(Path(sysconfig.get_paths()["stdlib"])))
+    known = set[tuple[str, ...]]().union(*map(read_benchmark, args.without))
+    prompts, counts = join_prompts(written, questions[: args.num_docs], known)
+    args.output.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Everything that made the drafters of SmolLM2-135M-Instruct, from the published GGUF file on.
+# What was interrupted goes on where it stopped when the script is started again. Seeds are in it.
+#
+#   SPEC_BENCH=Spec-Bench/data/spec_bench/question.jsonl HUMAN_EVAL=HumanEval.jsonl.gz \
+#       examples/smollm2/train.sh
+#
+# The two files are those of the benchmarks whose prompts the training data shall not have.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+HERE=examples/smollm2
+WORK=${WORK:-out/smollm2}
+PYTHON=${PYTHON:-python}
+export PYTHONPATH=$PWD
+mkdir -p "$WORK"
+MODEL=$($PYTHON $HERE/get.py)
+specdec() { $PYTHON -m specdec "$@"; }
+
+# The target, which keeps the file's own blocks and answers up to 64 prompts at once.
+[ -d "$WORK/checkpoint" ] || specdec convert --model-dir "$MODEL" --output-dir "$WORK/checkpoint"
+[ -d "$WORK/engine" ] ||
+  specdec build --checkpoint-dir "$WORK/checkpoint" --output-dir "$WORK/engine" \
+    --max-batch-size 64 --max-seq-len 768
+
+# Prompts: user turns that the model writes itself, and questions about installed documentation.
+$PYTHON $HERE/make_prompts.py turns --engine-dir "$WORK/engine" --model "$MODEL" \
+  --output "$WORK/turns.jsonl" --num-turns "${NUM_TURNS:-640}"
+$PYTHON $HERE/make_prompts.py join --turns "$WORK/turns.jsonl" --output "$WORK/prompts.jsonl" \
+  --num-docs "${NUM_DOCS:-320}" --without "$SPEC_BENCH" "$HUMAN_EVAL"
+
+# Its answers to them.
+[ -f "$WORK/data.jsonl" ] ||
+  specdec train data --input "$WORK/prompts.jsonl" --engine-dir "$WORK/engine" \
+    --tokenizer-dir "$MODEL" --max-tokens 192 --temperature "${TEMPERATURE:-0.5}" --seed 1 \
+    --output "$WORK/data.jsonl" --resume --allow-failures
+
+# drafter FOLDER METHOD, and more options of specdec-train. The target's states are computed once.
+drafter() {
+  [ -f "$WORK/$1/config.json" ] ||
+    specdec train --method "$2" --model-dir "$MODEL" --data "$WORK/data.jsonl" \
+      --hidden-states-dir "$WORK/states" --output-dir "$WORK/$1" --model-max-length 384 \
+      --batch-size 8 --dtype bfloat16 --self-distillation 1 --eval-steps 0 --save-steps 40 \
+      --seed 1 --resume "${@:3}"
+}
+drafter eagle3 eagle --eagle-version 3 --eagle-draft-vocab-size 8192 --eagle-intermediate-size 768 \
+  --eagle-num-steps 3 --learning-rate 2e-3 --max-steps "${STEPS:-400}"
