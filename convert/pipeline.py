@@ -53,6 +53,7 @@ from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, open_model
 from .lora import Adapter, merge_adapter
 from .methods import FOLDERS, find_folder, load_converter
 from .methods.base import DrafterConverter
+from .methods.mtp import leave_head
 from .origin import find_other_base, read_origin
 from .plan import (
     CASTABLE,
@@ -210,6 +211,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     folder = open_model(need(settings.model_dir), "--model-dir")
     unwrap(folder)
+    folder = leave_head(folder, is_converted=find_folder(settings) == "mtp_model_dir")
     family = find_family(folder)
     files = [
         *folder.files, *list_local(folder.path / QUANTIZATION_NAME, settings.calibration_data)
@@ -459,6 +461,7 @@ def plan_drafter(
 ) -> tuple[dict[str, Any], list[RankPlan]]:
     """Plan the drafter's tensors; return the configuration of both and each rank's tensors."""
     model = target.model
+    folder = converter.prepare(folder, model)
     params = converter.read_params(folder, settings, model)
     config = converter.add_to_config(
         target.config, params, settings.trtllm_version, is_head_quantized=target.is_head_quantized

@@ -512,6 +512,57 @@ def make_dflash_drafter(
     return folder
 
 
+def make_mtp_head(
+    parent: Path, target: Path, *, form: str = "qwen", own: bool = False, seed: int = 0,
+    name: str = "mtp",
+) -> Path:  # fmt: skip
+    """Write a random head for multi-token prediction and return `parent / name`.
+
+    Its layer has the tensors of the target's last layer that attends to keys, in another order of
+    rows. form: a name of FORMS. own: with an embedding and a head, as far as the form has them.
+    """
+    import re
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from specdec.methods.mtp import FORMS
+
+    config = json.loads((target / "config.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for file in target.glob("*.safetensors"):
+        tensors |= load_file(file)
+    generator = torch.Generator().manual_seed(seed)
+    layers = [int(m[1]) for key in tensors if (m := re.search(r"layers\.(\d+)\.self_attn", key))]
+    stem = next(key for key in tensors if key.endswith("norm.weight")).partition("layers.")[0]
+    kind = FORMS[form]
+    prefix = kind.prefix.format(layer=config["num_hidden_layers"])
+
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return like[torch.randperm(len(like), generator=generator)].contiguous()
+
+    first = f"{stem}layers.{max(layers)}."
+    head = {
+        f"{prefix}{kind.layer}{key.removeprefix(first)}": draw(weight)
+        for key, weight in tensors.items() if key.startswith(first)
+    }  # fmt: skip
+    hidden, norm = config["hidden_size"], tensors[f"{stem}norm.weight"]
+    for module, theirs in kind.names.items():
+        if module in ("vocab_embedding", "lm_head") and not own:
+            continue
+        like = {
+            "fc": torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5,
+            "vocab_embedding": (embedding := tensors[f"{stem}embed_tokens.weight"]),
+            "lm_head": tensors.get("lm_head.weight", embedding),
+        }  # fmt: skip
+        head[f"{prefix}{theirs}.weight"] = draw(like.get(module, norm)).to(norm.dtype)
+    folder = parent / name
+    folder.mkdir(parents=True)
+    save_file(head, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def make_tokenizer(folder: Path, *, vocab: int = 128, add_bos: bool = False) -> Path:
     """Write a byte-level tokenizer of exactly `vocab` tokens (100 or more) into `folder`.
 

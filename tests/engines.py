@@ -257,13 +257,30 @@ def make_knowing_drafter(
 
     The drafter's next feature is that of its token (`embedding`), or follows
     from the feature before it (`feature`, and EAGLE-3's `layers` by its MLP): one place off in
-    the pairing, and nothing would be accepted. noise: added to what it knows.
+    the pairing, and nothing would be accepted. noise: added to what it knows. A head for MTP
+    knows it by `mtp-embedding` or `mtp-feature`.
     """
     from safetensors.torch import load_file, save_file
 
-    from tests.conftest import make_eagle_drafter
+    from tests.conftest import make_eagle_drafter, make_mtp_head
 
     make_counter(parent, size)
+    if kind.startswith("mtp"):
+        drafter = make_mtp_head(parent, parent / "counter")
+        own = load_file(drafter / "model.safetensors")
+        for name, weight in own.items():
+            if name.endswith("norm.weight") or ".pre_fc_norm_" in name:
+                weight.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        known = torch.zeros(size, 2 * size)
+        if kind == "mtp-feature":
+            known[:, size:] = torch.eye(size).roll(step, 0)
+        else:
+            known[:, :size] = torch.eye(size)
+        own["mtp.fc.weight"] = known
+        save_file(own, drafter / "model.safetensors", metadata={"format": "pt"})
+        return drafter
     unit = torch.eye(size)
     following = unit.roll(1, 0).contiguous()  # maps n to n + 1
     sizes: dict[str, Any] = {

@@ -35,8 +35,7 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.folders import TENSORRT, TORCH
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
-from specdec.methods.dflash import DFlashParams
-from specdec.methods.eagle import EagleParams
+from specdec.methods.net import NetParams
 from specdec.model import blocks, int4
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
@@ -126,7 +125,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     find_problems(settings, checkpoint).raise_all()
     if model.arithmetic.positions == "rotary":
         compute_frequencies(model, model.max_position_embeddings)
-    if isinstance(drafter, (EagleParams, DFlashParams)):
+    if isinstance(drafter, NetParams):
         net = drafter.make_net_model(model)
         compute_frequencies(net, net.max_position_embeddings)
     paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")

@@ -1,7 +1,7 @@
 """Qwen3.5 and 3.6, their mixtures of experts, and Qwen3-Next: three of four layers are linear.
 
 The others attend with a gate for each head and rotate a quarter of it. All norms but the gated one
-are stored less one. Published folders hold vision and drafting tensors, too, which are left out.
+are stored less one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from specdec.model.linear_attention import LinearAttention
 from ..hf import HfFolder
 from ..plan import CASTABLE, Computed
 from .base import (
-    ROTARY_BUFFERS,
     Family,
     Layout,
     add_keys,
     describe_rotary,
-    logger,
     read_decoder,
     read_experts,
     refuse_unless,
@@ -36,7 +34,6 @@ from .base import (
 from .llama import BESIDE_MLP, MODULES, OURS, SELF, Modules
 from .qwen import EXPERTS, HEAD_NORMS, SHARED, describe_sizes, refuse_uneven_layers
 
-MTP = "mtp."  # what the names of the layers that draft begin with
 _ATTENTION, _LINEAR = SELF + "self_attn.", SELF + "linear_attn."
 _OURS_LINEAR = OURS + "linear_attention"
 Runs = list[tuple[int, int]]  # first row and number of rows, one run below the other
@@ -116,19 +113,11 @@ def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
 
 
 def prepare(folder: HfFolder, dtype: str) -> HfFolder:
-    """Return the folder with the names of `_SHARED_MODULES`, and say what is left out.
+    """Return the folder with the names of `_SHARED_MODULES`.
 
     q_proj has each head's query and its gate one below the other. Qwen3-Next has queries, keys,
     values and gates of each key head together. The convolution becomes a vector.
     """
-    drafting = [name for name in folder.tensors if name.startswith(MTP)]
-    if drafting:
-        logger.info(
-            "%s: %d tensors of layers that draft (%s*) are left out",
-            folder.path,
-            len(drafting),
-            MTP,
-        )
     reader = ConfigReader(folder.config, folder.path / "config.json")
     heads, size = reader.get_int("num_attention_heads"), reader.get_int("head_dim", 256)
     sizes = read_linear(reader)
@@ -137,8 +126,6 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     replaced = []
     for name, info in folder.tensors.items():
         stem, _, kind = name.rpartition(".")
-        if name.startswith(MTP):
-            continue
         found = _divide(stem.rpartition(".")[2], heads, size, sizes)
         if found is None or kind not in ("weight", "bias"):
             continue
@@ -225,7 +212,6 @@ def describe_linear(model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 _COMMON: Mapping[str, Any] = {
     "prefixes": ("model.", "model.language_model.", ""),
-    "ignored": (*ROTARY_BUFFERS, f"{MTP}*"),
     "prepare": prepare,
 }
 _MIXTURE_MODULES = BESIDE_MLP | HEAD_NORMS | EXPERTS | SHARED | _SHARED_MODULES

@@ -52,7 +52,7 @@ class DraftNet:
         net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
         """
         net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
-        named = name_decoder_tensors(own, weights, net.num_hidden_layers)
+        named = name_decoder_tensors(own, weights, net)
         self.decoder = Decoder(
             net, named, num_positions=num_positions,
             device=device, prepack=prepack, kernels=kernels,
@@ -87,7 +87,7 @@ class DraftNet:
 
 
 def name_decoder_tensors(
-    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], num_layers: int
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], net: ModelConfig
 ) -> dict[str, Tensor]:
     """A drafter's tensors by the names of a decoder's; its embedding the target's where equal."""
     decoder = {
@@ -98,10 +98,12 @@ def name_decoder_tensors(
     decoder |= {name: own[name] for name in own if name.startswith("lm_head.")}
     if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
-    for layer in range(num_layers):
-        mlp = f"transformer.layers.{layer}.mlp."
-        for name in [name for name in decoder if name.startswith(f"{mlp}fc.")]:
-            stacked = (decoder.pop(name), decoder.pop(name.replace(".fc.", ".gate.")))
+    if net.arithmetic.mlp in ("gated", "fused"):
+        for name in [name for name in decoder if ".mlp.fc." in name]:
+            parts = (
+                [name] if net.arithmetic.mlp == "fused" else [name, name.replace(".fc.", ".gate.")]
+            )
+            stacked = [decoder.pop(part) for part in parts]
             decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
     return decoder
 

@@ -19,7 +19,7 @@ TENSORRT_LLM = "tensorrt-llm"  # the backend of engine folders that name none
 TORCH, TENSORRT = "torch", "tensorrt"
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"
-REDRAFTER, MEDUSA, EAGLE, DFLASH = "redrafter", "medusa", "eagle", "dflash"
+REDRAFTER, MEDUSA, EAGLE, DFLASH, MTP = "redrafter", "medusa", "eagle", "dflash", "mtp"
 TOKENIZER, ADAPTER, GGUF, EMPTY = "tokenizer", "adapter", "gguf", "empty"
 NAMES = {
     ENGINE: "an engine folder",
@@ -29,6 +29,7 @@ NAMES = {
     MEDUSA: "a folder of Medusa heads",
     EAGLE: "the folder of an EAGLE drafter",
     DFLASH: "the folder of a DFlash drafter",
+    MTP: "the folder of a head for multi-token prediction",
     TOKENIZER: "the folder of a tokenizer without a model",
     ADAPTER: "the folder of a LoRA adapter",
     GGUF: "a folder of GGUF files",
@@ -41,7 +42,7 @@ MAKERS = {
 # The option of specdec-convert for each kind of drafter, and what a folder of it holds.
 FLAGS = {
     REDRAFTER: "drafter-model-dir", MEDUSA: "medusa-model-dir", EAGLE: "eagle-model-dir",
-    DFLASH: "dflash-model-dir",
+    DFLASH: "dflash-model-dir", MTP: "mtp-model-dir",
 }  # fmt: skip
 DRAFTERS = tuple(FLAGS)
 NEEDS = {
@@ -49,6 +50,7 @@ NEEDS = {
     MEDUSA: "medusa_lm_head.safetensors or .pt, or tensors N.N.linear.weight alone",
     EAGLE: "fc.weight beside layers.N.* or midlayer.* (EAGLE-1 to 3, P-EAGLE)",
     DFLASH: "fc.weight and hidden_norm.weight (DFlash, DSpark)",
+    MTP: "mtp.fc.weight, model.layers.N.eh_proj.weight or model.mtp_layers.0.input_proj.weight",
 }
 # What to do with a folder of each kind.
 USES = {
@@ -97,6 +99,7 @@ _TARGET = re.compile(r"(model|transformer|language_model)\.")
 _BARE_TARGET = re.compile(r"(wte|decoder|h\.\d+)\.")
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
 # A name in a pickle: not those of storages and devices.
+MTP_SIGN = re.compile(r"mtp\.fc|model\.layers\.\d+\.eh_proj|model\.mtp_layers\.0\.input_proj")
 _TENSOR = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)+|d2t|t2d|mask_hidden")
 GGUF_MAGIC = b"GGUF"
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -252,6 +255,8 @@ def find_signs(
         signs[MEDUSA] = heads[0]
     elif REDRAFTER not in signs and tensors and all(_MEDUSA.match(name) for name in tensors):
         signs[MEDUSA] = min(tensors)
+    if heads := [name for name in tensors if MTP_SIGN.match(name)]:
+        signs[MTP] = min(heads)
     if together := [name for name in tensors if name.startswith("eagle_module.")]:
         signs[EAGLE] = together[0]
     elif "fc.weight" in tensors and "hidden_norm.weight" in tensors:
@@ -274,6 +279,8 @@ def recognize_drafter(folder: Path, flag: str) -> str:
     if look.error is not None:
         raise look.error
     found, signs = look.kind, look.find_signs()
+    if found == MODEL:  # a model's own head drafts for itself alone
+        signs.pop(MTP, None)
     if len(signs) == 1 and found in (None, MODEL, *signs):
         return next(iter(signs))
     if found == MODEL and not signs:

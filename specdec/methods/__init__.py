@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 from specdec.errors import SpecDecError, UsageError
 from specdec.options import get_flags, name_flag
 
-from . import dflash, draft_target, eagle, lookahead, medusa, prompt_lookup, redrafter, suffix
+from . import (
+    dflash,
+    draft_target,
+    eagle,
+    lookahead,
+    medusa,
+    mtp,
+    prompt_lookup,
+    redrafter,
+    suffix,
+)
 from .base import DrafterParams, Method
 from .budget import BudgetDraft
 from .chain import ChainDraft
@@ -34,7 +44,7 @@ S = TypeVar("S")
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
     for module in (
-        redrafter, medusa, eagle, dflash, draft_target, prompt_lookup, suffix, lookahead,
+        redrafter, medusa, eagle, dflash, mtp, draft_target, prompt_lookup, suffix, lookahead,
     )
 }
 # fmt: on

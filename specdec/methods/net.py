@@ -1,4 +1,4 @@
-"""Drafters that have decoder layers of their own: EAGLE's and DFlash's."""
+"""Drafters that have decoder layers of their own: EAGLE's, DFlash's and MTP's."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class NetParams(DrafterParams):
     def list_net_tensors(self, model: ModelConfig, width: int) -> dict[str, TensorSpec]:
         """The tensors that all these drafters have. width: of what `fc` reads."""
         net = self.make_net_model(model)
-        hidden, own = net.hidden_size, self.draft_vocab_size
+        hidden, own = net.hidden_size, net.vocab_size
         shard = list_target_tensors(model)[EMBEDDING].shard
         tensors = {
             "drafter.vocab_embedding.weight": TensorSpec((model.vocab_size, hidden), shard),

@@ -11,12 +11,13 @@ from specdec.model.linear_attention import LinearAttention
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
-# The nets of EAGLE, its first, and of DFlash; what a reduced vocabulary adds to a drafted token.
-EAGLE_NET, DFLASH_NET = "eagle_nets.0.", "dflash."
+# The nets of EAGLE, its first, of DFlash and MTP; what a reduced vocabulary adds to a drafted
+# token.
+EAGLE_NET, DFLASH_NET, MTP_NET = "eagle_nets.0.", "dflash.", "mtp."
 # DSpark's two matrices of DFlash's: a row for the token before, and a head that reads that.
 MARKOV_EMBEDDING, MARKOV_HEAD = "markov.vocab_embedding.weight", f"markov.{HEAD}"
 OFFSETS = "d2t"
-EAGLE_OFFSETS, DFLASH_OFFSETS = EAGLE_NET + OFFSETS, DFLASH_NET + OFFSETS
+NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET))
 # What a token's choice among a layer's experts is computed with.
 ROUTER = "mlp.router.weight"
 # What the names of a layer of linear attention begin with, within the layer.
@@ -252,4 +253,4 @@ def get_stored_dtype(name: str, dtype: str) -> str:
     """The type that a tensor is stored in alongside weights of `dtype`."""
     if name.endswith((f".{ROUTER}", f".{LINEAR_MODULE}A_log", f".{LINEAR_MODULE}dt_bias")):
         return "float32"
-    return "int64" if name in (EAGLE_OFFSETS, DFLASH_OFFSETS) else dtype
+    return "int64" if name in NETS_OFFSETS else dtype

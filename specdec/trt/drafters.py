@@ -200,7 +200,7 @@ class _EagleWriter:
             self._own |= {
                 "drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank
             }  # fmt: skip
-        self._named = name_decoder_tensors(self._own, weights, self.net.num_hidden_layers)
+        self._named = name_decoder_tensors(self._own, weights, self.net)
 
     def _norm(self, x: Any, name: str) -> Any:
         return self._writer.rms_norm(x, self._own[f"drafter.{name}"], self.net.norm_epsilon)
@@ -360,4 +360,4 @@ def name_unknown(drafter: DrafterParams | None) -> str | None:
     """The name of a drafter that there is no network of; None of any other."""
     if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
         return "P-EAGLE"
-    return None if drafter is None or type(drafter) in PREFIXES else "DFlash"
+    return None if type(drafter) in PREFIXES else getattr(drafter, "TITLE", None)

@@ -38,7 +38,7 @@ PAIRS: dict[str, dict[str, dict[str, Pair]]] = {
     },
 }
 # Drafters that no line has for any target.
-NOWHERE = ("EAGLE-3", "DFlash")
+NOWHERE = ("EAGLE-3", "DFlash", "MTP")
 
 
 def find_pair(label: str, method: str, target: str) -> Pair | None:

@@ -20,6 +20,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.convert.conftest import Converter
 from tests.convert.test_eagle import copy_drafter, to_safeailab, to_specforge, to_speculators
@@ -93,6 +94,8 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
         f"DFlash {form}": ("dflash_model_dir", make_form(form))
         for form in ("z-lab", "speculators", "deepspec")
     },
+    "MTP": ("mtp_model_dir", lambda p: make_mtp_head(
+        p, make_llama(p, vocab=131, layers=LAYERS, name="like"))),
 }  # fmt: skip
 
 

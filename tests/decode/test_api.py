@@ -29,6 +29,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
     make_tokenizer,
 )
 from tests.engines import call, continue_greedily, make_engine
@@ -65,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("medusa", ("--medusa-model-dir", heads)),
         ("eagle", ("--eagle-model-dir", eagle, "--num-eagle-layers", 2)),
         ("dflash", ("--dflash-model-dir", dflash)),
+        ("mtp", ("--mtp-model-dir", make_mtp_head(parent, parent / "target"))),
     ):
         checkpoint = parent / f"{name}-ckpt"
         call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
@@ -100,12 +102,12 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
         method, options = "redrafter", options | {"speculation": False}
     if options.get("speculation", True):  # draft in every step, whether it pays or not
         options = {"draft_budget": "fixed"} | options
-    name = f"{method}-engine" if method in ("medusa", "eagle", "dflash") else method
+    name = f"{method}-engine" if method in ("medusa", "eagle", "dflash", "mtp") else method
     return Engine.load(folder / name, device="cpu", **options)
 
 
 METHODS = [
-    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "draft_target",
+    "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "mtp", "draft_target",
     "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 from specdec.decode.drafters.eagle import EagleProposer
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
-from specdec.model.tensors import EAGLE_OFFSETS
+from specdec.model.tensors import EAGLE_NET, OFFSETS
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.engines import call, make_engine
 from tests.parity.models import VOCAB, make_model
@@ -39,7 +39,7 @@ def test_offsets_beyond_the_vocabulary(place: int, value: int, fact: str, tmp_pa
     path = engine / "weights.safetensors"
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
-    start, _ = json.loads(data[8 : 8 + size])[EAGLE_OFFSETS]["data_offsets"]
+    start, _ = json.loads(data[8 : 8 + size])[EAGLE_NET + OFFSETS]["data_offsets"]
     at = 8 + size + start + 8 * place
     data[at : at + 8] = np.int64(value).tobytes()
     path.write_bytes(data)

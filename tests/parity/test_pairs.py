@@ -34,6 +34,7 @@ from tests.conftest import (
     make_drafter,
     make_eagle_drafter,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.covering import cover
 from tests.engines import call
@@ -68,15 +69,19 @@ DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "dspark": ("dflash", lambda parent: make_dflash_drafter(
         parent, vocab=VOCAB, form="deepspec", markov_rank=8, aux_layers=(0,), scale=2.0,
         num_target_layers=None, input_embedding_scale=0.5, name="dspark")),
+    "mtp": ("mtp", lambda target: make_mtp_head(target.parent, target, name=f"{target.name}-mtp")),
 }  # fmt: skip
 TITLES = {
     "redrafter": "ReDrafter", "medusa": "Medusa", "eagle": "EAGLE-1", "eagle3": "EAGLE-3",
-    "p-eagle": "EAGLE-3", "dflash": "DFlash", "dspark": "DFlash",
+    "p-eagle": "EAGLE-3", "dflash": "DFlash", "dspark": "DFlash", "mtp": "MTP",
 }  # fmt: skip
-NOWHERE = ("eagle3", "p-eagle", "dflash", "dspark")  # which no line has for any target
+NOWHERE = ("eagle3", "p-eagle", "dflash", "dspark", "mtp")  # which no line has for any target
 # DSpark's Markov head adds to what a head says: these do more than multiply. P-EAGLE's masks are
-# alongside embeddings, which some of these scale.
-SOME = {"dspark": ("Llama", "Gemma2", "Granite", "Phi"), "p-eagle": ("Llama", "Gemma2")}
+# alongside embeddings, which some of these scale. A head for MTP is a layer of the target's own.
+SOME = {
+    "dspark": ("Llama", "Gemma2", "Granite", "Phi"), "p-eagle": ("Llama", "Gemma2"),
+    "mtp": ("Llama", "Qwen", "Gemma", "Granite", "Phi3", "SmolLM3", "Mixtral", "Mistral"),
+}  # fmt: skip
 WITHOUT = [name for name, method in METHODS.items() if method.source != "checkpoint"]
 MakeEngine = Callable[..., Path]
 
@@ -109,14 +114,15 @@ def make(get_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     kind: of its drafter; None for an engine that another drafts for, "" for one that does that.
     """
     parent = tmp_path_factory.mktemp("engines")
-    drafters = {name: do(parent / "drafters") for name, (_, do) in DRAFTERS.items()}
+    drafters = {n: do(parent / "drafters") for n, (_, do) in DRAFTERS.items() if n != "mtp"}
 
     @functools.cache
     def make(name: str, kind: str | None, *flags: object, optimize: str = "auto") -> Path:
         folder = parent / f"{name}-{kind}-{len(flags)}-{optimize}"
         with_drafter: list[object] = []
         if kind:
-            with_drafter = [f"--{DRAFTERS[kind][0]}-model-dir", drafters[kind]]
+            drafter = drafters.get(kind) or DRAFTERS[kind][1](get_target(name))
+            with_drafter = [f"--{DRAFTERS[kind][0]}-model-dir", drafter]
         call(
             "convert", "--model-dir", get_target(name), "--output-dir", folder / "checkpoint",
             *with_drafter, *flags,

@@ -37,11 +37,12 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine, run_here
 
 METHODS = (
-    "draft tree", "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash",
+    "draft tree", "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash", "mtp",
     "prompt_lookup", "suffix", "lookahead",
 )  # fmt: skip
 
@@ -90,6 +91,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = make_tree_engine("eagle", parent / name, target, drafter)
     dflash = make_dflash_drafter(parent, scale=2.0)
     found["dflash"] = make_tree_engine("dflash", parent / "dflash-engine", target, dflash)
+    found["mtp"] = make_tree_engine("mtp", parent / "mtp", target, make_mtp_head(parent, target))
     for name in ("redrafter tree", "prompt_lookup", "suffix", "lookahead"):
         found[name] = found["redrafter"]
     found["draft tree"] = parent / "pair"
@@ -165,7 +167,7 @@ def test_the_text_is_that_of_plain_decoding(
         drafted = sum(r.stats.num_draft_tokens for r in results)
         assert drafted > 0 or method in ("prompt_lookup", "suffix")
     assert 0.2 < sum(chosen) / len(chosen) < 0.8
-    assert engine.proposer.follows_prompts == method.startswith(("eagle", "dflash"))
+    assert engine.proposer.follows_prompts == method.startswith(("eagle", "dflash", "mtp"))
     assert engine.proposer.is_indivisible == (method == "lookahead")
 
 

@@ -28,6 +28,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine
 
@@ -54,6 +55,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["eagle"] = make_tree_engine("eagle", parent / "e", target, eagle)
     dflash = make_dflash_drafter(parent, scale=2.0)
     found["dflash"] = make_tree_engine("dflash", parent / "f", target, dflash)
+    found["mtp"] = make_tree_engine("mtp", parent / "p", target, make_mtp_head(parent, target))
     call("convert", "--model-dir", target, "--output-dir", parent / "plain-ckpt")
     call(
         "build", "--checkpoint-dir", parent / "plain-ckpt", "--output-dir", parent / "plain",
@@ -87,6 +89,7 @@ CHAINS = (
     ("medusa", "prompt_lookup,medusa", LOOKUP),
     ("eagle", "suffix,eagle", SUFFIX),
     ("dflash", "suffix+dflash", SUFFIX),
+    ("mtp", "suffix,mtp", SUFFIX),
     ("plain", "suffix,draft_target", SUFFIX),
     ("plain", "prompt_lookup,draft_target", LOOKUP),
     ("redrafter", "suffix+redrafter", SUFFIX),
@@ -117,7 +120,7 @@ def test_the_text_is_that_of_plain_decoding(
     engine = load(engines, name, chain, **options)
     assert engine.method == engine.describe()["method"] == chain
     assert isinstance(engine.proposer, PacedDrafter)
-    assert engine.proposer.follows_prompts == (name in ("eagle", "dflash"))
+    assert engine.proposer.follows_prompts == (name in ("eagle", "dflash", "mtp"))
     chance, chosen = random.Random(chain), []
 
     def choose(*_: Any) -> bool:

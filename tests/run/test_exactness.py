@@ -24,7 +24,13 @@ from specdec.engine.tree import Tree
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
+from tests.conftest import (
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_medusa_heads,
+    make_mtp_head,
+)
 from tests.engine.kernels import FORMS, needs_compiler
 from tests.engines import OracleProposer, call, continue_greedily, make_engine
 from tests.families import make_hybrid
@@ -115,7 +121,7 @@ def test_redrafter_equals_transformers(
     [
         (shape, method, ("none", "auto")[(row + column) % 2])
         for row, shape in enumerate(TARGETS)
-        for column, method in enumerate(("medusa", "eagle", "eagle3"))
+        for column, method in enumerate(("medusa", "eagle", "eagle3", "mtp"))
     ],
     indirect=["target"],
 )
@@ -125,6 +131,8 @@ def test_heads_and_eagle_equal_transformers(
     prompts, expected = reference(target)
     if method == "medusa":
         drafter = make_medusa_heads(tmp_path, scale=3.0)
+    elif method == "mtp":
+        drafter = make_mtp_head(tmp_path, target)
     else:
         drafter = make_eagle_drafter(tmp_path, version=3 if method == "eagle3" else 1, scale=2.0)
     name = method.rstrip("3")

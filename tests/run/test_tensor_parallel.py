@@ -45,6 +45,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
     read_error_lines,
     run_cli,
 )
@@ -54,7 +55,7 @@ EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
 METHODS = [
     "target", "redrafter", "redrafter dynamic", "medusa", "eagle", "eagle dynamic", "eagle3",
-    "dflash", "prompt_lookup", "suffix", "lookahead",
+    "dflash", "mtp", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 
 
@@ -85,6 +86,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eagle3": ("--model-dir", target, "--eagle-model-dir", eagle3),
         "dflash": (
             "--model-dir", target, "--dflash-model-dir", dflash, "--use-parallel-embedding",
+        ),
+        "mtp": (
+            "--model-dir", target, "--mtp-model-dir", make_mtp_head(parent, target),
+            "--use-parallel-embedding",
         ),
         "draft": ("--model-dir", parent / "draft"),
     }  # fmt: skip

@@ -20,6 +20,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.engines import call, run_cli_here, run_here
 from tests.parity.models import make_model
@@ -154,6 +155,7 @@ def test_drafters_without_a_network_are_refused(tmp_path: Path) -> None:
     target = make_llama(tmp_path, layers=3)
     for name, drafter in {
         "DFlash": make_dflash_drafter(tmp_path),
+        "MTP": make_mtp_head(tmp_path, target),
         "P-EAGLE": make_eagle_drafter(tmp_path, version=3, mask_token_id=9),
     }.items():
         call(

@@ -9,6 +9,7 @@ places of a tree by then, which know nothing of one another's tokens: any may fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from specdec.decode.drafters.levels import (
     DynamicTree,
     Level,
     TreeDraft,
+    TreeNet,
     read_temperatures,
 )
 from specdec.decode.drafters.trees import (
@@ -199,7 +201,7 @@ class _TrueFeatures:
 
     observed: Tensor | None = None
 
-    def __init__(self, net: EagleNet, features: Tensor) -> None:
+    def __init__(self, net: PairNet, features: Tensor) -> None:
         self.net, self.features = net, features
 
     @property
@@ -233,56 +235,31 @@ def make_proposer(context: DraftContext) -> EagleProposer:
     return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 
-class EagleProposer(StateKeeper):
-    """Proposes a static or a dynamic tree; keeps the target's features of all committed tokens."""
+class PairNet(TreeNet, Protocol):
+    """A drafter's layers that run pairs of a feature and the token after it."""
+
+    decoder: Decoder
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def make_features(self, states: Tensor) -> Tensor:
+        """Features [..., D] from what is read of the target [..., F]."""
+        ...
+
+
+class PairProposer(StateKeeper):
+    """Proposes what a drafter of pairs does; keeps the features of all committed tokens."""
+
+    net: PairNet
+    tree: StaticTree | DynamicTree
 
     def __init__(
-        self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None, *,
-        has_budget: bool = False,
-    ) -> None:  # fmt: skip
-        """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
+        self, net: PairNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
+    ) -> None:
+        """layers, title: as in `StateKeeper`."""
+        super().__init__(decoder, layers, title)
         self.net = net
-        self.params = net.params
-        self._is_small = decoder.device.type == "cpu"
-        self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
-        eagle3 = self.params.eagle3
-        super().__init__(decoder, None if eagle3 is None else eagle3.aux_layers, "EAGLE-3")
-        if options is None:
-            choices = None if eagle3 is not None else self._choose_static()
-            options = EagleOptions(choices=choices)
-        if options.choices is None:
-            self.use_dynamic_tree(options.top_k, options.num_tokens)
-        else:
-            self.use_choices(options.choices)
-
-    def use_choices(self, choices: Choices) -> None:
-        """Propose this tree of ranks from now on; raise SpecDecError if the engine has no room."""
-        check_choices(choices, self.params)
-        self._use(StaticTree(choices))
-
-    def use_dynamic_tree(self, top_k: int | None = None, num_tokens: int | None = None) -> None:
-        """Grow trees as EAGLE-2 does from now on; raise SpecDecError beyond the engine's limits."""
-        params = self.params
-        most = count_top_k(params)
-        if top_k is None:
-            top_k = min(most, DEFAULT_CPU_TOP_K) if self._is_small else most
-        if num_tokens is None:
-            num_tokens = params.max_draft_len
-            num_tokens = min(num_tokens, self._most_tokens) if self._is_small else num_tokens
-        check_top_k(top_k, params)
-        check_num_tokens("--eagle-tree-tokens", num_tokens, params.max_draft_len, "--max-draft-len")
-        self._use(DynamicTree(top_k=top_k, depth=params.max_draft_depth, num_tokens=num_tokens))
-
-    def _choose_static(self) -> Choices:
-        params = self.params
-        if self._is_small:
-            num_tokens = min(self._most_tokens, params.max_draft_len)
-            return grow_choices(params.num_eagle_layers, num_tokens, params.draft_vocab_size)
-        fitting = [
-            path for path in PUBLISHED_CHOICES
-            if len(path) <= params.num_eagle_layers and max(path) < params.draft_vocab_size
-        ]  # fmt: skip
-        return tuple(fitting[: params.max_draft_len])
 
     def _use(self, tree: StaticTree | DynamicTree) -> None:
         self.tree = tree
@@ -321,31 +298,127 @@ class EagleProposer(StateKeeper):
         """
         rows = list_rows(requests)
         texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
-        roots = np.array([text[-1] for text in texts], np.int64)
         pairs = _TrueFeatures(self.net, self._features)
         ready = self._read_prompts(pairs, rows, [text[1:] for text in texts])
         candidates = [Candidates(make_root(text[-1])) for text in texts]
-        if ready and self.params.mask_token_id is not None:
-            hidden = self._run_masked(pairs, rows[ready], [texts[at][1:] for at in ready])
-            ranked = to_host(*self.net.rank_tokens(hidden, self.tree.max_width))
-            for at, found in zip(
-                ready, self.tree.grow(PassDraft(roots[ready], *ranked)), strict=True
-            ):
-                candidates[at] = found
-        elif ready:
-            hidden = fill_cache(
-                pairs, self._cache, rows[ready].tolist(), [texts[at][1:] for at in ready],
-                MAX_PASS_TOKENS,
-            )  # fmt: skip
-            temperatures = read_temperatures([requests[at] for at in ready])
-            draft = TreeDraft(
-                self.net, self._cache, rows[ready], roots[ready], hidden, temperatures,
-                self.min_gain,
-            )  # fmt: skip
-            for at, found in zip(ready, self.tree.grow(draft), strict=True):
-                candidates[at] = found
-            self.num_levels = draft.num_levels
+        if ready:
+            found = self._draft(
+                pairs, [requests[at] for at in ready], rows[ready], [texts[at] for at in ready]
+            )
+            for at, own in zip(ready, found, strict=True):
+                candidates[at] = own
         return candidates
+
+    def _draft(
+        self, pairs: _TrueFeatures, requests: Sequence[ActiveRequest], rows: IntArray,
+        texts: Sequence[Sequence[int]],
+    ) -> list[Candidates]:  # fmt: skip
+        """Run the new pairs, then the levels of a tree below the last of each row."""
+        follow = [text[1:] for text in texts]
+        hidden = fill_cache(pairs, self._cache, rows.tolist(), follow, MAX_PASS_TOKENS)
+        draft = TreeDraft(
+            self.net, self._cache, rows, np.array([text[-1] for text in texts], np.int64), hidden,
+            read_temperatures(requests), self.min_gain,
+        )  # fmt: skip
+        found = self.tree.grow(draft)
+        self.num_levels = draft.num_levels
+        return found
+
+    def _read_prompts(
+        self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Run pairs of prompts up to `max_prefill`; return the places of those all of whose are.
+
+        What a step has brought a row itself is left for its draft.
+        """
+        ready, pieces = self._plan_reading(self._list_unread(rows, [*map(len, texts)]))
+        self._read(rows[[*pieces, *ready]].tolist())
+        for at, count in pieces.items():
+            known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
+            fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
+        return ready
+
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of the texts whose pairs were not run."""
+        lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
+        return sum(self._list_unread(list_rows(requests), lengths))
+
+    def _list_unread(self, rows: IntArray, lengths: Sequence[int]) -> list[int]:
+        """How many pairs each row lacks, but those that a step has brought."""
+        own = self.max_draft_depth + 1
+        past = self._cache.past_lens[rows].tolist()
+        return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
+
+    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
+        """Keep the features of some tokens."""
+        device = self._features.device
+        at = to_device(rows, device), to_device(places, device)
+        self._features[at] = self.net.make_features(states)
+
+
+class EagleProposer(PairProposer):
+    """Proposes a static or a dynamic tree."""
+
+    net: EagleNet
+
+    def __init__(
+        self, net: EagleNet, decoder: Decoder, options: EagleOptions | None = None, *,
+        has_budget: bool = False,
+    ) -> None:  # fmt: skip
+        """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
+        self.params = net.params
+        self._is_small = decoder.device.type == "cpu"
+        self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
+        eagle3 = self.params.eagle3
+        layers = None if eagle3 is None else eagle3.aux_layers
+        super().__init__(net, decoder, layers, "EAGLE-3")
+        if options is None:
+            choices = None if eagle3 is not None else self._choose_static()
+            options = EagleOptions(choices=choices)
+        if options.choices is None:
+            self.use_dynamic_tree(options.top_k, options.num_tokens)
+        else:
+            self.use_choices(options.choices)
+
+    def use_choices(self, choices: Choices) -> None:
+        """Propose this tree of ranks from now on; raise SpecDecError if the engine has no room."""
+        check_choices(choices, self.params)
+        self._use(StaticTree(choices))
+
+    def use_dynamic_tree(self, top_k: int | None = None, num_tokens: int | None = None) -> None:
+        """Grow trees as EAGLE-2 does from now on; raise SpecDecError beyond the engine's limits."""
+        params = self.params
+        most = count_top_k(params)
+        if top_k is None:
+            top_k = min(most, DEFAULT_CPU_TOP_K) if self._is_small else most
+        if num_tokens is None:
+            num_tokens = params.max_draft_len
+            num_tokens = min(num_tokens, self._most_tokens) if self._is_small else num_tokens
+        check_top_k(top_k, params)
+        check_num_tokens("--eagle-tree-tokens", num_tokens, params.max_draft_len, "--max-draft-len")
+        self._use(DynamicTree(top_k=top_k, depth=params.max_draft_depth, num_tokens=num_tokens))
+
+    def _choose_static(self) -> Choices:
+        params = self.params
+        if self._is_small:
+            num_tokens = min(self._most_tokens, params.max_draft_len)
+            return grow_choices(params.num_eagle_layers, num_tokens, params.draft_vocab_size)
+        fitting = [
+            path for path in PUBLISHED_CHOICES
+            if len(path) <= params.num_eagle_layers and max(path) < params.draft_vocab_size
+        ]  # fmt: skip
+        return tuple(fitting[: params.max_draft_len])
+
+    def _draft(
+        self, pairs: _TrueFeatures, requests: Sequence[ActiveRequest], rows: IntArray,
+        texts: Sequence[Sequence[int]],
+    ) -> list[Candidates]:  # fmt: skip
+        if self.params.mask_token_id is None:
+            return super()._draft(pairs, requests, rows, texts)
+        hidden = self._run_masked(pairs, rows, [text[1:] for text in texts])
+        ranked = to_host(*self.net.rank_tokens(hidden, self.tree.max_width))
+        roots = np.array([text[-1] for text in texts], np.int64)
+        return self.tree.grow(PassDraft(roots, *ranked))
 
     def _run_masked(
         self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
@@ -379,34 +452,3 @@ class EagleProposer(StateKeeper):
         for row, end in zip(rows.tolist(), ends, strict=True):
             self._cache.copy_prefix(row, row, end)
         return hidden
-
-    def _read_prompts(
-        self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """Run pairs of prompts up to `max_prefill`; return the places of those all of whose are.
-
-        What a step has brought a row itself is left for its draft.
-        """
-        ready, pieces = self._plan_reading(self._list_unread(rows, [*map(len, texts)]))
-        self._read(rows[[*pieces, *ready]].tolist())
-        for at, count in pieces.items():
-            known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
-            fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
-        return ready
-
-    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of the texts whose pairs were not run."""
-        lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
-        return sum(self._list_unread(list_rows(requests), lengths))
-
-    def _list_unread(self, rows: IntArray, lengths: Sequence[int]) -> list[int]:
-        """How many pairs each row lacks, but those that a step has brought."""
-        own = self.max_draft_depth + 1
-        past = self._cache.past_lens[rows].tolist()
-        return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
-
-    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
-        """Keep the features of some tokens."""
-        device = self._features.device
-        at = to_device(rows, device), to_device(places, device)
-        self._features[at] = self.net.make_features(states)
