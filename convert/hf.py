@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.folders import (
@@ -198,9 +200,16 @@ class GgufFolder(HfFolder):
         self._holders = dict.fromkeys(self.tensors, self._model)
         self._open_files = [self._model]
 
-    def raw(self, name: str) -> tuple[int, tuple[int, ...], Any]:
-        """A tensor as it is stored: see `GgufModel.raw`."""
-        return self._model.raw(self._stored.get(name, name))
+    def raw(self, name: str) -> tuple[Any, tuple[int, ...], Any] | None:
+        """A tensor as it is stored: see `GgufModel.raw`. None of one that is computed."""
+        if name not in self.computed:
+            return self._model.raw(self._stored.get(name, name))
+        runs = getattr(self._holders[name], "runs", {})
+        if name not in runs:
+            return None
+        own, parts = runs[name]
+        rows = np.concatenate([np.arange(first, first + count) for first, count in parts])
+        return self._model.raw(self._stored.get(own, own), rows)
 
 
 def read_index(path: Path) -> dict[str, set[str]]:

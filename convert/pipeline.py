@@ -294,10 +294,9 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
 
 
 def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:
-    """Whether a checkpoint keeps the blocks of a GGUF file: not of experts and hybrids yet."""
+    """Whether a checkpoint keeps the blocks of a GGUF file: not of experts yet."""
     is_plain = settings.dequantize or bool(settings.quantization or settings.lora_dir)
-    is_known = model.experts is None and model.linear_attention is None
-    return isinstance(folder, GgufFolder) and is_known and not is_plain
+    return isinstance(folder, GgufFolder) and model.experts is None and not is_plain
 
 
 def check_experts(

@@ -163,7 +163,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
         ]
         return np.concatenate(parts)
 
-    return folder.substitute(Computed(folder, infos, compute), replaced)
+    return folder.substitute(Computed(folder, infos, compute, sources), replaced)
 
 
 def _divide(module: str, heads: int, size: int, sizes: LinearAttention) -> dict[str, Runs] | None:

@@ -79,9 +79,10 @@ def _find_kinds(tensor: PlannedTensor | None, folder: GgufFolder) -> dict[str, i
     for piece in tensor.pieces:
         if piece.is_transposed or piece.added or piece.block is None:
             return None
-        if piece.name in folder.computed:
-            return None
-    kinds = {piece.name: int(folder.raw(piece.name)[0]) for piece in tensor.pieces}
+    kinds = {}
+    for piece in tensor.pieces:
+        kind, _, rows = folder.raw(piece.name) or (-1, (), None)
+        kinds[piece.name] = -1 if rows is None else int(kind)
     return kinds if set(kinds.values()) <= set(TYPES) else None
 
 
@@ -96,7 +97,7 @@ def _plan_blocks(
     rows, types = [], []
     for piece in tensor.pieces:
         assert piece.block is not None
-        kind, (height, depth), _ = folder.raw(piece.name)
+        kind, (height, depth), _ = _open(piece.name, folder)
         columns = piece.block.columns or (0, depth)
         _check_columns(module, columns, TYPES[kind], folder, model)
         blocks = _open_rows(piece.name, folder, columns, width)
@@ -125,9 +126,15 @@ def _check_columns(
         )
 
 
+def _open(name: str, folder: GgufFolder) -> tuple[Any, tuple[int, ...], Any]:
+    found = folder.raw(name)
+    assert found is not None  # see _find_kinds
+    return found
+
+
 def _open_rows(name: str, folder: GgufFolder, columns: tuple[int, int], width: int) -> Computed:
     """Rows of blocks that hold some columns, with zeros behind them up to a width."""
-    kind, (height, _), rows = folder.raw(name)
+    kind, (height, _), rows = _open(name, folder)
     first, last = (TYPES[kind].count_bytes(column) for column in columns)
 
     def read(_: str, start: int, stop: int, unused: tuple[int, int] | None) -> Array:
@@ -138,7 +145,7 @@ def _open_rows(name: str, folder: GgufFolder, columns: tuple[int, int], width: i
 
 
 def _open_types(name: str, folder: GgufFolder, height: int) -> Computed:
-    kind = int(folder.raw(name)[0])
+    kind = int(_open(name, folder)[0])
 
     def read(_: str, start: int, stop: int, unused: tuple[int, int] | None) -> Array:
         return np.full(stop - start, kind, np.uint8)
@@ -154,8 +161,8 @@ def _report(
     counts = []
     for modules in (kept, plain):
         pieces = [piece for module in modules for piece in rank[f"{module}.weight"].pieces]
-        names = [folder.raw(p.name)[0].name for p in pieces if p.name not in folder.computed]
-        counts.append(collections.Counter(names))
+        found = [raw[0].name for p in pieces if (raw := folder.raw(p.name)) is not None]
+        counts.append(collections.Counter(found))
     if not set(counts[0] + counts[1]) <= set(PLAIN):
         told = [
             ", ".join(f"{name} ({n})" for name, n in sorted(each.items())) or "none"

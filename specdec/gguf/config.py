@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
-from specdec.model.config import FULL, SLIDING
+from specdec.model.config import FULL, LINEAR, SLIDING, list_layer_types
 from specdec.model.rotary_scaling import find_scaling_problems
 
 from .file import PLAIN, Stored, decode
@@ -28,6 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "rope.scaling.original_context_length": None, "attention.causal": (True,),
     "expert_count": (0,), "expert_used_count": (0,), "rope.scaling.attn_factor": (1.0,),
     "pooling_type": (0,), "nextn_predict_layers": (0,), "expert_group_count": (0,),
+    "rope.dimension_sections": None,  # of pictures: the three positions of a text are one
     "expert_gating_func": (0, 1), "expert_weights_scale": (0.0, 1.0),
 }  # fmt: skip
 
@@ -125,12 +126,16 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": data.get("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": data.need("feed_forward_length"),
+        "intermediate_size": data.get("feed_forward_length"),
         "max_position_embeddings": data.need("context_length"),
         "rope_theta": data.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": not data.has("output.weight"),
         "dtype": choose_dtype(data.tensors),
     }
+    if config["intermediate_size"] is None:
+        if not architecture.experts:
+            data.need("feed_forward_length")
+        del config["intermediate_size"]
     if data.name == "stablelm":
         config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
     else:
@@ -319,6 +324,35 @@ def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers of linear attention, and how many layers that draft stand behind the others."""
+    heads = data.need("ssm.time_step_rank")
+    drafting = data.get("nextn_predict_layers", 0)
+    num_layers = config["num_hidden_layers"] - drafting
+    interval = data.get("full_attention_interval", 4)
+    data.used.add("attention.recurrent_layers")
+    told = data.values.get(f"{data.name}.attention.recurrent_layers")
+    types = [FULL if kind == FULL else LINEAR for kind in list_layer_types(num_layers, interval)]
+    if isinstance(told, list):
+        types = [LINEAR if one else FULL for one in told[:num_layers]]
+    own = {
+        "num_hidden_layers": num_layers, "layer_types": types, "mtp_num_hidden_layers": drafting,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": data.need("ssm.conv_kernel"),
+        "linear_key_head_dim": data.need("ssm.state_size"),
+        "linear_value_head_dim": data.need("ssm.inner_size") // max(1, heads),
+        "linear_num_key_heads": data.need("ssm.group_count"), "linear_num_value_heads": heads,
+    }  # fmt: skip
+    if data.name == "qwen35":
+        return own
+    return own | {
+        "num_experts": data.need("expert_count"),
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "moe_intermediate_size": data.need("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": data.need("expert_shared_feed_forward_length"),
+    }
+
+
 def _read_seed_oss(data: Metadata, _: object) -> dict[str, Any]:
     return {
         "attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate"),
@@ -346,4 +380,6 @@ OWN: dict[str, Own] = {
     },
     "smollm3": lambda data, _: _read_biases(data, _) | {"no_rope_layer_interval": 4},
     "seed_oss": _read_seed_oss,
+    "qwen3_5_text": _read_hybrid,
+    "qwen3_5_moe_text": _read_hybrid,
 }  # fmt: skip

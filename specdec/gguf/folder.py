@@ -105,7 +105,7 @@ def write_files(model: GgufModel, folder: Path) -> None:
     if ends:
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(folder / "generation_config.json", ids)
-    if PREFIX + "model" in model.metadata and model.metadata[PREFIX + "model"] != "no_vocab":
+    if model.metadata.get(PREFIX + "model", "none") not in ("none", "no_vocab"):
         maker = TokenizerMaker(model.path, model.metadata)
         write_json(folder / "tokenizer.json", maker.make())
         max_length = model.config["max_position_embeddings"]

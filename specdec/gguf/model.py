@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from specdec.files.tensor_file import TensorInfo
 
 from .config import Metadata, find_architecture, read_config
 from .file import PLAIN, Stored, decode, import_gguf, merge_tensors, open_parts
-from .names import NAMES, Architecture, separate
+from .names import MTP_NAMES, NAMES, Architecture, separate
 from .special import read_special
 
-LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias|)")
+SIZED = ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj")  # of linear attention, by a head's size
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -27,26 +28,27 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 class Entry:
     """A tensor under Hugging Face's name: some rows of a stored one.
 
-    start: the first row. num_heads: of a projection whose rows are put back, see `separate`. shift:
-    what is taken off every value, in float32.
+    start: the first row. order, columns: where each row and column lies, if they are put back.
+    change: what is computed of every value, in float32.
     """
 
     stored: Stored
     shape: tuple[int, ...]
     start: int = 0
-    num_heads: int | None = None
-    shift: float = 0.0
+    order: Array | None = None
+    columns: Array | None = None
+    change: Callable[[Array], Array] | None = None
 
     @property
     def info(self) -> TensorInfo:
-        dtype = PLAIN.get(self.stored.kind, "float32") if not self.shift else "float32"
+        dtype = PLAIN.get(self.stored.kind, "float32") if self.change is None else "float32"
         return TensorInfo(dtype, self.shape)
 
     def read_rows(self, start: int, stop: int) -> Array:
         """Bytes of rows [start, stop), uint8 [rows, row bytes]."""
-        if self.num_heads is None or stop == start:
+        if self.order is None or stop == start:
             return self.stored.read(self.start + start, self.start + stop)
-        order = separate(np.arange(self.info.num_rows), self.num_heads)[start:stop]
+        order = self.order[start:stop]
         first, last = int(order.min()), int(order.max())
         rows = self.stored.read(self.start + first, self.start + last + 1)
         sorted_rows: Array = rows[order - first]
@@ -54,17 +56,23 @@ class Entry:
 
 
 class RawRows:
-    """Rows of blocks, uint8 [rows, bytes], which are read where they are indexed by two slices."""
+    """Rows of blocks, uint8 [rows, bytes], which are read where they are indexed by two slices.
 
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
+    order: where each byte of a row lies, None where all are in their places.
+    """
+
+    def __init__(self, entry: Entry, order: Array | None = None) -> None:
+        self._entry, self._order = entry, order
         self.shape = (entry.info.num_rows, entry.stored.row_bytes)
         self.dtype = np.dtype(np.uint8)
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> Array:
         rows, *columns = key if isinstance(key, tuple) else (key,)
         start, stop, step = rows.indices(self.shape[0])
-        return self._entry.read_rows(start, max(start, stop))[(slice(None, None, step), *columns)]
+        found = self._entry.read_rows(start, max(start, stop))
+        if self._order is not None:
+            found = found[:, self._order]
+        return found[(slice(None, None, step), *columns)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self[:].astype(dtype or np.uint8, copy=False)
@@ -109,39 +117,59 @@ class GgufModel:
             module, _, kind = name.rpartition(".")
             for theirs, ours in NAMES.items():
                 if ours == module and theirs.startswith(("model.", "lm_head")):
-                    shift = own.shift if theirs == "model.norm" else 0.0
-                    yield f"{theirs}.{kind}", Entry(stored, stored.shape, shift=shift)
+                    change = self._find_change(theirs)
+                    yield f"{theirs}.{kind}", Entry(stored, stored.shape, change=change)
             return
         layer, module, kind = match.groups()
-        prefix, config = f"model.layers.{layer}", self.config
+        config, num_layers = self.config, self.config["num_hidden_layers"]
+        prefix = f"model.layers.{layer}"
+        if int(layer) >= num_layers and config.get("mtp_num_hidden_layers"):
+            prefix = f"mtp.layers.{int(layer) - num_layers}"
+            if (theirs := MTP_NAMES.get(module, "")) and int(layer) == num_layers:
+                yield theirs + kind, Entry(stored, stored.shape, change=self._find_change(theirs))
+                return
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         for theirs, ours in own.experts.items() if len(stored.shape) == 3 else ():
             for expert in range(stored.shape[0]) if ours == module else ():
                 rows = stored.shape[1]
                 yield (
-                    f"{prefix}.{theirs.format(expert=expert)}.{kind}",
+                    f"{prefix}.{theirs.format(expert=expert)}{kind}",
                     Entry(stored, stored.shape[1:], start=expert * rows),
                 )
         if (found := find_module(own, module)) is not None:
-            is_row = found == "mlp.shared_expert_gate" and len(stored.shape) == 1
-            shape = (1, *stored.shape) if is_row else stored.shape
-            if shape != stored.shape:  # a vector is a matrix of one row
+            shape = stored.shape
+            if found == "mlp.shared_expert_gate" and len(shape) == 1:
+                shape = (1, *shape)  # a vector is a matrix of one row
                 stored = dataclasses.replace(
                     stored, shape=shape, row_bytes=stored.row_bytes * shape[-1]
                 )
-            yield f"{prefix}.{found}.{kind}", Entry(
-                stored, shape, num_heads=heads.get(module) if own.interleaves else None,
-                shift=own.shift if found.endswith("norm") else 0.0,
+            elif found == "linear_attn.conv1d":
+                shape = (shape[0], 1, *shape[1:])
+            order, columns = order_values(found, config)
+            if own.interleaves and module in heads:
+                order = separate(np.arange(stored.num_rows), heads[module])
+            bare = found.endswith(("A_log", "dt_bias"))
+            yield f"{prefix}.{found}{'' if bare else kind}", Entry(
+                stored, shape, order=order, columns=columns, change=self._find_change(found),
             )  # fmt: skip
         elif module == "attn_qkv":
             start = 0
             for part, count in (*heads.items(), ("attn_v", heads["attn_k"])):
                 rows = count * config["head_dim"]
-                yield f"{prefix}.{find_module(own, part)}.{kind}", Entry(
+                is_turned = own.interleaves and part != "attn_v"
+                yield f"{prefix}.{find_module(own, part)}{kind}", Entry(
                     stored, (rows, *stored.shape[1:]), start=start,
-                    num_heads=count if own.interleaves and part != "attn_v" else None,
+                    order=separate(np.arange(rows), count) if is_turned else None,
                 )  # fmt: skip
                 start += rows
+
+    def _find_change(self, module: str) -> Callable[[Array], Array] | None:
+        """What makes Hugging Face's values of a module's."""
+        shift = np.float32(self.architecture.shift)
+        if module == "linear_attn.A_log":
+            return lambda values: np.log(-values)
+        is_shifted = "norm" in module.rpartition(".")[2] and module != "linear_attn.norm"
+        return (lambda values: values - shift) if shift and is_shifted else None
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
@@ -149,8 +177,10 @@ class GgufModel:
         """Return rows [start, stop) of a tensor, all columns or columns [first, last)."""
         entry = self.entries[name]
         values = decode(entry.read_rows(start, stop), entry.stored.kind)
-        if entry.shift:
-            values = self._widen(values, entry.stored.kind) - np.float32(entry.shift)
+        if entry.change is not None:
+            values = entry.change(self._widen(values, entry.stored.kind))
+        if entry.columns is not None:
+            values = values[:, entry.columns]
         values = values.reshape(stop - start, *entry.info.row_shape)
         if columns is not None:
             values = np.ascontiguousarray(values[:, slice(*columns)])
@@ -166,20 +196,34 @@ class GgufModel:
         info = self.tensors[name]
         return self.read_block(name, 0, info.num_rows).reshape(info.shape)
 
-    def raw(self, name: str) -> tuple[int, tuple[int, ...], Any]:
+    def raw(
+        self, name: str, rows: Array | None = None
+    ) -> tuple[Any, tuple[int, ...], RawRows | None]:
         """ggml's type of a tensor, its shape, and its rows of blocks, uint8 [rows, bytes].
 
-        The rows are in Hugging Face's order, and are read where they are indexed (`RawRows`).
+        The rows and blocks are in Hugging Face's order, and are read where they are indexed. rows:
+        those that are wanted. There are None where blocks would have to be taken apart.
         """
         entry = self.entries[name]
         gguf = import_gguf(f"reading {self.path}")
         kind = getattr(gguf.GGMLQuantizationType, entry.stored.kind)
-        return kind, entry.shape, RawRows(entry)
+        order, (size, num_bytes) = None, gguf.GGML_QUANT_SIZES[kind]
+        if entry.columns is not None:
+            blocks = entry.columns[::size]
+            if not np.array_equal((blocks[:, None] + np.arange(size)).reshape(-1), entry.columns):
+                return kind, entry.shape, None
+            order = (blocks[:, None] // size * num_bytes + np.arange(num_bytes)).reshape(-1)
+        if rows is not None:
+            own = rows if entry.order is None else entry.order[rows]
+            shape = (len(rows), *entry.shape[1:])
+            entry = dataclasses.replace(entry, order=own, shape=shape)
+        return kind, entry.shape, RawRows(entry, order)
 
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return where a tensor's bytes lie as they are read, None where they are computed."""
         entry = self.entries[name]
-        if entry.stored.kind not in PLAIN or entry.shift or entry.num_heads is not None:
+        moved = (entry.order, entry.columns, entry.change)
+        if entry.stored.kind not in PLAIN or any(each is not None for each in moved):
             return None
         return (
             entry.stored.file.path, entry.stored.offset + entry.start * entry.stored.row_bytes
@@ -192,3 +236,22 @@ class GgufModel:
 def find_module(architecture: Architecture, module: str) -> str | None:
     """Hugging Face's name of a layer's module, None where it has none."""
     return next((theirs for theirs, ours in architecture.layer.items() if ours == module), None)
+
+
+def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Array | None]:
+    """Where rows and columns of a module of linear attention lie; None where nothing is moved.
+
+    Hugging Face has the value heads of one key head together, a file one of each key head.
+    """
+    num, count = (config.get(f"linear_num_{kind}_heads", 0) for kind in ("key", "value"))
+    part = module.removeprefix("linear_attn.")
+    if num == count or part == module or part == "norm":
+        return None, None
+    size = config["linear_value_head_dim"] if part in SIZED else 1
+    order = np.arange(count * size).reshape(count // num, num, size).swapaxes(0, 1).reshape(-1)
+    if part == "out_proj":
+        return None, order
+    if part in ("in_proj_qkv", "conv1d"):
+        before = 2 * num * config["linear_key_head_dim"]
+        order = np.concatenate([np.arange(before), before + order])
+    return order, None

@@ -43,13 +43,30 @@ MIXTRAL_EXPERTS = {
 }
 MIXTRAL_NAMES = LAYER_NAMES | {"block_sparse_moe.gate": "ffn_gate_inp"}
 
+# Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
+_LINEAR = {
+    f"linear_attn.{ours}": theirs
+    for ours, theirs in {
+        "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta",
+        "in_proj_a": "ssm_alpha", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "dt_bias": "ssm_dt",
+        "norm": "ssm_norm", "out_proj": "ssm_out",
+    }.items()
+}  # fmt: skip
+HYBRID_NAMES = SEED_NAMES | _LINEAR
+HYBRID_MOE_NAMES = HYBRID_NAMES | QWEN_NAMES | {"post_attention_layernorm": "post_attention_norm"}
+MTP_NAMES = {
+    "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One of llama.cpp's, as transformers has it.
 
     interleaves: rows of q and k are reordered, as `interleave` does. shift: what the file's norms
-    are larger by. experts: modules of which a tensor holds all experts.
+    are larger by, but those of linear attention. experts: modules of which a tensor holds all
+    experts.
     """
 
     architecture: str
@@ -91,6 +108,13 @@ READ = {
     ),
     "seed_oss": Architecture(
         architecture="SeedOssForCausalLM", model_type="seed_oss", layer=SEED_NAMES
+    ),
+    "qwen35": Architecture(
+        architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text", layer=HYBRID_NAMES, shift=1.0
+    ),
+    "qwen35moe": Architecture(
+        architecture="Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text",
+        layer=HYBRID_MOE_NAMES, shift=1.0, experts=QWEN_EXPERTS,
     ),
 }  # fmt: skip
 # What `llama` also is: with a window, and with experts.

@@ -108,10 +108,11 @@ def list_linears(model: ModelConfig) -> list[str]:
     """Every layer's linears, by canonical name: what is quantized where anything is."""
     return [
         name.removesuffix(".weight")
-        for name in list_target_tensors(model)
+        for name, spec in list_target_tensors(model).items()
         if name.endswith(".weight")
-        and (".attention." in name or ".mlp." in name)
+        and ("attention." in name or ".mlp." in name)
         and not name.endswith("norm.weight")
+        and len(spec.shape) > 1
     ]
 
 

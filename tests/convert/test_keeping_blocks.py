@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,12 +14,15 @@ from safetensors.torch import load_file
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
+from specdec.gguf.model import GgufModel
+from specdec.model.blocks import dequantize
 from tests.blocks import write_gguf
 from tests.conftest import make_drafter
 from tests.engine.kernels import needs_compiler
 from tests.engines import call
 from tests.run.test_int8_engine import build, generate
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 # As in a Q4_K_M file, where q, k and v differ; and some more.
 KINDS = {"attn_q": 12, "attn_k": 12, "attn_v": 14, "attn_output": 2, "ffn_gate": 8, "ffn_up": 3,
          "ffn_down": 12, "token_embd": 14}  # fmt: skip
@@ -82,6 +88,57 @@ def test_other_types_are_widened_and_named(
     assert f"model.gguf: matrices that stay as they are: {told}\n" in capsys.readouterr().err
     plain = convert(tmp_path / "model.gguf", "plain", "--dequantize")
     assert run(kept, "--optimize", "none") == run(plain, "--optimize", "none")
+
+
+@needs_compiler
+def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
+    """Value heads are put in order, queries parted from gates, and columns moved by blocks."""
+    reader = gguf.GGUFReader(GOLDEN / "qwen35.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen35")
+    for field in reader.fields.values():
+        if field.name.startswith("qwen35."):
+            writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1])
+    for number, tensor in enumerate(reader.tensors):
+        kind = gguf.GGMLQuantizationType.F32
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if numbers.ndim == 2 and numbers.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType((2, 8)[number % 2])
+        writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    kept = convert(tmp_path / "model.gguf", "kept")
+    plain = convert(tmp_path / "model.gguf", "plain", "--dequantize")
+    found, expected = (load_file(folder / "rank0.safetensors") for folder in (kept, plain))
+    blocks = [name.removesuffix(".ggml_types") for name in found if name.endswith(".ggml_types")]
+    assert {name.partition("layers.")[2] for name in blocks} >= {
+        "0.linear_attention.qkvz", "0.linear_attention.ba", "0.linear_attention.dense",
+        "1.attention.qkv", "1.attention.dense",
+    }  # fmt: skip
+    for name in blocks:
+        rows, types = found[f"{name}.weight"].numpy(), found[f"{name}.ggml_types"].numpy()
+        values = torch.from_numpy(dequantize(rows, types, expected[f"{name}.weight"].shape[1]))
+        assert torch.equal(values, expected[f"{name}.weight"]), name
+    assert run(kept) == run(kept, speculate=False)
+
+
+def test_blocks_are_not_taken_apart(tmp_path: Path) -> None:
+    """Columns that move by less than a block cannot stay in blocks."""
+    model = GgufModel(write_gguf(tmp_path / "model.gguf", KINDS))
+    name = "model.layers.0.mlp.down_proj.weight"
+    entry, values = model.entries[name], model.read(name)
+    for size in (256, 128):
+        columns = np.arange(512).reshape(-1, size)[::-1].reshape(-1)
+        model.entries[name] = dataclasses.replace(entry, columns=columns)
+        assert np.array_equal(model.read(name), values[:, columns])
+        kind, _, rows = model.raw(name)
+        if size == 128:
+            assert rows is None
+        else:
+            assert rows is not None
+            moved = dequantize(rows[:], np.full(256, kind, np.uint8), 512)
+            assert np.array_equal(moved, values[:, columns])
 
 
 def test_ranks_have_whole_blocks(tmp_path: Path) -> None:

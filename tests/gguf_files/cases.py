@@ -16,6 +16,10 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
     "rope_theta": 10000.0,
 }  # fmt: skip
+HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "head_dim": 64, "heads": 2, "kv_heads": 1,
+}  # fmt: skip
 # Name -> family in tests/families.py and fields of its configuration.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -45,4 +49,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "smollm3": ("smollm3", {"layers": 4}),
     "seed_oss": ("seed_oss", {}),
+    "qwen35": ("qwen3_5", HYBRID),
+    "qwen35_moe": ("qwen3_5_moe", HYBRID),
 }  # fmt: skip
