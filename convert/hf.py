@@ -15,6 +15,7 @@ from specdec.errors import Problems, SpecDecError, UsageError, join_names, short
 from specdec.files.folders import (
     INDEX_SUFFIX,
     MODEL,
+    MTP,
     WEIGHT_NAMES,
     WEIGHT_SUFFIXES,
     expect_folder,
@@ -276,7 +277,7 @@ def open_model(
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
     path = Path(name)
-    if kind == MODEL and (file := find_gguf(path)) is not None:
+    if kind in (MODEL, MTP) and (file := find_gguf(path)) is not None:
         return GgufFolder(file)
     if path.is_dir():
         expect_folder(path, kind, flag)

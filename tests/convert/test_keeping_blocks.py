@@ -108,8 +108,9 @@ def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    kept = convert(tmp_path / "model.gguf", "kept")
-    plain = convert(tmp_path / "model.gguf", "plain", "--dequantize")
+    head = ("--mtp-model-dir", tmp_path / "model.gguf")
+    kept = convert(tmp_path / "model.gguf", "kept", *head)
+    plain = convert(tmp_path / "model.gguf", "plain", "--dequantize", *head)
     found, expected = (load_file(folder / "rank0.safetensors") for folder in (kept, plain))
     blocks = [name.removesuffix(".ggml_types") for name in found if name.endswith(".ggml_types")]
     assert {name.partition("layers.")[2] for name in blocks} >= {
@@ -120,6 +121,7 @@ def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
         rows, types = found[f"{name}.weight"].numpy(), found[f"{name}.ggml_types"].numpy()
         values = torch.from_numpy(dequantize(rows, types, expected[f"{name}.weight"].shape[1]))
         assert torch.equal(values, expected[f"{name}.weight"]), name
+    assert read_json(kept / "config.json")["architecture"] == "SpecDecMtpForCausalLM"
     assert run(kept) == run(kept, speculate=False)
 
 
