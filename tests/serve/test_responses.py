@@ -119,7 +119,8 @@ def test_a_stream_tells_of_the_items_in_order(
     thinking_url: str, body: dict[str, Any], expected: list[str]
 ) -> None:
     url = thinking_url
-    body |= {"input": "hi", "max_output_tokens": 99 if "grammar" in body else 20, "seed": 1}
+    limit = 99 if "grammar" in body else 20
+    body = {**body, "input": "hi", "max_output_tokens": limit, "seed": 1}
     events = read_stream(url, **body)
     names = [event["type"].removeprefix("response.") for event in events]
     first, second, *between, last = names
