@@ -32,7 +32,7 @@ from .formats import NO_FORMATS, ChatFormats
 from .metrics import Metrics
 from .parsing import Parser
 from .protocol import EVENTS, BadRequest, make_error
-from .responses import RESPONSE, ResponseAnswer, read_response, rename
+from .responses import RESPONSE, ResponseAnswer, read_response
 from .scheduler import Closing, Job, QueueFull, Scheduler
 from .schema import (
     CHAT,
@@ -152,8 +152,7 @@ class Front:
     async def _generate(
         self, http: Request, parameters: Parameters, needed: str, kind: type[Answer] = Answer
     ) -> Response:
-        prepare = self._prepare if kind is Answer else self._prepare_response
-        asked, prepared = await self._read(http, parameters, prepare, needed)
+        asked, prepared = await self._read(http, parameters, self._prepare, needed)
         requests, starts, parsers = zip(*prepared, strict=True)
         for name in set(asked["ignored"]) - self._ignored:
             if len(self._ignored) < MAX_IGNORED:
@@ -196,10 +195,12 @@ class Front:
         """The requests, each with where its prompt's tokens begin if their log-probabilities are
         wanted, and with what finds the parts of its answer.
         """
+        if "input" in asked:
+            read_response(asked)
         formats = self._formats if "messages" in asked else NO_FORMATS
         calling = read_calling(asked, formats)
         tells_starts = asked.get("echo") and asked.get("logprobs") is not None
-        return [
+        prepared = [
             (
                 request,
                 find_starts(self._engine, request) if tells_starts else [],
@@ -207,20 +208,11 @@ class Front:
             )
             for request in make_requests(self._engine, asked, formats, calling)
         ]
-
-    def _prepare_response(self, asked: Asked) -> list[Prepared]:
-        """The same of a response's body, which is given a chat's."""
-        try:
-            asked["chat"] = read_response(asked)
-            prepared = self._prepare(asked["chat"])
-            if asked["chat"].get("logprobs") and any(parser is not None for *_, parser in prepared):
-                raise BadRequest(
-                    "log-probabilities are only told of answers without tools and reasoning",
-                    "top_logprobs" if "top_logprobs" in asked else "include",
-                )
-        except BadRequest as error:
-            raise rename(error) from None
-        asked["ignored"] = asked["chat"]["ignored"]
+        if "input" in asked and asked.get("logprobs") and prepared[0][-1] is not None:
+            raise BadRequest(
+                "log-probabilities are only told of answers without tools and reasoning",
+                "top_logprobs" if "top_logprobs" in asked else "include",
+            )
         return prepared
 
     async def _follow(

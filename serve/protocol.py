@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 import h11
 from starlette.responses import JSONResponse
@@ -25,6 +26,11 @@ class BadRequest(Exception):
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
+
+
+def refuse(where: str, reason: str, **more: Any) -> BadRequest:
+    """The error of a parameter or a part of one; `where` begins the sentence."""
+    return BadRequest(f"{where} {reason}", where.partition(".")[0], **more)
 
 
 def make_error(

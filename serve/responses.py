@@ -1,4 +1,4 @@
-"""OpenAI's responses: their bodies as those of chats, and chats' chunks as their events.
+"""OpenAI's responses: their bodies, which are chats in other words, and their events.
 
 Nothing is stored: a conversation is sent whole each time.
 """
@@ -13,9 +13,18 @@ from specdec import Event
 from specdec.errors import shorten
 
 from .answers import Answer, Choice
-from .protocol import BadRequest
-from .schema import ASKED, BOOL, CHAT, OBJECT, SETTING, TEXT, Asked, Parameters, read_asked
-from .tokens import TokenTable
+from .protocol import refuse
+from .schema import (
+    ASKED,
+    BOOL,
+    FORMAT,
+    NAMED_SCHEMA,
+    OBJECT,
+    SETTING,
+    TEXT,
+    Asked,
+    Parameters,
+)
 
 Item = dict[str, Any]
 _STORED = (lambda v: False, "left out: nothing is stored, so send the whole conversation as input")
@@ -36,7 +45,7 @@ RESPONSE: Parameters = {
     "tools": SETTING,
     "tool_choice": SETTING,
     "parallel_tool_calls": BOOL,
-    "text": {"format": OBJECT, "*": None},
+    "text": {"format": {"type": FORMAT, **NAMED_SCHEMA}, "*": None},
     "reasoning": {"effort": TEXT, "*": None},
     "include": (lambda v: isinstance(v, list), "a list of names"),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _STORED),
@@ -47,64 +56,29 @@ RESPONSE: Parameters = {
     "max_tool_calls": None,  # of tools that a server calls itself
     "stream_options": {"*": None},
 }  # fmt: skip
-# What a chat calls otherwise.
-RENAMED = {
-    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
-}  # fmt: skip
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-def read_response(asked: Asked) -> Asked:
-    """A response's body as a chat's; BadRequest for what is not offered."""
-    own = {"input", "instructions", "metadata", "ignored", *_TOLD_AGAIN}
-    chat = {name: value for name, value in asked.items() if name in CHAT and name not in own}
-    chat |= {"messages": _read_input(asked["input"], asked.get("instructions"))}
-    if "max_output_tokens" in asked:
-        chat["max_completion_tokens"] = asked["max_output_tokens"]
-    if isinstance(asked.get("tools"), list):
-        chat["tools"] = [_nest(tool) for tool in asked["tools"]]
-    if isinstance(choice := asked.get("tool_choice"), dict):
-        chat["tool_choice"] = _nest(choice)
-        if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-            allowed = {"mode": choice.get("mode"), "tools": list(map(_nest, choice["tools"]))}
-            chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
-    if (form := asked.get("text", {}).get("format")) is not None:
-        schema = {key: value for key, value in form.items() if key != "type"}
-        is_schema = form.get("type") == "json_schema"
-        chat["response_format"] = {
-            "type": form.get("type"),
-            **({"json_schema": schema} if is_schema else schema),
-        }
+def read_response(asked: Asked) -> None:
+    """Add to a response's body what a chat has; BadRequest for what is not offered.
+
+    "places" has the names of the messages' places.
+    """
+    read = _read_input(asked["input"], asked.get("instructions"))
+    asked["places"], asked["messages"] = map(list, zip(*read, strict=True))
     if "effort" in asked.get("reasoning", {}):
-        chat["reasoning_effort"] = asked["reasoning"]["effort"]
+        asked["reasoning_effort"] = asked["reasoning"]["effort"]
     if "top_logprobs" in asked or "message.output_text.logprobs" in asked.get("include", ()):
-        chat["logprobs"] = True
-    read = read_asked(CHAT, chat)
-    read["ignored"] = [*asked["ignored"], *read["ignored"]]
-    return read
+        asked["logprobs"] = True
 
 
-def rename(error: BadRequest) -> BadRequest:
-    """An error of a chat, by the names that a response has for its parameters."""
-    message = error.message
-    for name, own in RENAMED.items():
-        message = message.replace(name, own)
-    param = error.param and RENAMED.get(error.param, error.param)
-    return BadRequest(message, param, error.status, error.code)
-
-
-def _nest(tool: Any) -> Any:
-    """A function in a chat's form, in which what it is lies in an object of its own."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-
-
-def _read_input(given: Any, instructions: str | None) -> list[Item]:
-    """The messages of a chat that items mean."""
-    messages: list[Item] = [{"role": "system", "content": instructions}] if instructions else []
+def _read_input(given: Any, instructions: str | None) -> list[tuple[str, Item]]:
+    """The messages that items mean, each with the place of its first item."""
+    read: list[tuple[str, Item]] = []
+    if instructions:
+        read.append(("instructions", {"role": "system", "content": instructions}))
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        return [*read, ("input", {"role": "user", "content": given})]
     thought: list[str] = []  # reasoning before the assistant's next message
     for at, item in enumerate(given):
         where = f"input.{at}"
@@ -116,10 +90,13 @@ def _read_input(given: Any, instructions: str | None) -> list[Item]:
             text = _read_text(item.get("content"), where)
             message = {"role": item.get("role"), "content": text}
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = item.get("name")
+            if not isinstance(name, str):
+                raise refuse(f"{where}.name", f"is {shorten(name)}, not a text")
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if messages and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("tool_calls", []).append(call)
+            if read and read[-1][1]["role"] == "assistant":
+                read[-1][1].setdefault("tool_calls", []).append(call)
                 continue
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         elif kind == "function_call_output":
@@ -127,24 +104,25 @@ def _read_input(given: Any, instructions: str | None) -> list[Item]:
             message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
         else:
             reason = "nothing is stored" if kind == "item_reference" else "it is not supported"
-            raise BadRequest(f"{where} is of type {shorten(kind)}: {reason}", "input")
+            raise refuse(where, f"is of type {shorten(kind)}: {reason}")
         if thought and message["role"] == "assistant":
             message["reasoning_content"], thought = "\n".join(thought), []
-        messages.append(message)
-    return messages
+        read.append((where, message))
+    if not read:
+        raise refuse("input", "has no message")
+    return read
 
 
 def _read_text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"{where} has {shorten(content)} where a text belongs", "input")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise refuse(where, f"has {shorten(content)} where a text belongs")
     texts = []
-    for part in content:
+    for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind else None
-        if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
-            raise BadRequest(f"{where} has {shorten(part)}: only texts are supported", "input")
+        if kind not in _TEXTS or not isinstance(text, str):
+            raise refuse(where, f"has {shorten(part)}: only texts are supported")
         texts.append(text)
     return "".join(texts)
 
@@ -154,18 +132,16 @@ class ResponseAnswer(Answer):
 
     ending = b""
 
-    def __init__(
-        self, asked: Asked, model: str, choices: Sequence[Choice], table: TokenTable
-    ) -> None:
-        super().__init__(asked["chat"], model, choices, table)
-        self.id, self._body = f"resp_{secrets.token_hex(24)}", asked
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.id = f"resp_{secrets.token_hex(24)}"
         self._items: list[Item] = []
         self._is_open = False  # whether the last item goes on
         self._status, self._number = "in_progress", 0
 
     def to_json(self) -> dict[str, Any]:
         """The whole answer, when it is over."""
-        body, is_over = self._body, self._status != "in_progress"
+        body, is_over = self.asked, self._status != "in_progress"
         same = ("instructions", "max_output_tokens", "metadata", *_TOLD_AGAIN)
         reasons = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {

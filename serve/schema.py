@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec import Engine, Prompt, PromptError, SpecDecError
+from specdec.chat import ChatError, wrap_calls
 from specdec.decode.encoding import render_chat
 from specdec.decode.grammar import SPACING, space_schema, write_choice
 from specdec.decode.prompts import CHECKS, find_faults
@@ -18,7 +19,7 @@ from specdec.errors import shorten, suggest, summarize
 from specdec.files.reading import parse_json
 
 from .formats import ChatFormats
-from .protocol import BadRequest
+from .protocol import BadRequest, refuse
 from .tools import Calling, GrammarWriter, write_messages
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
@@ -107,6 +108,12 @@ CHOICES = (lambda v: len(v) <= MAX_CHOICE and _is_list(v, FULL_TEXT[0]),
            f"a list of at most {MAX_CHOICE} texts, none empty")  # fmt: skip
 MESSAGES = (lambda v: _is_list(v, lambda m: isinstance(m, dict)), "a list of messages")
 SETTING = (lambda v: True, "")  # checked with the prompt, by the table of prompts
+FORMAT = (
+    lambda v: v in ("text", "json_object", "json_schema"), "text, json_object or json_schema"
+)  # fmt: skip
+NAMED_SCHEMA: Parameters = {
+    "name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL, "*": None
+}  # fmt: skip
 ASKED: Parameters = {
     "model": TEXT,
     **dict.fromkeys((*SETTINGS, "max_tokens", "top_k", "truncate_prompt_tokens"), SETTING),
@@ -128,16 +135,7 @@ ASKED: Parameters = {
     "stream": BOOL,
     "stream_options": {"include_usage": BOOL, "continuous_usage_stats": BOOL, "*": None},
     "ignore_eos": BOOL,
-    "response_format": {
-        "type": (
-            lambda v: v in ("text", "json_object", "json_schema"),
-            "text, json_object or json_schema",
-        ),
-        "json_schema": {
-            "name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL, "*": None
-        },
-        "schema": OBJECT,
-    },
+    "response_format": {"type": FORMAT, "json_schema": NAMED_SCHEMA, "schema": OBJECT},
     **dict.fromkeys(("guided_json", "json_schema"), SCHEMA),
     **dict.fromkeys(("guided_regex", "guided_grammar", "grammar"), FULL_TEXT),
     "guided_choice": CHOICES,
@@ -182,52 +180,45 @@ def read_asked(
     needed: the parameter that must be there. path: of an object inside of a body.
     """
     if not isinstance(body, dict):
-        param = path.partition(".")[0]
-        raise BadRequest(
-            f"{path} is {shorten(body)}, not an object"
-            if path
-            else "the body is not a JSON object",
-            param or None,
-        )
+        if path:
+            raise refuse(path, f"is {shorten(body)}, not an object")
+        raise BadRequest("the body is not a JSON object")
     asked: Asked = {"ignored": []}
     for name, value in body.items():
         where = f"{path}.{name[:100]}" if path else name[:100]
-        param = where.partition(".")[0] if path else name[:100]
-        if value is None and (name in parameters or name in NEUTRAL or "*" in parameters):
+        param = path.partition(".")[0] or where
+        is_known, is_neutral = name in parameters or "*" in parameters, not path and name in NEUTRAL
+        if value is None and (is_known or name in NEUTRAL):
             continue
-        if name not in parameters and name in NEUTRAL and not path:
+        if not is_known and is_neutral:
             if not any(type(value) is type(one) and value == one for one in NEUTRAL[name]):
-                raise BadRequest(f"{name} is not supported", name, code="unsupported_parameter")
-            continue
-        if name not in parameters and "*" not in parameters:
-            raise BadRequest(
-                f"unknown parameter {shorten(where)}{suggest(name[:100], list(parameters))}", param
-            )
-        _take(asked, name, value, parameters.get(name), where)
+                raise refuse(name, "is not supported", code="unsupported_parameter")
+        elif not is_known:
+            hint = suggest(name[:100], list(parameters))
+            raise BadRequest(f"unknown parameter {shorten(where)}{hint}", param)
+        elif (rule := parameters.get(name)) is None:
+            asked["ignored"].append(where)
+        elif isinstance(rule, dict):
+            asked[name] = read_asked(rule, value, path=where)
+            asked["ignored"] += asked[name].pop("ignored")
+        elif not rule[0](value):
+            raise BadRequest(f"{where} is {shorten(value)}, not {rule[1]}", param)
+        else:
+            asked[name] = value
     if needed is not None and needed not in asked:
-        raise BadRequest(f"{needed} is missing", needed)
+        raise refuse(needed, "is missing")
     return asked
-
-
-def _take(asked: Asked, name: str, value: Any, rule: Any, where: str) -> None:
-    """Check one parameter by its rule, and put it into what is asked."""
-    if rule is None:
-        asked["ignored"].append(where)
-    elif isinstance(rule, dict):
-        asked[name] = read_asked(rule, value, path=where)
-        asked["ignored"] += asked[name].pop("ignored")
-    elif not rule[0](value):
-        param = name if where == name[:100] else where.partition(".")[0]
-        raise BadRequest(f"{where} is {shorten(value)}, not {rule[1]}", param[:100])
-    else:
-        asked[name] = value
 
 
 def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
     """What the output is to keep to, as a Prompt has it, by the parameter that says so."""
     found = {name: (kind, asked[name]) for name, kind in GUIDED.items() if name in asked}
-    if (form := _read_format(asked.get("response_format"))) is not None:
-        found["response_format"] = form
+    for name, form in (
+        ("response_format", asked.get("response_format")),
+        ("text.format", asked.get("text", {}).get("format")),
+    ):
+        if form is not None and (read := _read_format(name, form)) is not None:
+            found[name] = read
     structured = asked.get("structured_outputs", {})
     found |= {
         f"structured_outputs.{name}": (kind, structured[name])
@@ -247,25 +238,26 @@ def find_grammar(asked: Asked) -> dict[str, dict[str, Any]]:
     return {param: _complete(name, *found[name], spacing) for name, param in params.items()}
 
 
-def _read_format(form: Mapping[str, Any] | None) -> tuple[str, Any] | None:
-    """The kind of grammar that a response_format asks for, and what it is."""
-    if form is None:
-        return None
-    kind, given = form.get("type"), form.get("json_schema")
+def _read_format(name: str, form: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The kind of grammar that a format asks for, and what it is."""
+    kind, is_flat = form.get("type"), name == "text.format"  # as responses have it
     if kind is None:
-        raise BadRequest("response_format.type is missing", "response_format")
-    for name, place in (("json_schema", "json_schema"), ("schema", "json_object")):
-        if kind != place and name in form:
-            raise BadRequest(
-                f"{name} has no place beside response_format.type {kind!r}", "response_format"
-            )
+        raise refuse(f"{name}.type", "is missing")
+    places = ({} if is_flat else {"json_schema": "json_schema"}) | {
+        "schema": "json_schema" if is_flat else "json_object"  # where llama.cpp takes one
+    }
+    for key, place in places.items():
+        if kind != place and key in form:
+            reason = f"{key} has no place beside {name}.type {kind!r}"
+            raise BadRequest(reason, name.partition(".")[0])
     if kind == "text":
         return None
-    if kind == "json_object":  # llama.cpp takes a schema with it
-        return ("json_schema", form["schema"]) if "schema" in form else ("json_object", True)
-    if given is None or "schema" not in given:
-        raise BadRequest("response_format has no json_schema.schema", "response_format")
-    return "json_schema", given["schema"]
+    given = form if is_flat or kind == "json_object" else form.get("json_schema", {})
+    if "schema" in given:
+        return "json_schema", given["schema"]
+    if kind == "json_object":
+        return "json_object", True
+    raise refuse(name, f"has no {'' if is_flat else 'json_schema.'}schema")
 
 
 def _complete(name: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,55 +270,63 @@ def _complete(name: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> d
         try:
             value = parse_json(value.encode())
         except ValueError as error:
-            raise BadRequest(
-                f"{name} is not JSON: {summarize(error)}", name.partition(".")[0]
-            ) from None
+            raise refuse(name, f"is not JSON: {summarize(error)}") from None
     schema = value if kind == "json_schema" else {"type": "object"}
     return {"json_schema": space_schema(schema, spacing)}
 
 
-def read_messages(
-    messages: Sequence[Mapping[str, Any]], template: str, ignored: list[str]
-) -> list[dict[str, Any]]:
+def read_messages(asked: Asked, template: str) -> list[dict[str, Any]]:
     """A conversation with contents that are texts; BadRequest for what is no turn.
 
-    template: the tokenizer's. ignored: gains the names of what it reads nowhere.
+    template: the tokenizer's. `asked["ignored"]` gains the names of what it reads nowhere.
     """
+    source = find_source(asked)
+    places = asked.get("places") or [f"messages.{at}" for at in range(len(asked["messages"]))]
     read = []
-    for at, message in enumerate(messages):
-        where = f"messages.{at}"
-        content, others = message.get("content"), {
+    for where, message in zip(places, asked["messages"], strict=True):
+        content, role = message.get("content"), message.get("role")
+        others = {
             name: value for name, value in message.items()
             if name not in ("role", "content") and value is not None and value != []
         }  # fmt: skip
-        if "role" not in message:
-            raise BadRequest(f"{where}.role is missing", "messages")
-        if not FULL_TEXT[0](message["role"]):
-            raise BadRequest(f"{where}.role is {shorten(message['role'])}, not a text", "messages")
+        if not FULL_TEXT[0](role):
+            reason = f"is {shorten(role)}, not a text" if "role" in message else "is missing"
+            raise refuse(f"{where}.role", reason)
         if content is None and not others:
-            raise BadRequest(f"{where}.content is missing", "messages")
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-            for part in content:
-                ignored += [f"messages.content.{key[:100]}" for key in part if key not in PART]
-                if part.get("type") != "text" or not _is_text(part.get("text")):
-                    raise BadRequest(
-                        f"{where}.content is {shorten(content)}: of parts only"
-                        ' {"type": "text", "text": "..."} is supported',
-                        "messages",
-                    )
-            content = "".join(part["text"] for part in content)
-        elif content is not None and not _is_text(content):
-            raise BadRequest(
-                f"{where}.content is {shorten(content)}: give a text, or a list of parts of text",
-                "messages",
-            )
+            raise refuse(f"{where}.content", "is missing")
+        if content is not None:
+            content = _join_parts(content, f"{where}.content", asked["ignored"])
         for name in [name for name in others if name not in template]:
             if name in ("tools", "tool_calls", "function_call"):
-                raise BadRequest(f"the chat template does not read {where}.{name}", "messages")
-            ignored.append(f"messages.{name[:100]}")
+                raise BadRequest(f"the chat template does not read {where}.{name}", source)
+            asked["ignored"].append(f"{source}.{name[:100]}")
             del others[name]
-        read.append({"role": message["role"], "content": content, **others})
+        if "tool_calls" in others:
+            try:
+                others["tool_calls"] = wrap_calls(others["tool_calls"], f"{where}.tool_calls")
+            except ChatError as error:
+                raise BadRequest(str(error), source) from None
+        read.append({"role": role, "content": content, **others})
     return read
+
+
+def _join_parts(content: Any, where: str, ignored: list[str]) -> str:
+    """The text of a message, which may come in parts."""
+    if _is_text(content):
+        return str(content)
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise refuse(where, f"is {shorten(content)}: give a text, or a list of parts of text")
+    for part in content:
+        ignored += [f"messages.content.{key[:100]}" for key in part if key not in PART]
+        if part.get("type") != "text" or not _is_text(part.get("text")):
+            only = 'of parts only {"type": "text", "text": "..."} is supported'
+            raise refuse(where, f"is {shorten(content)}: {only}")
+    return "".join(part["text"] for part in content)
+
+
+def find_source(asked: Asked) -> str:
+    """The parameter that has the prompt."""
+    return next(name for name in ("input", "messages", "prompt") if name in asked)
 
 
 def _read_completion(asked: Asked) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -355,14 +355,12 @@ def _read_chat(
     names: by the field of a Prompt, the parameter that says it; gains those of a chat.
     """
     limit, num_top = asked.get("max_tokens"), None
-    if "max_completion_tokens" in asked:
-        names["max_output_len"] = "max_completion_tokens"
-        if limit not in (None, asked["max_completion_tokens"]):
-            raise BadRequest(
-                "max_tokens and max_completion_tokens are both given, and differ",
-                "max_completion_tokens",
-            )
-        limit = asked["max_completion_tokens"]
+    for name in ("max_completion_tokens", "max_output_tokens"):
+        if name in asked:
+            names["max_output_len"] = name
+            if limit not in (None, asked[name]):
+                raise BadRequest(f"max_tokens and {name} are both given, and differ", name)
+            limit = asked[name]
     names["logprobs"] = "top_logprobs"
     if asked.get("logprobs"):
         num_top = asked.get("top_logprobs", 0)
@@ -370,7 +368,7 @@ def _read_chat(
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
     template = str(tokenizer.chat_template or "")
     read = f"{template} tool_calls tool_call_id" if formats.as_text else template
-    messages = read_messages(asked["messages"], read, asked["ignored"])
+    messages = read_messages(asked, read)
     source: dict[str, Any] = {"messages": write_messages(messages, template, calling, formats)}
     source |= {name: asked[name] for name in TEMPLATE_SETTINGS if name in asked}
     if not find_faults(source):
@@ -433,11 +431,11 @@ def make_requests(
     _check_stream(asked)
     if asked.get("return_origins") and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
-    source = "messages" if "messages" in asked else "prompt"
+    source = find_source(asked)
     # By the field of a Prompt, the parameter that says it.
     names = {"text": source, "token_ids": source, "keep_trees": "return_trees"}
     names["max_output_len"] = "max_tokens"
-    if source == "messages":
+    if "messages" in asked:
         sources, own = _read_chat(asked, engine.tokenizer, names, formats, calling)
     else:
         sources, own = _read_completion(asked)

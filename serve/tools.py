@@ -13,14 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.chat import ChatError, wrap_calls
 from specdec.decode.grammar import space_schema, write_choice
 from specdec.decode.requests import Request
 from specdec.errors import shorten
 
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
 from .parsing import Parser
-from .protocol import BadRequest
+from .protocol import BadRequest, refuse
 
 NAME = re.compile(r"[\w.:/-]{1,200}")
 MAX_TOOLS = 1024
@@ -48,38 +47,41 @@ class Calling:
 
 def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | None:
     """What a body says of tools, None where none may be called; BadRequest if it is wrong."""
-    tools, choice = asked.get("tools") or [], asked.get("tool_choice", "auto")
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise BadRequest(f"tools is {shorten(tools)}, not a list of at most {MAX_TOOLS}", "tools")
+    given, choice = asked.get("tools") or [], asked.get("tool_choice", "auto")
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise refuse("tools", f"is {shorten(given)}, not a list of at most {MAX_TOOLS}")
+    is_flat = "input" in asked  # as responses have it, without objects inside
     schemas: dict[str, Mapping[str, Any]] = {}
-    is_strict = False
-    for at, tool in enumerate(tools):
-        function = _read_function(tool, f"tools.{at}")
+    tools, is_strict = list[Mapping[str, Any]](), False
+    for at, tool in enumerate(given):
+        function = _read_function(tool, f"tools.{at}", is_flat)
         if function["name"] in schemas:
             raise BadRequest(f"two tools are called {function['name']!r}", "tools")
         empty = {"properties": {}, "additionalProperties": False}
         schemas[function["name"]] = {"type": "object", **(function.get("parameters") or empty)}
         is_strict |= function.get("strict") is True
-    mode, names = _read_choice(choice)
+        tools.append({"type": "function", "function": function} if is_flat else tool)
+    mode, names = _read_choice(choice, is_flat)
     for name in names or ():
-        if name not in schemas:
-            raise BadRequest(f"tool_choice names {shorten(name)}, which is no tool", "tool_choice")
+        if not isinstance(name, str) or name not in schemas:
+            raise refuse("tool_choice", f"names {shorten(name)}, which is no tool")
     if mode == "required" and not tools:
-        raise BadRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
+        raise refuse("tool_choice", "asks for a call, and there are no tools")
     if not tools or mode == "none":
         return None
+    reason = None
     if formats.tools is None:
-        raise BadRequest(
+        reason = (
             "this server does not know how its model writes tool calls; its --tool-call-parser"
-            " says it, or json, which works with any model",
-            "tools", code="unsupported_parameter",
-        )  # fmt: skip
-    if not formats.reads_tools and not formats.as_text:
-        raise BadRequest(
+            " says it, or json, which works with any model"
+        )
+    elif not formats.reads_tools and not formats.as_text:
+        reason = (
             "the chat template does not read tools; a server with --tool-call-parser json writes"
-            " them into the system message",
-            "tools", code="unsupported_parameter",
-        )  # fmt: skip
+            " them into the system message"
+        )
+    if reason is not None:
+        raise BadRequest(reason, "tools", code="unsupported_parameter")
     is_single = asked.get("parallel_tool_calls") is False
     return Calling(
         tools,
@@ -90,47 +92,45 @@ def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | No
     )
 
 
-def _read_function(tool: Any, where: str) -> Mapping[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        raise BadRequest(
-            f"{where} is {shorten(tool)}, not an object"
-            if not isinstance(tool, dict)
-            else f"{where}.type is {shorten(kind)}: only tools of type function are supported",
-            "tools",
+def _read_function(tool: Any, where: str, is_flat: bool) -> Mapping[str, Any]:
+    if not isinstance(tool, dict):
+        raise refuse(where, f"is {shorten(tool)}, not an object")
+    if (kind := tool.get("type")) != "function":
+        raise refuse(
+            f"{where}.type", f"is {shorten(kind)}: only tools of type function are supported"
         )
-    function = tool.get("function")
+    function = {k: v for k, v in tool.items() if k != "type"} if is_flat else tool.get("function")
+    where = where if is_flat else f"{where}.function"
     if not isinstance(function, dict):
-        raise BadRequest(f"{where}.function is {shorten(function)}, not an object", "tools")
+        raise refuse(where, f"is {shorten(function)}, not an object")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise BadRequest(
-            f"{where}.function.name is {shorten(name)}, not letters, digits and _.:/-", "tools"
-        )
+        raise refuse(f"{where}.name", f"is {shorten(name)}, not letters, digits and _.:/-")
     if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(
-            f"{where}.function.parameters is {shorten(parameters)}, not an object", "tools"
-        )
+        raise refuse(f"{where}.parameters", f"is {shorten(parameters)}, not an object")
     return function
 
 
-def _read_choice(choice: Any) -> tuple[str, list[Any] | None]:
+def _read_choice(choice: Any, is_flat: bool) -> tuple[str, list[Any] | None]:
     """The mode of a tool_choice, and the names that it allows, None for all."""
+
+    def open_one(one: Any, kind: str) -> dict[str, Any]:
+        is_one = isinstance(one, dict) and one.get("type") == kind
+        found = (one if is_flat else one.get(kind)) if is_one else None
+        return found if isinstance(found, dict) else {}
+
     if choice in ("none", "auto", "required"):
         return choice, None
-    if isinstance(choice, dict):
-        function, allowed = choice.get("function"), choice.get("allowed_tools")
-        if choice.get("type") == "function" and isinstance(function, dict):
-            return "required", [function.get("name")]
-        if choice.get("type") == "allowed_tools" and isinstance(allowed, dict):
-            tools, mode = allowed.get("tools"), allowed.get("mode")
-            if isinstance(tools, list) and tools and mode in ("auto", "required"):
-                functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-                return mode, [one.get("name") for one in functions if isinstance(one, dict)]
-    raise BadRequest(
-        f"tool_choice is {shorten(choice)}, not none, auto, required or"
-        ' {"type": "function", "function": {"name": "..."}}',
+    if function := open_one(choice, "function"):
+        return "required", [function.get("name")]
+    allowed = open_one(choice, "allowed_tools")
+    tools, mode = allowed.get("tools"), allowed.get("mode")
+    if isinstance(tools, list) and tools and mode in ("auto", "required"):
+        return mode, [open_one(tool, "function").get("name") for tool in tools]
+    example = '"name": "..."' if is_flat else '"function": {"name": "..."}'
+    raise refuse(
         "tool_choice",
+        f'is {shorten(choice)}, not none, auto, required or {{"type": "function", {example}}}',
     )
 
 
@@ -140,29 +140,22 @@ def write_messages(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A conversation as the chat template can read it, without fields that are empty.
 
-    messages: with contents that are texts. Where the template knows no tools, they and their calls
-    become text of other messages. BadRequest where a call is wrong.
+    messages: as `read_messages` gives them. Where the template knows no tools, they and their calls
+    become text of other messages.
     """
     written: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}  # of called functions, by the ids of their calls
+    names: dict[str, str] = {}  # of called functions, by the ids of their calls
     result = None  # the message that holds the results so far
-    for at, message in enumerate(messages):
+    for message in messages:
         one = {key: value for key, value in message.items() if value is not None and value != []}
         one.setdefault("content", None if "tool_calls" not in one else "")
         if one["role"] == "developer" and "developer" not in template:
             one["role"] = "system"
-        if "tool_calls" in one:
-            try:
-                calls = wrap_calls(one["tool_calls"], f"messages.{at}.tool_calls")
-            except ChatError as error:
-                raise BadRequest(str(error), "messages") from None
-            names |= {call.get("id"): call["function"]["name"] for call in calls}
-            one["tool_calls"] = calls
-            if formats.as_text:
-                del one["tool_calls"]
-                one["content"] = one["content"] or _write_calls(calls)
+        if formats.as_text and (calls := one.pop("tool_calls", None)):
+            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
+            one["content"] = one["content"] or _write_calls(calls)
         if formats.as_text and one["role"] == "tool":
-            name = names.get(one.get("tool_call_id"), "the function")
+            name = names.get(str(one.get("tool_call_id")), "the function")
             text = f"Result of {name}: {one['content'] or ''}"
             if result is not None:
                 result["content"] += f"\n{text}"

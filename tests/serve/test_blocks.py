@@ -69,7 +69,7 @@ def tell(kind: type[Answer], name: str, tokenizer: Any, events: Any) -> tuple[An
     request = Request(index=0, input_text="", input_ids=[1], max_output_len=9, end_ids=frozenset())
     choice = Choice(0, request, parser=parser)
     asked: Any = {"messages": [], "return_token_ids": kind is Answer}
-    answer = kind(asked | {"chat": asked}, "toy", [choice], TokenTable(tokenizer))
+    answer = kind(asked, "toy", [choice], TokenTable(tokenizer))
     told = [one for taken in events for one in answer.add(choice, taken)]
     whole: Any = answer.to_json()
     if kind is Answer:

@@ -14,8 +14,10 @@ from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
 from specdec.decode.loop import Batch
+from specdec.serve.formats import TOOL_FORMATS, ChatFormats
 from specdec.serve.responses import read_response
-from specdec.serve.schema import CHAT as CHAT_PARAMETERS
+from specdec.serve.schema import find_grammar
+from specdec.serve.tools import read_calling
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
 from tests.serve.test_http import round_all
 from tests.serve.test_tools import ADD, CHAT, change_template, check_call
@@ -26,6 +28,7 @@ TEMPLATE = (
     "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
     " {% endfor %}a:"
 )
+SAY = {"type": "function", "name": "say", "parameters": {}}
 TOOL = {"type": "function", **ADD["function"], "strict": True}
 EVENTS: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)
 # What a reasoning model writes, as a grammar of its whole answer.
@@ -205,13 +208,12 @@ def test_items_become_messages() -> None:
         {"type": "function_call_output", "call_id": "2", "output": "p"},
     ]  # fmt: skip
     tool = {"type": "function", "name": "f", "parameters": {}}
-    read = read_response(
-        {
-            "input": items, "instructions": "i", "ignored": ["store"], "tools": [tool],
-            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [tool]},
-            "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
-        }
-    )  # fmt: skip
+    read: Any = {
+        "input": items, "instructions": "i", "ignored": ["store"], "tools": [tool, SAY],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [tool]},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [1]}}},
+    }  # fmt: skip
+    read_response(read)
     calls = [
         {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
         for number, name in (("1", "f"), ("2", "g"))
@@ -223,12 +225,14 @@ def test_items_become_messages() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "o"},
         {"role": "tool", "tool_call_id": "2", "content": "p"},
     ]  # fmt: skip
-    nested = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    assert read["tools"] == [nested]
-    assert read["tool_choice"]["allowed_tools"] == {"mode": "auto", "tools": [nested]}
-    assert read["response_format"]["json_schema"]["schema"] == {}
+    assert read["places"] == ["instructions", *(f"input.{at}" for at in (0, 1, 3, 6, 7))]
+    calling = read_calling(read, ChatFormats(TOOL_FORMATS["hermes"], None, reads_tools=True))
+    assert calling is not None
+    assert calling.tools[0] == {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert (calling.schemas.keys(), calling.is_forced) == ({"f"}, False)
+    (grammar,) = find_grammar(read).values()
+    assert grammar["json_schema"]["enum"] == [1]
     assert read["ignored"] == ["store"]
-    assert read.keys() <= CHAT_PARAMETERS.keys() | {"ignored"}
 
 
 @pytest.mark.parametrize(
@@ -243,10 +247,20 @@ def test_items_become_messages() -> None:
         ({"input": [{"type": "computer_call"}]}, "input", "'computer_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input",
          "only texts"),
-        ({"input": "x", "max_output_tokens": 900}, "max_output_tokens",
-"asks for 900 more"),
+        ({"input": "x", "max_output_tokens": 900}, "max_output_tokens", "asks for 900 more"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "has no message"),
+        ({"input": [{"role": "", "content": "x"}], "instructions": "i"}, "input",
+         "input.0.role is '', not a text"),
+        ({"input": [{"type": "function_call", "name": 1}]}, "input", "input.0.name is 1"),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools",
+         "tools.0.name is 'a b'"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": ["add"]}},
+         "tool_choice", "names ['add'], which is no tool"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "messages"}}}, "text",
+         "text.format has no schema"),
+        ({"input": "x", "temperature": "messages"}, "temperature", "'messages'"),
         ({"input": "x", "top_logprobs": 1, "tools": [TOOL]}, "top_logprobs", "without tools"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text", "text.type is 'xml'"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text", "text.format.type is 'xml'"),
     ],
 )  # fmt: skip
 def test_refusals(url: str, body: dict[str, Any], param: str, message: str) -> None:
