@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from specdec.gguf.model import GgufModel
 from specdec.gguf.names import separate
 from specdec.pretrained import load_model, load_tokenizer
 from tests.covering import cover
-from tests.engines import call, run_cli_here
+from tests.engines import call, reset_accelerator, run_cli_here
 from tests.families import EXPERTS, HYBRIDS, make_family_model
 from tests.gguf_files.cases import CASES
 
@@ -346,3 +347,26 @@ def test_commands_take_a_file(tmp_path: Path) -> None:
         "verify", "--engine-dir", tmp_path / "e", "--model-dir", model, "--max-output-len", 20,
     )  # fmt: skip
     assert told.stdout.startswith("PASS"), told.stderr
+
+
+def test_training_and_calibration_take_a_file(tmp_path: Path) -> None:
+    """A file's drafter and its int8 checkpoint have the bytes of those of the folder it was."""
+    source = make_with_tokenizer(tmp_path, "llama")
+    file = export(source, tmp_path, "--gguf-type", "F32")
+    row = {"messages": [{"role": r, "content": "Hello Hello yes"} for r in ("user", "assistant")]}
+    data = tmp_path / "data.jsonl"
+    data.write_text(4 * (json.dumps(row) + "\n"))
+    found = []
+    for model in (source, file):
+        out = tmp_path / f"of-{model.name}"
+        reset_accelerator()
+        call("train", "--model-dir", model, "--data", data, "--eval-data", data, "--output-dir",
+             out / "head", "--method", "eagle", "--eagle-version", 3, "--eagle-draft-vocab-size",
+             100, "--dtype", "float32", "--max-steps", 2, "--eval-prompts", 0,
+             "--hidden-states-dir", out / "states")  # fmt: skip
+        call("convert", "--model-dir", model, "--eagle-model-dir", out / "head", "--output-dir",
+             out / "ckpt", "--dtype", "float32", "--quantization", "int8_sq",
+             "--calibration-data", data)  # fmt: skip
+        found.append(load_file(out / "ckpt" / "rank0.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
