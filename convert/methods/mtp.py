@@ -32,6 +32,7 @@ logger = logs.get_logger(__name__)
 WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()  # what is left out of a target is told by `list_head`
 
+FINAL_NORM = "transformer.ln_f.weight"
 FIRST = "model.layers.0."  # what the names of a layer begin with in every family that has a head
 _LAYER, _GLM = (re.compile(rf"model\.layers\.(\d+)\.{rest}") for rest in ("", "eh_proj"))
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -152,9 +153,12 @@ def find_sources(
     folder: HfFolder, params: MtpParams, canonical: Sequence[str]
 ) -> dict[str, tuple[Part, ...]]:
     """Map canonical tensor names to the folder's; those of the layer are its family's."""
-    named = _name_modules(folder)
-    sources: dict[str, tuple[Part, ...]] = {
-        name: (Part(named[name]),) for name in canonical if name in named
+    named, family = _name_modules(folder), find_family(folder)
+    (norm,) = family.find_sources([FINAL_NORM])[FINAL_NORM]
+    sources: dict[str, tuple[Part, ...]] = {  # norms are stored as the target's
+        name: (Part(named[name], added=norm.added if "norm" in name or "ln_f" in name else 0.0),)
+        for name in canonical
+        if name in named
     }
     form, prefix = find_form(folder) or (FORMS["qwen"], "")
     start = prefix + form.layer
@@ -170,7 +174,7 @@ def find_sources(
     numbers = [int(number[1]) for name in view.tensors if (number := _EXPERT.search(name))]
     fused = [info.shape[0] for name, info in view.tensors.items() if name.endswith("gate_up_proj")]
     num_experts = 1 + max(numbers) if numbers else max(fused, default=1)
-    found = find_family(folder).find_sources(layer.values(), view, num_experts)
+    found = family.find_sources(layer.values(), view, num_experts)
     for name, own in layer.items():
         sources[name] = tuple(
             dataclasses.replace(part, name=start + part.name.removeprefix(FIRST))

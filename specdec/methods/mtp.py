@@ -12,7 +12,7 @@ from specdec.model.config import FULL, ModelConfig
 from specdec.model.tensors import HEAD_BIAS, MTP_NET, Shard, TensorSpec, list_norm
 from specdec.options import as_options, setting
 
-from .base import Method, bounds, count
+from .base import Method, bounds, count, share
 from .budget import BudgetDraft
 from .net import NetParams
 
@@ -120,6 +120,19 @@ class MtpDraft:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MtpTrain:
+    """Options of specdec-train."""
+
+    mtp_num_steps: int = setting(
+        3, help="Draft steps in a row that an MTP head is trained for.", minimum=1,
+        maximum=MAX_DRAFT_TOKENS,
+    )  # fmt: skip
+    mtp_loss_decay: float = share(
+        0.9, help="Weight of each MTP draft step relative to the one before."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MtpOptions:
     """Most draft tokens of a step. num_tokens: None for what the engine has room for.
 
@@ -159,5 +172,6 @@ METHOD = Method(
     own_architectures={ARCHITECTURE: "MTP"},
     folder="mtp_model_dir",
     read=read_options,
-    options={"convert": MtpConvert, "draft": MtpDraft},
+    options={"convert": MtpConvert, "draft": MtpDraft, "train": MtpTrain},
+    training={"learning_rate": 5e-4, "self_distillation": 1.0},
 )

@@ -114,6 +114,7 @@ TARGETS: dict[str, Any] = {
     "llama": lambda parent: make_llama(parent, seed=3),
     "qwen3": lambda parent: make_family_model(parent, "qwen3", vocab=128),
     "qwen2": lambda parent: make_family_model(parent, "qwen2", vocab=128),
+    "gemma2": lambda parent: make_family_model(parent, "gemma2", vocab=128),
     "hybrid mixture": lambda parent: make_family_model(
         parent, "qwen3_5_moe", vocab=128, layers=4, heads=4, head_dim=16),
 }  # fmt: skip
@@ -124,7 +125,8 @@ TARGETS: dict[str, Any] = {
     [
         ("hybrid", "qwen", False, "auto"), ("hybrid", "qwen", True, "none"),
         ("hybrid mixture", "qwen", False, "auto"), ("llama", "glm", True, "auto"),
-        ("qwen3", "qwen", False, "none"), ("qwen2", "mimo", False, "auto"),
+        ("gemma2", "glm", False, "auto"), ("qwen3", "qwen", False, "none"),
+        ("qwen2", "mimo", False, "auto"),
     ],
 )  # fmt: skip
 def test_drafts_are_those_of_transformers(

@@ -1,0 +1,131 @@
+"""MTP: a layer of the target's own kind that drafts (https://arxiv.org/abs/2412.19437).
+
+With s_t the target's last hidden state behind its final norm and e its embedding, the head reads at
+place t the pair of e(x_{t+1}) and s_t: h_t = norm(layer(F [norm(e) ; norm(s)])), from which the
+target's own output layer makes the distribution of token t+2. Draft step i at place t reads
+e(x_{t+1+i}) and step i-1's h_t, as the engine does (`specdec.engine.mtp`), and attends as EAGLE's.
+
+Legend: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec import pretrained
+from specdec.errors import SpecDecError
+from specdec.methods.mtp import MtpTrain
+from specdec.options import as_options
+
+from ..features import Features
+from ..settings import TrainSettings
+from ..target import Target
+from .base import Drafter, Labels, TrainingMethod
+from .eagle import make_linear, make_mask
+
+
+def make_layer(target: Target) -> Any:
+    """Make transformers' model of one layer of the target's kind, which attends to all tokens."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"]
+    config.vocab_size, config.pad_token_id = 2, None  # embedding and head are the target's
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    base = pretrained.find_base(model.float())
+    if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb")):
+        raise SpecDecError(
+            f"{target.name} has learned positions, or is built otherwise than a Llama, and no head"
+            " for multi-token prediction is known for it",
+            "train a drafter of another --method",
+        )
+    return base
+
+
+class Head(torch.nn.Module):
+    """The parameters, by Qwen's names."""
+
+    def __init__(self, base: Any, width: int) -> None:
+        super().__init__()
+        self.fc = make_linear(2 * width, width)
+        self.pre_fc_norm_embedding = copy.deepcopy(base.norm)
+        self.pre_fc_norm_hidden = copy.deepcopy(base.norm)
+        self.norm = copy.deepcopy(base.norm)
+        self.layers = base.layers
+
+    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """What enters the layer, [B, T_i, D]."""
+        pair = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)
+        joined: Tensor = self.fc(torch.cat(pair, dim=-1))
+        return joined
+
+
+class Mtp(Drafter):
+    """The head and its loss."""
+
+    def __init__(self, settings: TrainSettings, target: Target) -> None:
+        self.options = as_options(settings, MtpTrain)
+        super().__init__(
+            settings, num_positions=self.options.mtp_num_steps,
+            loss_decay=self.options.mtp_loss_decay, vocab_size=target.shape.vocab_size,
+        )  # fmt: skip
+        base, width = make_layer(target), target.shape.hidden_size
+        self._rotary, self._scale = [base.rotary_emb], target.shape.embedding_scale
+        self.mtp = Head(base, width)
+        called = inspect.signature(base.layers[0].forward).parameters
+        self._cache_name = "cache" if "cache" in called else "past_key_values"
+
+    def draft(self, features: Features) -> list[Tensor]:
+        """Run all steps from every place: states [B, T-2-i, D]."""
+        from transformers import DynamicCache
+
+        state, cache = features.hidden, DynamicCache()
+        sizes: list[int] = []
+        guesses = []
+        for step in range(self.num_positions):
+            num_places = max(0, features.tokens.shape[1] - 2 - step)
+            state = state[:, :num_places]
+            if num_places:
+                sizes.append(num_places)
+                embedded = features.embedded[:, 1 + step : 1 + step + num_places] * self._scale
+                x = self.mtp.join(embedded.to(state.dtype), state)
+                places = torch.arange(step, step + num_places, device=x.device)[None]
+                hidden = ~make_mask(sizes, x.device)
+                mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
+                x = self.mtp.layers[0](
+                    x, attention_mask=mask.masked_fill(hidden, torch.finfo(x.dtype).min),
+                    position_ids=places, position_embeddings=self._rotary[0](x, places),
+                    **{self._cache_name: cache},
+                )  # fmt: skip
+                state = self.mtp.norm(x[0] if isinstance(x, tuple) else x)
+            guesses.append(state)
+        return guesses
+
+    def judge(
+        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert features.head is not None
+        head = features.head
+        return self.compare(
+            features, head.join_input(x), head.joint_weight, labels, measure=measure
+        )
+
+
+def describe_mtp(drafter: Mtp, target: Target) -> Mapping[str, Any]:
+    """Return the target's own config.json, by which the layer is read."""
+    config: dict[str, Any] = json.loads(target.config.to_json_string(use_diff=False))
+    return config
+
+
+METHOD = TrainingMethod(
+    build=Mtp, describe=describe_mtp, convert_folder="--mtp-model-dir", needs_head=True
+)
