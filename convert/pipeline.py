@@ -289,8 +289,17 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         config["quantization"] = {**config["quantization"], **section}
     return PlannedTarget(
         model=model, config=config, ranks=split_stages(model, ranks), plain=plain, files=files,
-        vocabulary=read_vocabulary(Path(localize(folder.path))), quantizer=quantizer,
+        vocabulary=read_tokens(folder), quantizer=quantizer,
     )  # fmt: skip
+
+
+def read_tokens(folder: HfFolder) -> dict[str, Any] | None:
+    """What `read_vocabulary` tells of a target; None, with a warning, of a tokenizer not read."""
+    try:
+        return read_vocabulary(Path(localize(folder.path)))
+    except SpecDecError as error:  # of a GGUF file, whose weights are read
+        logger.warning("%s; weights are converted: give --tokenizer-dir when you build", error)
+        return None
 
 
 def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:

@@ -423,6 +423,16 @@ def read_windows(
     return {"sliding_window": window, "layer_types": types if is_mixed else None}
 
 
+def refuse_layer_types(reader: ConfigReader, kind: str) -> None:
+    """Note a problem where `layer_types` names other layers than those of one kind."""
+    listed = reader.config.get("layer_types")
+    if isinstance(listed, list) and any(each != kind for each in listed):
+        reader.refuse(
+            f"layer_types is {shorten(listed)}",
+            f"models of this family are supported whose layers are all {kind}",
+        )
+
+
 def get_window(reader: ConfigReader, default: int | None) -> int | None:
     """Return the sliding_window field; null means none, an absent one the default."""
     if "sliding_window" not in reader.config:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.model.config import FULL, SLIDING
 from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
@@ -24,6 +25,7 @@ from .base import (
     read_biases,
     read_experts,
     read_windows,
+    refuse_layer_types,
 )
 
 SELF, OURS = "model.layers.{layer}.", "transformer.layers.{layer}."
@@ -56,11 +58,16 @@ LLAMA = Family(
 )
 
 
-def window(default: int | None, pattern: int | None = None) -> More:
-    """Return what reads a window; default: an absent field's; pattern: see `read_windows`."""
+def window(default: int | None, pattern: int | None = None, *, is_uniform: bool = False) -> More:
+    """Return what reads a window; default: an absent field's; pattern: see `read_windows`.
+
+    is_uniform: transformers gives it to all layers, whatever `layer_types` says.
+    """
 
     def read(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
         size, num_layers = get_window(reader, default), values["num_hidden_layers"]
+        if is_uniform:
+            refuse_layer_types(reader, FULL if size is None else SLIDING)
         return read_windows(reader, num_layers, size, pattern=pattern)
 
     return read
@@ -105,7 +112,7 @@ MIXTRAL = Family(
     },
     prepare=restore_names,
     read_config=decoder(
-        window(None), experts(num=8, top_k=2, renormalizes=True),
+        window(None, is_uniform=True), experts(num=8, top_k=2, renormalizes=True),
         norm_epsilon=("rms_norm_eps", 1e-5), max_positions=131072, num_kv_heads=8, rotary_base=1e6,
     ),
     describe=describe,

@@ -92,8 +92,8 @@ PHI3 = Family(
         OURS + "mlp.proj": (SELF + "mlp.down_proj",),
     },
     read_config=decoder(
-        window(None), read_phi3, norm_epsilon=("rms_norm_eps", 1e-5), max_positions=4096,
-        rotary_fraction=1.0,
+        window(None, is_uniform=True), read_phi3, norm_epsilon=("rms_norm_eps", 1e-5),
+        max_positions=4096, rotary_fraction=1.0,
     ),
     describe=describe3,
     find_problem_014=find_problem_014,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.model.config import ModelConfig
+from specdec.model.config import FULL, ModelConfig
 from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
@@ -24,6 +24,7 @@ from .base import (
     logger,
     read_experts,
     read_windows,
+    refuse_layer_types,
     refuse_unless,
 )
 from .llama import BESIDE_MLP, MODULES, OURS, SELF, Modules
@@ -81,6 +82,7 @@ def refuse_uneven_layers(reader: ConfigReader) -> None:
 def read_moe2(reader: ConfigReader, layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
     """Read what Qwen2-MoE has besides a decoder."""
     refuse_uneven_layers(reader)
+    refuse_layer_types(reader, FULL)
     refuse_unless(reader, "qkv_bias", True, remedy="Qwen2-MoE has attention biases")
     return {"attn_bias": True} | read_experts(
         reader, layout, values, num=60, top_k=4,

@@ -100,14 +100,25 @@ def read_config(reader: ConfigReader, _: Layout) -> dict[str, Any]:
 
 def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a mixture's config.json, which need not tell the size of a dense MLP."""
+    refuse_unless(
+        reader, "norm_topk_prob", True,
+        remedy="Qwen3.5's mixtures always normalize the weights of the chosen experts",
+    )  # fmt: skip
+    return _read_mixture(reader, layout, num=256, top_k=8, renormalizes=True)
+
+
+def read_next(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
+    """Read Qwen3-Next's config.json."""
+    renormalizes = reader.get_bool("norm_topk_prob", True)
+    return _read_mixture(reader, layout, num=512, top_k=10, renormalizes=renormalizes)
+
+
+def _read_mixture(reader: ConfigReader, layout: Layout, **experts: Any) -> dict[str, Any]:
     refuse_uneven_layers(reader)
     inner = reader.get_int("moe_intermediate_size", 512)
     values = read_hybrid(reader.enter({"intermediate_size": inner, **reader.config}), "swiglu")
-    num, top_k = (512, 10) if "norm_topk_prob" in reader.config else (256, 8)
     return values | read_experts(
-        reader, layout, values, num=num, top_k=top_k,
-        renormalizes=reader.get_bool("norm_topk_prob", True),
-        inner=("moe_intermediate_size", 512),
+        reader, layout, values, **experts, inner=("moe_intermediate_size", 512),
         shared_inner=("shared_expert_intermediate_size", 512),
     )  # fmt: skip
 
@@ -229,5 +240,5 @@ QWEN3_5_MOE = Family(
 )  # fmt: skip
 QWEN3_NEXT = Family(
     name="qwen3_next", architectures=("Qwen3NextForCausalLM",),
-    modules=_MIXTURE_MODULES, read_config=read_mixture, describe=_describe_mixture, **_COMMON,
+    modules=_MIXTURE_MODULES, read_config=read_next, describe=_describe_mixture, **_COMMON,
 )  # fmt: skip

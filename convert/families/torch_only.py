@@ -13,9 +13,10 @@ from typing import Any
 from specdec.errors import shorten
 from specdec.model.architectures import Architecture
 from specdec.model.bounds import MAX_MODULES
+from specdec.model.config import FULL
 from specdec.model.config_reader import ConfigReader
 
-from .base import Family, Layout, decoder, refuse_unless
+from .base import Family, Layout, decoder, refuse_layer_types, refuse_unless
 from .llama import MODULES
 
 
@@ -52,6 +53,7 @@ def read_smollm3(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> 
             f"no_rope_layers is {shorten(told)}, not 0 or 1 for each of {num_layers} layers",
             "correct no_rope_layers",
         )
+    refuse_layer_types(reader, FULL)
     if reader.config.get("sliding_window") is not None:
         refuse_unless(
             reader, "use_sliding_window", False,

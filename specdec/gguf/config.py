@@ -10,11 +10,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
+from specdec.model.bounds import MAX_MODULES, MAX_SIZE
 from specdec.model.config import FULL, LINEAR, SLIDING, list_layer_types
 from specdec.model.rotary_scaling import find_scaling_problems
 
@@ -66,7 +67,23 @@ class Metadata:
             self.refuse(f"the key {self.name}.{key} is missing")
         return value
 
-    def refuse(self, fact: str) -> None:
+    def count(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+        """Return a whole number from 1 to `most`; without a default it must be there."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if type(value) is not int or not 1 <= value <= most:
+            self.refuse(
+                f"{self.name}.{key} is {shorten(value)}, not a whole number from 1 to {most}"
+            )
+        return int(value)
+
+    def positive(self, key: str, default: float) -> float:
+        """Return a positive number."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            self.refuse(f"{self.name}.{key} is {shorten(value)}, not a positive number")
+        return float(value)
+
+    def refuse(self, fact: str) -> NoReturn:
         """Raise SpecDecError."""
         raise SpecDecError(
             f"{self.path}: {fact}", "take the Hugging Face folder that it was made from"
@@ -113,8 +130,8 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         raise SpecDecError(
             f"{data.path} holds no token_embd.weight", "take a file of a whole model"
         )
-    hidden, num_heads = data.need("embedding_length"), data.need("attention.head_count")
-    head_dim = data.get("attention.key_length", hidden // max(1, num_heads))
+    hidden, num_heads = data.count("embedding_length"), data.count("attention.head_count")
+    head_dim = data.count("attention.key_length", max(1, hidden // num_heads))
     if data.get("attention.value_length", head_dim) != head_dim:
         data.refuse("its keys and values differ in size")
     config: dict[str, Any] = {
@@ -122,13 +139,13 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": data.need("block_count"),
+        "num_hidden_layers": data.count("block_count", most=MAX_MODULES),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": data.get("attention.head_count_kv", num_heads),
+        "num_key_value_heads": data.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": data.get("feed_forward_length"),
-        "max_position_embeddings": data.need("context_length"),
-        "rope_theta": data.get("rope.freq_base", 10000.0),
+        "intermediate_size": data.get("feed_forward_length") and data.count("feed_forward_length"),
+        "max_position_embeddings": data.count("context_length"),
+        "rope_theta": data.positive("rope.freq_base", 10000.0),
         "tie_word_embeddings": not data.has("output.weight"),
         "dtype": choose_dtype(data.tensors),
     }
@@ -140,7 +157,7 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
     else:
         config["rms_norm_eps"] = data.need("attention.layer_norm_rms_epsilon")
-    rotated = data.get("rope.dimension_count", head_dim)
+    rotated = data.count("rope.dimension_count", head_dim)
     if rotated != head_dim or data.name == "stablelm":
         config["partial_rotary_factor"] = rotated / head_dim
     if scaling := read_scaling(data, config, rotated):
@@ -196,15 +213,15 @@ def _read_factors(data: Metadata, name: str) -> Any:
 
 def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     short, long = (_read_factors(data, f"rope_factors_{kind}.weight") for kind in ("short", "long"))
-    original = data.need("rope.scaling.original_context_length")
+    original = data.count("rope.scaling.original_context_length")
     # In the three fields that transformers 4 asks for; the length is alongside, see _read_phi3.
     scaling: dict[str, Any] = {"type": "longrope"} | {
         f"{kind}_factor": [float(str(np.float32(factor))) for factor in factors]
         for kind, factors in (("short", short), ("long", long))
     }
-    told = data.get("rope.scaling.attn_factor", 1.0)
+    told = data.positive("rope.scaling.attn_factor", 1.0)
     ratio = config["max_position_embeddings"] / original
-    usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    usual = math.sqrt(1 + math.log(ratio) / math.log(max(2, original))) if ratio > 1 else 1.0
     return scaling if abs(told - usual) < 1e-6 * usual else scaling | {"attention_factor": told}
 
 
@@ -245,7 +262,8 @@ Own = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 
 def _has_bias(data: Metadata, module: str) -> bool:
-    return data.has(f"blk.0.{module}.bias")
+    fused = "attn_qkv" if module == "attn_q" else module  # --fuse-qkv of llama.cpp's converter
+    return data.has(f"blk.0.{module}.bias") or data.has(f"blk.0.{fused}.bias")
 
 
 def _read_biases(data: Metadata, _: object) -> dict[str, Any]:
@@ -255,10 +273,12 @@ def _read_biases(data: Metadata, _: object) -> dict[str, Any]:
 
 
 def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    count, top = data.need("expert_count"), data.need("expert_used_count")
+    count, top = data.count("expert_count"), data.count("expert_used_count")
     if config["model_type"] == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": top}
-    inner = data.get("expert_feed_forward_length", config["intermediate_size"] // top)
+    inner = data.count(
+        "expert_feed_forward_length", max(1, (config["intermediate_size"] or 1) // top)
+    )
     own = {
         "num_experts": count, "num_experts_per_tok": top, "moe_intermediate_size": inner,
         "norm_topk_prob": data.name == "qwen3moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -274,7 +294,10 @@ def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[s
     data.used.add("attention.sliding_window_pattern")
     told = data.values.get(f"{data.name}.attention.sliding_window_pattern", period)
     layers = range(config["num_hidden_layers"])
-    slides = told if isinstance(told, list) else [(at + 1) % told != 0 for at in layers]
+    if not isinstance(told, list) and (type(told) is not int or told < 0):
+        data.refuse(f"attention.sliding_window_pattern is {shorten(told)}")
+    # All layers have it where the pattern is 0.
+    slides = told if isinstance(told, list) else [not told or (at + 1) % told for at in layers]
     return {"layer_types": [SLIDING if one else FULL for one in slides]}
 
 
@@ -326,10 +349,10 @@ def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Layers of linear attention, and how many layers that draft stand behind the others."""
-    heads = data.need("ssm.time_step_rank")
-    drafting = data.get("nextn_predict_layers", 0)
+    heads = data.count("ssm.time_step_rank")
+    drafting = data.get("nextn_predict_layers", 0) and data.count("nextn_predict_layers")
     num_layers = config["num_hidden_layers"] - drafting
-    interval = data.get("full_attention_interval", 4)
+    interval = data.count("full_attention_interval", 4)
     data.used.add("attention.recurrent_layers")
     told = data.values.get(f"{data.name}.attention.recurrent_layers")
     types = [FULL if kind == FULL else LINEAR for kind in list_layer_types(num_layers, interval)]
@@ -338,18 +361,18 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     own = {
         "num_hidden_layers": num_layers, "layer_types": types, "mtp_num_hidden_layers": drafting,
         "attention_bias": False,
-        "linear_conv_kernel_dim": data.need("ssm.conv_kernel"),
-        "linear_key_head_dim": data.need("ssm.state_size"),
-        "linear_value_head_dim": data.need("ssm.inner_size") // max(1, heads),
-        "linear_num_key_heads": data.need("ssm.group_count"), "linear_num_value_heads": heads,
+        "linear_conv_kernel_dim": data.count("ssm.conv_kernel"),
+        "linear_key_head_dim": data.count("ssm.state_size"),
+        "linear_value_head_dim": data.count("ssm.inner_size") // heads,
+        "linear_num_key_heads": data.count("ssm.group_count"), "linear_num_value_heads": heads,
     }  # fmt: skip
     if data.name == "qwen35":
         return own
     return own | {
-        "num_experts": data.need("expert_count"),
-        "num_experts_per_tok": data.need("expert_used_count"),
-        "moe_intermediate_size": data.need("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": data.need("expert_shared_feed_forward_length"),
+        "num_experts": data.count("expert_count"),
+        "num_experts_per_tok": data.count("expert_used_count"),
+        "moe_intermediate_size": data.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": data.count("expert_shared_feed_forward_length"),
     }
 
 
@@ -358,6 +381,15 @@ def _read_seed_oss(data: Metadata, _: object) -> dict[str, Any]:
         "attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate"),
         "attention_out_bias": _has_bias(data, "attn_output"),
     }  # fmt: skip
+
+
+def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
+    # llama.cpp looks for the norm; its converter writes `true` where config.json does not say.
+    data.used.add("use_parallel_residual")
+    return {
+        "use_parallel_residual": not data.has("blk.0.ffn_norm.weight"),
+        "use_qkv_bias": _has_bias(data, "attn_q"),
+    }
 
 
 OWN: dict[str, Own] = {
@@ -374,10 +406,7 @@ OWN: dict[str, Own] = {
     "gemma3_text": _read_gemma,
     "phi3": _read_phi3,
     "granite": _read_granite,
-    "stablelm": lambda data, _: {
-        "use_parallel_residual": data.get("use_parallel_residual", False),
-        "use_qkv_bias": _has_bias(data, "attn_q"),
-    },
+    "stablelm": _read_stablelm,
     "smollm3": lambda data, _: _read_biases(data, _) | {"no_rope_layer_interval": 4},
     "seed_oss": _read_seed_oss,
     "qwen3_5_text": _read_hybrid,

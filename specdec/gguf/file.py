@@ -205,8 +205,8 @@ def open_parts(path: Path) -> list[GgufFile]:
         told = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0) or 1
         if told != (number, len(paths)):
             raise SpecDecError(
-                f"{part} says that it is part {told[0] + 1} of {told[1]}, its name says part"
-                f" {number + 1} of {len(paths)}",
+                f"{part} says that split.no, counted from 0, is {shorten(told[0])} of"
+                f" {shorten(told[1])}, and its name says part {number + 1} of {len(paths)}",
                 "give the files the names that gguf-split gave them, NAME-00001-of-0000N.gguf",
             )
         files.append(file)

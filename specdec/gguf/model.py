@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 
 from .config import Metadata, find_architecture, read_config
 from .file import PLAIN, Stored, decode, import_gguf, merge_tensors, open_parts
 from .names import MTP_NAMES, NAMES, Architecture, separate
-from .special import read_special
+from .special import LISTS, PREFIX, read_special
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias|)")
 SIZED = ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj")  # of linear attention, by a head's size
@@ -92,6 +92,10 @@ class GgufModel:
         self.digest = "".join(part.digest for part in parts)
         stored = merge_tensors(parts)
         data = Metadata(path, self.metadata, stored)
+        for key, kind in LISTS.items():
+            value = self.metadata.get(PREFIX + key, [])
+            if not isinstance(value, list) or not all(type(one) is kind for one in value[:1]):
+                data.refuse(f"{PREFIX}{key} is {shorten(value)}, not a list of {kind.__name__}")
         self.architecture = find_architecture(data)
         self.config = read_config(data, self.architecture) | read_special(self.metadata)
         self.entries: dict[str, Entry] = {}

@@ -8,6 +8,8 @@ from typing import Any
 PREFIX = "tokenizer.ggml."
 # A token's kind, as gguf.TokenType has it.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# What the elements of these lists are.
+LISTS: dict[str, type] = {"tokens": str, "token_type": int, "scores": float, "merges": str}
 NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # Of a SentencePiece tokenizer, where the file names none.
 USUAL = {"bos": 1, "eos": 2, "unk": 0}

@@ -629,6 +629,11 @@ def test_configurations_are_read_back(
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 5},
          "num_experts 4 and num_local_experts 5 disagree"),
         ("qwen2_moe", {"num_experts": 5}, "lacks 6 tensors"),
+        *((family, {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+           "layer_types is ['sliding_attention', 'full_attention']")
+          for family in ("phi3", "mixtral", "qwen2_moe", "smollm3")),
+        ("phi3", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, "layer_types is"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def write_gguf(path: Path, kind: str = "F32", **more: Any) -> dict[str, np.ndarr
     return arrays
 
 
+def edit(
+    source: Path, path: Path, keys: dict[str, Any],
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors,
+) -> None:  # fmt: skip
+    """Copy a file of llama.cpp's converter with other values of keys, and other tensors."""
+    read = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, read.fields["general.architecture"].contents())
+    for name, field in read.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture" and name not in keys:
+            kinds = field.types
+            writer.add_key_value(name, field.contents(), kinds[0], sub_type=kinds[-1])
+    for name, value in keys.items():
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    kinds = {tensor.name: tensor.tensor_type for tensor in read.tensors}
+    for name, data in change({tensor.name: tensor.data for tensor in read.tensors}).items():
+        kind = kinds.get(name, kinds.get(name.replace("attn_qkv", "attn_q")))
+        writer.add_tensor(name, np.array(data), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales overflow
 def test_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
@@ -174,6 +198,13 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
         ({"llama__attention__causal": False}, "F32", "llama.attention.causal False"),
         ({"llama__rope__scaling__type": "dynamic"}, "F32", "rope.scaling.type is 'dynamic'"),
         ({"general__type": "adapter"}, "F32", r"llama \(adapter\)"),
+        ({"llama__attention__head_count": "4"}, "F32", "head_count is '4', not a whole number"),
+        ({"llama__block_count": 2**31 - 1}, "F32", "block_count is .*, not .* from 1 to 1000"),
+        ({"llama__rope__dimension_count": 0}, "F32", "dimension_count is 0, not a whole number"),
+        ({"llama__rope__freq_base": float("nan")}, "F32", "freq_base is nan, not a positive"),
+        ({"tokenizer__ggml__tokens": 5}, "F32", "tokens is 5, not a list of str"),
+        ({"tokenizer__ggml__scores": ["a"]}, "F32", "scores is .*, not a list of float"),
+        ({"split__count": "2"}, "F32", "is 0 of '2'"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -182,6 +213,59 @@ def test_what_is_not_read_is_refused_by_name(
     write_gguf(tmp_path / "model.gguf", kind, **more)
     with pytest.raises(SpecDecError, match=told):
         GgufModel(tmp_path / "model.gguf")
+
+
+def test_a_window_pattern_of_0_is_a_window_everywhere(tmp_path: Path) -> None:
+    for pattern, kinds in ((0, "SSSSSS"), (1, "FFFFFF"), (2, "SFSFSF")):
+        name = tmp_path / f"{pattern}.gguf"
+        edit(GOLDEN / "gemma3.gguf", name, {"gemma3.attention.sliding_window_pattern": pattern})
+        types = GgufModel(name).config["layer_types"]
+        assert "".join(each[0].upper() for each in types) == kinds[: len(types)]
+    edit(GOLDEN / "gemma3.gguf", name, {"gemma3.attention.sliding_window_pattern": "x"})
+    with pytest.raises(SpecDecError, match="sliding_window_pattern is 'x'"):
+        GgufModel(name)
+
+
+def test_biases_of_one_tensor_for_queries_keys_and_values(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them with --fuse-qkv."""
+    fused = tmp_path / "fused.gguf"
+
+    def fuse(tensors: dict[str, Any]) -> dict[str, Any]:
+        for name in [name for name in tensors if ".attn_q." in name]:
+            parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+            tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+        return tensors
+
+    edit(GOLDEN / "llama.gguf", fused, {}, fuse)
+    whole, parts = GgufModel(fused), GgufModel(GOLDEN / "llama.gguf")
+    assert whole.config == parts.config
+    for name in parts.tensors:
+        assert np.array_equal(whole.read(name), parts.read(name)), name
+
+
+def test_stablelm_is_parallel_where_it_lacks_a_norm(tmp_path: Path) -> None:
+    """As llama.cpp has it, whose converter writes `true` where config.json does not say."""
+    said = {"stablelm.use_parallel_residual": True}
+    edit(GOLDEN / "stablelm.gguf", tmp_path / "said.gguf", said)
+    assert GgufModel(tmp_path / "said.gguf").config["use_parallel_residual"] is False
+    edit(
+        GOLDEN / "stablelm.gguf", tmp_path / "lacks.gguf", {},
+        lambda tensors: {name: t for name, t in tensors.items() if "ffn_norm" not in name},
+    )  # fmt: skip
+    assert GgufModel(tmp_path / "lacks.gguf").config["use_parallel_residual"] is True
+
+
+@pytest.mark.parametrize("kind", ["none", "no_vocab", "t5"])
+def test_weights_are_converted_beside_a_tokenizer_that_is_not_read(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(tmp_path / "m.gguf", tokenizer__ggml__model=kind)
+    call("convert", "--model-dir", tmp_path / "m.gguf", "--output-dir", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert ("a tokenizer of kind 't5'" in capsys.readouterr().err) is (kind == "t5")
+    if kind == "t5":
+        with pytest.raises(SpecDecError, match="a tokenizer of kind 't5'"):
+            load_tokenizer(tmp_path / "m.gguf")
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
