@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help dev demo test test-transformers-4 mutants oracles clients kernels check fix bench dist clean
 
 help:
-	@echo "make demo    drafted tokens marked in a text, and where speculation pays: some minutes"
+	@echo "make demo    a chat model answers, drafted tokens marked, and what drafts gain: three minutes"
 	@echo "make test    run the tests (TESTS=tests/core for some of them)"
 	@echo "make test-transformers-4"
 	@echo "             the tests that transformers can change, under 4.57: a minute or two"
@@ -65,7 +65,7 @@ $(READY): pyproject.toml constraints.txt .ci/install_torch.py
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/python examples/pycode/demo.py
+	@$(BIN)/python examples/demo.py
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)

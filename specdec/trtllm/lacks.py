@@ -104,7 +104,7 @@ def find_layout_problems(label: str, quantization: Quantization, model: ModelCon
     algorithm, problems = quantization.quant_algo, Problems()
     if algorithm is None:
         return problems
-    line, unknown = f"TensorRT-LLM {label}", "it does not know it"
+    line, unknown = f"TensorRT-LLM {label}", "that format is not its own"
     facts = load_facts(label)
     reason = facts.quant_algos.get(algorithm, unknown)
     if reason is not None:

