@@ -10,8 +10,9 @@ load: `specdec serve`, llama.cpp's llama-server and vLLM on the CPU, with the sa
 same draft model, each at the fastest of its settings. --size full grows the models to 986M
 parameters; all servers take 20 GB of memory together. costs: what HTTP, tokens as text and
 streaming take of a step, and what 200 requests per second of /health take. exact: mixed requests at
-concurrency 32 compared with what specdec-run and the API give each without others; pycode. --output
-FILE writes the figures as JSON.
+concurrency 32 compared with what each gets without others, completions from specdec-run and the
+API, chats and responses from the server; and its memory; pycode. --output FILE writes the figures
+as JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         return costs.measure(args), True
     found = [exact.measure(args.requests, dtype) for dtype in args.dtypes]
     differing = sum(
-        one["different_from_the_api"] + one["different_from_specdec_run"] for one in found
+        count for one in found for name, count in one.items() if name.startswith("different_from")
     )
     return describe_machine() | {"exact": found}, not differing
 

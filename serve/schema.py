@@ -104,7 +104,7 @@ FULL_TEXT = (lambda v: _is_text(v) and v != "", "a text that is not empty")
 BOOL = (lambda v: isinstance(v, bool), "true or false")
 OBJECT = (lambda v: isinstance(v, dict), "an object")
 SCHEMA = (lambda v: isinstance(v, (dict, str)), "a JSON schema")
-CHOICES = (lambda v: len(v) <= MAX_CHOICE and _is_list(v, FULL_TEXT[0]),
+CHOICES = (lambda v: _is_list(v, FULL_TEXT[0]) and len(v) <= MAX_CHOICE,
            f"a list of at most {MAX_CHOICE} texts, none empty")  # fmt: skip
 MESSAGES = (lambda v: _is_list(v, lambda m: isinstance(m, dict)), "a list of messages")
 SETTING = (lambda v: True, "")  # checked with the prompt, by the table of prompts

@@ -34,24 +34,40 @@ async def ask(address: str, body: Body, *, leave_after: int | None = None) -> Re
     leave_after: events after which the connection is closed, in the middle of the text.
     """
     reply = Reply(time.perf_counter())
-    reader, writer = await _send(address, PATH, json.dumps(body).encode())
+    for moment, document in await ask_documents(address, PATH, body, leave_after=leave_after):
+        for choice in document["choices"]:
+            if choice.get("text"):
+                reply.arrivals.append((moment, choice["text"]))
+            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+        if document.get("usage"):
+            reply.num_tokens = document["usage"]["completion_tokens"]
+    return reply
+
+
+async def ask_documents(
+    address: str, path: str, body: Body, *, leave_after: int | None = None
+) -> list[tuple[float, dict[str, Any]]]:
+    """The answer or, of a stream, its events, with the times at which they came; see `ask`."""
+    reader, writer = await _send(address, path, json.dumps(body).encode())
+    received: list[tuple[float, bytes]] = []
     try:
         status, headers = await _read_head(reader)
         if status != 200 or not body.get("stream"):
             document = await _read_rest(reader, headers)
             if status != 200:
                 raise SystemExit(f"{address}: status {status}: {document[:500]!r}")
-            _note_whole(reply, json.loads(document))
-            return reply
-        received: list[tuple[float, bytes]] = []
+            return [(time.perf_counter(), json.loads(document))]
         async for piece in _read_chunks(reader, headers):
             received.append((time.perf_counter(), piece))
             if leave_after is not None and len(received) > leave_after:
-                return reply
-        _note_events(reply, received)  # afterwards: others are being waited for now
-        return reply
+                return []
     finally:
         writer.close()
+    # Read afterwards: others are being waited for until then.
+    found = [(moment, json.loads(data)) for moment, data in _split_events(received)]
+    if failed := [event["error"] for _, event in found if event.get("error")]:
+        raise SystemExit(f"the stream ended with {failed[0]}")
+    return found
 
 
 async def get(address: str, path: str) -> bytes:
@@ -120,32 +136,12 @@ async def _read_chunks(reader: asyncio.StreamReader, headers: dict[bytes, bytes]
     await reader.readline()
 
 
-def _note_whole(reply: Reply, document: dict[str, Any]) -> None:
-    (choice,) = document["choices"]
-    reply.arrivals.append((time.perf_counter(), choice["text"]))
-    reply.finish_reason = choice["finish_reason"]
-    reply.num_tokens = document["usage"]["completion_tokens"]
-
-
-def _note_events(reply: Reply, received: Sequence[tuple[float, bytes]]) -> None:
-    for moment, data in _split_events(received):
-        event = json.loads(data)
-        if "error" in event:
-            raise SystemExit(f"the stream ended with {event['error']}")
-        for choice in event["choices"]:
-            if choice.get("text"):
-                reply.arrivals.append((moment, choice["text"]))
-            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-        if event.get("usage"):
-            reply.num_tokens = event["usage"]["completion_tokens"]
-
-
 def _split_events(received: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """The data of server-sent events, each with the time at which the last of it came."""
     kept = b""
     for moment, piece in received:
         *events, kept = (kept + piece).split(b"\n\n")
         for event in events:
-            data = event.strip().removeprefix(b"data:").strip()
+            data = event.strip().split(b"\n")[-1].removeprefix(b"data:").strip()
             if data and data != b"[DONE]":
                 yield moment, data

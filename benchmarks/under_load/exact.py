@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
+import os
 import random
 import sys
 import tempfile
@@ -15,8 +17,8 @@ from typing import Any
 from specdec import Engine, Prompt
 from specdec.processes import call_stage
 
-from .client import Body, Reply, ask
-from .ours import PYCODE, make_engine, serve
+from .client import Body, Reply, ask, ask_documents
+from .ours import PYCODE, ROOT, make_engine, serve
 
 CONCURRENCY = 32  # twice as many as there are rows: half of them wait
 SCHEMAS: tuple[dict[str, Any], ...] = (
@@ -31,13 +33,70 @@ PLAIN_KEYS = {
 }  # fmt: skip
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 Text = tuple[str, str, int]  # with why it ended, and of how many tokens
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+FUNCTION: dict[str, Any] = {"name": "paint", "parameters": {
+    "type": "object", "properties": {"colours": SCHEMAS[1]}, "required": ["colours"],
+    "additionalProperties": False,
+}}  # fmt: skip
+
+
+def read_prompts() -> list[str]:
+    lines = (PYCODE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def mix_chats(number: int, seed: int = 4) -> list[tuple[str, Body]]:
+    """Chats and responses with paths: plain, several choices, tools, structured output."""
+    prompts, dice = read_prompts(), random.Random(seed)
+    mixed = []
+    for index in range(number):
+        path = RESPONSES if index % 3 == 2 else CHAT
+        text, limit = dice.choice(prompts)[: dice.randint(4, 400)], dice.randint(8, 64)
+        body: Body = {
+            "temperature": dice.choice([0.0, 0.7, 1.0]), "seed": dice.randrange(2**60),
+            "stream": bool(index % 4),
+        }  # fmt: skip
+        if path == CHAT:
+            body |= {"messages": [{"role": "user", "content": text}], "max_tokens": limit}
+            body |= {"n": dice.choice([1, 1, 2, 3])}
+        else:
+            body |= {"input": text, "max_output_tokens": limit}
+        if index % 5 in (1, 2):
+            tool = {"function": FUNCTION} if path == CHAT else FUNCTION
+            body |= {"tools": [{"type": "function", **tool}]}
+            body |= {"tool_choice": "required" if index % 5 == 1 else "auto"}
+        elif index % 5 == 3:
+            body |= {"guided_json": dice.choice(SCHEMAS)}
+        mixed.append((path, body))
+    return mixed
+
+
+async def ask_chat(address: str, path: str, body: Body) -> Any:
+    """What a chat or a response says, whole or streamed: texts, calls and why each ended."""
+    documents = [document for _, document in await ask_documents(address, path, body)]
+    last = documents[-1]
+    if path == RESPONSES:
+        whole = last.get("response", last)
+        for item in whole["output"]:
+            for name in ("id", "call_id"):
+                item.pop(name, None)
+        return whole["output"], whole["status"]
+    told: dict[int, list[Any]] = {}
+    for choice in (choice for document in documents for choice in document["choices"]):
+        own = told.setdefault(choice["index"], ["", [], None])
+        part = choice.get("delta", choice.get("message"))
+        own[0] += part.get("content") or ""
+        for call in part.get("tool_calls", ()):
+            if "id" in call:
+                own[1].append([call["function"]["name"], ""])
+            own[1][-1][1] += call["function"]["arguments"]
+        own[2] = choice["finish_reason"]
+    return told
 
 
 def mix_bodies(number: int, seed: int = 3) -> list[Body]:
     """Short and long prompts and outputs, greedy, sampled, shaped, stopped and to a schema."""
-    lines = (PYCODE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    dice = random.Random(seed)
+    prompts, dice = read_prompts(), random.Random(seed)
     bodies = []
     for index in range(number):
         text = dice.choice(prompts)
@@ -65,21 +124,44 @@ def mix_bodies(number: int, seed: int = 3) -> list[Body]:
     return bodies
 
 
-async def ask_under_load(address: str, bodies: Sequence[Body]) -> list[Text]:
-    """All of them, CONCURRENCY at a time; every fifth client leaves first, and asks again."""
-    left = iter(enumerate(bodies))
-    found: dict[int, Text] = {}
+async def ask_under_load(
+    address: str, pid: int, bodies: Sequence[Body], chats: Sequence[tuple[str, Body]]
+) -> tuple[list[Text], list[Any], list[float]]:
+    """All of them in one mix, CONCURRENCY at a time; also the server's memory, MB, ten times.
+
+    Every fifth client of a completion leaves first, and asks again.
+    """
+    order = [*range(len(bodies) + len(chats))]
+    random.Random(6).shuffle(order)
+    left, found, memory = iter(order), dict[int, Any](), list[float]()
     dice = random.Random(5)
 
     async def work() -> None:
-        for at, body in left:
-            if at % 5 == 0:
-                leaving = body | {"stream": True}
-                await ask(address, leaving, leave_after=dice.randint(0, 6))
-            found[at] = describe(await ask(address, body))
+        for at in left:
+            if at >= len(bodies):
+                found[at] = await ask_chat(address, *chats[at - len(bodies)])
+            else:
+                if at % 5 == 0:
+                    leaving = bodies[at] | {"stream": True}
+                    await ask(address, leaving, leave_after=dice.randint(0, 6))
+                found[at] = describe(await ask(address, bodies[at]))
+            if 10 * len(found) // len(order) > len(memory):
+                memory.append(measure_memory(pid))
 
     await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
-    return [found[at] for at in range(len(bodies))]
+    texts = [found[at] for at in range(len(order))]
+    return texts[: len(bodies)], texts[len(bodies) :], memory
+
+
+async def ask_alone(address: str, chats: Sequence[tuple[str, Body]]) -> list[Any]:
+    """What they get one after another, nothing drafted."""
+    return [await ask_chat(address, path, body | {"speculation": False}) for path, body in chats]
+
+
+def measure_memory(pid: int) -> float:
+    """What a process holds, in MB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 def describe(reply: Reply) -> Text:
@@ -125,7 +207,7 @@ def generate_alone(engine_dir: Path, bodies: Sequence[Body]) -> list[Text]:
 
 def measure(number: int, dtype: str) -> dict[str, Any]:
     """How many of the texts under load are others than those alone."""
-    bodies = mix_bodies(number)
+    bodies, chats = mix_bodies(number - number // 3), mix_chats(number // 3)
     seconds: dict[str, float] = {}
 
     def note(name: str, began: float) -> None:
@@ -135,10 +217,14 @@ def measure(number: int, dtype: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         engine = make_engine(folder, dtype)
-        with serve(engine) as (address, _):
+        template = str(ROOT / "tests" / "clients" / "template.jinja")
+        with serve(engine, "--chat-template", template) as (address, pid):
             began = time.perf_counter()
-            loaded = asyncio.run(ask_under_load(address, bodies))
+            loaded, told, memory = asyncio.run(ask_under_load(address, pid, bodies, chats))
             note("under load", began)
+            began = time.perf_counter()
+            told_alone = asyncio.run(ask_alone(address, chats))
+            note("chats and responses alone", began)
         began = time.perf_counter()
         by_command = run_alone(folder, dtype, bodies)
         note("alone, by specdec-run", began)
@@ -148,10 +234,15 @@ def measure(number: int, dtype: str) -> dict[str, Any]:
     different = [at for at, text in enumerate(loaded) if text != alone[at]]
     for at in different[:5]:
         print(f"{dtype}, request {at}: {bodies[at]}\n  {loaded[at]}\n  {alone[at]}", flush=True)
+    for (path, body), one, other in zip(chats, told, told_alone, strict=True):
+        if one != other:
+            print(f"{dtype}, {path}: {body}\n  {one}\n  {other}", flush=True)
     return {
         "requests": number, "dtype": dtype, "concurrency": CONCURRENCY,
         "schemas": sum("guided_json" in b or "guided_regex" in b for b in bodies),
-        "left_and_asked_again": len(range(0, number, 5)),
+        "left_and_asked_again": len(range(0, len(bodies), 5)),
+        "chats_and_responses": len(chats), "memory_mb": memory,
+        "different_from_the_same_alone": sum(map(operator.ne, told, told_alone)),
         "tokens": sum(count for *_, count in alone),
         "different_from_the_api": len(different),
         "compared_with_specdec_run": len(by_command),
