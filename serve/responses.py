@@ -21,6 +21,7 @@ from .schema import (
     NAMED_SCHEMA,
     OBJECT,
     SETTING,
+    TEMPLATE_SETTINGS,
     TEXT,
     Asked,
     Parameters,
@@ -31,8 +32,10 @@ _STORED = (lambda v: False, "left out: nothing is stored, so send the whole conv
 _TOLD_AGAIN = ("prompt_cache_key", "user", "safety_identifier")
 RESPONSE: Parameters = {
     name: rule for name, rule in ASKED.items()
-    if name not in ("n", "max_tokens", "response_format", "return_token_ids")
+    if name not in ("n", "best_of", "max_tokens", "response_format", "prompt_logprobs")
+    and not name.startswith("return_")
 } | {
+    **dict.fromkeys(TEMPLATE_SETTINGS, SETTING),
     "input": (
         lambda v: isinstance(v, str) or (
             isinstance(v, list) and bool(v) and all(isinstance(item, dict) for item in v)
@@ -47,7 +50,10 @@ RESPONSE: Parameters = {
     "parallel_tool_calls": BOOL,
     "text": {"format": {"type": FORMAT, **NAMED_SCHEMA}, "*": None},
     "reasoning": {"effort": TEXT, "*": None},
-    "include": (lambda v: isinstance(v, list), "a list of names"),
+    "include": (
+        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        "a list of names",
+    ),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _STORED),
     "background": (lambda v: v is False, "false: answers come as soon as they are made"),
     "truncation": (lambda v: v == "disabled", "disabled"),
@@ -56,6 +62,7 @@ RESPONSE: Parameters = {
     "max_tool_calls": None,  # of tools that a server calls itself
     "stream_options": {"*": None},
 }  # fmt: skip
+LOGPROBS = "message.output_text.logprobs"  # what can be included
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -68,7 +75,9 @@ def read_response(asked: Asked) -> None:
     asked["places"], asked["messages"] = map(list, zip(*read, strict=True))
     if "effort" in asked.get("reasoning", {}):
         asked["reasoning_effort"] = asked["reasoning"]["effort"]
-    if "top_logprobs" in asked or "message.output_text.logprobs" in asked.get("include", ()):
+    include = set(asked.get("include", ()))
+    asked["ignored"] += [f"include.{name[:100]}" for name in sorted(include - {LOGPROBS})]
+    if "top_logprobs" in asked or LOGPROBS in include:
         asked["logprobs"] = True
 
 

@@ -65,7 +65,7 @@ def test_a_text_is_that_of_a_chat(url: str, client: Any) -> None:
     settings: Any = {"temperature": 0.7, "extra_body": {"seed": 3}}
     given = client.responses.create(
         model=MODEL, input="hi", instructions="be", max_output_tokens=9, store=True,
-        metadata={"a": "b"}, **settings,
+        metadata={"a": "b"}, include=["reasoning.encrypted_content"], **settings,
     )  # fmt: skip
     Response.model_validate(given.model_dump(), strict=True)
     messages = [{"role": "system", "content": "be"}, *CHAT]
@@ -81,7 +81,7 @@ def test_a_text_is_that_of_a_chat(url: str, client: Any) -> None:
     assert (given.metadata, given.instructions) == ({"a": "b"}, "be")
     told = given.model_dump()
     assert told["store"] is False
-    assert told["specdec"]["ignored"] == ["store"]
+    assert told["specdec"]["ignored"] == ["store", "include.reasoning.encrypted_content"]
 
 
 def read_stream(url: str, **body: Any) -> list[dict[str, Any]]:
@@ -259,6 +259,9 @@ def test_items_become_messages() -> None:
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "messages"}}}, "text",
          "text.format has no schema"),
         ({"input": "x", "temperature": "messages"}, "temperature", "'messages'"),
+        ({"input": "x", "guided_choice": 5}, "guided_choice", "is 5, not a list"),
+        *(({"input": "x", name: 2}, name, "unknown parameter")
+          for name in ("n", "best_of", "prompt_logprobs", "return_trees")),
         ({"input": "x", "top_logprobs": 1, "tools": [TOOL]}, "top_logprobs", "without tools"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text", "text.format.type is 'xml'"),
     ],
