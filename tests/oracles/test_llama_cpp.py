@@ -6,16 +6,20 @@ import contextlib
 import json
 import re
 import shutil
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.side_by_side.workers.llama_cpp import Server
-from tests.conftest import make_llama
-from tests.engines import call
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import Request
+from tests.conftest import ROOT, make_llama
+from tests.engines import call, make_tree_engine
 from tests.export.sentencepiece import list_hostile, make_sentencepiece
 from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
@@ -177,3 +181,51 @@ def test_tokenizers(kind: str, start_server: Any, tmp_path: Path) -> None:
                     differ.append((text, told, found))
     print(kind, f"{len(differ)} of 200 differ", differ[:5])
     assert not differ
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35_moe"])
+def test_mtp(name: str, environments: Path, tmp_path: Path) -> None:
+    """Of every step of four texts the drafts are those of llama.cpp's own MTP graph.
+
+    Both read one file. llama.cpp's driver puts a pair of zeros and the first token before the
+    others, as transformers and vLLM do not: with it, many drafts of a random head differ.
+    """
+    python = environments / "llama-cpp-python" / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"there is no {python}: docs/export.md tells how to get it")
+    model = ROOT / "tests" / "golden" / "gguf" / f"{name}.gguf"
+    flags = ("--dtype", "float32", "--dequantize")
+    folder = make_tree_engine("mtp", tmp_path, model, model, flags=flags)
+    engine, seen = TorchEngine(folder, device="cpu"), []
+    propose, generator = engine.proposer.propose, torch.Generator().manual_seed(1)
+
+    def watch(requests: Any) -> Any:
+        found = propose(requests)
+        for request, own in zip(requests, found, strict=True):
+            text = [*request.request.input_ids, *request.output_ids]
+            seen.append((text, own.tree.tokens[1:].tolist()))
+        return found
+
+    engine.proposer.propose = watch  # type: ignore[method-assign]
+    vocab_size = engine.config.checkpoint.model.vocab_size
+    requests = [
+        Request(
+            index=size, max_output_len=24, end_ids=frozenset(),
+            input_ids=torch.randint(3, vocab_size, (size,), generator=generator).tolist(),
+        )
+        for size in (2, 5, 17, 20)
+    ]  # fmt: skip
+    engine.generate(requests)
+    assert len(seen) > 80
+    worker = Path(__file__).with_name("llama_cpp_worker.py")
+    same = {}
+    for first in "01":
+        done = subprocess.run(
+            [python, worker, model, "8", first], input=json.dumps([text for text, _ in seen]),
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        theirs = json.loads(done.stdout)
+        pairs = [zip(own, other, strict=True) for (_, own), other in zip(seen, theirs, strict=True)]
+        same[first] = sum(a == b for pair in pairs for a, b in pair)
+    print(name, f"{same['0']} of {8 * len(seen)} drafted tokens, {same['1']} with its first pair")
+    assert same["0"] == 8 * len(seen)
