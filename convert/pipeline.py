@@ -303,9 +303,9 @@ def read_tokens(folder: HfFolder) -> dict[str, Any] | None:
 
 
 def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:
-    """Whether a checkpoint keeps the blocks of a GGUF file: not of experts yet."""
+    """Whether a checkpoint keeps the blocks of a GGUF file."""
     is_plain = settings.dequantize or bool(settings.quantization or settings.lora_dir)
-    return isinstance(folder, GgufFolder) and model.experts is None and not is_plain
+    return isinstance(folder, GgufFolder) and not is_plain
 
 
 def check_experts(

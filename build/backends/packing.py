@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.blocks import BlockMatrix
 from specdec.engine.integers import IntegerMatrix, Quantized, take_matrix
 from specdec.engine.layout import (
     PACKED_FOLDER,
@@ -23,6 +24,7 @@ from specdec.engine.packed import identify_packing
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array
+from specdec.model.blocks import BLOCK_TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8
 from specdec.model.tensors import EMBEDDING, ROUTER
@@ -58,6 +60,10 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
             return [take_matrix(weights, tensor.removesuffix(".weight"))]
         if whole.dtype is dtype:
             return list(whole)
+        module = tensor.removesuffix(".weight")
+        if (types := weights.get(f"{module}.{BLOCK_TYPES}")) is not None:
+            parts = types.chunk(len(whole))
+            return [BlockMatrix(*each) for each in zip(whole, parts, strict=True)]
         scales = weights[name_int8_scales(tensor)][..., None]
         return [IntegerMatrix(8, *each) for each in zip(whole, scales, strict=True)]
 

@@ -380,7 +380,8 @@ def find_blocks(source: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> di
     for name in names:
         module = name.removesuffix(".weight")
         types = source.read(f"{module}.{blocks.BLOCK_TYPES}")
-        blocks.check_blocks(module, source.read(name), types, shapes[name][1])
+        rows = source.read(name).reshape(len(types), -1)
+        blocks.check_blocks(module, rows, types, shapes[name][-1])
     check_twins(source, names)
     return described
 
@@ -467,9 +468,9 @@ def plan_blocks(
         parts = [f"{part}.weight" for part in name_parts(module, model)]
         if parts[0] in quantized:
             shapes = [source.tensors[part].shape for part in parts]
-            num_rows = sum(shape[0] for shape in shapes)
-            planned[weight] = TensorInfo("uint8", (num_rows, max(shape[1] for shape in shapes)))
-            planned[f"{module}.{blocks.BLOCK_TYPES}"] = TensorInfo("uint8", (num_rows,))
+            rows = (sum(shape[0] for shape in shapes), *shapes[0][1:-1])
+            planned[weight] = TensorInfo("uint8", (*rows, max(shape[-1] for shape in shapes)))
+            planned[f"{module}.{blocks.BLOCK_TYPES}"] = TensorInfo("uint8", (math.prod(rows),))
     return planned
 
 

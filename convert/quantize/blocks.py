@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from ..hf import GgufFolder
 from ..plan import Computed, Piece, PlannedTensor, RankPlan
 from .unified import DEQUANTIZE
 
+# Of a mixture, which are a millionth of it and stay plain.
+ROUTERS = ("mlp.router", "shared_expert_gate")
 logger = logs.get_logger(__name__)
 
 
@@ -38,17 +41,21 @@ def keep_blocks(
     have parts of blocks.
     """
     modules = [
-        EMBEDDING.removesuffix(".weight"),
-        *list_linears(model),
-        HEAD.removesuffix(".weight"),
-    ]
+        name.removesuffix(".weight") for name in (EMBEDDING, *list_linears(model), HEAD)
+        if not name.endswith(ROUTERS)
+    ]  # fmt: skip
     kinds = {}
     for module in modules:
         found = _find_kinds(ranks[0].get(f"{module}.weight"), folder)
         if found is not None:
             kinds[module] = found
-    twins = {module: _name_twin(module) for module in kinds}
-    kept = [module for module, twin in twins.items() if twin not in modules or twin in kinds]
+    groups = collections.defaultdict(list)
+    for module in modules:
+        groups[_name_group(module, model)].append(module)
+    kept = [
+        module for module in kinds
+        if all(twin in kinds for twin in groups[_name_group(module, model)])
+    ]  # fmt: skip
     if kept and model.pp_size > 1:
         raise SpecDecError(
             f"{folder.path}: --pp-size {model.pp_size}: only the torch backend runs GGML's blocks,"
@@ -64,17 +71,16 @@ def keep_blocks(
     return planned, {"quant_algo": GGUF, "exclude_modules": plain} if kept else {}
 
 
-def _name_twin(module: str) -> str:
-    """What an engine stacks with a module, or the module itself."""
-    for one, other in ((".mlp.fc", ".mlp.gate"), (".mlp.gate", ".mlp.fc")):
-        if module.endswith(one):
-            return module.removesuffix(one) + other
-    return module
+def _name_group(module: str, model: ModelConfig) -> str:
+    """Of modules that an engine stacks, or that one call runs as a layer's experts: one name."""
+    layer, _, part = module.partition(".mlp.")
+    is_joint = part in ("fc", "gate") or (model.experts is not None and part)
+    return layer if is_joint else module
 
 
 def _find_kinds(tensor: PlannedTensor | None, folder: GgufFolder) -> dict[str, int] | None:
     """The types of the sources of a matrix, by name; None where not all can be kept."""
-    if tensor is None or not tensor.pieces or len(tensor.info.shape) != 2:
+    if tensor is None or not tensor.pieces or len(tensor.info.shape) < 2:
         return None
     for piece in tensor.pieces:
         if piece.is_transposed or piece.added or piece.block is None:
@@ -91,7 +97,8 @@ def _plan_blocks(
     model: ModelConfig,
 ) -> RankPlan:  # fmt: skip
     """One rank's part of a matrix, and the types of its rows."""
-    num_rows, num_columns = tensor.info.shape
+    *shape, num_columns = tensor.info.shape
+    num_rows = math.prod(shape)
     widths = {name: TYPES[kind].count_bytes(num_columns) for name, kind in kinds.items()}
     width = max(widths.values())
     rows, types = [], []
@@ -109,7 +116,7 @@ def _plan_blocks(
         first = types[-1]
         types += [dataclasses.replace(first, block=Block(0, 1))] * missing
     return {
-        f"{module}.weight": PlannedTensor(TensorInfo("uint8", (num_rows, width)), tuple(rows)),
+        f"{module}.weight": PlannedTensor(TensorInfo("uint8", (*shape, width)), tuple(rows)),
         f"{module}.{BLOCK_TYPES}": PlannedTensor(TensorInfo("uint8", (num_rows,)), tuple(types)),
     }
 

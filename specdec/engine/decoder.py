@@ -31,6 +31,7 @@ from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.model.blocks import BLOCK_TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8_SCALES, SCALES
 from specdec.model.tensors import LINEAR_MODULE, ROUTER
@@ -408,6 +409,11 @@ class _Parts:
     def _make_matrices(self, name: str) -> list[Linear]:
         """Those of experts, which lie in one tensor."""
         matrices = self._weights[f"{name}.weight"]
+        if (types := self._weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
+            return [
+                IntegerLinear(BlockMatrix(rows, own), None, self._kernels)
+                for rows, own in zip(matrices, types.chunk(len(matrices)), strict=True)
+            ]
         if matrices.dtype is torch.int8:
             scales = self._weights[f"{name}.{INT8_SCALES}"]
             return [

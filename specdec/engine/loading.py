@@ -74,11 +74,12 @@ def load_tensors(
         if module != name and is_blocks(module, file.tensors):
             key = f"{module}.{BLOCK_TYPES}"
             types = to_tensor(file.read(key), "uint8")
-            blocks = BlockMatrix(view_tensor(file.read(name), "uint8"), types)
+            rows = view_tensor(file.read(name), "uint8")
             if widens_blocks:
-                tensors[name] = blocks.widen_all(dtype).to(device)
+                flat = BlockMatrix(rows.flatten(0, -2), types).widen_all(dtype)
+                tensors[name] = flat.view(*rows.shape[:-1], -1).to(device)
             else:
-                tensors |= {name: blocks.rows, key: types}
+                tensors |= {name: rows, key: types}
             continue
         if info.dtype in int4.INT4_STORAGE and int4.is_int4(module, file.tensors):
             tensors |= {key: t.to(device) for key, t in read_int4(file, module).items()}

@@ -148,6 +148,10 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
         for layer in stack.layers
         for part in (layer.qkv, layer.dense, layer.up, layer.down)
         if part is not None and part.packed is not None
+    } | {
+        layer.experts.packed.matrix_dtype
+        for layer in stack.layers
+        if layer.experts is not None and layer.experts.packed is not None
     }  # of which one call takes one: a checkpoint may leave some modules unquantized
     if (
         stack.group is not None or activation is None or stack.final_norm is None or len(types) > 1

@@ -7,14 +7,16 @@ A matrix [out, in] whose rows are of TYPES has in a checkpoint's file:
 | `weight` | uint8 [out, bytes] | each row's blocks; zeros behind those of a row that takes fewer |
 | `ggml_types` | uint8 [out] | GGML's number of each row's type |
 
-Rows of one linear may differ in type, as q, k and v do in Q4_K_M files. `quant_algo` is GGUF, which
-only this project reads. Ranks have whole rows, or whole blocks of each.
+The matrices of experts [E, out, in] lie in one tensor [E, out, bytes], and the types of all their
+rows in one vector. Rows of one linear may differ in type, as q, k and v do in Q4_K_M files.
+`quant_algo` is GGUF, which only this project reads. Ranks have whole rows, or whole blocks of each.
 The types are those of ggml/src/ggml-quants.c.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -56,14 +58,14 @@ def is_blocks(module: str, tensors: Mapping[str, object]) -> bool:
 
 
 def describe_blocks(
-    module: str, shape: tuple[int, int], stored: Mapping[str, TensorInfo]
+    module: str, shape: tuple[int, ...], stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """What a file must hold for a matrix of `shape` [out, in] in blocks, by name.
+    """What a file must hold for a matrix of `shape` [..., out, in] in blocks, by name.
 
     stored: what it does hold, which decides the bytes of a row. Raises SpecDecError where no type
     has so many.
     """
-    num_rows, num_inputs = shape
+    *rows, num_inputs = shape
     info = stored.get(f"{module}.weight")
     found = info.shape[-1] if info is not None and info.shape else 0
     possible = {
@@ -75,8 +77,8 @@ def describe_blocks(
             "convert the model again",
         )
     return {
-        f"{module}.weight": TensorInfo("uint8", (num_rows, found)),
-        f"{module}.{BLOCK_TYPES}": TensorInfo("uint8", (num_rows,)),
+        f"{module}.weight": TensorInfo("uint8", (*rows, found)),
+        f"{module}.{BLOCK_TYPES}": TensorInfo("uint8", (math.prod(rows),)),
     }
 
 
@@ -87,8 +89,8 @@ def describe_all(
     described: dict[str, TensorInfo] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if len(shape) == 2 and is_blocks(module, stored):
-            described |= describe_blocks(module, (shape[0], shape[1]), stored)
+        if len(shape) > 1 and is_blocks(module, stored):
+            described |= describe_blocks(module, shape, stored)
     return described
 
 

@@ -13,6 +13,7 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
 from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithmetic
+from specdec.model.blocks import GGUF
 from specdec.model.config import LINEAR, ModelConfig, list_layer_types
 from specdec.model.experts import parse_experts
 from specdec.model.linear_attention import parse_linear_attention
@@ -89,7 +90,8 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     if arithmetic.mlp == "experts":
         values["experts"] = parse_experts(config, tp_size)
     quantization = parse_quantization(config)
-    if arithmetic.mlp == "experts" and quantization.is_quantized:
+    is_known = quantization.quant_algo == GGUF and not quantization.kv_cache_quant_algo
+    if arithmetic.mlp == "experts" and quantization.is_quantized and not is_known:
         kind = quantization.quant_algo or quantization.kv_cache_quant_algo
         raise SpecDecError(
             f"the checkpoint is a mixture of experts, quantized with {kind}",

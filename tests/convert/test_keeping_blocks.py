@@ -11,16 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.gguf.model import GgufModel
+from specdec.methods.prompt_lookup import LookupOptions
 from specdec.model.blocks import dequantize
 from tests.blocks import write_gguf
 from tests.conftest import make_drafter
 from tests.engine.kernels import needs_compiler
 from tests.engines import call
-from tests.run.test_int8_engine import build, generate
+from tests.run.test_int8_engine import EXTERNAL, build, generate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 # As in a Q4_K_M file, where q, k and v differ; and some more.
@@ -90,39 +92,84 @@ def test_other_types_are_widened_and_named(
     assert run(kept, "--optimize", "none") == run(plain, "--optimize", "none")
 
 
-@needs_compiler
-def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
-    """Value heads are put in order, queries parted from gates, and columns moved by blocks."""
-    reader = gguf.GGUFReader(GOLDEN / "qwen35.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen35")
+def rewrite(name: str, path: Path, kinds: tuple[int, ...], inner: int = 0) -> Path:
+    """A golden file, its matrices in types by turns. inner: of experts, whose values are new."""
+    reader = gguf.GGUFReader(GOLDEN / f"{name}.gguf")
+    architecture = reader.fields["general.architecture"].contents()
+    writer, generator = gguf.GGUFWriter(path, architecture), np.random.default_rng(0)
     for field in reader.fields.values():
-        if field.name.startswith("qwen35."):
-            writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1])
+        value = field.contents()
+        if field.name.endswith(".expert_feed_forward_length"):
+            value = inner or value
+        if field.name.startswith(f"{architecture}."):
+            writer.add_key_value(field.name, value, field.types[0], field.types[-1])
     for number, tensor in enumerate(reader.tensors):
         kind = gguf.GGMLQuantizationType.F32
-        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if numbers.ndim == 2 and numbers.shape[1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType((2, 8)[number % 2])
-        writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if inner and "_exps" in tensor.name:
+            num, rows, columns = values.shape
+            shape = (num, rows, inner) if "down" in tensor.name else (num, inner, columns)
+            values = generator.normal(0, 0.3, shape).astype(np.float32)
+        if values.ndim > 1 and values.shape[-1] % 32 == 0 and "gate_inp" not in tensor.name:
+            kind = gguf.GGMLQuantizationType(kinds[number % len(kinds)])
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    head = ("--mtp-model-dir", tmp_path / "model.gguf")
-    kept = convert(tmp_path / "model.gguf", "kept", *head)
-    plain = convert(tmp_path / "model.gguf", "plain", "--dequantize", *head)
+    return path
+
+
+def find_blocks(kept: Path, plain: Path) -> set[str]:
+    """What a checkpoint keeps in blocks, by layer and module; its values are those of the other."""
     found, expected = (load_file(folder / "rank0.safetensors") for folder in (kept, plain))
-    blocks = [name.removesuffix(".ggml_types") for name in found if name.endswith(".ggml_types")]
-    assert {name.partition("layers.")[2] for name in blocks} >= {
+    modules = [name.removesuffix(".ggml_types") for name in found if name.endswith(".ggml_types")]
+    for name in modules:
+        rows, types = found[f"{name}.weight"].numpy(), found[f"{name}.ggml_types"].numpy()
+        values = expected[f"{name}.weight"]
+        flat = dequantize(rows.reshape(-1, rows.shape[-1]), types.reshape(-1), values.shape[-1])
+        assert torch.equal(torch.from_numpy(flat).view(values.shape), values), name
+    return {name.partition("layers.")[2] for name in modules}
+
+
+@needs_compiler
+def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
+    """Value heads are put in order, queries parted from gates, and columns moved by blocks."""
+    source = rewrite("qwen35", tmp_path / "model.gguf", (2, 8))
+    head = ("--mtp-model-dir", source)
+    kept = convert(source, "kept", *head)
+    plain = convert(source, "plain", "--dequantize", *head)
+    assert find_blocks(kept, plain) >= {
         "0.linear_attention.qkvz", "0.linear_attention.ba", "0.linear_attention.dense",
         "1.attention.qkv", "1.attention.dense",
     }  # fmt: skip
-    for name in blocks:
-        rows, types = found[f"{name}.weight"].numpy(), found[f"{name}.ggml_types"].numpy()
-        values = torch.from_numpy(dequantize(rows, types, expected[f"{name}.weight"].shape[1]))
-        assert torch.equal(values, expected[f"{name}.weight"]), name
     assert read_json(kept / "config.json")["architecture"] == "SpecDecMtpForCausalLM"
     assert run(kept) == run(kept, speculate=False)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_experts_stay_in_blocks(name: str, tmp_path: Path) -> None:
+    """Those of a layer all, or none, with the shared one."""
+    source = rewrite(name, tmp_path / "model.gguf", (2, 8, 3), inner=64)
+    kept, plain = convert(source, "kept"), convert(source, "plain", "--dequantize")
+    found = find_blocks(kept, plain)
+    assert {"0.attention.qkv", "1.attention.dense"} <= found
+    if name == "qwen2_moe":  # whose shared expert has 48 columns
+        assert not any(".mlp." in module for module in found)
+    else:
+        assert {f"{layer}.mlp.{part}" for layer in (0, 1) for part in ("fc", "proj")} <= found
+    text = run(kept, "--optimize", "none")
+    assert text == run(plain, "--optimize", "none"), "weights have the library's bits"
+    assert len({tuple(each) for each in text}) > 1, "the texts differ"
+    engine = TorchEngine(build(kept, "engine", *EXTERNAL), device="cpu", speculate=False)
+    alone = generate(engine)[0]
+    engine.use_method(
+        "prompt_lookup", PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
+    )
+    texts, accepted = generate(engine)
+    assert texts == alone, "drafts change no token"
+    assert accepted > 0
 
 
 def test_blocks_are_not_taken_apart(tmp_path: Path) -> None:
