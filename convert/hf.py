@@ -203,8 +203,9 @@ class GgufFolder(HfFolder):
 
     def raw(self, name: str) -> tuple[Any, tuple[int, ...], Any] | None:
         """A tensor as it is stored: see `GgufModel.raw`. None of one that is computed."""
+        stored = self._stored.get(name, name)
         if name not in self.computed:
-            return self._model.raw(self._stored.get(name, name))
+            return self._model.raw(stored) if self._holders[stored] is self._model else None
         runs = getattr(self._holders[name], "runs", {})
         if name not in runs:
             return None

@@ -24,6 +24,7 @@ from specdec.files.tensor_file import TensorFile, TensorInfo
 from .hf import HfFolder
 from .plan import Computed, collect
 from .torch_file import TorchFile
+from .wrappers import NAMES
 
 FLAG = "--lora-dir"
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
@@ -115,6 +116,9 @@ class Adapter:
                 f"{self.path}: init_lora_weights is {shorten(start)}, which changes the base too",
                 MERGE,
             )
+        for name in ("rank_pattern", "alpha_pattern"):
+            with collect(problems):
+                _compile(self.config.get(name) or {}, f"{self.path}: {name}")
         known = READ | HARMLESS | {"init_lora_weights"}
         problems.extend(
             (f"{self.path}: {key} is {shorten(value)}, which is not supported", MERGE)
@@ -155,6 +159,18 @@ class Adapter:
         return self.config.get(default)
 
 
+def _compile(patterns: Any, what: str) -> None:
+    """Raise SpecDecError for what is no object with patterns of modules as keys."""
+    try:
+        for key in patterns.keys():
+            re.compile(key)
+    except (AttributeError, re.error) as error:
+        raise SpecDecError(
+            f"{what} is {shorten(patterns)}, not patterns and numbers: {error}",
+            "copy or download the adapter again",
+        ) from None
+
+
 def merge_adapter(
     folder: HfFolder, adapter: Adapter, *, transposed: Collection[str], tied: Collection[str]
 ) -> HfFolder:
@@ -190,14 +206,17 @@ def merge_adapter(
     if not updates and not problems:
         problems.add(f"{adapter.path} holds no tensors", "copy or download the adapter again")
     problems.raise_all()
-    return folder.substitute(_compute(folder, adapter, updates), ())
+    merged = folder.substitute(_compute(folder, adapter, updates), ())
+    merged.computed = folder.computed  # a merged tensor lies as it is stored
+    return merged
 
 
 def _find_tensor(wanted: str, names: Iterable[str]) -> str | None:
     """The tensor of a name, or the only one whose name differs by a prefix."""
     names = set(names)
-    if wanted in names:
-        return wanted
+    for theirs, ours in (("", ""), *NAMES):  # as it is, or as a wrapper calls it
+        if wanted.startswith(theirs) and (name := ours + wanted.removeprefix(theirs)) in names:
+            return name
     alike = [n for n in names if n.endswith(f".{wanted}") or wanted.endswith(f".{n}")]
     return alike[0] if len(alike) == 1 else None
 

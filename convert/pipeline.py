@@ -47,7 +47,7 @@ from . import config as checkpoint_config
 from . import stream
 from .checkpoint import CheckpointFolder
 from .families import find_family
-from .families.base import Layout, tie_head
+from .families.base import Family, Layout, tie_head
 from .flags import check_flags
 from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, open_model
 from .lora import Adapter, merge_adapter
@@ -218,6 +218,10 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     ]  # fmt: skip
     folder, held = open_quantized(settings, folder)
     dtype = folder.find_dtype() if settings.dtype == "auto" else settings.dtype
+    if settings.lora_dir is not None:
+        adapter = Adapter(settings.lora_dir)
+        files += adapter.files
+        folder = merge_lora(folder, adapter, family, is_quantized=held is not None)
     folder = family.prepare(folder, dtype)
     layout = Layout(
         dtype=dtype,
@@ -247,19 +251,6 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     num_experts = model.experts.num if model.experts is not None else 1
     parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
     parts = packed.turn_parts(folder, parts)
-    if settings.lora_dir is not None:
-        if held is not None:
-            raise SpecDecError(
-                f"{folder.path} is quantized, and {name_flag('lora_dir')} adds to plain weights",
-                "give --dequantize, too",
-            )
-        adapter = Adapter(settings.lora_dir)
-        files += adapter.files
-        folder = merge_adapter(
-            folder, adapter,
-            transposed={p.name for own in parts.values() for p in own if p.is_transposed},
-            tied={parts[n][0].name for n in (EMBEDDING, HEAD) if n in parts} if is_tied else (),
-        )  # fmt: skip
     ignored += ignore_drafter(settings, folder)
     if settings.dequantize or held is not None:
         ignored += packed.find_empty_biases(folder, parts)
@@ -300,6 +291,21 @@ def read_tokens(folder: HfFolder) -> dict[str, Any] | None:
     except SpecDecError as error:  # of a GGUF file, whose weights are read
         logger.warning("%s; weights are converted: give --tokenizer-dir when you build", error)
         return None
+
+
+def merge_lora(
+    folder: HfFolder, adapter: Adapter, family: Family, *, is_quantized: bool
+) -> HfFolder:
+    """Merge an adapter into a folder's own tensors, before `prepare` divides and renames them."""
+    if is_quantized:
+        raise SpecDecError(
+            f"{folder.path} is quantized, and {name_flag('lora_dir')} adds to plain weights",
+            "give --dequantize, too",
+        )
+    return merge_adapter(
+        folder, adapter, tied=family.list_tied(folder),
+        transposed=[name for name in folder.tensors if family.is_turned(folder, name)],
+    )  # fmt: skip
 
 
 def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:

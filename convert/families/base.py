@@ -136,7 +136,14 @@ class Family:
         architecture = self.written_as or self.architectures[0]
         return ModelConfig(architecture=architecture, **values), is_tied
 
-    def stores_other_head(self, folder: HfFolder) -> bool:
+    def list_tied(self, folder: HfFolder) -> list[str]:
+        """The names of the embedding and of the head where both are one tensor, else none."""
+        is_tied = folder.config.get("tie_word_embeddings", self.is_tied_by_default)
+        if not is_tied or self.stores_other_head(folder, warns=False):
+            return []
+        return [parts[0].name for parts in self.find_sources([EMBEDDING, HEAD], folder).values()]
+
+    def stores_other_head(self, folder: HfFolder, *, warns: bool = True) -> bool:
         """Whether a folder whose config.json ties the head stores one that differs; then warn.
 
         transformers 5 takes such a head. Earlier versions take the embedding instead.
@@ -145,6 +152,8 @@ class Family:
         embedding, head = (sources[name][0].name for name in (EMBEDDING, HEAD))
         if not {embedding, head} <= folder.tensors.keys() or are_equal(folder, embedding, head):
             return False
+        if not warns:
+            return True
         logger.warning(
             "%s: config.json ties the head to the embedding, but %s differs from %s: the stored"
             " head is taken, as transformers 5 takes it; 4.x takes the embedding",
@@ -166,6 +175,13 @@ class Family:
                 folder.path,
             )
         return layout
+
+    def is_turned(self, folder: HfFolder, name: str) -> bool:
+        """Whether a tensor of a folder is stored as [in, out]; a computed one never is."""
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        parts = (part for own in self.modules.values() for part in own if isinstance(part, Part))
+        turned = {part.name.rpartition(".")[2] for part in parts if part.is_transposed}
+        return module in turned and name not in folder.computed
 
     def find_sources(
         self, canonical: Iterable[str], folder: HfFolder | None = None, num_experts: int = 1

@@ -28,6 +28,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "saved modules": ("llama", {**LINEAR, "modules_to_save": ["lm_head", "norm"]}),
     "biases": ("qwen2", {**LINEAR, "bias": "lora_only"}),
     "turned": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "r": 3, "lora_alpha": 5}),
+    "hybrid": ("qwen3_5", {"target_modules": "all-linear", "r": 4}),
+    "hybrid, one projection for all": (
+        "qwen3_next",
+        {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "r": 4},
+    ),
+    "projections of an embedding": (
+        "opt-350m", {"target_modules": ["project_in", "project_out", "fc1"], "r": 4}
+    ),
     "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 4}),
 }  # fmt: skip
 
@@ -51,7 +59,9 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A folder with a base, an adapter of it, and what PEFT's merge saves."""
     family, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("lora")
-    base = make_family_model(folder, family)
+    family, _, size = family.partition("-")
+    small = {"word_embed_proj_dim": 32, "do_layer_norm_before": False} if size else {}
+    base = make_family_model(folder, family, **small)
     train(base, folder / "adapter", options).merge_and_unload().save_pretrained(folder / "merged")
     return base.rename(folder / "base").parent
 
@@ -102,6 +112,8 @@ def test_the_bits_do_not_depend_on_ranks_and_a_sum_is_rounded_once(tmp_path: Pat
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"r": 8}, "rank 8, and its factors have 4"),
         ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"rank_pattern": {"q_proj(": 4}}, "rank_pattern is {'q_proj(': 4}, not patterns"),
+        ({"alpha_pattern": [4]}, "alpha_pattern is [4], not patterns and numbers"),
     ],
 )
 def test_what_an_adapter_cannot_be_is_told(
@@ -131,6 +143,25 @@ def test_tensors_that_do_not_fit_are_told_with_their_shapes(
     fact = str(convert.fail(model_dir=base, lora_dir=tmp_path / "adapter"))
     assert "layers.9.mlp.gate.weight is not in the target" in fact
     assert "cannot be merged into" in fact
+
+
+def test_an_adapter_that_was_trained_within_a_wrapper(tmp_path: Path, convert: Converter) -> None:
+    """Its names have the part that the wrapper puts before the text model's."""
+    base = make_family_model(tmp_path, "qwen3_5", name="base")
+    train(base, tmp_path / "adapter", {"target_modules": ["q_proj", "in_proj_z"], "r": 4})
+    expected = join_checkpoint(Converter(tmp_path / "plain")(
+        model_dir=base, lora_dir=tmp_path / "adapter"
+    ))  # fmt: skip
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    for theirs in ("model.language_model.", "language_model.model."):
+        named = {name.replace("model.layers", f"{theirs}layers"): tensor
+                 for name, tensor in load_file(weights).items()}  # fmt: skip
+        (tmp_path / theirs).mkdir()
+        save_file(named, tmp_path / theirs / weights.name)
+        config = (tmp_path / "adapter" / "adapter_config.json").read_text()
+        (tmp_path / theirs / "adapter_config.json").write_text(config)
+        found = join_checkpoint(convert(model_dir=base, lora_dir=tmp_path / theirs, force=True))
+        assert all(np.array_equal(found[name], value) for name, value in expected.items())
 
 
 def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path, convert: Converter) -> None:
