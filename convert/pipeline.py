@@ -26,7 +26,7 @@ from specdec.files.staging import (
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
 from specdec.gguf.folder import localize
-from specdec.methods import place_drafter
+from specdec.methods import METHODS, place_drafter
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import EXECUTED
@@ -53,7 +53,7 @@ from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, open_model
 from .lora import Adapter, merge_adapter
 from .methods import FOLDERS, find_folder, load_converter
 from .methods.base import DrafterConverter
-from .methods.mtp import leave_head
+from .methods.mtp import leave_head, prepare_head
 from .origin import find_other_base, read_origin
 from .plan import (
     CASTABLE,
@@ -78,6 +78,7 @@ logger = logs.get_logger(__name__)
 
 # What transformers 5 calls the experts of a layer in one tensor.
 FUSED = ("gate_up_proj", "down_proj")
+MTP_FOLDER = METHODS["mtp"].folder  # mostly the target's own
 MAX_WORKERS = 16  # if not told otherwise: every one has buffers
 
 
@@ -172,6 +173,8 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
             folder.path, folder.config, files, settings.model_dir, sum(map(math.prod, shapes))
         )
         with collect(problems):
+            if option == MTP_FOLDER:
+                folder = prepare_head(folder, target.model)
             config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
         files = [*files, *(path for path in folder.files if path not in files)]
@@ -211,7 +214,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     folder = open_model(need(settings.model_dir), "--model-dir")
     unwrap(folder)
-    folder = leave_head(folder, is_converted=find_folder(settings) == "mtp_model_dir")
+    folder = leave_head(folder, is_converted=find_folder(settings) == MTP_FOLDER)
     family = find_family(folder)
     files = [
         *folder.files, *list_local(folder.path / QUANTIZATION_NAME, settings.calibration_data)
@@ -475,7 +478,6 @@ def plan_drafter(
 ) -> tuple[dict[str, Any], list[RankPlan]]:
     """Plan the drafter's tensors; return the configuration of both and each rank's tensors."""
     model = target.model
-    folder = converter.prepare(folder, model)
     params = converter.read_params(folder, settings, model)
     config = converter.add_to_config(
         target.config, params, settings.trtllm_version, is_head_quantized=target.is_head_quantized

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import Problems, SpecDecError, join_names
+from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile
 from specdec.gguf.folder import localize
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params
 from specdec.methods.medusa import MedusaParams
+from specdec.methods.mtp import FORMS
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import FULL, SLIDING, ModelConfig
 from specdec.model.tensors import DFLASH_NET, HEAD, OFFSETS
@@ -283,6 +286,33 @@ def write_speculators(order: Order) -> Contents:
     return Contents(config, order.list_tensors())
 
 
+def write_mtp(order: Order) -> Contents:
+    """The target's own folder with the head as its last shard; as hf the head alone."""
+    folder = Path(order.settings.model_dir or "")
+    if not (folder / "config.json").is_file():
+        raise SpecDecError(
+            "a head for multi-token prediction is written with its target's config.json",
+            "give the target's own folder as --model-dir",
+        )
+    config = read_json(folder / "config.json")
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    contents = Contents(config, order.list_tensors())
+    if order.settings.to == "hf":
+        return contents
+    found = sorted(folder.glob("*.safetensors"))
+    names = [f"model-{n:05}-of-{len(found) + 1:05}.safetensors" for n in range(1, len(found) + 2)]
+    contents.files, contents.weights_name = dict(zip(names, found, strict=False)), names[-1]
+    places = {key: n for n, path in contents.files.items() for key in TensorFile(path).tensors}
+    if held := [name for name in places if name.startswith(FORMS["qwen"].prefix)]:
+        raise SpecDecError(
+            f"{folder} holds a head already: {join_names(held)}", "give a target without one"
+        )
+    places |= dict.fromkeys(contents.tensors, contents.weights_name)
+    index = {"metadata": {}, "weight_map": places}
+    contents.texts["model.safetensors.index.json"] = json.dumps(index, indent=2)
+    return contents
+
+
 def write_model(order: Order) -> Contents:
     """A whole model, as transformers reads it: a draft model for any runtime, or a target."""
     model = order.source.model
@@ -319,6 +349,7 @@ METHOD_NAMES = {
     "eagle1": ("eagle", "EAGLE", "--eagle-model-dir"),
     "eagle3": ("eagle3", "EAGLE3", "--eagle-model-dir"),
     "dflash": ("dflash", "DFLASH", "--dflash-model-dir"),
+    "mtp": ("mtp", "NEXTN", "--mtp-model-dir"),
     "plain": ("draft_model", "STANDALONE", "--draft-model-dir"),
 }
 
@@ -329,17 +360,20 @@ def make_command(order: Order) -> str:
     if order.settings.to == "gguf" and kind == "plain":
         return f"llama-server --model {place}/model.gguf"
     method, algorithm, flag = METHOD_NAMES[kind]
+    target = place if kind == "mtp" and order.settings.to != "hf" else order.target
     speculative: dict[str, Any] = {
         "method": "dspark" if order.is_dspark else method, "model": place,
         "num_speculative_tokens": number,
     }  # fmt: skip
     if kind == "eagle3" and order.eagle3.mask_token_id is not None:
         speculative["parallel_drafting"] = True
+    if kind == "mtp":
+        del speculative["model"]
     if kind == "redrafter":
         speculative |= {"method": "custom_class", "model": "redrafter_proposer.ReDrafter"}
     steps = f" --speculative-num-steps {number} --speculative-eagle-topk 1"
     return COMMANDS[order.settings.to].format(
-        target=order.target, place=place, number=number, more=number + 1, flag=flag,
+        target=target, place=place, number=number, more=number + 1, flag=flag,
         algorithm=algorithm, speculative=json.dumps(speculative),
         path=f"PYTHONPATH={place} " if kind == "redrafter" else "",
         eager="--enforce-eager " if kind == "redrafter" else "",
@@ -372,7 +406,7 @@ class Runtime:
 
 EVERY: Mapping[str, Writer] = {
     "medusa": write_medusa, "redrafter": write_redrafter, "eagle1": write_eagle1,
-    "eagle3": write_eagle3, "dflash": write_dflash, "plain": write_model,
+    "eagle3": write_eagle3, "dflash": write_dflash, "mtp": write_mtp, "plain": write_model,
 }  # fmt: skip
 # The classes that say so: vLLM's SupportsEagle3, llama.cpp's with t_layer_inp.
 READ_BY_VLLM = (
@@ -395,7 +429,7 @@ RUNTIMES: Mapping[str, Runtime] = {
         title="SGLang",
         writers={
             "eagle1": write_eagle1_sglang, "eagle3": write_eagle3_sglang, "dflash": write_dflash,
-            "plain": write_model,
+            "mtp": write_mtp, "plain": write_model,
         },
         norms=(), is_usual=True, keeps_embedding=False,
     ),
@@ -521,6 +555,13 @@ LACKS: tuple[tuple[Collection[str], Collection[str], Callable[[Order], Any], str
         ("eagle3", "dflash"), ALL, find_unread,
         "{title} lets no {kind} read the layers of a {target}",
         "it does of {read}; for this target there are --to {takers}",
+    ),
+    (
+        ("mtp",), BUT_HF,
+        lambda order: order.source.model.linear_attention is None
+        and {"target": order.source.model.architecture},
+        "{title} reads no head of Qwen's layout beside a {target}",
+        "it does beside Qwen3.5, Qwen3.6 and Qwen3-Next; hf is for specdec",
     ),
     (
         ("dflash",), ("sglang",), lambda order: order.dflash.markov_rank,

@@ -123,7 +123,7 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
             path, infos, lambda name: get(source, contents.tensors[name]), {"format": "pt"}
         )
         write_json(staged / "config.json", contents.config)
-        if source.kind == "plain" and settings.model_dir is not None:
+        if (source.kind == "plain" or contents.files) and settings.model_dir is not None:
             for name in COMPANIONS:
                 if (file := Path(localize(settings.model_dir)) / name).is_file():
                     shutil.copyfile(file, staged / name)
@@ -131,6 +131,8 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
         from .gguf import write_file
 
         write_file(staged / contents.weights_name, order, contents)
+    for name, path in contents.files.items():
+        shutil.copyfile(path, staged / name)
     for name, text in contents.texts.items():
         (staged / name).write_text(text, encoding="utf-8")
     readme = describe_folder(order, contents, command)

@@ -15,6 +15,7 @@ from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
+from specdec.methods.mtp import FORMS, MtpParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.config import ModelConfig
@@ -26,6 +27,7 @@ from specdec.model.tensors import (
     HEAD_BIAS,
     MARKOV_EMBEDDING,
     MARKOV_HEAD,
+    MTP_NET,
     OFFSETS,
     find_first_copy,
     list_target_tensors,
@@ -50,20 +52,26 @@ MODEL_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of a checkpoint's tensor; stop None: to the end."""
+    """Rows [start, stop) of a checkpoint's tensor; stop None: to the end.
+
+    gates: where as many rows of gates begin; each `head_size` rows are followed by theirs.
+    """
 
     name: str
     start: int = 0
     stop: int | None = None
+    gates: int | None = None
+    head_size: int = 0
 
 
 @dataclasses.dataclass
 class Contents:
-    """A folder to write: config.json, tensors, and texts by file name."""
+    """A folder to write: config.json, tensors, texts by file name, and what is copied."""
 
     config: dict[str, Any]
     tensors: dict[str, Part | Array]
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
+    files: dict[str, Path] = dataclasses.field(default_factory=dict)
     weights_name: str = "model.safetensors"
 
 
@@ -96,12 +104,18 @@ class Source:
         """The type and size of a part."""
         whole = self.file.tensors[part.name]
         rows = (whole.shape[0] if part.stop is None else part.stop) - part.start
+        rows *= 1 if part.gates is None else 2
         return TensorInfo(whole.dtype, (rows, *whole.shape[1:]))
 
     def read(self, part: Part) -> Array:
         """A part in its storage type."""
         whole: Array = self.file.read(part.name)
-        return whole[part.start : part.stop]
+        rows = whole[part.start : part.stop]
+        if part.gates is None:
+            return rows
+        gates = whole[part.gates : part.gates + len(rows)]
+        heads = [x.reshape(-1, part.head_size, *x.shape[1:]) for x in (rows, gates)]
+        return np.concatenate(heads, axis=1).reshape(-1, *rows.shape[1:])
 
     def is_same(self, name: str, other: str) -> bool:
         """Whether two tensors of the checkpoint are equal, byte for byte."""
@@ -118,6 +132,8 @@ class Source:
             return "redrafter", self._list_redrafter(params)
         if isinstance(params, DFlashParams):
             return "dflash", self._list_net(params, DFLASH_NET, shares_head=True)
+        if isinstance(params, MtpParams):
+            return "mtp", self._list_mtp(params)
         if not isinstance(params, EagleParams):
             return "plain", self._list_model()
         if params.eagle3 is not None:
@@ -164,6 +180,30 @@ class Source:
             elif own.startswith("layers."):
                 own = f"lm_head.{own.removeprefix('layers.')}"
             parts[own] = Part(name)
+        return parts
+
+    def _list_mtp(self, params: MtpParams) -> dict[str, Part]:
+        """By Qwen's names; embedding and head must be the target's."""
+        form, net = FORMS["qwen"], params.make_net_model(self.model)
+        head = HEAD if HEAD in self.file.tensors else EMBEDDING
+        shared = {"drafter.vocab_embedding.weight": EMBEDDING, HEAD: head, HEAD_BIAS: HEAD_BIAS}
+        parts: dict[str, Part] = {}
+        for name in params.list_tensors(self.model):
+            own = name.removeprefix(MTP_NET)
+            module, _, kind = own.removeprefix("drafter.").rpartition(".")
+            if params.blanks_first or (own in shared and not self.is_same(name, shared[own])):
+                raise SpecDecError(
+                    f"{self.folder}: the head for multi-token prediction reads zeros in its first"
+                    " pair, or has an embedding or output layer of its own",
+                    "give its runtime the folder that it came in: Qwen's layout has no room for it",
+                )
+            if own in shared:
+                self.left_out[own] = "equals the target's, which is taken"
+            elif own.startswith("drafter.layers."):
+                layer = name_layer(name, own.removeprefix("drafter."), net)
+                parts |= {f"{form.prefix}{key}": part for key, part in layer}
+            else:
+                parts[f"{form.prefix}{form.names[module]}.{kind}"] = Part(name)
         return parts
 
     def _list_net(
@@ -272,6 +312,7 @@ def list_entered(params: Eagle3Params | DFlashParams) -> list[int]:
 
 TITLES = {
     "plain": "a model", "medusa": "Medusa heads", "redrafter": "a ReDrafter drafter",
+    "mtp": "a head for multi-token prediction",
     "eagle1": "an EAGLE-1 drafter", "eagle3": "an EAGLE-3 drafter", "dflash": "a DFlash drafter",
 }  # fmt: skip
 
@@ -286,11 +327,13 @@ def name_layer(name: str, own: str, model: ModelConfig) -> Iterable[tuple[str, P
     if module == "attention.qkv":
         queries = model.num_attention_heads * model.head_size
         keys = queries + model.num_key_value_heads * model.head_size
-        bounds = {"q": (0, queries), "k": (queries, keys), "v": (keys, None)}
-        return [
-            (f"{prefix}.{layer}.self_attn.{letter}_proj.{kind}", Part(name, start, stop))
-            for letter, (start, stop) in bounds.items()
-        ]
+        values = keys + model.num_key_value_heads * model.head_size
+        has_gates = model.query_parts > 1
+        parts = {
+            "q": Part(name, 0, queries, values if has_gates else None, model.head_size),
+            "k": Part(name, queries, keys), "v": Part(name, keys, values),
+        }  # fmt: skip
+        return [(f"{prefix}.{layer}.self_attn.{key}_proj.{kind}", p) for key, p in parts.items()]
     if module not in LAYER:
         raise SpecDecError(f"{name} has no name in Hugging Face's layers", "convert it again")
     return [(f"{prefix}.{layer}.{LAYER[module]}.{kind}", Part(name))]

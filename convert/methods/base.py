@@ -37,9 +37,6 @@ class DrafterConverter(Protocol):
     WEIGHT_FILES: tuple[str, ...]
     IN_TARGET: tuple[str, ...]
 
-    def prepare(self, folder: HfFolder, model: ModelConfig) -> HfFolder:
-        """Return the folder as the other functions want it."""
-
     def read_params(self, folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> Any:
         """Return the method's parameters; raise SpecDecError where they do not suit the target."""
 
@@ -60,11 +57,6 @@ class DrafterConverter(Protocol):
         self, config: Mapping[str, Any], params: Any, version: str, *, is_head_quantized: bool
     ) -> dict[str, Any]:
         """Return a target's config.json with the drafter added."""
-
-
-def keep_folder(folder: HfFolder, model: ModelConfig) -> HfFolder:
-    """`prepare` of a method whose folders hold a drafter alone."""
-    return folder
 
 
 def share_nothing(folder: HfFolder, params: Any, canonical: Sequence[str]) -> dict[str, str | None]:

@@ -30,15 +30,7 @@ from ..families import qwen
 from ..families.base import read_decoder
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import (
-    check_layouts,
-    choose_pair,
-    exclude_modules,
-    ignore_net,
-    keep_folder,
-    list_held,
-    share_net,
-)
+from .base import check_layouts, choose_pair, exclude_modules, ignore_net, list_held, share_net
 from .eagle import check_fixed, check_offsets, read_layers
 
 if TYPE_CHECKING:
@@ -48,7 +40,6 @@ logger = logs.get_logger(__name__)
 
 WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
-prepare = keep_folder
 
 # The defaults of the drafter's layers; z-lab's drafters for any target have a Qwen3's.
 FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}

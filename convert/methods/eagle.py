@@ -41,7 +41,6 @@ from .base import (
     choose_pair,
     exclude_modules,
     ignore_net,
-    keep_folder,
     list_held,
     share_net,
 )
@@ -53,7 +52,6 @@ WEIGHT_FILES: tuple[str, ...] = ()
 # As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
 WITH_TARGET = "eagle_module."
 IN_TARGET = (f"{WITH_TARGET}*",)
-prepare = keep_folder
 
 MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
 

@@ -18,14 +18,7 @@ from specdec.options import as_options
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import (
-    check_sizes,
-    choose_pair,
-    exclude_modules,
-    keep_folder,
-    share_nothing,
-    take_naming,
-)
+from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take_naming
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -37,7 +30,7 @@ WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # (ModelOpt; Medusa 1.0 and 2).
 PREFIXES = ("", "medusa_heads.", "medusa_head.")
 IN_TARGET = tuple(f"{prefix}*" for prefix in PREFIXES if prefix)
-prepare, share_tensors = keep_folder, share_nothing
+share_tensors = share_nothing
 _OWN = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
 
 # What config.json calls the numbers, at its top level or in ModelOpt's `medusa` object.

@@ -73,7 +73,7 @@ def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
     return folder.select(folder.tensors.keys() - head) if head else folder
 
 
-def prepare(folder: HfFolder, model: ModelConfig) -> HfFolder:
+def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
     """Return the head's tensors alone, `fc` with the columns of the embedding first."""
     unwrap(folder)
     folder = find_family(folder).prepare(folder, model.dtype)

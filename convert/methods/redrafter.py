@@ -14,21 +14,14 @@ from specdec.options import as_options
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import (
-    check_sizes,
-    choose_pair,
-    exclude_modules,
-    keep_folder,
-    share_nothing,
-    take_naming,
-)
+from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take_naming
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
 WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
-prepare, share_tensors = keep_folder, share_nothing
+share_tensors = share_nothing
 
 # How the published trainers name the residual layers and the head, `HEADS.0.linear`, ...,
 # `HEADS.N`, and with which name of the input projection each goes together. The first is Apple's.

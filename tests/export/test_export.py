@@ -25,11 +25,12 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
     make_tokenizer,
 )
 from tests.engines import call, run_cli_here
 from tests.export.gguf_reader import read_gguf
-from tests.families import make_family_model
+from tests.families import make_family_model, make_hybrid
 
 VOCAB, AUX_LAYERS = 131, (1, 3, 4)
 SCALING = {
@@ -738,3 +739,70 @@ def test_what_edge_llm_ignores_or_lacks(target: Path, tmp_path: Path) -> None:
         json.dumps({**settings, "chat_template": "{{ 1 }}"})
     )
     export(tmp_path / "told", model_dir=str(bare), eagle_model_dir=str(usual), **flags)
+
+
+# ---- MTP.
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> tuple[Path, Path]:
+    """A target and a head beside it."""
+    target = make_hybrid(tmp_path, vocab=VOCAB)
+    make_tokenizer(target, vocab=VOCAB)
+    return target, make_mtp_head(tmp_path, target)
+
+
+def test_a_head_goes_back_into_its_targets_folder(
+    hybrid: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As hf the head alone, tensor for tensor; for the others the whole, which converts as before.
+
+    The gates of queries, which lie apart in a checkpoint, are among them again.
+    """
+    target, head = hybrid
+    flags = {"model_dir": str(target), "mtp_model_dir": str(head)}
+    own = load_file(head / "model.safetensors")
+    report = export(tmp_path / "hf", to="hf", **flags)
+    assert report["kind"] == "mtp"
+    assert f"--mtp-model-dir {tmp_path / 'hf'}" in report["command"]
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
+
+    report = export(tmp_path / "vllm", to="vllm", num_draft_tokens=2, **flags)
+    folder = tmp_path / "vllm"
+    assert report["command"] == (
+        f"vllm serve {folder} --speculative-config"
+        ' \'{"method": "mtp", "num_speculative_tokens": 2}\''
+    )
+    index = read_json(folder / "model.safetensors.index.json")["weight_map"]
+    held = {path.name: set(load_file(path)) for path in folder.glob("*.safetensors")}
+    assert held == {
+        name: {key for key, place in index.items() if place == name} for name in held
+    }  # fmt: skip
+    assert held["model-00002-of-00002.safetensors"] == own.keys()
+    assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    assert read_json(folder / "config.json")["mtp_num_hidden_layers"] == 1
+    for name, base, drafter in (("a", target, head), ("b", folder, folder)):
+        call(
+            "convert", "--model-dir", base, "--mtp-model-dir", drafter,
+            "--output-dir", tmp_path / name,
+        )  # fmt: skip
+    assert read_checkpoint(tmp_path / "a") == read_checkpoint(tmp_path / "b")
+    with pytest.raises(SpecDecError, match="holds a head already: mtp"):
+        export(tmp_path / "again", to="sglang", **flags | {"model_dir": str(folder)})
+
+
+def test_heads_that_no_runtime_would_read(
+    target: Path, hybrid: tuple[Path, Path], tmp_path: Path
+) -> None:
+    head = make_mtp_head(tmp_path, target, name="other")
+    flags = {"model_dir": str(target), "mtp_model_dir": str(head)}
+    with pytest.raises(SpecDecError, match="no head of Qwen's layout beside a LlamaForCausalLM"):
+        export(tmp_path / "out", to="vllm", **flags)
+    with pytest.raises(SpecDecError, match="llama.cpp does not take a head for multi-token"):
+        export(tmp_path / "out", to="gguf", **flags)
+    own = make_mtp_head(tmp_path, target, form="glm", own=True, name="own")
+    with pytest.raises(SpecDecError, match="has an embedding or output layer of its own"):
+        export(tmp_path / "out", to="hf", **flags | {"mtp_model_dir": str(own)})
+    assert not (tmp_path / "out").exists()
