@@ -43,7 +43,9 @@ def split_pieces(result: Result, text: str, tokenizer: Any) -> list[Piece]:
         if at in result.rejected:
             before = ids[max(0, at - CONTEXT) : at]
             whole = decode_text(tokenizer, [*before, *result.rejected[at]])
-            pieces.append((REJECTED, [whole[len(decode_text(tokenizer, before)) :]]))
+            rejected = whole[len(decode_text(tokenizer, before)) :]
+            # The text is to be read with its own line ends alone.
+            pieces.append((REJECTED, [rejected.replace("\n", "\\n")]))
         shown, left = token_text[:left], left - len(token_text[:left])
         if origin == "draft" and pieces and pieces[-1][0] == "draft":
             pieces[-1][1].append(shown)
