@@ -25,6 +25,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.engine.kernels import needs_compiler
 from tests.engines import run_cli_here, save_weights
@@ -32,6 +33,7 @@ from tests.run.test_int8_engine import build, change_config, convert
 
 PYCODE = Path(__file__).resolve().parents[2] / "examples/pycode"
 METHODS = {"redrafter": "drafter", "medusa": "medusa", "eagle": "eagle", "dflash": "dflash"}
+ALL = METHODS | {"mtp": "mtp"}  # pycode has no head for it
 # Least draft tokens accepted, of those of the same drafter in bfloat16.
 LEAST = {"int8": 0.98, "int4": 0.95}
 NUM_PROMPTS, PROMPT, LIMIT = 6, 24, 32
@@ -175,7 +177,7 @@ def test_tokens_that_are_refused(tmp_path: Path) -> None:
             TorchEngine(engine, device="cpu")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_shortened_vocabulary_without_kernels(method: str, tp_size: int, tmp_path: Path) -> None:
     """As it is stored for one rank and for two, and drafted from by torch's operators."""
@@ -212,13 +214,14 @@ def make_checkpoints(parent: Path, method: str, *flags: object) -> Path:
         "dflash": lambda: make_dflash_drafter(
             parent, form="deepspec", markov_rank=64, target_layers=2, aux_layers=(0,), scale=2.0
         ),
+        "mtp": lambda: make_mtp_head(parent, target),
     }  # fmt: skip
-    folder = f"--{METHODS[method]}-model-dir"
+    folder = f"--{ALL[method]}-model-dir"
     return convert(target, parent / f"ckpt-{len(flags)}", folder, drafters[method](), *flags)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 def test_what_is_stored(method: str, weights: str, tmp_path: Path) -> None:
     """Matrices of the drafter are integers, the target is as before; so it is of two ranks."""
     flags = ("--drafter-weights", weights, "--optimize", "none")
@@ -259,7 +262,8 @@ def test_what_is_stored(method: str, weights: str, tmp_path: Path) -> None:
     ("method", "weights", "tp_size"),
     [
         ("redrafter", "int8", 1), ("medusa", "int4", 1), ("eagle", "int4", 1),
-        ("dflash", "int4", 1), ("redrafter", "int4", 2), ("eagle", "int8", 2),
+        ("dflash", "int4", 1), ("mtp", "int8", 1), ("redrafter", "int4", 2), ("eagle", "int8", 2),
+        ("mtp", "int4", 2),
     ],
 )  # fmt: skip
 def test_text_without_kernels(method: str, weights: str, tp_size: int, tmp_path: Path) -> None:

@@ -41,12 +41,15 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
 )
 from tests.engines import make_engine, make_noisy_copy, make_tree_engine
 from tests.parity.models import make_model
 from tests.tape import HostAccess, StrictGraphs, TapeRecorder
 
-METHODS = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "draft_target", "draft tree")
+METHODS = (
+    "redrafter", "medusa", "eagle", "eagle3", "dflash", "mtp", "draft_target", "draft tree",
+)  # fmt: skip
 LIMIT = 30
 
 
@@ -79,6 +82,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             name: make_tree_engine("eagle", parent / name, target, folder, optimize="none")
             for name, folder in eagles.items()
         },
+        "mtp": make_tree_engine(
+            "mtp", parent / "p", target, make_mtp_head(parent, target), optimize="none"
+        ),
         "dflash": make_tree_engine(
             "dflash",
             parent / "f",
