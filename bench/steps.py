@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from specdec.decode.sampling import find_best
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
 
@@ -56,7 +57,7 @@ def time_steps(
 
     def verify(size: int) -> None:
         step = next(steps[size])
-        decoder.compute_logits(decoder.forward(step, cache)).argmax(-1).cpu()
+        find_best(decoder.compute_logits(decoder.forward(step, cache))).cpu()
 
     return take_turns({size: functools.partial(verify, size) for size in sizes}, repeat)
 

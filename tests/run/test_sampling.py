@@ -29,6 +29,7 @@ from specdec.decode.sampling import (
     SamplingParams,
     draw,
     draw_residual,
+    find_best,
     process_logits,
 )  # fmt: skip
 from specdec.engine.tree import Tree, TreeBuilder, make_root, pack_beams
@@ -501,3 +502,15 @@ def test_streams_are_independent_and_repeatable() -> None:
         assert [other.get_uniform(0, n) for n in range(500)] != numbers[0].tolist()
     longer = Sampler(SamplingParams(temperature=1, seed=9), 900)
     assert longer.get_uniform(2, 499) == numbers[2, 499], "the limit changes nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_best_token_is_torchs(dtype: torch.dtype) -> None:
+    """The first of equal ones, where some are infinite or no numbers, too."""
+    logits = torch.randn(3, 40, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0] = logits[0].round()
+    logits[1, :5, 7:9] = torch.inf
+    logits[1, 5:9, 100] = torch.nan
+    logits[1, 9:12] = -torch.inf
+    assert torch.equal(find_best(logits), logits.argmax(-1))
+    assert torch.equal(find_best(logits[:, 0]), logits[:, 0].argmax(-1))

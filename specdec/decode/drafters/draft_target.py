@@ -22,7 +22,7 @@ from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.engine import open_engine
 from specdec.decode.prefill import count_shared, fill_cache
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
+from specdec.decode.sampling import CHOICE, DRAFT, draw, find_best, process_logits, take_rows
 from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
 from specdec.engine.decoder import Decoder
@@ -282,7 +282,7 @@ class DraftTargetProposer(DraftModel):
                 newest = self.tokens.to_draft(take_rows(best, [before.index(c) for c in active]))
                 rows = np.array([chain.request.row for chain in active])
                 logits = self.tokens.restrict(run_tokens(self.decoder, self._cache, rows, newest))
-            passes.append((active, logits.argmax(-1)))
+            passes.append((active, find_best(logits)))
         found = to_host(*(places for _, places in passes)) if passes else ()
         for (active, _), places in zip(passes, found, strict=True):
             tokens, _ = self.tokens.name(places)
@@ -328,7 +328,7 @@ class DraftTargetProposer(DraftModel):
         sampled = [at for at, r in enumerate(requests) if not r.sampler.params.is_greedy]
         chosen: list[tuple[int, Tensor | None]] = [(0, None)] * len(requests)
         if len(sampled) < len(requests):
-            chosen = [(place, None) for place in to_host(logits.argmax(-1))[0].tolist()]
+            chosen = [(place, None) for place in to_host(find_best(logits))[0].tolist()]
         if not sampled:
             return chosen
         samplers = [requests[at].sampler for at in sampled]

@@ -30,6 +30,7 @@ import torch
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
+from specdec.decode.sampling import find_best
 from specdec.engine.step import States
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
@@ -209,7 +210,7 @@ class LookaheadProposer(Drafter):
             np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.last.device
         )
         rows = torch.arange(len(ends), device=states.last.device)[:, None]
-        chosen = self._decoder.compute_logits(states.last[rows, ends]).argmax(-1)  # [B, W]
+        chosen = find_best(self._decoder.compute_logits(states.last[rows, ends]))  # [B, W]
         (tokens,) = to_host(chosen)
         for lookahead, row in zip(lookaheads, tokens.tolist(), strict=True):
             lookahead.advance(row)
