@@ -118,9 +118,9 @@ class Front:
         """The application, without what guards it."""
         routes = [
             Route("/health", self._show_health),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/responses", self._respond, methods=["POST"]),
+            self._route("/v1/completions", COMPLETION, "prompt"),
+            self._route("/v1/chat/completions", CHAT, "messages"),
+            self._route("/v1/responses", RESPONSE, "input", ResponseAnswer),
             Route("/v1/embeddings", self._refuse_embeddings, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
@@ -137,20 +137,19 @@ class Front:
         app.router.redirect_slashes = False  # to wherever the Host header says
         return app
 
-    async def _complete(self, request: Request) -> Response:
-        return await self._generate(request, COMPLETION, "prompt")
+    def _route(
+        self, path: str, parameters: Parameters, needed: str, kind: type[Answer] = Answer
+    ) -> Route:
+        async def generate(http: Request) -> Response:
+            return await self._generate(http, parameters, needed, kind)
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, CHAT, "messages")
-
-    async def _respond(self, request: Request) -> Response:
-        return await self._generate(request, RESPONSE, "input", ResponseAnswer)
+        return Route(path, generate, methods=["POST"])
 
     async def _refuse_embeddings(self, request: Request) -> Response:
         raise BadRequest(f"the model {self._model!r} writes texts; it makes no embeddings", "model")
 
     async def _generate(
-        self, http: Request, parameters: Parameters, needed: str, kind: type[Answer] = Answer
+        self, http: Request, parameters: Parameters, needed: str, kind: type[Answer]
     ) -> Response:
         asked, prepared = await self._read(http, parameters, self._prepare, needed)
         requests, starts, parsers = zip(*prepared, strict=True)

@@ -93,11 +93,19 @@ class Parser:
         self._is_thinking, self._schemas = is_thinking, schemas or {}
         self._text, self._at, self._is_over = "", 0, False
         self._deltas: list[Delta] = []
-        self.content, self.reasoning = "", ""
+        self._texts = {"content": "", "reasoning_content": ""}
         self.reasoning_end = 0  # in the text that was fed
         self.calls: list[Delta] = []
         self._reader = self._read()
         next(self._reader)
+
+    @property
+    def content(self) -> str:
+        return self._texts["content"]
+
+    @property
+    def reasoning(self) -> str:
+        return self._texts["reasoning_content"]
 
     def feed(self, text: str) -> list[Delta]:
         """Take more of the answer; return what it adds."""
@@ -124,7 +132,7 @@ class Parser:
             begun = self._text.index(form.begin, self._at) + len(form.begin)
             ended = yield from self._read_calls(form, begun)
             if ended is None:  # it is text that has a marker in it
-                self._add_content(begun)
+                self._add(begun)
             else:
                 self._at = yield from self._skip(ended)
         yield from self._copy()
@@ -136,28 +144,27 @@ class Parser:
         elif not (self._is_thinking or form.is_assumed):
             return
         self._at = at
-        if (yield from self._copy(form.end, is_reasoning=True)):
+        if (yield from self._copy(form.end, "reasoning_content")):
             at = self._text.index(form.end, self._at) + len(form.end)
             self.reasoning_end = at
             self._at = yield from self._skip(at)
         else:
             self.reasoning_end = len(self._text)
 
-    def _copy(self, marker: str = "", *, is_reasoning: bool = False) -> Reading[bool]:
+    def _copy(self, marker: str = "", part: str = "content") -> Reading[bool]:
         """Add text up to a marker and the white space before it; return whether there is one."""
-        add = self._add_reasoning if is_reasoning else self._add_content
         while True:
-            if marker and (at := self._text.find(marker, self._at)) >= 0:
-                add(self._at + len(self._text[self._at : at].rstrip()))
-                return True
-            if self._is_over:
-                rest = self._text[self._at :]
-                add(self._at + len(rest.rstrip() if self.calls else rest))
-                return False
-            tail = self._text[max(self._at, len(self._text) - len(marker) + 1) :]
-            held = next((n for n in range(len(tail), 0, -1) if marker.startswith(tail[-n:])), 0)
-            text = self._text[self._at : len(self._text) - held]
-            add(self._at + len(text.rstrip()))
+            end = self._text.find(marker, self._at) if marker else -1
+            is_found = end >= 0
+            if not is_found:
+                tail = self._text[max(self._at, len(self._text) - len(marker) + 1) :]
+                sizes = range(0 if self._is_over else len(tail), 0, -1)
+                end = len(self._text) - next((n for n in sizes if marker.startswith(tail[-n:])), 0)
+            if is_found or not self._is_over or self.calls:
+                end = self._at + len(self._text[self._at : end].rstrip())
+            self._add(end, part)
+            if is_found or self._is_over:
+                return is_found
             yield
 
     def _read_bare(self, form: ToolFormat) -> Reading[None]:
@@ -323,17 +330,11 @@ class Parser:
             yield
         return found
 
-    def _add_content(self, end: int) -> None:
+    def _add(self, end: int, part: str = "content") -> None:
         text, self._at = self._text[self._at : end], end
         if text:
-            self.content += text
-            self._deltas.append({"content": text})
-
-    def _add_reasoning(self, end: int) -> None:
-        text, self._at = self._text[self._at : end], end
-        if text:
-            self.reasoning += text
-            self._deltas.append({"reasoning_content": text})
+            self._texts[part] += text
+            self._deltas.append({part: text})
 
     def _begin_call(self, name: str) -> None:
         call: Delta = {
@@ -341,16 +342,15 @@ class Parser:
             "function": {"name": name, "arguments": ""},
         }  # fmt: skip
         self.calls.append(call)
-        index = len(self.calls) - 1
-        begun = {"index": index, **call, "function": dict(call["function"])}
-        self._deltas.append({"tool_calls": [begun]})
+        self._tell_call(call | {"function": dict(call["function"])})
 
     def _add_arguments(self, text: str) -> None:
         if text:
-            index = len(self.calls) - 1
-            self.calls[index]["function"]["arguments"] += text
-            added = {"index": index, "function": {"arguments": text}}
-            self._deltas.append({"tool_calls": [added]})
+            self.calls[-1]["function"]["arguments"] += text
+            self._tell_call({"function": {"arguments": text}})
+
+    def _tell_call(self, told: Delta) -> None:
+        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **told}]})
 
 
 def make_id(form: ToolFormat | None) -> str:

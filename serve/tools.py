@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.decode.grammar import space_schema, write_choice
+from specdec.decode.grammar import space_schema
 from specdec.decode.requests import Request
 from specdec.errors import shorten
 
@@ -246,14 +246,11 @@ class GrammarWriter:
         return {"lark": "%llguidance {}\n" + "\n".join(rules)}
 
     def _write_body(self, given: Mapping[str, Any]) -> str:
-        """The rule of content that keeps to a JSON schema, a regular expression or a choice."""
+        """The rule of content that keeps to a JSON schema or a regular expression."""
         ((kind, value),) = given.items()
-        if kind in ("regex", "choice"):
-            value = value if kind == "regex" else write_choice(value)
-            self._rules["body"] = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
-        else:
-            schema = value if kind == "json_schema" else {"type": "object"}
-            self._rules["body"] = _write_json(schema)
+        self._rules["body"] = _write_json(value) if kind == "json_schema" else (
+            "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
+        )  # fmt: skip
         return "body"
 
     def _write_calls(self, calling: Calling, form: ToolFormat, body: str) -> str:

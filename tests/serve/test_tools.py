@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from specdec import Event
 from specdec.decode.encoding import encode_prompt
+from specdec.decode.grammar import write_choice
 from specdec.decode.prompts import Prompt
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
@@ -398,7 +399,7 @@ def test_structured_output_comes_behind_the_reasoning(
         ("a:<think>\n", ['hm "no"</think>\n\n"yes"', '</think>"yes"'], ['"yes"', "</think>hm"]),
         ("a:", ['<think>hm</think>\n"yes"', '"yes"'], ['hm</think>"yes"', "hm"]),
     ):
-        for given in (schema, {"regex": '"y[e/]s"'}, {"choice": ['"yes"', "/"]}):
+        for given in (schema, {"regex": '"y[e/]s"'}, {"regex": write_choice(['"yes"', "/"])}):
             written = writer.write(None, formats, given, prompt)
             assert written is not None
             for text in (*allowed, *forbidden):
