@@ -193,7 +193,10 @@ class Parser:
             ended = yield from self._read_list(at)
         if ended is not None and form.end:
             at = yield from self._skip(ended)
-            ended = at + len(form.end) if (yield from self._has(at, form.end)) else ended
+            if (yield from self._has(at, form.end)):
+                ended = at + len(form.end)
+            elif form.end.startswith(self._text[at:]):  # cut off
+                ended = len(self._text)
         return ended
 
     def _read_list(self, at: int, *, is_bare: bool = False) -> Reading[int | None]:

@@ -33,6 +33,7 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "7"}</tool_call>', "", [F]),
     ("hermes", f"<tool_call>{JSON_F[:-1]}</tool_call>", "", [F]),  # a bracket is missing
     ("hermes", f"<tool_call>{JSON_F}", "", [F]),  # cut off, from here on
+    ("hermes", f"<tool_call>{JSON_F}\n</tool", "", [F]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"t": "x\\', "", [("f", '{"t": "x\\')]),
     ("hermes", '<tool_call>\n{"name": "f", ', '<tool_call>\n{"name": "f", ', []),
     ("hermes", "a\n<tool_call>", "a\n<tool_call>", []),
