@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from specdec.errors import SpecDecError
 from specdec.files.folders import find_gguf
 from specdec.files.reading import write_json
 
@@ -54,9 +55,12 @@ def _make(path: Path, _size: int, _time: int) -> Path:
     try:
         write_files(model, partial)
         os.replace(partial, parent / name)
-    except OSError:
+    except OSError as error:
         if not (parent / name).is_dir():  # another process was as fast
-            raise
+            raise SpecDecError(
+                f"the tokenizer of {path} cannot be written to {parent}: {error.strerror}",
+                "free some space there, or name another folder with SPECDEC_CACHE_DIR",
+            ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return parent / name

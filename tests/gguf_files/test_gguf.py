@@ -268,6 +268,18 @@ def test_weights_are_converted_beside_a_tokenizer_that_is_not_read(
             load_tokenizer(tmp_path / "m.gguf")
 
 
+def test_a_full_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+
+    def write_json(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "write_json", write_json)
+    with pytest.raises(SpecDecError, match="m.gguf cannot be written to .*/cache: No space left"):
+        localize(tmp_path / "m.gguf")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf")
     whole = (tmp_path / "model.gguf").read_bytes()
