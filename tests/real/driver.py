@@ -88,7 +88,7 @@ def make_inputs(shapes: dict[str, Any], rows: list[Row], most: int = 1) -> dict[
             if row.offsets
         ]).reshape(len(drafted), longest)  # fmt: skip
         ints["spec_decoding_packed_mask"] = torch.cat([
-            torch.zeros(0, -(-most // 32)),
+            torch.zeros(0, -(-most // 32), dtype=torch.int),
             *[pack_mask(row.mask, most) for row in drafted if row.mask is not None],
         ])  # fmt: skip
     found = {name: torch.as_tensor(value).int() for name, value in ints.items()}
@@ -103,8 +103,8 @@ def plan_build(checkpoint: Path, *flags: object) -> list[str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         call("build", "--backend", "tensorrt-llm", "--trtllm-version", "0.14", "--checkpoint-dir",
-             checkpoint, "--output-dir", checkpoint.with_name("engine"), "--dry-run", "--json",
-             *LIMITS, *flags)  # fmt: skip
+             checkpoint, "--output-dir", checkpoint.with_name("engine"), "--dry-run", "--force",
+             "--json", *LIMITS, *flags)  # fmt: skip
     (command,) = json.loads(printed.getvalue())["commands"]
     return command["argv"]
 

@@ -40,6 +40,7 @@ class RealInterpreter(Interpreter):
         self.pools: dict[int, Tensor] = {}
         self.ring, self.rank = ring, rank
         super().__init__(trt, network)
+        self.layers = sort_layers(self.layers, {tensor.name for tensor in self.inputs})
 
     def _read(self, layer: Any) -> tuple[list[str], list[Any], Compute]:
         place = self.places.get(layer.name)
@@ -163,26 +164,28 @@ class RealInterpreter(Interpreter):
         return operation or super()._make_elementwise(layer)
 
     def _make_reduce(self, layer: Any) -> Compute:
-        if layer.op.name != "SUM":
-            return super()._make_reduce(layer)
         axes, keeps = [axis for axis in range(8) if layer.axes >> axis & 1], layer.keep_dims
-        return lambda x: x.sum(axes, keepdim=keeps, dtype=x.dtype)
+        if layer.op.name == "SUM":
+            return lambda x: x.sum(axes, keepdim=keeps, dtype=x.dtype)
+        compute = super()._make_reduce(layer)
+        if layer.op.name != "MAX" or axes != [0] or keeps:
+            return compute
+        # The longest of no drafted rows is bounded by 0 in the layer after it.
+        return lambda x: compute(x) if len(x) else torch.full(x.shape[1:], -1, dtype=x.dtype)
 
     def _make_shuffle(self, layer: Any) -> Compute:
         first, second = tuple(layer.first_transpose), tuple(layer.second_transpose)
         fixed, copies_zeros = layer.reshape_dims, layer.zero_is_placeholder
-        is_dynamic = layer.num_inputs > 1
 
         def shuffle(x: Tensor, shape: Tensor | None = None) -> Tensor:
             x = x.permute(first[: x.ndim])
-            sizes = list(fixed) if shape is None else shape.tolist()
-            if copies_zeros:
-                sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
-            x = x.reshape(sizes)
+            if shape is not None or fixed is not None:
+                sizes = list(fixed) if shape is None else shape.tolist()
+                if copies_zeros:
+                    sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
+                x = x.reshape(sizes)
             return x.permute(second[: x.ndim])
 
-        if not is_dynamic and len(fixed) < 0:  # no reshape at all
-            return lambda x: x.permute(first[: x.ndim])
         return shuffle
 
     def _make_slice(self, layer: Any) -> Compute:
@@ -209,7 +212,8 @@ class RealInterpreter(Interpreter):
         if mode == self.trt.GatherMode.DEFAULT:
             return super()._make_gather(layer)
         if mode == self.trt.GatherMode.ELEMENT:
-            return lambda x, places: x.gather(axis, places.long())
+            return lambda x, places: x.gather(axis, places.long().where(
+                places >= 0, places.long() + x.shape[axis]))  # fmt: skip
 
         def gather(x: Tensor, places: Tensor) -> Tensor:
             if batched == 0:
@@ -257,6 +261,22 @@ class RealInterpreter(Interpreter):
             return [values.narrow(axis, 0, size), places.narrow(axis, 0, size).int()]
 
         return choose
+
+
+def sort_layers(layers: list[Any], known: set[str]) -> list[Any]:
+    """In the order of computing: some were added before the layers that they read."""
+    found: list[Any] = []
+    while layers:
+        waiting = []
+        for layer in layers:
+            if known.issuperset(layer[0]):
+                found.append(layer)
+                known.update(tensor.name for tensor in layer[1])
+            else:
+                waiting.append(layer)
+        assert len(waiting) < len(layers)
+        layers = waiting
+    return found
 
 
 def unpack_mask(words: Tensor, count: int) -> Tensor:
