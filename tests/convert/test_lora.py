@@ -60,7 +60,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     family, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("lora")
     family, _, size = family.partition("-")
-    small = {"word_embed_proj_dim": 32, "do_layer_norm_before": False} if size else {}
+    narrow: dict[str, Any] = {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
+    small = narrow if size else {}
     base = make_family_model(folder, family, **small)
     train(base, folder / "adapter", options).merge_and_unload().save_pretrained(folder / "merged")
     return base.rename(folder / "base").parent

@@ -118,9 +118,9 @@ def edit(
             writer.add_key_value(name, field.contents(), kinds[0], sub_type=kinds[-1])
     for name, value in keys.items():
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    kinds = {tensor.name: tensor.tensor_type for tensor in read.tensors}
+    types = {tensor.name: tensor.tensor_type for tensor in read.tensors}
     for name, data in change({tensor.name: tensor.data for tensor in read.tensors}).items():
-        kind = kinds.get(name, kinds.get(name.replace("attn_qkv", "attn_q")))
+        kind = types.get(name, types.get(name.replace("attn_qkv", "attn_q")))
         writer.add_tensor(name, np.array(data), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
