@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,3 +177,33 @@ def test_what_is_kept_and_what_is_lost(world: World) -> None:
     share, loss = world.run(pace)
     assert share >= SHARE
     assert loss <= LOSS
+
+
+class Disturbed(Pace):
+    """Takes its first drafts of `least` levels or more for twelve plain steps longer."""
+
+    least, num_disturbed = 1, 2
+
+    def record_drafts(
+        self, seconds: float | None, size: int, emitted: Sequence[int], num_levels: int = 1,
+        num_prefilled: int = 0,
+    ) -> None:  # fmt: skip
+        if seconds is not None and num_levels >= self.least and self.num_disturbed:
+            self.num_disturbed -= 1
+            seconds += 12.0
+        super().record_drafts(seconds, size, emitted, num_levels, num_prefilled)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("levels", 1), ("levels", 2), ("planned", 2), ("whole", 1), ("lookup", 1)]
+)
+def test_drafts_that_a_bad_moment_made_dear_are_tried_again(
+    kind: str, least: int, num_rows: int
+) -> None:
+    """The first ones wait for memory, or for a program that takes the processor."""
+    world = World("flat", "uneven", "0.9", "cheap", kind, "honest", 4, num_rows)
+    pace = Disturbed(4, is_whole=kind == "whole", is_planned=kind == "planned")
+    pace.least = least
+    share, _ = world.run(pace)
+    assert share >= SHARE

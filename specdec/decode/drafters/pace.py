@@ -41,8 +41,11 @@ PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
 MAX_REFRESH, REFRESH_GROWTH, CLEAR_SHARE = 128, 4, 0.6
 # Shares of the time of plain decoding: what drafts may lose, and what trials may lose of
 # drafts that are known not to pay. The steps to come that count: the text may end before.
-LOSS_SHARE, TRIAL_SHARE, HORIZON = 0.022, 0.012, 128
+LOSS_SHARE, TRIAL_SHARE, HORIZON = 0.02, 0.012, 64
 READ_SHARE = 0.04  # of the same time, what drafters may take to read prompts
+# After so many drafts of one level, all levels are tried again, as what they cost may have been
+# measured at a bad moment.
+DEEP_REFRESH = 64
 # Steps by one plan, so that planning costs next to no time: where it says no drafts, and where it
 # says drafts.
 REST_STEPS, KEPT_STEPS = 8, 4
@@ -62,8 +65,14 @@ def find_middle(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
+def find_low(values: Iterable[float]) -> float:
+    """The lower tercile of some values: other programs only ever delay, often several in a row."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 3]
+
+
 class Costs:
-    """Seconds by size, the median of the newest measurements; a larger size never costs less.
+    """Seconds by size, by the newest measurements; a larger size never costs less.
 
     Between two known sizes costs lie on a line, and beyond the largest on one from its half on,
     since two that are near each other differ by chance; below the smallest they are the smallest's,
@@ -72,7 +81,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        self._middle: dict[int, float] = {}
+        self._low: dict[int, float] = {}  # what each is believed to take
         self._counts: dict[int, int] = {}
         self.smallest = self.largest = 0  # sizes that were measured
         self._line: tuple[list[int], list[float], float] | None = None  # and the rise beyond
@@ -85,7 +94,7 @@ class Costs:
             self.smallest, self.largest = min(self._recent), max(self._recent)
         self._counts[size] += 1
         self._recent[size].append(seconds)
-        self._middle[size] = find_middle(self._recent[size])
+        self._low[size] = find_low(self._recent[size])
         self._line = None
 
     def count(self, size: int) -> int:
@@ -99,7 +108,7 @@ class Costs:
 
     def find_usual(self, size: int) -> float:
         """The median of a size that was measured."""
-        return self._middle[size]
+        return find_middle(self._recent[size])
 
     def predict(self, sizes: Array) -> Array:
         """What each of some sizes costs; 0 where nothing was measured."""
@@ -126,8 +135,8 @@ class Costs:
 
     def _line_up(self) -> tuple[list[int], list[float], float]:
         if self._line is None:
-            sizes = sorted(self._middle)
-            seconds = [self._middle[size] for size in sizes]
+            sizes = sorted(self._low)
+            seconds = [self._low[size] for size in sizes]
             for at in range(len(sizes) - 1, 0, -1):
                 seconds[at - 1] = min(seconds[at - 1], seconds[at])
             lower = max(0, bisect.bisect_right(sizes, self.largest / 2) - 1)
@@ -149,9 +158,12 @@ class DraftCosts:
     def __init__(self) -> None:
         self._costs: dict[int, Costs] = {}
 
-    def record(self, num_rows: int, num_levels: int, seconds: float) -> None:
-        """Take a measurement."""
-        self._costs.setdefault(num_rows, Costs()).record(num_levels, seconds)
+    def record(self, num_rows: int, num_levels: int, seconds: float, most: float) -> None:
+        """Take a measurement. most: what a level takes at most, unless it does so again."""
+        own = self._costs.setdefault(num_rows, Costs())
+        first = own.estimate(1)
+        guess = num_levels * (min(first, most) if first else most)
+        own.record(num_levels, seconds, min(seconds, guess))
 
     def count(self, num_rows: int) -> int:
         """How many drafts of so many requests were measured."""
@@ -171,7 +183,7 @@ class DraftCosts:
         times = (
             num_levels / most if like is None else like.estimate(num_levels) / like.estimate(most)
         )
-        return known[0].find_usual(most) * times
+        return known[0].estimate(most) * times
 
     def predict(self, num_rows: int, levels: Iterable[int]) -> Array:
         """The same of each of some numbers of levels."""
@@ -353,8 +365,9 @@ class Pace:
     A size that no step had costs as many tokens of a prompt, and at least what a smaller one does;
     where no prompt was timed, sizes are tried by doubling. The first steps are plain; the first
     draft has one level, and another, as soon as that may be lost, as many as there are, which tells
-    what a level costs. An `Account` is kept: nothing is drafted that could lose more than it
-    allows, if none of it were accepted. A plan serves for some steps, as planning takes time too.
+    what a level costs. A first measurement is doubted where a guess is lower, and after many drafts
+    of one level all are tried again. An `Account` is kept: nothing is drafted that could lose more
+    than it allows, if none of it were accepted. A plan serves for some steps, since it takes time.
 
     A step that reads prompts too takes what its tokens in all do. Running requests wait for all of
     it: how many tokens it may have is `choose_chunk`'s to say.
@@ -382,6 +395,8 @@ class Pace:
         self._reading = Costs()  # of a prompt's token that the drafter reads, under size 1
         self._num_levels = 1.0  # a mean
         self._depth = max(max_depths, default=max_tokens)  # levels at most
+        self._since_deep = 0  # drafts since the newest of more than a level
+        self._is_deep = False  # whether the step's has all levels, to measure them again
         self._is_tried = False  # whether a draft of more than a level was made
         self._gains = FIRST_DRAFTS * np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
         self._weight = FIRST_DRAFTS
@@ -427,15 +442,19 @@ class Pace:
         best = int(rates.argmax())
         self._rate = max(float(rates[best]), num_rows / plain)
         self._gain = float(rates[best]) * plain / num_rows
-        is_known = self._drafts.count(num_rows) > 1 and self._steps.count(num_rows * 2) != 1
-        self.is_trial = self._gain <= 1 and is_known
         ahead = min(max(remaining), HORIZON) * plain
+        pays = self._gain > 1 and self._repays_reading(num_unread, ahead)
+        self.is_trial = not pays and self._drafts.count(num_rows) > 1
         limit = self.account.find_limit(ahead)
         self.is_brief = not level or (not self._is_tried and self._depth * level > limit)
+        extra = (self._depth - 1) * self._drafts.price_level(num_rows)
+        self._is_deep = self._is_tried and not self.is_trial and self._since_deep >= DEEP_REFRESH
+        self._is_deep &= min(extra, plain) <= limit
         # The least that is drafted and verified, if it pays nothing back.
         least = 0
         if self.is_planned and not self.is_brief and not self.is_trial:
             least = best if self._is_tried else min(1, len(sizes) - 1)
+            least = len(sizes) - 1 if self._is_deep else least
         while least and draft[least] + seconds[least + 1] - plain > limit:
             least -= 1
         self.max_levels = least + 1
@@ -457,7 +476,7 @@ class Pace:
         most_lost = KEPT_STEPS * float(draft[-1] + seconds[-1])
         if not drafts:
             self._rest = REST_STEPS
-        elif self._is_tried and not self.is_trial and most_lost < limit:
+        elif self._is_tried and not self._is_deep and not self.is_trial and most_lost < limit:
             self._rest = KEPT_STEPS
         return self.drafts_on
 
@@ -474,6 +493,11 @@ class Pace:
             return self._since_plain >= MAX_REFRESH
         return _is_due(self._num_plain, self._since_plain)
 
+    def _repays_reading(self, num_unread: int, ahead: float) -> bool:
+        """Whether drafts win what the drafter has to read, in `ahead` seconds of plain steps."""
+        price = num_unread * self._reading.estimate(1)
+        return num_unread <= FEW_UNREAD or price <= ahead * (1 - 1 / self._gain)
+
     def _may_read(self, num_unread: int, ahead: float) -> bool:
         """Whether the drafter may read what it lacks, or a piece of it, which `max_read` then says.
 
@@ -483,7 +507,7 @@ class Pace:
         price = self._reading.estimate(1)
         if num_unread <= FEW_UNREAD:
             return True
-        if not self.is_trial and num_unread * price > ahead * (1 - 1 / self._gain):
+        if not self.is_trial and not self._repays_reading(num_unread, ahead):
             return False
         limit = READ_SHARE * (self.account.spent + ahead) - self.account.read
         most = int(max(0.0, limit) / price) if price else FIRST_PIECE
@@ -500,7 +524,7 @@ class Pace:
         That is tokens of the newest level that are expected to be accepted, in all rows together
         and at most one in each.
         """
-        if self.is_brief or not self._is_tried:
+        if self.is_brief or not self._is_tried or self._is_deep:
             return math.inf if self.is_brief else -math.inf
         seconds = self._seconds[1:]  # that a draft is verified at all is paid for already
         token = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
@@ -640,7 +664,8 @@ class Pace:
                 self.account.for_trials -= read if self.is_trial else 0.0
                 took -= read
             else:
-                self._drafts.record(num_rows, levels, took)
+                self._drafts.record(num_rows, levels, took, plain)
+                self._since_deep = 0 if levels > 1 else self._since_deep + 1
                 self._is_tried |= not self.is_brief and (levels > 1 or not self.is_planned)
             self._num_levels += (levels - self._num_levels) / FIRST_TRIALS
             # What others delay is nobody's loss: costs of the same kind are compared.
