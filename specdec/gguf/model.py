@@ -115,7 +115,6 @@ class GgufModel:
 
     def _name(self, name: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
         """The names of what a tensor holds, with their parts of it."""
-        own = self.architecture
         match = LAYER.fullmatch(name)
         if match is None:
             module, _, kind = name.rpartition(".")
@@ -132,40 +131,50 @@ class GgufModel:
             if (theirs := MTP_NAMES.get(module, "")) and int(layer) == num_layers:
                 yield theirs + kind, Entry(stored, stored.shape, change=self._find_change(theirs))
                 return
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-        for theirs, ours in own.experts.items() if len(stored.shape) == 3 else ():
-            for expert in range(stored.shape[0]) if ours == module else ():
-                rows = stored.shape[1]
-                yield (
-                    f"{prefix}.{theirs.format(expert=expert)}{kind}",
-                    Entry(stored, stored.shape[1:], start=expert * rows),
-                )
-        if (found := find_module(own, module)) is not None:
-            shape = stored.shape
-            if found == "mlp.shared_expert_gate" and len(shape) == 1:
-                shape = (1, *shape)  # a vector is a matrix of one row
-                stored = dataclasses.replace(
-                    stored, shape=shape, row_bytes=stored.row_bytes * shape[-1]
-                )
-            elif found == "linear_attn.conv1d":
-                shape = (shape[0], 1, *shape[1:])
-            order, columns = order_values(found, config)
-            if own.interleaves and module in heads:
-                order = separate(np.arange(stored.num_rows), heads[module])
+        for found, entry in self._name_part(module, stored):
             bare = found.endswith(("A_log", "dt_bias"))
-            yield f"{prefix}.{found}{'' if bare else kind}", Entry(
-                stored, shape, order=order, columns=columns, change=self._find_change(found),
-            )  # fmt: skip
+            yield f"{prefix}.{found}{'' if bare else kind}", entry
+
+    def _name_part(self, module: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
+        """The modules of a layer that a tensor holds, with their parts of it."""
+        own = self.architecture
+        if (found := find_module(own, module)) is not None:
+            yield found, self._open(found, module, stored)
         elif module == "attn_qkv":
             start = 0
-            for part, count in (*heads.items(), ("attn_v", heads["attn_k"])):
-                rows = count * config["head_dim"]
+            for part, count in (*self._heads.items(), ("attn_v", self._heads["attn_k"])):
+                rows = count * self.config["head_dim"]
                 is_turned = own.interleaves and part != "attn_v"
-                yield f"{prefix}.{find_module(own, part)}{kind}", Entry(
+                yield str(find_module(own, part)), Entry(
                     stored, (rows, *stored.shape[1:]), start=start,
                     order=separate(np.arange(rows), count) if is_turned else None,
                 )  # fmt: skip
                 start += rows
+        elif len(stored.shape) == 3:
+            for theirs in (theirs for theirs, ours in own.experts.items() if ours == module):
+                for expert in range(stored.shape[0]):
+                    start = expert * stored.shape[1]
+                    yield theirs.format(expert=expert), Entry(stored, stored.shape[1:], start=start)
+
+    @property
+    def _heads(self) -> dict[str, int]:
+        config = self.config
+        return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+
+    def _open(self, found: str, module: str, stored: Stored) -> Entry:
+        """What a whole tensor is under Hugging Face's name of its module."""
+        shape = stored.shape
+        if found == "mlp.shared_expert_gate" and len(shape) == 1:
+            shape = (1, *shape)  # a vector is a matrix of one row
+            stored = dataclasses.replace(
+                stored, shape=shape, row_bytes=stored.row_bytes * shape[-1]
+            )
+        elif found == "linear_attn.conv1d":
+            shape = (shape[0], 1, *shape[1:])
+        order, columns = order_values(found, self.config)
+        if self.architecture.interleaves and module in self._heads:
+            order = separate(np.arange(stored.num_rows), self._heads[module])
+        return Entry(stored, shape, order=order, columns=columns, change=self._find_change(found))
 
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:
         """What makes Hugging Face's values of a module's."""
