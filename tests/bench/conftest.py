@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -73,16 +74,20 @@ def medusa(folder: Path) -> Path:
     return engine
 
 
-def make_eagle_folder(folder: Path, kind: str) -> Path:
-    """A target, prompts, and an engine with an EAGLE drafter that is right now and then."""
-    drafter = make_knowing_drafter(folder, kind, noise=NOISE[kind])
+EAGLE = ("--num-eagle-layers", 3, "--max-draft-len", 31, "--max-non-leaves-per-layer", 4)
+
+
+def make_knowing_folder(
+    folder: Path, kind: str, method: str = "eagle", flags: Sequence[object] = EAGLE
+) -> Path:
+    """A target, prompts, and an engine with a drafter that is right, or with noise now and then."""
+    drafter = make_knowing_drafter(folder, kind, noise=NOISE.get(kind, 0.0))
     (folder / "counter").rename(folder / "target")
     make_tokenizer(folder / "target")
     lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5, [17, 1], [25])]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     make_tree_engine(
-        "eagle", folder, folder / "target", drafter, optimize="none",
-        flags=["--num-eagle-layers", 3, "--max-draft-len", 31, "--max-non-leaves-per-layer", 4],
+        method, folder, folder / "target", drafter, optimize="none", flags=flags
     )  # fmt: skip
     return folder
 
@@ -90,7 +95,14 @@ def make_eagle_folder(folder: Path, kind: str) -> Path:
 @pytest.fixture(scope="session")
 def eagle1(lasting_dir: Path) -> Path:
     """EAGLE-1's folder."""
-    return make_eagle_folder(lasting_dir / "eagle1", "feature")
+    return make_knowing_folder(lasting_dir / "eagle1", "feature")
+
+
+@pytest.fixture(scope="session")
+def mtp(lasting_dir: Path) -> Path:
+    """The folder of a head for multi-token prediction."""
+    flags = ("--mtp-max-draft-len", 3)
+    return make_knowing_folder(lasting_dir / "mtp", "mtp-embedding", "mtp", flags)
 
 
 @pytest.fixture(scope="session")
@@ -108,4 +120,4 @@ def dflash(lasting_dir: Path) -> Path:
 @pytest.fixture(scope="session")
 def eagle3(lasting_dir: Path) -> Path:
     """EAGLE-3's."""
-    return make_eagle_folder(lasting_dir / "eagle3", "layers")
+    return make_knowing_folder(lasting_dir / "eagle3", "layers")

@@ -61,6 +61,7 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
     "medusa": lambda r: use(r.getfixturevalue("medusa"), r.getfixturevalue("folder")),
     "eagle": use_eagle,
     "dflash": lambda r: use(r.getfixturevalue("dflash") / "engine", r.getfixturevalue("dflash")),
+    "mtp": lambda r: use(r.getfixturevalue("mtp") / "engine", r.getfixturevalue("mtp")),
     "draft_target": use_pair,
     "prompt_lookup": use_lookup,
     "suffix": use_suffix,
@@ -68,7 +69,7 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
 }
 MOST = {  # draft tokens that a step of these settings can accept
     "redrafter": 3, "medusa": 3, "eagle": 3, "dflash": 4, "draft_target": 2, "prompt_lookup": 3,
-    "suffix": 3, "lookahead": 3,
+    "suffix": 3, "lookahead": 3, "mtp": 3,
 }  # fmt: skip
 
 

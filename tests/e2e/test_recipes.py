@@ -31,6 +31,7 @@ from tests.conftest import (
     make_eagle_drafter,
     make_llama,
     make_medusa_heads,
+    make_mtp_head,
     make_tokenizer,
 )
 from tests.engines import call, reset_accelerator, run_cli_here
@@ -216,6 +217,7 @@ def test_the_table_measures_every_method(
         "eagle3": make_eagle_drafter(tmp_path, version=3, name="eagle3"),  # before its beginning
         "eagle": make_eagle_drafter(tmp_path),
         "dflash": make_dflash_drafter(tmp_path, target_layers=2, aux_layers=(0,)),
+        "mtp": make_mtp_head(tmp_path, Path(paths["examples/pycode/target"])),
     }
     moved = {old: new for old, new in paths.items() if old != "out/"}
     moved |= {f"examples/pycode/{name}": str(folder) for name, folder in shipped.items()}
