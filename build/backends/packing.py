@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.blocks import BlockMatrix
-from specdec.engine.integers import IntegerMatrix, Quantized, take_matrix
+from specdec.engine.integers import Quantized, list_matrices
 from specdec.engine.layout import (
     PACKED_FOLDER,
     EngineConfig,
     make_metadata,
-    name_int8_scales,
     open_engine_file,
 )
 from specdec.engine.loading import load_tensors
@@ -24,7 +22,6 @@ from specdec.engine.packed import identify_packing
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array
-from specdec.model.blocks import BLOCK_TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import INT8
 from specdec.model.tensors import EMBEDDING, ROUTER
@@ -52,23 +49,13 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
     model = config.checkpoint.model
     dtype = TORCH_DTYPES[model.dtype]
 
-    def list_matrices(tensor: str) -> Sequence[Tensor | Quantized]:
+    def open_matrices(tensor: str) -> Sequence[Tensor | Quantized]:
         """What linears multiply with, of all experts where the tensor is theirs."""
         weights = load_tensors(source, [tensor], device, dtype, mapped={tensor})
-        whole = weights[tensor]
-        if whole.dim() < 3:
-            return [take_matrix(weights, tensor.removesuffix(".weight"))]
-        if whole.dtype is dtype:
-            return list(whole)
-        module = tensor.removesuffix(".weight")
-        if (types := weights.get(f"{module}.{BLOCK_TYPES}")) is not None:
-            parts = types.chunk(len(whole))
-            return [BlockMatrix(*each) for each in zip(whole, parts, strict=True)]
-        scales = weights[name_int8_scales(tensor)][..., None]
-        return [IntegerMatrix(8, *each) for each in zip(whole, scales, strict=True)]
+        return list_matrices(weights, tensor.removesuffix(".weight"))
 
     def plan(tensor: str) -> TensorInfo:
-        first, experts = list_matrices(tensor)[0], source.tensors[tensor].shape[:-2]
+        first, experts = open_matrices(tensor)[0], source.tensors[tensor].shape[:-2]
         if not isinstance(first, Tensor):
             size = round_up(first.measure(kernels))
             return TensorInfo("uint8", (*experts, size))
@@ -76,7 +63,7 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
         return TensorInfo(model.dtype, (*experts, *get_packed_shape(rows, depth, dtype)))
 
     def produce(tensor: str) -> Iterator[Array]:
-        for matrix in list_matrices(tensor):
+        for matrix in open_matrices(tensor):
             if isinstance(matrix, Tensor):
                 yield to_array(kernels.pack_matrix(matrix))
             else:

@@ -16,6 +16,7 @@ from specdec.trtllm.lacks import Pair, find_pair
 from ..families.base import ROTARY_BUFFERS
 
 if TYPE_CHECKING:
+    from specdec.methods.base import DrafterParams, Method
     from specdec.methods.net import NetParams
 
     from ..hf import HfFolder
@@ -174,3 +175,18 @@ def exclude_modules(
         excluded = [name for name in DEFAULT_EXCLUDED if name != skipped]
     excluded += [name for name in modules if name not in excluded]
     return config | {"quantization": {**quantization, "exclude_modules": excluded}}
+
+
+def name_own_architecture(
+    config: Mapping[str, Any], method: Method, params: DrafterParams, version: str, net: str, *,
+    is_head_quantized: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """A target's config.json with a drafter that TensorRT-LLM has for no target.
+
+    net: what the names of the drafter's tensors begin with.
+    """
+    target, (architecture,) = config["architecture"], method.architectures
+    choose_pair(method.name, method.title, target, version)
+    combined = dict(config) | params.to_checkpoint()
+    combined |= {"architecture": architecture, "base_architecture": target}
+    return exclude_modules(combined, [f"{net}*"], is_head_quantized=is_head_quantized)

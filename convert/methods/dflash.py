@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
-from specdec.methods.dflash import ARCHITECTURE, METHOD, DFlashConvert, DFlashParams, make_net
+from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams, make_net
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
@@ -30,7 +30,7 @@ from ..families import qwen
 from ..families.base import read_decoder
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_layouts, choose_pair, exclude_modules, ignore_net, list_held, share_net
+from .base import check_layouts, ignore_net, list_held, name_own_architecture, share_net
 from .eagle import check_fixed, check_offsets, read_layers
 
 if TYPE_CHECKING:
@@ -291,8 +291,6 @@ def add_to_config(
     config: Mapping[str, Any], params: DFlashParams, version: str, *, is_head_quantized: bool
 ) -> dict[str, Any]:
     """Return a target's config.json with the drafter added."""
-    target = config["architecture"]
-    choose_pair(METHOD.name, METHOD.title, target, version)
-    combined = dict(config) | params.to_checkpoint()
-    combined |= {"architecture": ARCHITECTURE, "base_architecture": target}
-    return exclude_modules(combined, [f"{DFLASH_NET}*"], is_head_quantized=is_head_quantized)
+    return name_own_architecture(
+        config, METHOD, params, version, DFLASH_NET, is_head_quantized=is_head_quantized
+    )

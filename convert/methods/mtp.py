@@ -12,7 +12,7 @@ import numpy as np
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
 from specdec.files.reading import Array
-from specdec.methods.mtp import ARCHITECTURE, FORMS, METHOD, Form, MtpConvert, MtpParams
+from specdec.methods.mtp import FORMS, METHOD, Form, MtpConvert, MtpParams
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, MTP_NET
 from specdec.options import as_options
@@ -22,7 +22,7 @@ from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
 from ..plan import Computed, Part
 from ..wrappers import unwrap
-from .base import choose_pair, exclude_modules, list_held
+from .base import list_held, name_own_architecture
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -192,8 +192,6 @@ def add_to_config(
     config: Mapping[str, Any], params: MtpParams, version: str, *, is_head_quantized: bool
 ) -> dict[str, Any]:
     """Return a target's config.json with the head added."""
-    target = config["architecture"]
-    choose_pair(METHOD.name, METHOD.title, target, version)
-    combined = dict(config) | params.to_checkpoint()
-    combined |= {"architecture": ARCHITECTURE, "base_architecture": target}
-    return exclude_modules(combined, [f"{MTP_NET}*"], is_head_quantized=is_head_quantized)
+    return name_own_architecture(
+        config, METHOD, params, version, MTP_NET, is_head_quantized=is_head_quantized
+    )

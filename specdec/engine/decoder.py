@@ -18,7 +18,7 @@ from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.integers import IntegerLinear, IntegerMatrix, lay_out, take_matrix
+from specdec.engine.integers import IntegerMatrix, lay_out, list_matrices, take_matrix
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
@@ -31,9 +31,8 @@ from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
-from specdec.model.blocks import BLOCK_TYPES
 from specdec.model.config import ModelConfig
-from specdec.model.quantization import INT8_SCALES, SCALES
+from specdec.model.quantization import SCALES
 from specdec.model.tensors import LINEAR_MODULE, ROUTER
 
 # Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
@@ -408,16 +407,7 @@ class _Parts:
 
     def _make_matrices(self, name: str) -> list[Linear]:
         """Those of experts, which lie in one tensor."""
-        matrices = self._weights[f"{name}.weight"]
-        if (types := self._weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
-            return [
-                IntegerLinear(BlockMatrix(rows, own), None, self._kernels)
-                for rows, own in zip(matrices, types.chunk(len(matrices)), strict=True)
-            ]
-        if matrices.dtype is torch.int8:
-            scales = self._weights[f"{name}.{INT8_SCALES}"]
-            return [
-                IntegerLinear(IntegerMatrix(8, codes, own[:, None]), None, self._kernels)
-                for codes, own in zip(matrices, scales, strict=True)
-            ]
-        return [Linear(matrix, prepack=self._prepack, kernels=self._kernels) for matrix in matrices]
+        return [
+            lay_out(matrix, prepack=self._prepack, kernels=self._kernels)
+            for matrix in list_matrices(self._weights, name)
+        ]

@@ -121,6 +121,25 @@ def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | Quantized:
     return IntegerMatrix(4, codes, weights[f"{name}.{WEIGHT_SCALE}"], zeros, input_scales, order)
 
 
+def list_matrices(weights: Mapping[str, Tensor], name: str) -> list[Tensor | Quantized]:
+    """The same of every expert where a name's tensor holds all of theirs, [E, out, in]."""
+    whole = weights[f"{name}.weight"]
+    if whole.dim() < 3:
+        return [take_matrix(weights, name)]
+    beside: dict[str, Sequence[Tensor]] = {}  # what each has, by kind
+    if (types := weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
+        beside[BLOCK_TYPES] = types.chunk(len(whole))
+    if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
+        beside[INT8_SCALES] = scales.unbind()
+    return [
+        take_matrix(
+            {f"{name}.weight": matrix, **{f"{name}.{kind}": beside[kind][at] for kind in beside}},
+            name,
+        )
+        for at, matrix in enumerate(whole)
+    ]
+
+
 def join_rows(matrices: Sequence[Tensor | Quantized], first: int) -> Tensor | IntegerMatrix:
     """The rows from `first` on of matrices of one kind, below each other."""
     tensors = [matrix[first:] for matrix in matrices if isinstance(matrix, Tensor)]

@@ -53,7 +53,7 @@ _LINEAR = {
     }.items()
 }  # fmt: skip
 HYBRID_NAMES = SEED_NAMES | _LINEAR
-HYBRID_MOE_NAMES = HYBRID_NAMES | QWEN_NAMES | {"post_attention_layernorm": "post_attention_norm"}
+HYBRID_MOE_NAMES = QWEN_NAMES | HYBRID_NAMES
 MTP_NAMES = {
     "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
     "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
