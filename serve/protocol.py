@@ -48,6 +48,7 @@ class Connection(H11Protocol):
     """A connection that ends where its client neither asks nor listens."""
 
     _ending: asyncio.TimerHandle | None = None
+    _sends_no_more = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -72,9 +73,15 @@ class Connection(H11Protocol):
             return False
         if conn.their_http_version != b"1.1":
             return False
-        self.cycle.keep_alive = False
+        self._sends_no_more = True
         self._probe(PROBE_SECONDS)
         return True
+
+    def on_response_complete(self) -> None:
+        """Go on with what the client asked for behind this; else end what sends no more."""
+        super().on_response_complete()
+        if self._sends_no_more and not self._is_answering:
+            self.transport.close()
 
     def _probe(self, seconds: float) -> None:
         if self.transport.is_closing() or not self._is_answering:
@@ -83,8 +90,6 @@ class Connection(H11Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif self.cycle.scope.get(EVENTS):
             self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
-        else:
-            return
         self.loop.call_later(seconds, self._probe, min(2 * seconds, 1.0))
 
     def pause_writing(self) -> None:

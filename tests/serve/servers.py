@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,25 @@ def read_events(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     assert blocks.pop() == "data: [DONE]"
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def ask_and_send_no_more(url: str, path: str, *bodies: Any) -> list[str]:
+    """The answers, all of status 200, to requests behind which the client shuts its sending side.
+
+    They are sent at once, so that all but the first wait for the one before.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sent = [json.dumps(body) for body in bodies]
+    requests = [f"{head}Content-Length: {len(text)}\r\n\r\n{text}" for text in sent]
+    texts = []
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("".join(requests).encode())
+        connection.shutdown(socket.SHUT_WR)
+        for _ in bodies:
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 200
+            texts.append(answer.read().decode())
+        assert connection.recv(1) == b""
+    return texts

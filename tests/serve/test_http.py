@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,15 @@ from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
 from specdec.vocabulary import list_byte_letters
 from tests.conftest import BOS, EOS, UNK
-from tests.serve.servers import CLIENT, MODEL, post, read_events, serve_here, wait_until
+from tests.serve.servers import (
+    CLIENT,
+    MODEL,
+    ask_and_send_no_more,
+    post,
+    read_events,
+    serve_here,
+    wait_until,
+)
 
 TEXT = "hello ab"
 CHAT = [{"role": "user", "content": "hi"}]
@@ -804,20 +811,14 @@ def test_health_is_answered_as_all_else_is(
 
 def test_a_client_that_sends_no_more_gets_its_answer(url: str, expected: Any) -> None:
     """Whole and streamed; what tells it from one that has left is passed over by HTTP clients."""
-    host, port = url.removeprefix("http://").split(":")
+    body: Any = {"prompt": TEXT, "max_tokens": 40, **GREEDY}
     for stream in (False, True):
-        body = json.dumps({"prompt": TEXT, "max_tokens": 40, "stream": stream, **GREEDY}).encode()
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            connection.shutdown(socket.SHUT_WR)
-            answer = HTTPResponse(connection)
-            answer.begin()
-            assert answer.status == 200
-            text = answer.read().decode()
-        if not stream:
-            assert json.loads(text)["choices"][0]["text"] == expected.text
-        else:
-            assert text.endswith("data: [DONE]\n\n")
+        bodies = [{**body, "stream": stream}, {**body, "stream": not stream}]
+        for text in ask_and_send_no_more(url, "/v1/completions", *bodies)[:: -1 if stream else 1]:
+            if text.startswith("{"):
+                assert json.loads(text)["choices"][0]["text"] == expected.text
+            else:
+                assert text.endswith("data: [DONE]\n\n")
 
 
 def test_answers_have_a_request_id(url: str) -> None:

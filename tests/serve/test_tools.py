@@ -26,7 +26,7 @@ from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from specdec.serve.parsing import Parser
 from specdec.serve.protocol import BadRequest
 from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling, write_messages
-from tests.serve.servers import CLIENT, post, read_events, serve_here
+from tests.serve.servers import CLIENT, ask_and_send_no_more, post, read_events, serve_here
 
 CHAT = [{"role": "user", "content": "hi"}]
 PATH = "/v1/chat/completions"
@@ -150,6 +150,26 @@ def test_calls_that_are_asked_for_come_and_are_valid(
         expected = without_ids(one["message"])
         assert without_ids(streamed) == expected
         assert without_ids(plain["choices"][index]["message"]) == expected
+
+
+def test_a_client_that_sends_no_more_gets_its_calls(url: str) -> None:
+    """In a chat and as a response, streamed and whole, however long they wait for each other."""
+    body: Any = {"messages": CHAT, "tools": [ADD], "tool_choice": "required", "temperature": 0}
+    whole = post(url, PATH, **body)
+    texts = ask_and_send_no_more(url, PATH, {**body, "stream": True}, body)
+    streamed = [line for line in texts[0].splitlines() if line.startswith("data: {")]
+    message = join([json.loads(line.removeprefix("data: ")) for line in streamed], 0)
+    expected = without_ids(whole["choices"][0]["message"])
+    assert without_ids(message) == expected
+    assert texts[0].endswith("data: [DONE]\n\n")
+    assert without_ids(json.loads(texts[1])["choices"][0]["message"]) == expected
+    body = {"input": "hi", "tools": [{"type": "function", **ADD["function"]}], "temperature": 0}
+    body |= {"tool_choice": "required"}
+    events, text = ask_and_send_no_more(url, "/v1/responses", {**body, "stream": True}, body)
+    last = json.loads(events.rpartition("data: ")[2])
+    for response in (last["response"], json.loads(text)):
+        (item,) = response["output"]
+        assert {"name": item["name"], "arguments": item["arguments"]} == expected["calls"][0]
 
 
 def test_a_block_may_hold_text_and_several_calls(url: str) -> None:
