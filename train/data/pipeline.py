@@ -36,6 +36,7 @@ FACTS = (
 )  # fmt: skip
 SECONDS_BETWEEN_REPORTS = 30.0
 MIN_LOST_ROWS = 8
+LONGEST_WAIT = 0.5  # seconds without a look for Ctrl-C
 
 logger = logs.get_logger(__name__)
 T = TypeVar("T")
@@ -208,7 +209,11 @@ def map_concurrently(work: Callable[[T], R], items: Iterable[T], num_workers: in
             tasks.put(item)
             num_waited_for += 1
         while num_waited_for:
-            result, error = done.get()
+            # A signal that another thread takes, or that comes just before the wait, ends no wait.
+            try:
+                result, error = done.get(timeout=LONGEST_WAIT)
+            except queue.Empty:
+                continue
             num_waited_for -= 1
             if error is not None:
                 raise error
