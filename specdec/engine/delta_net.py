@@ -1,7 +1,7 @@
 """Gated DeltaNet (https://arxiv.org/abs/2412.06464, equation 10), a token at a time; here by torch.
 
-Of each value head, S [J, I] is the state. A token with key k, value v, decay a and strength b:
-S = a S; d = b (v - S k); S = S + d k^T; its output is S q.
+Of each value head, S [I, J] is the state. A token with key k, value v, decay a and strength b:
+S = a S; d = b (v - k^T S); S = S + k d^T; its output is q^T S.
 Legend: B rows of the step, T tokens, n rows computed at once; the others as in linear_states.py.
 """
 
@@ -85,7 +85,7 @@ class DeltaNet:
         states.window[index, rows] = _take(text, kept, sizes.num_taps - 1)
         q, k, v = self._convolve(text, size)
         is_folded = to_device(np.arange(folds) < runs.folded[:, None], device)[..., None]
-        state = states.state[index, rows]  # [n, V, J, I]
+        state = states.state[index, rows]  # [n, V, I, J]
         decays = torch.where(is_folded, log[2], 1.0)
         deltas = torch.where(is_folded[..., None], log[1], 0.0)
         for at in range(folds):
@@ -101,10 +101,10 @@ class DeltaNet:
                 states.state[index, rows] = state
             key = self._share(k[:, at])
             faded = state * decay[:, at, :, None, None]
-            seen = (faded @ key[..., None])[..., 0]
+            seen = (key[:, :, None] @ faded)[:, :, 0]
             delta = strength[:, at, :, None] * (v[:, at] - seen)
-            state = faded + delta[..., None] * key[:, :, None]
-            outputs.append((state @ self._share(q[:, at])[..., None])[..., 0])
+            state = faded + key[..., None] * delta[:, :, None]
+            outputs.append((self._share(q[:, at])[:, :, None] @ state)[:, :, 0])
             if at >= last:
                 new = (k[:, at], delta, decay[:, at], inputs[:, at])
                 for part, value in zip(states.log, new, strict=True):
@@ -140,8 +140,8 @@ class DeltaNet:
 
 
 def _update(state: Tensor, decay: Tensor, key: Tensor, delta: Tensor) -> Tensor:
-    """A state [n, V, J, I] after a token whose delta is known."""
-    return state * decay[..., None, None] + delta[..., None] * key[:, :, None]
+    """A state [n, V, I, J] after a token whose delta is known."""
+    return state * decay[..., None, None] + key[..., None] * delta[:, :, None]
 
 
 def _norm(x: Tensor) -> Tensor:

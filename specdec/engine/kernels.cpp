@@ -49,7 +49,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of
 // packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 24; }
+int64_t specdec_abi_version() { return 25; }
 
 // Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.

@@ -71,7 +71,7 @@ def find_runs(
 class Place:
     """A row's state after a token of its text: lens tokens are in it, others are logged.
 
-    state: [L, V, J, I]; window: [L, taps - 1, C]; log: of each kind, its first tokens.
+    state: [L, V, I, J]; window: [L, taps - 1, C]; log: of each kind, its first tokens.
     """
 
     lens: int
@@ -83,7 +83,7 @@ class Place:
 class LinearStates:
     """The states of all rows, what the convolutions still read, and what was drafted last.
 
-    state: float32 [L, R, V, J, I]. window: the inputs of the newest tokens, [L, R, taps - 1, C].
+    state: float32 [L, R, V, I, J]. window: the inputs of the newest tokens, [L, R, taps - 1, C].
     Of logged tokens: keys [L, R, P, K, I], deltas [L, R, P, V, J] and decays [L, R, P, V], float32,
     and inputs [L, R, P, C].
     """
@@ -95,7 +95,7 @@ class LinearStates:
         """sizes: of one rank; num_layers: of linear attention."""
         self.sizes = sizes
         shape = (num_layers, num_rows)
-        heads = (sizes.num_value_heads, sizes.value_size, sizes.key_size)
+        heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
         self.state = torch.zeros((*shape, *heads), device=device)
         width = (sizes.num_taps - 1, sizes.num_channels)
         self.window = torch.zeros((*shape, *width), dtype=dtype, device=device)

@@ -33,7 +33,7 @@ from specdec.model.int4 import ENGINE_GROUPS
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 24
+ABI_VERSION = 25
 ALIGNMENT = 64  # bytes: a line of the cache, which a packed matrix begins with
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # Activations of a gated MLP, by the kernel that computes them.

@@ -18,61 +18,40 @@ struct Run {
   int64_t row, first, count, kept, folded;
 };
 
-// Rows of a head's state that one thread advances, so that they share keys and queries, and how many
-// of them at once, so that their sums do not wait for one another.
-constexpr int64_t kStateRows = 16;
-constexpr int kRowsAtOnce = 4;
+// Columns of a head's state that are advanced at once, side by side in registers: every column's sums
+// are taken by itself, so no sum goes across a register.
+constexpr int64_t kColumns = 2, kStateColumns = kColumns * kVector;
 
-template <typename V>
-inline void put(float *to, V value) {
-  std::memcpy(to, &value, sizeof value);
-}
-
-// `sum_row` of R rows, in the same order: `add` is told which.
-template <int R, typename Add>
-inline void sum_rows(int64_t count, float *out, const Add &add) {
-  Floats parts[R][kSums / kVector] = {};
+// A token goes through such columns, [I, kStateColumns]. `values` become their deltas; the sums over
+// keys and queries have two parts each, of even and odd rows.
+inline void advance_columns(Floats *state, int64_t I, const float *key, const float *query,
+                            Floats *values, float fade, float strength, Floats *outputs) {
+  Floats seen[2][kColumns] = {}, sums[2][kColumns] = {};
+  const auto look = [&](int64_t i, Floats *to) {
+#pragma GCC unroll 2
+    for (int64_t c = 0; c < kColumns; ++c)
+      to[c] = mul_add(state[i * kColumns + c], key[i] - Floats{}, to[c]);
+  };
+  const auto change = [&](int64_t i, Floats *to) {
+#pragma GCC unroll 2
+    for (int64_t c = 0; c < kColumns; ++c) {
+      Floats &at = state[i * kColumns + c];
+      at = mul_add(key[i] - Floats{}, values[c], at * fade);
+      to[c] = mul_add(at, query[i] - Floats{}, to[c]);
+    }
+  };
   int64_t i = 0;
-  for (; i + kSums <= count; i += kSums)
-#pragma GCC unroll 4
-    for (int64_t part = 0; part < kSums / kVector; ++part)
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) parts[r][part] = add(r, parts[r][part], i + part * kVector);
-  float sums[R][kSums];
-  std::memcpy(sums, parts, sizeof sums);
-  for (int64_t part = 0; part < kSums && i < count; ++i, ++part)
-    for (int r = 0; r < R; ++r) sums[r][part] = add(r, sums[r][part], i);
-  for (int64_t half = kSums / 2; half > 0; half /= 2)
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-      for (int64_t part = 0; part < half; ++part) sums[r][part] += sums[r][part + half];
-  for (int r = 0; r < R; ++r) out[r] = sums[r][0];
-}
-
-// A token goes through R rows of a head's state, [R, I]: their deltas and outputs, [R].
-template <int R>
-inline void advance_rows(float *rows, int64_t I, const float *key, const float *query,
-                         const float *values, float fade, float strength, float *deltas,
-                         float *outputs) {
-  float seen[R];
-  sum_rows<R>(I, seen, [&](int r, auto sums, int64_t i) {
-    float *at = rows + r * I + i;
-    const auto faded = read<decltype(sums)>(at) * fade;
-    put(at, faded);
-    return mul_add(faded, read<decltype(sums)>(key + i), sums);
-  });
-  for (int r = 0; r < R; ++r) deltas[r] = strength * (values[r] - seen[r]);
-  sum_rows<R>(I, outputs, [&](int r, auto sums, int64_t i) {
-    typedef decltype(sums) N;
-    float *at = rows + r * I + i;
-    const N x = mul_add(read<N>(key + i), N{} + deltas[r], read<N>(at));
-    put(at, x);
-    return mul_add(x, read<N>(query + i), sums);
-  });
+  for (; i + 2 <= I; i += 2) look(i, seen[0]), look(i + 1, seen[1]);
+  if (i < I) look(i, seen[0]);
+  for (int64_t c = 0; c < kColumns; ++c)
+    values[c] = (values[c] - (seen[0][c] + seen[1][c]) * fade) * strength;
+  for (i = 0; i + 2 <= I; i += 2) change(i, sums[0]), change(i + 1, sums[1]);
+  if (i < I) change(i, sums[0]);
+  for (int64_t c = 0; c < kColumns; ++c) outputs[c] = sums[0][c] + sums[1][c];
 }
 
 // qkvz: [tokens, C + V J], of which the first C = 2 K I + V J go through the convolution; ba:
-// [tokens, 2 V]; out: [tokens, V J]. Of all cache rows: state [R, V, J, I], window [R, taps - 1, C],
+// [tokens, 2 V]; out: [tokens, V J]. Of all cache rows: state [R, V, I, J], window [R, taps - 1, C],
 // and of logged tokens keys [R, P, K, I], deltas [R, P, V, J], decays [R, P, V], inputs [R, P, C].
 // weights: [taps, C]; rate, bias: [V]; norm: [J].
 template <typename E>
@@ -89,12 +68,13 @@ struct DeltaNet {
   const E *norm;
   float epsilon;
   DeltaSizes s;
-  // What `run` makes: C, each token's run and place in it, where each run begins among the tokens; of
-  // each token what the convolution yields, outputs, strengths and fades.
-  int64_t C = 0;
+  // What `run` makes: C, M tokens, each one's run and place in it, where each run begins among them; of
+  // each token what the convolution yields and outputs, both a head after another, strengths and fades.
+  int64_t C = 0, M = 0;
   std::vector<std::pair<int64_t, int64_t>> tokens = {};
   std::vector<int64_t> starts = {};
-  std::vector<float> mixed = {}, outputs = {}, strengths = {}, fades = {};
+  std::vector<float> strengths = {}, fades = {};
+  float *mixed = nullptr, *outputs = nullptr;
 
   void run() {
     C = 2 * s.K * s.I + s.V * s.J;
@@ -102,17 +82,17 @@ struct DeltaNet {
       starts.push_back(static_cast<int64_t>(tokens.size()));
       for (int64_t t = 0; t < runs[n].count; ++t) tokens.emplace_back(n, t);
     }
-    const int64_t M = static_cast<int64_t>(tokens.size());
-    mixed.resize(M * C);
-    outputs.resize(M * s.V * s.J);
+    M = static_cast<int64_t>(tokens.size());
+    static thread_local std::vector<float> memory;  // as large as a step of prompts needs it
+    memory.resize(std::max<size_t>(memory.size(), M * (C + s.V * s.J)));
+    mixed = memory.data(), outputs = mixed + M * C;
     strengths.resize(M * s.V);
     fades.resize(M * s.V);
     with_crew(M * s.V * s.J * s.I > kParallelWork, [&] {
-      const int64_t heads = 2 * s.K + s.V, blocks = (s.J + kStateRows - 1) / kStateRows;
+      const int64_t heads = 2 * s.K + s.V, blocks = (s.J + kStateColumns - 1) / kStateColumns;
       for_each(M * heads, true, [&](int64_t i) { prepare(i / heads, i % heads); });
       for_each(num_runs * s.V * blocks, true, [&](int64_t i) {
-        const int64_t first = i % blocks * kStateRows;
-        advance(i / (s.V * blocks), i / blocks % s.V, first, std::min(first + kStateRows, s.J));
+        advance(i / (s.V * blocks), i / blocks % s.V, i % blocks * kStateColumns);
       });
       for_each(num_runs, true, [&](int64_t n) { log(n); });
       for_each(M * s.V, true, [&](int64_t i) { finish(i / s.V, i % s.V); });
@@ -133,7 +113,7 @@ struct DeltaNet {
     const bool is_value = head >= 2 * s.K;
     const int64_t size = is_value ? s.J : s.I, v = head - 2 * s.K;
     const int64_t from = is_value ? 2 * s.K * s.I + v * s.J : head * s.I;
-    float *to = mixed.data() + m * C + from;
+    float *to = mixed + from * M + m * size;
     for (int64_t tap = 0; tap < s.taps; ++tap) {
       const E *input = find_input(r, tokens[m].second + tap - (s.taps - 1)) + from;
       const float *weight = weights + tap * C + from;
@@ -160,42 +140,40 @@ struct DeltaNet {
     fades[m * s.V + v] = std::exp(rate[v] * (x > 20.0f ? x : std::log1p(std::exp(x))));
   }
 
-  // Rows [first, last) of a value head's state: what was accepted is applied, then the run's tokens.
-  // Behind the kept ones a copy goes on.
-  void advance(int64_t n, int64_t v, int64_t first, int64_t last) {
+  // Columns of a value head's state from `first` on: what was accepted is applied, then the run's tokens.
+  // The state is written with the kept ones; those behind them go on in a copy.
+  void advance(int64_t n, int64_t v, int64_t first) {
     const Run &r = runs[n];
-    const int64_t key_head = v / (s.V / s.K), I = s.I;
-    float *rows = state + ((r.row * s.V + v) * s.J + first) * I;
+    const int64_t key_head = v / (s.V / s.K), I = s.I, width = std::min(kStateColumns, s.J - first);
+    const size_t bytes = sizeof(float) * width;
+    float *whole = state + (r.row * s.V + v) * I * s.J + first;
+    static thread_local std::vector<Floats> memory;
+    memory.assign(I * kColumns, Floats{});
+    Floats *own = memory.data();
+    const auto find_row = [&](int64_t i) { return reinterpret_cast<float *>(own + i * kColumns); };
+    Floats values[kColumns] = {}, sums[kColumns];
+    for (int64_t i = 0; i < I; ++i) std::memcpy(find_row(i), whole + i * s.J, bytes);
     for (int64_t p = 0; p < r.folded; ++p) {
       const int64_t at = r.row * s.P + p;
       const float fade = decays[at * s.V + v], *key = keys + (at * s.K + key_head) * I;
-      for (int64_t j = first; j < last; ++j) {
-        const float delta = deltas[(at * s.V + v) * s.J + j];
-        float *row = rows + (j - first) * I;
-#pragma omp simd
-        for (int64_t i = 0; i < I; ++i) row[i] = mul_add(key[i], delta, row[i] * fade);
-      }
+      std::memcpy(values, deltas + (at * s.V + v) * s.J + first, bytes);
+      for (int64_t i = 0; i < I; ++i)
+        for (int64_t c = 0; c < kColumns; ++c) {
+          Floats &x = own[i * kColumns + c];
+          x = mul_add(key[i] - Floats{}, values[c], x * fade);
+        }
     }
-    std::vector<float> copy;
-    for (int64_t t = 0; t < r.count; ++t) {
-      if (t == r.kept) {
-        copy.assign(rows, rows + (last - first) * I);
-        rows = copy.data();
-      }
+    for (int64_t t = 0; t <= r.count; ++t) {
+      if (t == r.kept)
+        for (int64_t i = 0; i < I; ++i) std::memcpy(whole + i * s.J, find_row(i), bytes);
+      if (t == r.count) break;
       const int64_t m = starts[n] + t;
-      const float *query = mixed.data() + m * C + key_head * I, *key = query + s.K * I;
-      const float *value = mixed.data() + m * C + 2 * s.K * I + v * s.J;
-      const float fade = fades[m * s.V + v], strength = strengths[m * s.V + v];
-      float *logged = deltas + ((r.row * s.P + t - r.kept) * s.V + v) * s.J;
-      float *to = outputs.data() + (m * s.V + v) * s.J, own[kStateRows];
-      for (int64_t j = first; j < last;) {
-        float *row = rows + (j - first) * I, *delta = own + (j - first);
-        const bool is_full = j + kRowsAtOnce <= last;
-        const auto go = is_full ? advance_rows<kRowsAtOnce> : advance_rows<1>;
-        go(row, I, key, query, value + j, fade, strength, delta, to + j);
-        j += is_full ? kRowsAtOnce : 1;
-      }
-      if (t >= r.kept) std::memcpy(logged + first, own, sizeof(float) * (last - first));
+      const float *query = mixed + key_head * I * M + m * I, *key = query + s.K * I * M;
+      std::memcpy(values, mixed + (2 * s.K * I + v * s.J) * M + m * s.J + first, bytes);
+      advance_columns(own, I, key, query, values, fades[m * s.V + v], strengths[m * s.V + v], sums);
+      std::memcpy(outputs + (v * M + m) * s.J + first, sums, bytes);
+      if (t < r.kept) continue;
+      std::memcpy(deltas + ((r.row * s.P + t - r.kept) * s.V + v) * s.J + first, values, bytes);
     }
   }
 
@@ -208,8 +186,9 @@ struct DeltaNet {
     std::memcpy(window + r.row * (s.taps - 1) * C, newest.data(), sizeof(E) * newest.size());
     for (int64_t t = r.kept; t < r.count; ++t) {
       const int64_t at = r.row * s.P + t - r.kept, m = starts[n] + t;
-      std::memcpy(keys + at * s.K * s.I, mixed.data() + m * C + s.K * s.I,
-                  sizeof(float) * s.K * s.I);
+      for (int64_t head = 0; head < s.K; ++head)
+        std::memcpy(keys + (at * s.K + head) * s.I, mixed + ((s.K + head) * M + m) * s.I,
+                    sizeof(float) * s.I);
       std::memcpy(decays + at * s.V, fades.data() + m * s.V, sizeof(float) * s.V);
       std::memcpy(inputs + at * C, find_input(r, t), sizeof(E) * C);
     }
@@ -219,7 +198,7 @@ struct DeltaNet {
   void finish(int64_t m, int64_t v) {
     const Run &r = runs[tokens[m].first];
     const int64_t token = r.first + tokens[m].second;
-    const float *from = outputs.data() + (m * s.V + v) * s.J;
+    const float *from = outputs + (v * M + m) * s.J;
     const E *gate = qkvz + token * (C + s.V * s.J) + C + v * s.J;
     E *to = out + (token * s.V + v) * s.J;
     const float sum = sum_row(s.J, [&](auto sums, int64_t j) {
