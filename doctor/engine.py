@@ -137,7 +137,10 @@ def _check_networks(
     name, _, built = networks.library.partition(" ")
     installed = machine["packages"].get(name)
     wanted = networks.compute_capabilities
+    ranks = checkpoint.model.tp_size
     problems += Problems.where(
+        (0 < len(here.gpus) < ranks,
+         f"its {ranks} ranks need a GPU each, {len(here.gpus)} visible", "use more GPUs"),
         (installed != built,
          f"it was built by {networks.library}, here is {installed or 'none'}",
          "install the release that built it, or build it again"),
@@ -149,7 +152,7 @@ def _check_networks(
     )  # fmt: skip
     if here.gpus and not problems:
         size = sum((folder / file).stat().st_size for file in networks.networks)
-        problems += _check_memory(size, here.gpus[0].memory_bytes, here.gpus[0].name)
+        problems += _check_memory(-(-size // ranks), here.gpus[0].memory_bytes, here.gpus[0].name)
     return problems, []
 
 

@@ -12,25 +12,28 @@ from typing import TYPE_CHECKING, Any
 from specdec import __version__, logs
 from specdec.command.settings import to_plain
 from specdec.engine.layout import (
+    DRAFTER_NAME,
     WEIGHTS_NAME,
     BuildConfig,
     EngineConfig,
     encode_engine_config,
     make_build_id,
     name_int8_scales,
+    name_weight_file,
 )
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.folders import TENSORRT
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
+from specdec.files.tensor_file import TensorInfo
 from specdec.methods.eagle import EagleParams
 from specdec.model import blocks, int4
 from specdec.model.architectures import list_flags
 from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.inventory import describe_sources
 from specdec.model.quantization import FP8, INT8
-from specdec.model.tensors import OFFSETS
+from specdec.model.tensors import EMBEDDING, OFFSETS
 from specdec.processes import read_memory
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import list_gpus
@@ -47,18 +50,18 @@ if TYPE_CHECKING:
     from specdec.trt.network import NetworkWriter
 
 logger = logs.get_logger(__name__)
-# The first compute capability with FP8, and the first with bfloat16, which SM75 lacks.
-FIRST_FP8, FIRST_BFLOAT16 = 8.9, 8.0
+# The first compute capability with FP8; with bfloat16 and sums over ranks, which SM75 lacks.
+FIRST_FP8, FIRST_BFLOAT16, FIRST_COLLECTIVES = 8.9, 8.0, 8.0
 PROMPT_TOKENS = 512  # of a row in a step at most, unless a step's draft has more
 POSITION_BLOCK = 64
 
 
 class PlannedWeights(Mapping[str, "Tensor"]):
-    """The tensors of an engine, read from the checkpoint when they are asked for."""
+    """The tensors of a file of an engine, read from the checkpoint when they are asked for."""
 
-    def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig) -> None:
-        self._infos = plan.files[WEIGHTS_NAME]
-        self._read = EngineReader(plan, checkpoint, WEIGHTS_NAME).read
+    def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> None:
+        self._infos = plan.files[file]
+        self._read = EngineReader(plan, checkpoint, file).read
         self._scales: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -95,7 +98,7 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     limits = resolve_limits(settings, checkpoint)
     check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
     capabilities = choose_capabilities(settings, trt)
-    find_problems(checkpoint, settings, capabilities).raise_all()
+    find_problems(checkpoint, settings, capabilities, trt).raise_all()
     plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
     find_matrix_problems(plan).raise_all()
     vocabulary = read_recorded(folder)
@@ -115,9 +118,8 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     sources = describe_sources(folder, plan.sources)
     build_id = make_build_id([source["sha256"] for source in sources], plan.quantization)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        weights = PlannedWeights(plan, checkpoint)
-        report["num_layers"] = write_engines(trt, weights, checkpoint, networks, staged)
-        write_offsets(weights, checkpoint, staged)
+        report["num_layers"] = write_engines(trt, plan, checkpoint, networks, staged)
+        write_offsets(plan, checkpoint, staged)
         config = EngineConfig(
             version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
             prepack=False, kernels=None, quantization=plan.quantization,
@@ -166,10 +168,12 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
 
 
 def find_problems(
-    checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str]
+    checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str], trt: Any
 ) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
     from specdec.trt.drafters import name_unknown
+    from specdec.trt.library import Messages, describe_library
+    from specdec.trt.network import can_meet_ranks
     from specdec.trt.target import COMPUTED
 
     model = checkpoint.model
@@ -179,10 +183,14 @@ def find_problems(
     unknown = name_unknown(checkpoint.drafter)
     flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
     return Problems.where(
-        (model.tp_size != 1,
-         f"the checkpoint is split for tp_size={model.tp_size}: engines of TensorRT's own layers"
-         " are of one rank, for sums over ranks need a GPU each to be tried on",
-         "convert it with --tp-size 1, or use --backend torch or tensorrt-llm"),
+        (model.tp_size != 1 and not can_meet_ranks(trt, trt.Builder(Messages(trt).logger)),
+         f"the checkpoint is split for tp_size={model.tp_size}, and {describe_library(trt)} has no"
+         " layer that sums over ranks",
+         "convert it with --tp-size 1, or install tensorrt_rtx 1.7.1 or newer"),
+        (model.tp_size != 1 and least < FIRST_COLLECTIVES,
+         f"the checkpoint is split for tp_size={model.tp_size}, and TensorRT sums over ranks from"
+         f" compute capability {FIRST_COLLECTIVES} on, not on {least}",
+         f"give --compute-capability {FIRST_COLLECTIVES} or higher"),
         (model.experts is not None,
          f"{model.architecture} is a mixture of experts, and TensorRT-RTX builds no engine with its"
          " layer of experts for any compute capability", remedy),
@@ -207,7 +215,7 @@ def find_problems(
 def find_matrix_problems(plan: TorchPlan) -> Problems:
     """List matrices of integers that dequantize layers do not stand for."""
     kinds = (int4.ZERO_POINT, int4.INPUT_SCALE, int4.PERMUTATION, blocks.BLOCK_TYPES)
-    found = [name for name in plan.files[WEIGHTS_NAME] if name.endswith(kinds)]
+    found = [name for file in plan.files.values() for name in file if name.endswith(kinds)]
     kind = found[0].rpartition(".")[2] if found else ""
     return Problems.where(
         (found, f"{len(found)} matrices of the checkpoint have {kind}, which TensorRT's dequantize"
@@ -217,11 +225,13 @@ def find_matrix_problems(plan: TorchPlan) -> Problems:
 
 def check_memory(plan: TorchPlan) -> None:
     """Raise SpecDecError where the builder would need more memory than there is."""
-    needed, room = int(MEMORY_FACTOR * plan.num_bytes), read_memory("MemAvailable")
+    files = [[info.num_bytes for info in file.values()] for file in plan.files.values()]
+    largest, room = max(map(sum, files)), read_memory("MemAvailable")
+    needed = int(MEMORY_FACTOR * largest)
     if room is not None and room < needed:
         raise SpecDecError(
             f"TensorRT's builder takes about {needed / 1e9:.1f} GB for weights of"
-            f" {plan.num_bytes / 1e9:.1f} GB, and {room / 1e9:.1f} GB are available",
+            f" {largest / 1e9:.1f} GB, and {room / 1e9:.1f} GB are available",
             "build on a machine with more memory, or with --quantization int8",
         )
 
@@ -237,7 +247,7 @@ def plan_networks(
     from specdec.trt.drafters import list_networks
     from specdec.trt.target import Sizes
 
-    drafter = checkpoint.drafter
+    drafter, ranks = checkpoint.drafter, range(checkpoint.model.tp_size)
     step = limits.max_draft_len + 1
     spare = max(step, engine.SPARE_POSITIONS)
     positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
@@ -253,44 +263,59 @@ def plan_networks(
         )
     return engine.NetworkConfig(
         library=library, compute_capabilities=capabilities,
-        networks=[engine.BODY, engine.HEAD, *list_networks(drafter)],
+        networks=[
+            *[name for rank in ranks for name in engine.name_networks(rank)],
+            *list_networks(drafter),
+        ],
         num_head_rows=max(limits.max_batch_size * step, PROMPT_TOKENS), sizes=sizes,
         drafter_sizes=drafters,
     )  # fmt: skip
 
 
 def write_networks(
-    trt: Any, builder: Any, weights: Mapping[str, Tensor], checkpoint: CheckpointConfig,
-    networks: NetworkConfig,
-) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
+    trt: Any, builder: Any, plan: TorchPlan, checkpoint: CheckpointConfig, networks: NetworkConfig
+) -> Iterator[tuple[str, NetworkWriter]]:
     """Each file's name and its network, one after the other."""
     from specdec.files.torch_tensors import TORCH_DTYPES
-    from specdec.trt.drafters import list_observed, write_drafter
-    from specdec.trt.engine import BODY, HEAD
+    from specdec.trt.drafters import list_networks, list_observed, write_drafter
+    from specdec.trt.engine import name_networks
     from specdec.trt.network import NetworkWriter
     from specdec.trt.target import write_head, write_target
 
     model, drafter = checkpoint.model, checkpoint.drafter
     dtype = TORCH_DTYPES[model.dtype]
-    for name in networks.networks:
+    for rank in range(model.tp_size):
+        weights = PlannedWeights(plan, checkpoint, name_weight_file(model, rank))
+        body, head = (NetworkWriter(trt, builder, dtype, rank) for _ in range(2))
+        names = name_networks(rank)
+        write_target(body, model, weights, networks.sizes, list_observed(drafter))
+        yield names[0], body
+        write_head(head, model, weights, networks.num_head_rows)
+        yield names[1], head
+    for name in list_networks(drafter):
+        assert drafter is not None
         writer = NetworkWriter(trt, builder, dtype)
-        if name == BODY:
-            write_target(writer, model, weights, networks.sizes, list_observed(drafter))
-        elif name == HEAD:
-            write_head(writer, model, weights, networks.num_head_rows)
-        else:
-            assert drafter is not None
-            write_drafter(
-                name, writer, drafter, model, weights, networks.drafter_sizes,
-                networks.num_head_rows,
-            )  # fmt: skip
+        write_drafter(
+            name, writer, drafter, model, take_drafter(plan, checkpoint), networks.drafter_sizes,
+            networks.num_head_rows,
+        )  # fmt: skip
         yield name, writer
 
 
+def take_drafter(plan: TorchPlan, checkpoint: CheckpointConfig) -> PlannedWeights:
+    """The drafter's tensors and the target's embedding, whole."""
+    model = checkpoint.model
+    if model.tp_size == 1:
+        return PlannedWeights(plan, checkpoint, WEIGHTS_NAME)
+    embedding = TensorInfo(model.dtype, (model.vocab_size, model.hidden_size))
+    own = plan.files[DRAFTER_NAME] | {EMBEDDING: embedding}
+    plan = dataclasses.replace(plan, files=plan.files | {DRAFTER_NAME: own})
+    return PlannedWeights(plan, checkpoint, DRAFTER_NAME)
+
+
 def write_engines(
-    trt: Any, weights: Mapping[str, Tensor], checkpoint: CheckpointConfig,
-    networks: NetworkConfig, folder: Path,
-) -> int:  # fmt: skip
+    trt: Any, plan: TorchPlan, checkpoint: CheckpointConfig, networks: NetworkConfig, folder: Path
+) -> int:
     """Build every network into its file; return how many layers they have."""
     from specdec.trt.library import Messages, list_capabilities
     from specdec.trt.network import build_engine
@@ -298,7 +323,7 @@ def write_engines(
     messages = Messages(trt)
     builder = trt.Builder(messages.logger)
     known, num_layers = list_capabilities(trt), 0
-    for name, writer in write_networks(trt, builder, weights, checkpoint, networks):
+    for name, writer in write_networks(trt, builder, plan, checkpoint, networks):
         began = time.monotonic()
         wanted = networks.compute_capabilities if known else []
         engine = build_engine(writer, builder, wanted, messages.tell)
@@ -312,17 +337,16 @@ def write_engines(
     return num_layers
 
 
-def write_offsets(
-    weights: Mapping[str, Tensor], checkpoint: CheckpointConfig, folder: Path
-) -> None:
+def write_offsets(plan: TorchPlan, checkpoint: CheckpointConfig, folder: Path) -> None:
     """Write which tokens a drafter of a reduced vocabulary drafts, where tokens are chosen."""
-    from specdec.files.tensor_file import TensorInfo, write_tensor_file
+    from specdec.files.tensor_file import write_tensor_file
     from specdec.files.torch_tensors import to_array
     from specdec.trt.drafters import OFFSETS_FILE, find_offsets
 
     drafter = checkpoint.drafter
     if drafter is None:
         return
+    weights = take_drafter(plan, checkpoint)
     offsets = find_offsets(weights, drafter, checkpoint.model.vocab_size)
     if offsets is not None:
         infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from specdec.decode.drafters import (
 )
 from specdec.decode.drafters.base import Drafter, EngineHandle
 from specdec.decode.loop import Options, generate
-from specdec.decode.ranks.leader import lead_decoder
+from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
 from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import Request, Result, find_problems
@@ -112,7 +113,12 @@ class TorchEngine:
         self.decoder = (
             Decoder(model, weights, **options)
             if ranks is None
-            else lead_decoder(ranks, folder, model, weights, **options)
+            else lead_decoder(
+                ranks,
+                folder,
+                self.device,
+                functools.partial(LeadingDecoder, model, weights, **options),
+            )
         )
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)

@@ -127,7 +127,8 @@ class Decoder:
             self.lm_head = head
         elif model.share_embedding_table:
             head_bias = weights["lm_head.bias"] if arithmetic.head_bias else None
-            self.lm_head = lay_out(self._cut_head(), head_bias, prepack=prepack, kernels=kernels)
+            rows = cut_head(self.embedding, model, self.rank)
+            self.lm_head = lay_out(rows, head_bias, prepack=prepack, kernels=kernels)
         else:
             self.lm_head = parts.make_linear("lm_head")
 
@@ -271,16 +272,6 @@ class Decoder:
         found = self.read_rows(table, own.clamp(0, height - 1))
         return found.masked_fill(is_elsewhere[..., None], 0.0)
 
-    def _cut_head(self) -> Tensor | BlockMatrix:
-        """This rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
-        if self.group is None or self.model.use_parallel_embedding:
-            return self.embedding
-        height = -(-self.model.vocab_size // self.group.size)
-        if isinstance(self.embedding, BlockMatrix):
-            return self.embedding.cut(self.rank * height, height)
-        rows = self.embedding[self.rank * height : (self.rank + 1) * height]
-        return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
-
     def _check_lengths(self, step: Step, cache: KVCache) -> None:
         """Raise SpecDecError for a sequence that has outgrown its rotary table."""
         switch = self.rotary.switch_len if self.rotary else None
@@ -294,6 +285,19 @@ class Decoder:
                 " scaling changes all keys there",
                 "ask for fewer tokens, or give a longer prompt",
             )
+
+
+def cut_head(
+    embedding: Tensor | BlockMatrix, model: ModelConfig, rank: int
+) -> Tensor | BlockMatrix:
+    """A rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
+    if model.tp_size == 1 or model.use_parallel_embedding:
+        return embedding
+    height = -(-model.vocab_size // model.tp_size)
+    if isinstance(embedding, BlockMatrix):
+        return embedding.cut(rank * height, height)
+    rows = embedding[rank * height : (rank + 1) * height]
+    return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
 
 
 class _Parts:

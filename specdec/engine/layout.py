@@ -92,6 +92,13 @@ class EngineConfig:
     draft_vocab_size: int | None = None
     vocabulary: dict[str, Any] | None = None
 
+    @property
+    def num_positions(self) -> int:
+        """Of the longest text and the deepest draft behind it."""
+        drafter, build = self.checkpoint.drafter, self.build
+        depth = drafter.max_draft_depth if drafter else build.max_draft_len
+        return build.max_seq_len + depth + 1
+
 
 def list_engine_tensors(
     model: ModelConfig, drafter: DrafterParams | None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.engine.decoder import MAX_CHUNK_TOKENS, Decoder
 from specdec.engine.graphs import StepGraphs
+from specdec.engine.group import Group
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.linear import Linear
 from specdec.engine.rotary import RotaryTable
@@ -53,12 +54,13 @@ class NetworkDecoder(Decoder):
 
     def __init__(  # the base class's would make layers
         self, model: ModelConfig, body: Runner, head: Runner, *, sizes: Sizes, num_head_rows: int,
-        num_positions: int, device: torch.device,
+        num_positions: int, device: torch.device, group: Group | None = None,
     ) -> None:  # fmt: skip
         """body, head: of the networks that `write_target` and `write_head` write."""
         self.model, self.device, self.sizes = model, device, sizes
         self.num_positions, self.dtype = num_positions, TORCH_DTYPES[model.dtype]
-        self.group, self.rank, self.kernels, self.is_prepacked = None, 0, None, False
+        self.group, self.rank = group, group.rank if group else 0
+        self.kernels, self.is_prepacked = None, False
         self.observed_layers, self.observed = (), None
         self.lm_head = Linear(torch.empty(0, 0), prepack=False)  # in the head's network
         self.rotary = None
@@ -92,7 +94,7 @@ class NetworkDecoder(Decoder):
         model = self.model
         return self.cache_class(
             num_layers=model.num_hidden_layers, num_rows=num_rows,
-            num_heads=model.num_key_value_heads, num_positions=self.sizes.positions,
+            num_heads=model.get_num_kv_heads(), num_positions=self.sizes.positions,
             head_size=model.head_size, dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
@@ -103,7 +105,8 @@ class NetworkDecoder(Decoder):
         """[..., D] -> [..., V]."""
         states = hidden.reshape(-1, hidden.shape[-1])
         logits = run_rows(self._head, {"states": states}, self._num_head_rows)["logits"]
-        return logits.view(*hidden.shape[:-1], -1)
+        # Where the vocabulary does not divide, the last rank's rows end in padding.
+        return logits.view(*hidden.shape[:-1], -1)[..., : self.model.vocab_size]
 
     def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""

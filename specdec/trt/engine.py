@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from specdec import logs
 from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
+from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
+from specdec.engine.decoder import Decoder
+from specdec.engine.group import Group
 from specdec.engine.layout import EngineConfig, read_engine_config
+from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
@@ -22,8 +29,11 @@ from specdec.trt.target import Sizes
 # Rows of positions that caches have beyond the longest text at least: of drafts, and of the trees
 # that a draft model runs.
 SPARE_POSITIONS = 128
-BODY, HEAD = "rank0.engine", "head0.engine"
-OpenRunner = Callable[[str], Runner]
+
+
+def name_networks(rank: int) -> tuple[str, str]:
+    """The files of a rank's networks: its layers, and its head."""
+    return f"rank{rank}.engine", f"head{rank}.engine"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +67,9 @@ def read_network_config(folder: Path) -> tuple[EngineConfig, NetworkConfig]:
         is_right = type(found.num_head_rows) is int and found.num_head_rows > 0
         for names in (found.networks, found.compute_capabilities):
             is_right &= isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not is_right or not {BODY, HEAD} <= set(found.networks):
+        ranks = range(config.checkpoint.model.tp_size)
+        needed = {name for rank in ranks for name in name_networks(rank)}
+        if not is_right or not needed <= set(found.networks):
             raise TypeError("networks")
     except (KeyError, TypeError) as error:
         raise SpecDecError(
@@ -77,8 +89,60 @@ def find_network_problems(folder: Path, networks: NetworkConfig) -> Problems:
     )
 
 
+def open_runner(path: Path, device: torch.device, group: Group | None = None) -> Runner:
+    """What runs an engine file. group: of the ranks that the network exchanges tensors with."""
+    from specdec.trt.runtime import EngineRunner
+
+    return EngineRunner(path, device, group)
+
+
+def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -> None:
+    """Raise SpecDecError where an engine folder does not run here."""
+    from specdec.trt.runtime import check_device, check_library
+
+    if device.type != "cuda":
+        raise SpecDecError(
+            f"{folder} is an engine of TensorRT, which runs on a GPU, and torch sees none"
+            if not torch.cuda.is_available()
+            else f"--device {device.type}: {folder} is an engine of TensorRT",
+            "run it on a machine with a GPU, or build with --backend torch",
+        )
+    check_library(networks.library, folder)
+    check_device(device, networks.compute_capabilities, folder)
+
+
+class LeadingNetworks(LeadingDecoder, NetworkDecoder):
+    """Rank 0's networks, in the hands of code that knows of no ranks."""
+
+
+AnyDecoder = TypeVar("AnyDecoder", bound=NetworkDecoder)
+
+
+def open_target(
+    make: Callable[..., AnyDecoder], folder: Path, config: EngineConfig, networks: NetworkConfig,
+    device: torch.device, group: Group | None = None,
+) -> AnyDecoder:  # fmt: skip
+    """A rank's part of the target. make: of a `NetworkDecoder`'s arguments but the group."""
+    names = name_networks(group.rank if group else 0)
+    body, head = (open_runner(folder / name, device, group) for name in names)
+    return make(
+        config.checkpoint.model, body, head, sizes=networks.sizes,
+        num_head_rows=networks.num_head_rows, num_positions=config.num_positions, device=device,
+    )  # fmt: skip
+
+
+def open_part(folder: Path, device: torch.device, group: Group) -> Decoder:
+    """The part of a rank other than 0."""
+    config, networks = read_network_config(folder)
+    check_machine(folder, networks, device)
+    if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
+        Verification(folder, name_networks(group.rank)).finish()
+    make = functools.partial(NetworkDecoder, group=group)
+    return open_target(make, folder, config, networks, device, group)
+
+
 class TensorRTEngine(TorchEngine):
-    """An engine folder of TensorRT's networks, on one GPU."""
+    """An engine folder of TensorRT's networks, on one GPU or on one of every rank."""
 
     name = TENSORRT
 
@@ -90,16 +154,10 @@ class TensorRTEngine(TorchEngine):
         devices: Sequence[int] | None = None,
         speculate: bool = True,
         drafting: Drafting | None = None,
-        open_runner: OpenRunner | None = None,
     ) -> None:
-        """open_runner: what runs a file's network, of its name; TensorRT's runtime if None.
-
-        The others are `TorchEngine`'s.
-        """
+        """The arguments are `TorchEngine`'s."""
         with self._loading(folder, device, devices):
-            self._open = open_runner or self._open_engine
-            if open_runner is None:
-                self._check_machine()
+            check_machine(folder, self.networks, self.device)
             self._load_networks(drafting, speculate=speculate)
             self.check_whole()
 
@@ -107,41 +165,28 @@ class TensorRTEngine(TorchEngine):
         self.config, self.networks = read_network_config(self.folder)
         find_network_problems(self.folder, self.networks).raise_all()
 
-    def _check_machine(self) -> None:
-        from specdec.trt.runtime import check_device, check_library
-
-        if self.device.type != "cuda":
-            raise SpecDecError(
-                f"{self.folder} is an engine of TensorRT, which runs on a GPU, and torch sees none"
-                if not torch.cuda.is_available()
-                else f"--device {self.device.type}: {self.folder} is an engine of TensorRT",
-                "run it on a machine with a GPU, or build with --backend torch",
-            )
-        check_library(self.networks.library, self.folder)
-        check_device(self.device, self.networks.compute_capabilities, self.folder)
-
-    def _open_engine(self, name: str) -> Runner:
-        from specdec.trt.runtime import EngineRunner
-
-        return EngineRunner(self.folder / name, self.device)
-
     def _load_networks(self, drafting: Drafting | None, *, speculate: bool) -> None:
         config, networks = self.config, self.networks
-        model, build = config.checkpoint.model, config.build
-        drafter = config.checkpoint.drafter
-        depth = drafter.max_draft_depth if drafter else build.max_draft_len
-        self.decoder = NetworkDecoder(
-            model, self._open(BODY), self._open(HEAD), sizes=networks.sizes,
-            num_head_rows=networks.num_head_rows, num_positions=build.max_seq_len + depth + 1,
-            device=self.device,
-        )  # fmt: skip
+        model, drafter = config.checkpoint.model, config.checkpoint.drafter
+        options = self.folder, config, networks, self.device
+        if self._ranks is None:
+            self.decoder = open_target(NetworkDecoder, *options)
+        else:
+            self.decoder = lead_decoder(
+                self._ranks, self.folder, self.device,
+                lambda ranks, handle: open_target(
+                    functools.partial(LeadingNetworks, ranks=ranks, handle=handle), *options,
+                    ranks.group,
+                ),
+            )  # fmt: skip
         methods = choose_methods(config, drafting) if speculate else ()
         if any(method.source == "checkpoint" for group in methods for method in group):
             assert drafter is not None
             self.decoder.observed_layers = list_observed(drafter)
             self.drafter_network = open_drafter(
-                self.folder, drafter, model, self.device, self._open, networks.drafter_sizes,
-                networks.num_head_rows,
+                self.folder, drafter, model, self.device,
+                lambda name: open_runner(self.folder / name, self.device),
+                networks.drafter_sizes, networks.num_head_rows,
             )  # fmt: skip
         self.proposer: Drafter = make_proposer(self, methods, {}, drafting)
         self.method = name_methods(methods)

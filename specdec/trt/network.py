@@ -32,9 +32,10 @@ class NetworkWriter:
     ranges: by input, its sizes. bytes: of the weights so far.
     """
 
-    def __init__(self, trt: Any, builder: Any, dtype: torch.dtype) -> None:
-        """dtype: of the weights and states."""
-        self.trt, self.types, self.dtype = trt, name_types(trt), dtype
+    def __init__(self, trt: Any, builder: Any, dtype: torch.dtype, rank: int = 0) -> None:
+        """dtype: of the weights and states. rank: whose part of a model this network is."""
+        self.trt, self.types, self.dtype, self.rank = trt, name_types(trt), dtype, rank
+        self.meets_ranks = False  # until a layer exchanges something with other ranks
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         self.network = builder.create_network(flag)
         self.ranges: dict[str, Range] = {}
@@ -216,6 +217,30 @@ class NetworkWriter:
     def quantize(self, x: Any, scale: Any, dtype: torch.dtype) -> Any:
         return self._take(self.network.add_quantize(x, scale, self.types[dtype]))
 
+    def sum_ranks(self, x: Any, num_ranks: int) -> Any:
+        """The sum of what so many ranks have, on all of them."""
+        return x if num_ranks == 1 else self._meet("ALL_REDUCE", "SUM", x, num_ranks)
+
+    def join_ranks(self, x: Any, num_ranks: int) -> Any:
+        """The ranks' parts side by side along the last dimension, on all of them."""
+        if num_ranks == 1:
+            return x
+        last, keep = len(x.shape) - 1, (0,) * len(x.shape)  # parts are joined along the first
+        x = self.reshape(x, keep, before=(last, *range(last)))
+        x = self._meet("ALL_GATHER", "NONE", x, num_ranks)
+        return self.reshape(x, keep, before=(*range(1, last + 1), 0))
+
+    def _meet(self, kind: str, reduction: str, x: Any, num_ranks: int) -> Any:
+        """What a layer makes of all ranks' tensors; every rank runs it at the same time."""
+        kinds, reductions = self.trt.CollectiveOperation, self.trt.ReduceOperation
+        layer = self.network.add_dist_collective(
+            x, getattr(kinds, kind), getattr(reductions, reduction), -1, None
+        )
+        if layer is not None:
+            layer.num_ranks = num_ranks
+        self.meets_ranks = True
+        return self._take(layer)
+
     def _like(self, value: float, x: Any) -> Any:
         dtype = next(own for own, kind in self.types.items() if kind == x.dtype)
         return self.number(value, len(x.shape), dtype)
@@ -229,6 +254,16 @@ class NetworkWriter:
         return layer.get_output(0)
 
 
+def can_meet_ranks(trt: Any, builder: Any) -> bool:
+    """Whether this release takes layers that exchange tensors with other ranks."""
+    writer = NetworkWriter(trt, builder, torch.float32)
+    try:
+        writer.sum_ranks(writer.number(1, 1), 2)
+    except (AttributeError, SpecDecError):
+        return False
+    return True
+
+
 def build_engine(
     writer: NetworkWriter, builder: Any, capabilities: Sequence[str], tell: Callable[[], str]
 ) -> Any:
@@ -238,6 +273,9 @@ def build_engine(
     """
     trt, config = writer.trt, builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # which would round float32 products
+    multi = getattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16", None)
+    if writer.meets_ranks and multi is not None:  # full TensorRT 10.16 asks for it
+        config.set_preview_feature(multi, True)
     profile = builder.create_optimization_profile()
     for name, sizes in writer.ranges.items():
         profile.set_shape(name, *sizes)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
+from specdec.engine.group import Group
 from specdec.errors import SpecDecError
 from specdec.trt.library import Messages, describe_library, load_tensorrt
 from specdec.trt.network import name_types
@@ -38,15 +42,21 @@ def check_library(built: str, folder: Path) -> None:
 
 
 class EngineRunner:
-    """A serialized engine on a GPU, with one execution context."""
+    """A serialized engine on a GPU, with one execution context and a stream of its own.
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        trt, self._device = load_tensorrt(), device
+    TensorRT-RTX makes a CUDA graph of steps whose shapes come again, which the default stream of
+    CUDA does not allow; full TensorRT launches its kernels one by one.
+    """
+
+    def __init__(self, path: Path, device: torch.device, group: Group | None = None) -> None:
+        """group: of the ranks that the network exchanges tensors with."""
+        trt, self._device, self._group = load_tensorrt(), device, group
         messages = Messages(trt)
         with torch.cuda.device(device):
             self._runtime = trt.Runtime(messages.logger)
             self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
-            self._context = self._engine and self._engine.create_execution_context()
+            self._context = self._engine and self._make_context(trt)
+            self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if not self._context:
             raise SpecDecError(
                 f"TensorRT does not load {path}: {messages.tell()}", "build it again"
@@ -60,8 +70,34 @@ class EngineRunner:
             if self._engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT
         }
 
+    def _make_context(self, trt: Any) -> Any:
+        if not hasattr(trt, "CudaGraphStrategy"):
+            return self._engine.create_execution_context()
+        config = self._engine.create_runtime_config()
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        return self._engine.create_execution_context(config)
+
+    def _meet(self, group: Group) -> None:
+        """Give the context NCCL's communicator of the ranks, of which each makes this call."""
+        group.sum(torch.zeros(1, device=self._device))  # which makes it, where none was made
+        world: Any = torch.distributed.group.WORLD
+        pack = ctypes.pythonapi.PyCapsule_New
+        pack.restype = ctypes.py_object
+        pack.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        communicator = pack(world._get_backend(self._device)._comm_ptr(), None, None)
+        if not self._context.set_communicator(communicator):
+            raise SpecDecError(
+                f"TensorRT takes no communicator: {self._messages.tell()}", "see its message"
+            )
+
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the outputs on the current stream; caches are updated where they lie."""
+        """Compute the outputs; caches are updated where they lie.
+
+        What follows on the current stream waits for it.
+        """
+        if self._group is not None:
+            self._meet(self._group)
+            self._group = None
         context, outputs, kept = self._context, {}, []
         for name, tensor in inputs.items():
             assert tensor.is_contiguous()
@@ -82,8 +118,10 @@ class EngineRunner:
             context.set_tensor_address(name, cache.data_ptr())
             outputs[name] = cache
         stream = torch.cuda.current_stream(self._device)
-        if not context.execute_async_v3(stream.cuda_stream):
+        self._stream.wait_stream(stream)
+        if not context.execute_async_v3(self._stream.cuda_stream):
             raise SpecDecError(
                 f"TensorRT's step failed: {self._messages.tell()}", "see its message"
             )
+        stream.wait_stream(self._stream)
         return outputs

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.engine.decoder import cut_head
 from specdec.engine.layers import name_activation
 from specdec.engine.rotary import RotaryTable
 from specdec.model.config import ModelConfig
@@ -78,6 +79,8 @@ class LayersWriter:
         self, writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes
     ) -> None:
         self.writer, self.model, self.weights, self.sizes = writer, model, weights, sizes
+        self._num_heads = model.num_attention_heads // model.tp_size
+        self._num_kv_heads = model.get_num_kv_heads()
         spread, types = sizes.spread, (torch.int64, torch.int32)
         self.tokens = writer.add_input("tokens", types[0], spread("B", "T"))
         self.positions = writer.add_input("positions", types[0], spread("B", "T"))
@@ -109,15 +112,34 @@ class LayersWriter:
     def embed(self) -> Any:
         """Input embeddings, [B, T, D]."""
         writer, model = self.writer, self.model
-        x = writer.gather(writer.constant(self.weights[EMBEDDING]), self.tokens)
+        x = self._look_up(EMBEDDING, self.tokens)
         scale = model.embedding_multiplier
         if model.arithmetic.scales_embedding:  # rounded first, as the family was trained
             scale *= float(torch.tensor(model.hidden_size**0.5, dtype=writer.dtype))
         x = writer.scale(x, scale)
         if model.arithmetic.positions == "learned":
-            table = writer.constant(self.weights["transformer.position_embedding.weight"])
-            x = writer.add(x, writer.gather(table, self.positions))
-        return x
+            name = "transformer.position_embedding.weight"
+            x = writer.add(x, self._look_up(name, self.positions))
+        if not model.use_parallel_embedding:
+            return x
+        has_columns = model.embedding_sharding_dim == 1
+        return (writer.join_ranks if has_columns else writer.sum_ranks)(x, model.tp_size)
+
+    def _look_up(self, name: str, indices: Any) -> Any:
+        """Rows [B, T, ...] of a table; zeros where another rank has the row."""
+        writer, model, table = self.writer, self.model, self.weights[name]
+        rows = writer.constant(table)
+        has_all = not model.use_parallel_embedding or model.embedding_sharding_dim == 1
+        if has_all or model.tp_size == 1:
+            return writer.gather(rows, indices)
+
+        def limit(kind: str, x: Any, value: int) -> Any:
+            return writer.combine(kind, x, writer.number(value, 2, torch.int64))
+
+        places = limit("SUB", indices, writer.rank * len(table))
+        inside = limit("MIN", limit("MAX", places, 0), len(table) - 1)
+        is_own = writer.reshape(writer.combine("EQUAL", places, inside), (0, 0, 1))
+        return writer.select(is_own, writer.gather(rows, inside), writer.number(0, 3))
 
     def norm(self, x: Any, name: str) -> Any:
         weight, epsilon = self.weights[name + ".weight"], self.model.norm_epsilon
@@ -142,10 +164,8 @@ class LayersWriter:
     def _run_layer(self, index: int, x: Any, first_input: Any) -> Any:
         arithmetic, prefix = self.model.arithmetic, f"transformer.layers.{index}."
         if arithmetic.is_post_norm:
-            x = self._add(x, self._attend(index, x))
-            x = self.norm(x, prefix + "input_layernorm")
-            x = self._add(x, self._run_mlp(prefix, x))
-            return self.norm(x, prefix + "post_layernorm")
+            x = self.norm(self._add(x, self._attend(index, x)), prefix + "input_layernorm")
+            return self.norm(self._add(x, self._run_mlp(prefix, x)), prefix + "post_layernorm")
         h = self.norm(x, prefix + "input_layernorm") if first_input is None else first_input
         attended = self._attend(index, h)
         if arithmetic.is_parallel:
@@ -154,17 +174,25 @@ class LayersWriter:
             x = self._add(x, attended)
             h = self.norm(x, prefix + "post_layernorm")
             return self._add(x, self._run_mlp(prefix, h))
-        x = self._add(x, self.norm(attended, prefix + "post_layernorm"))
+        x = self._add(x, attended, prefix + "post_layernorm")
         h = self._run_mlp(prefix, self.norm(x, prefix + "pre_feedforward_layernorm"))
-        return self._add(x, self.norm(h, prefix + "post_feedforward_layernorm"))
+        return self._add(x, h, prefix + "post_feedforward_layernorm")
 
-    def _add(self, x: Any, partial: Any) -> Any:
-        return self.writer.add(x, self.writer.scale(partial, self.model.residual_multiplier))
+    def _add(self, x: Any, partial: Any, norm: str | None = None) -> Any:
+        """A layer's input and what the ranks computed of what is added to it, normed if so."""
+        added = self.writer.sum_ranks(partial, self.model.tp_size)
+        added = added if norm is None else self.norm(added, norm)
+        return self.writer.add(x, self.writer.scale(added, self.model.residual_multiplier))
 
-    def _multiply(self, x: Any, name: str, sizes: Sequence[int]) -> list[Any]:
-        """Products with parts of a linear of so many rows each."""
+    def _multiply(
+        self, x: Any, name: str, sizes: Sequence[int], *, is_summed: bool = False
+    ) -> list[Any]:
+        """Products with parts of a linear of so many rows each.
+
+        is_summed: over the ranks, of which the first adds the bias.
+        """
         parts = take_rows(self.weights, name, sizes)
-        bias = self.weights.get(name + ".bias")
+        bias = None if is_summed and self.writer.rank else self.weights.get(name + ".bias")
         biases = [None] * len(parts) if bias is None else torch.split(bias, list(sizes))
         return [
             multiply(self.writer, x, rows, own) for rows, own in zip(parts, biases, strict=True)
@@ -172,20 +200,21 @@ class LayersWriter:
 
     def _run_mlp(self, prefix: str, h: Any) -> Any:
         model, writer = self.model, self.writer
-        kind, inner = ACTIVATIONS[name_activation(model)], model.intermediate_size
+        kind = ACTIVATIONS[name_activation(model)]
+        inner = model.intermediate_size // model.tp_size
         if model.arithmetic.mlp == "plain":
             (up,) = self._multiply(h, prefix + "mlp.fc", [inner])
             up = writer.activate(kind, up)
         else:
             gate, up = self._multiply(h, prefix + "mlp.gate_up", [inner, inner])
             up = writer.multiply(writer.activate(kind, gate), up)
-        return self._multiply(up, prefix + "mlp.proj", [model.hidden_size])[0]
+        return self._multiply(up, prefix + "mlp.proj", [model.hidden_size], is_summed=True)[0]
 
     def _attend(self, index: int, h: Any) -> Any:
         """Attention [B, T, D] of a layer, which writes its keys and values."""
         model, writer = self.model, self.writer
         prefix, size = f"transformer.layers.{index}.attention.", model.head_size
-        counts = [model.num_attention_heads, *[model.num_key_value_heads] * 2]
+        counts = [self._num_heads, *[self._num_kv_heads] * 2]
         parts = self._multiply(h, prefix + "qkv", [count * size for count in counts])
         q, k, v = (
             writer.reshape(part, (0, 0, count, size), after=(0, 2, 1, 3))
@@ -215,13 +244,13 @@ class LayersWriter:
         else:
             out = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
         out = writer.reshape(out, (0, 0, counts[0] * size), before=(0, 2, 1, 3))
-        return self._multiply(out, prefix + "dense", [model.hidden_size])[0]
+        return self._multiply(out, prefix + "dense", [model.hidden_size], is_summed=True)[0]
 
     def _attend_capped(self, q: Any, keys: Any, values: Any, mask: Any, limit: float) -> Any:
         """Attention whose scores are capped, by single layers: no native layer caps them."""
         writer, model = self.writer, self.model
-        num_kv, size = model.num_key_value_heads, model.head_size
-        group = model.num_attention_heads // num_kv
+        num_kv, size = self._num_kv_heads, model.head_size
+        group = self._num_heads // num_kv
         q = writer.reshape(q, (0, num_kv, group, -1, size))
         shape = (0, num_kv, 1, self.sizes.positions, size)
         keys, values = (writer.reshape(each, shape) for each in (keys, values))
@@ -231,7 +260,7 @@ class LayersWriter:
         scores = writer.select(mask, writer.cap(scores, limit), lowest)
         shares = writer.cast(writer.softmax(scores, 4), writer.dtype)
         out = writer.matmul(shares, values)
-        return writer.reshape(out, (0, model.num_attention_heads, -1, size))
+        return writer.reshape(out, (0, self._num_heads, -1, size))
 
 
 def write_target(
@@ -263,8 +292,11 @@ def write_head(
     if HEAD in weights:
         (rows,) = take_rows(weights, "lm_head", [len(weights[HEAD])])
     else:
-        rows = Rows(weights[EMBEDDING])
+        table = cut_head(weights[EMBEDDING], model, writer.rank)
+        assert isinstance(table, Tensor)
+        rows = Rows(table)
     logits = multiply(writer, x, rows, weights.get(HEAD_BIAS))
+    logits = writer.join_ranks(logits, model.tp_size)
     factor, limit = model.output_multiplier_scale, model.final_logit_softcapping
     if limit is None:
         logits = writer.scale(logits, factor)

@@ -11,7 +11,8 @@ import torch
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.trt.engine import TensorRTEngine
-from specdec.trt.library import find_package
+from specdec.trt.library import find_package, load_tensorrt
+from specdec.trt.runtime import EngineRunner
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call
 from tests.parity.models import make_model
@@ -57,6 +58,38 @@ def test_families_equal_torch(name: str, tmp_path: Path) -> None:
     ours = TensorRTEngine(build(checkpoint, tmp_path / "engine", "--backend", "tensorrt"))
     requests = make_requests(PROMPTS, 24)
     assert list_texts(ours, requests) == list_texts(theirs, requests)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+@pytest.mark.parametrize("method", [None, "redrafter", "eagle"])
+def test_two_ranks_equal_one(method: str | None, tmp_path: Path) -> None:
+    """Their networks sum over NCCL; embeddings are split too."""
+    target = make_llama(tmp_path, layers=3, seed=3)
+    words = [] if method is None else ["--drafter-model-dir", MAKERS[method](tmp_path)]
+    for name, flags in {"one": [], "two": ["--tp-size", 2, "--use-parallel-embedding"]}.items():
+        call("convert", "--model-dir", target, "--output-dir", tmp_path / name, *words, *flags)
+    theirs = TorchEngine(
+        build(tmp_path / "one", tmp_path / "torch", "--optimize", "none"), device="cpu"
+    )
+    ours = TensorRTEngine(build(tmp_path / "two", tmp_path / "engine", "--backend", "tensorrt"))
+    requests = make_requests(PROMPTS, 24)
+    assert list_texts(ours, requests) == list_texts(theirs, requests)
+    ours.close()
+
+
+def test_steps_are_graphs(tmp_path: Path) -> None:
+    """TensorRT-RTX records them; a shape that comes again gives the same logits."""
+    trt = load_tensorrt()
+    if not hasattr(trt, "CudaGraphStrategy"):
+        pytest.skip("full TensorRT records no graphs by itself")
+    call("convert", "--model-dir", make_llama(tmp_path), "--output-dir", tmp_path / "checkpoint")
+    folder = build(tmp_path / "checkpoint", tmp_path / "engine", "--backend", "tensorrt")
+    runner = EngineRunner(folder / "head0.engine", torch.device("cuda"))
+    strategy = runner._context.get_runtime_config().cuda_graph_strategy
+    assert strategy == trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+    states = torch.randn(4, 64, device="cuda")
+    found = [runner.run({"states": states.clone()})["logits"] for _ in range(20)]
+    assert all(torch.equal(logits, found[0]) for logits in found)
 
 
 def test_another_capability_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class Interpreter:
     ) -> None:
         """ranges: least, usual and most of inputs' sizes, as the engine's profile has them."""
         self.trt, self.ranges = trt, ranges or {}
+        self.meet: Callable[[Tensor], list[Tensor]] | None = None  # what all ranks have, in order
         self.types = {
             trt.float32: torch.float32, trt.float16: torch.float16, trt.bfloat16: torch.bfloat16,
             trt.int32: torch.int32, trt.int64: torch.int64, trt.int8: torch.int8,
@@ -124,6 +125,7 @@ class Interpreter:
         operations: dict[str, Compute] = {
             "SUM": torch.add, "PROD": torch.mul, "SUB": torch.sub, "DIV": torch.div,
             "FLOOR_DIV": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+            "MIN": torch.minimum, "MAX": torch.maximum, "EQUAL": torch.eq,
         }  # fmt: skip
         operation = operations[layer.op.name]
 
@@ -220,6 +222,23 @@ class Interpreter:
             return scores.softmax(-1).to(values.dtype) @ values
 
         return attend
+
+    def _make_dist_collective(self, layer: Any) -> Compute:
+        """The API does not tell a layer's kind: one that joins parts has an output so much longer.
+
+        Nor does it tell how a sum reduces.
+        """
+        num_ranks = layer.num_ranks
+        before, after = (each.shape[0] for each in (layer.get_input(0), layer.get_output(0)))
+        assert after in (before, num_ranks * before)
+
+        def exchange(x: Tensor) -> Tensor:
+            assert self.meet is not None
+            parts = self.meet(x)
+            assert len(parts) == num_ranks
+            return torch.stack(parts).sum(0) if after == before else torch.cat(parts)
+
+        return exchange
 
     def _make_select(self, layer: Any) -> Compute:
         return torch.where

@@ -12,8 +12,8 @@ import pytest
 from specdec.decode.engine import open_engine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
-from specdec.trt import library
-from specdec.trt.engine import TensorRTEngine, read_network_config
+from specdec.trt import library, network
+from specdec.trt.engine import read_network_config
 from tests.conftest import (
     make_dflash_drafter,
     make_drafter,
@@ -24,7 +24,7 @@ from tests.conftest import (
 )
 from tests.engines import call, run_cli_here, run_here
 from tests.parity.models import make_model
-from tests.trt.networks import NEEDS_TENSORRT, build_here
+from tests.trt.networks import NEEDS_TENSORRT, build_here, run_networks
 
 pytestmark = NEEDS_TENSORRT
 
@@ -99,7 +99,7 @@ def test_real_engines_of_integers(flags: tuple[object, ...], tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
-ADA = ("--compute-capability", "8.9")
+TURING, ADA = (("--compute-capability", each) for each in ("7.5", "8.9"))
 
 
 def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,9 @@ def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "--optimize has no meaning for the tensorrt" in refuse(checkpoint, "--optimize", "none")
     assert "is a mixture of experts" in refuse(convert("MixtralForCausalLM-plain"), *ADA)
     split = convert("LlamaForCausalLM-plain", "--tp-size", 2)
-    assert "tp_size=2" in refuse(split, *ADA)
+    assert "sums over ranks from compute capability 8.0" in refuse(split, *TURING)
+    with mock.patch.object(network, "can_meet_ranks", return_value=False):
+        assert "tp_size=2, and tensorrt_rtx" in refuse(split, *ADA)
     half = convert("LlamaForCausalLM-plain", dtype="bfloat16")
     assert "dtype=bfloat16" in refuse(half, "--compute-capability", "7.5,8.9")
     monkeypatch.setattr(tensorrt, "read_memory", lambda key: 1000)
@@ -191,17 +193,14 @@ def test_damaged_configs_are_refused(
         read_network_config(folder)
 
 
-def test_command_runs_an_engine_folder(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_runs_an_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
     """specdec-run goes through the same doors as with the torch backend."""
     networks = build_here(checkpoint, tmp_path / "engine")
-    monkeypatch.setattr(TensorRTEngine, "_check_machine", lambda self: None)
-    monkeypatch.setattr(TensorRTEngine, "_open_engine", lambda self, name: networks[name])
     (tmp_path / "prompts.jsonl").write_text('{"input_ids": [5, 9, 77]}\n')
-    report = run_here([
-        "--engine-dir", str(tmp_path / "engine"), "--input-file", str(tmp_path / "prompts.jsonl"),
-        "--max-output-len", "7",
-    ])  # fmt: skip
+    with run_networks(networks):
+        report = run_here([
+            "--engine-dir", str(tmp_path / "engine"), "--max-output-len", "7",
+            "--input-file", str(tmp_path / "prompts.jsonl"),
+        ])  # fmt: skip
     assert report["stats"]["backend"] == "tensorrt"
     assert len(report["outputs"][0]["output_ids"]) == 7

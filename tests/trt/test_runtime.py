@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
-from specdec.trt import runtime
+from specdec.trt import engine, runtime
 from specdec.trt.engine import TensorRTEngine
 from specdec.trt.library import describe_library, load_tensorrt
 from specdec.trt.runtime import EngineRunner, check_device, check_library
@@ -29,16 +30,38 @@ from tests.trt.interpreter import Interpreter
 from tests.trt.networks import NEEDS_TENSORRT, build_here, list_texts, make_requests
 
 pytestmark = NEEDS_TENSORRT
+OWN_STREAM = 7
 PROMPTS = [[5, 9, 77], [3] * 20, [100], [8, 60, 8, 60, 8, 60, 8]]
+
+
+class Stream:
+    """A runner's own stream, which waits for the default one before a step, and that for it."""
+
+    waits: list[int] = []
+
+    def __init__(self, device: Any = None) -> None:
+        self.cuda_stream = OWN_STREAM
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other.cuda_stream)
 
 
 class Context:
     """An execution context of a network."""
 
-    def __init__(self, network: Interpreter) -> None:
+    def __init__(self, network: Interpreter, config: SimpleNamespace) -> None:
+        assert config.cuda_graph_strategy is network.trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         self.network = network
+        self.communicators: list[int] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
+
+    def set_communicator(self, capsule: Any) -> bool:
+        """Keep the address that a capsule holds."""
+        read = ctypes.pythonapi.PyCapsule_GetPointer
+        read.restype, read.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        self.communicators.append(read(capsule, None))
+        return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self.shapes[name] = shape
@@ -52,6 +75,7 @@ class Context:
         return tuple(self._compute(copies=True)[name].shape)
 
     def execute_async_v3(self, stream: int) -> bool:
+        assert stream == OWN_STREAM
         for name, value in self._compute(copies=False).items():
             if name.startswith("present_"):
                 assert self.addresses[name] == self.addresses[name.replace("present", "past")]
@@ -92,7 +116,8 @@ class Runtime:
             num_io_tensors=len(names), get_tensor_name=names.__getitem__,
             get_tensor_dtype=lambda name: tensors[name].dtype,
             get_tensor_mode=lambda name: mode.OUTPUT if name in outputs else mode.INPUT,
-            create_execution_context=lambda: Context(network),
+            create_runtime_config=SimpleNamespace,
+            create_execution_context=lambda config: Context(network, config),
         )  # fmt: skip
 
 
@@ -106,13 +131,18 @@ class Library:
 
 
 @pytest.fixture
-def on_double(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = Library()
     monkeypatch.setattr(runtime, "load_tensorrt", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    stream = SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(TensorRTEngine, "_check_machine", lambda self: None)
+    default = Stream()
+    default.cuda_stream = 0
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(Stream, "waits", [])
+    monkeypatch.setattr(engine, "check_machine", lambda *_: None)
+    yield
+    assert Stream.waits == [0, OWN_STREAM] * (len(Stream.waits) // 2)
 
 
 @pytest.mark.usefixtures("on_double")
@@ -133,13 +163,40 @@ def test_engines_run_by_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TensorRTEngine, "check_whole", lambda self: None)
     for name in networks:  # the double's engines are their names
         (folder / name).write_bytes(name.encode())
-    engine = TensorRTEngine(folder, device="cpu")
+    ours = TensorRTEngine(folder, device="cpu")
     requests = make_requests(PROMPTS, 10)
     texts = list_texts(TorchEngine(tmp_path / "torch", device="cpu"), requests)
-    assert list_texts(engine, requests) == texts
+    assert list_texts(ours, requests) == texts
     body = EngineRunner(folder / "head0.engine", torch.device("cpu"))
     with pytest.raises(SpecDecError, match="is beyond what the engine was built for"):
         body.run({"states": torch.zeros(10**4, 64)})
+
+
+@pytest.mark.usefixtures("on_double")
+def test_ranks_meet_before_their_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context gets the communicator that torch's ranks have on a GPU, once."""
+    call("convert", "--model-dir", make_llama(tmp_path), "--output-dir", tmp_path / "two",
+         "--tp-size", 2)  # fmt: skip
+    networks = build_here(tmp_path / "two", tmp_path / "engine")
+    monkeypatch.setattr(Runtime, "networks", networks)
+    sums: list[Tensor] = []
+    group: Any = SimpleNamespace(sum=sums.append)
+    backend = SimpleNamespace(_comm_ptr=lambda: 0x5EC)
+    world = SimpleNamespace(_get_backend=lambda device: backend)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=world))
+    path = tmp_path / "engine" / "head1.engine"
+    path.write_bytes(b"head1.engine")
+    runner = EngineRunner(path, torch.device("cpu"), group)
+    assert runner._context.communicators == []
+    networks["head1.engine"].meet = lambda x: [x, x]
+    for _ in range(2):
+        logits = runner.run({"states": torch.zeros(1, 64)})["logits"]
+        assert runner._context.communicators == [0x5EC]
+    first, second = logits.chunk(2, dim=1)
+    assert torch.equal(first, second)
+    assert len(sums) == 1  # by which NCCL's communicator is made
 
 
 @pytest.mark.usefixtures("on_double")

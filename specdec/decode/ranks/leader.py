@@ -7,11 +7,12 @@ ranks can never come to different decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specdec.decode.ranks.processes import Ranks
@@ -20,7 +21,6 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.tree import IntArray
 from specdec.files.reading import Array
-from specdec.model.config import ModelConfig
 
 
 class LeadingCache(KVCache):
@@ -134,14 +134,13 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
 
 
 def lead_decoder(
-    ranks: Ranks, folder: Path, model: ModelConfig, weights: Mapping[str, Tensor], **options: Any
+    ranks: Ranks, folder: Path, device: torch.device, make: Callable[..., LeadingDecoder]
 ) -> LeadingDecoder:
-    """Let every rank load its part of an engine folder; `weights` are rank 0's."""
+    """Let every rank load its part of an engine folder; `make` makes rank 0's."""
     ranks.meet()
     handle = ranks.make_handle()
     with ranks.together():
-        device = options["device"].type
-        ranks.tell("load", {}, decoder=handle, folder=str(folder.resolve()), device=device)
-        decoder = LeadingDecoder(model, weights, ranks=ranks, handle=handle, **options)
+        ranks.tell("load", {}, decoder=handle, folder=str(folder.resolve()), device=device.type)
+        decoder = make(ranks=ranks, handle=handle)
         ranks.check_loaded()
     return decoder

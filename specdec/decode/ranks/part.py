@@ -18,6 +18,7 @@ from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
 from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
+from specdec.files.folders import TENSORRT, read_backend
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.blocks import GGUF
 from specdec.model.int4 import INT4_ALGORITHMS
@@ -28,6 +29,10 @@ logger = logs.get_logger(__name__)
 
 def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     """Load the part of a rank other than 0."""
+    if read_backend(folder) == TENSORRT:
+        from specdec.trt.engine import open_part
+
+        return open_part(folder, device, group)
     config = read_engine_config(folder)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
         name = name_weight_file(config.checkpoint.model, group.rank)
@@ -42,7 +47,6 @@ def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
 
 def list_options(config: EngineConfig, folder: Path, device: torch.device) -> dict[str, Any]:
     """The arguments of an engine's decoder besides its model and weights."""
-    drafter, build = config.checkpoint.drafter, config.build
     kernels = _load_kernels(config, folder, device)
     algorithm = config.checkpoint.quantization.quant_algo
     integers = config.quantization or (algorithm if algorithm in INT4_ALGORITHMS else None)
@@ -57,9 +61,8 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
             " inputs are not rounded",
             integers,
         )
-    depth = drafter.max_draft_depth if drafter else build.max_draft_len
     return {
-        "num_positions": build.max_seq_len + depth + 1,
+        "num_positions": config.num_positions,
         "device": device,
         "prepack": config.prepack,
         "kernels": kernels,
