@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from .unified import DEQUANTIZE
 
 # Of a mixture, which are a millionth of it and stay plain.
 ROUTERS = ("mlp.router", "shared_expert_gate")
+# Name -> ggml's type, shape and rows, see `GgufModel.raw`.
+Sources = Mapping[str, tuple[Any, tuple[int, ...], Any]]
 logger = logs.get_logger(__name__)
 
 
@@ -44,18 +47,10 @@ def keep_blocks(
         name.removesuffix(".weight") for name in (EMBEDDING, *list_linears(model), HEAD)
         if not name.endswith(ROUTERS)
     ]  # fmt: skip
-    kinds = {}
-    for module in modules:
-        found = _find_kinds(ranks[0].get(f"{module}.weight"), folder)
-        if found is not None:
-            kinds[module] = found
-    groups = collections.defaultdict(list)
-    for module in modules:
-        groups[_name_group(module, model)].append(module)
-    kept = [
-        module for module in kinds
-        if all(twin in kinds for twin in groups[_name_group(module, model)])
-    ]  # fmt: skip
+    found = {m: _find_sources(ranks[0].get(f"{m}.weight"), folder) for m in modules}
+    sources = {module: each for module, each in found.items() if each is not None}
+    mixed = {_name_group(module, model) for module in modules if module not in sources}
+    kept = [module for module in sources if _name_group(module, model) not in mixed]
     if kept and model.pp_size > 1:
         raise SpecDecError(
             f"{folder.path}: --pp-size {model.pp_size}: only the torch backend runs GGML's blocks,"
@@ -65,7 +60,7 @@ def keep_blocks(
     planned = [dict(rank) for rank in ranks]
     for module in kept:
         for rank in planned:
-            rank |= _plan_blocks(module, rank[f"{module}.weight"], kinds[module], folder, model)
+            rank |= _plan_blocks(module, rank[f"{module}.weight"], sources[module], folder, model)
     plain = [m for m in modules if m not in kept and f"{m}.weight" in ranks[0]]
     _report(folder, ranks[0], kept, plain, model)
     return planned, {"quant_algo": GGUF, "exclude_modules": plain} if kept else {}
@@ -78,47 +73,61 @@ def _name_group(module: str, model: ModelConfig) -> str:
     return layer if is_joint else module
 
 
-def _find_kinds(tensor: PlannedTensor | None, folder: GgufFolder) -> dict[str, int] | None:
-    """The types of the sources of a matrix, by name; None where not all can be kept."""
+def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources | None:
+    """What a matrix is read from, by name; None where not all of it can be kept."""
     if tensor is None or not tensor.pieces or len(tensor.info.shape) < 2:
         return None
+    sources = {}
     for piece in tensor.pieces:
-        if piece.is_transposed or piece.added or piece.block is None:
+        found = folder.raw(piece.name)
+        is_changed = piece.is_transposed or piece.added or piece.block is None
+        if is_changed or found is None or found[2] is None or int(found[0]) not in TYPES:
             return None
-    kinds = {}
-    for piece in tensor.pieces:
-        kind, _, rows = folder.raw(piece.name) or (-1, (), None)
-        kinds[piece.name] = -1 if rows is None else int(kind)
-    return kinds if set(kinds.values()) <= set(TYPES) else None
+        sources[piece.name] = found
+    return sources
 
 
 def _plan_blocks(
-    module: str, tensor: PlannedTensor, kinds: Mapping[str, int], folder: GgufFolder,
-    model: ModelConfig,
-) -> RankPlan:  # fmt: skip
+    module: str, tensor: PlannedTensor, sources: Sources, folder: GgufFolder, model: ModelConfig
+) -> RankPlan:
     """One rank's part of a matrix, and the types of its rows."""
     *shape, num_columns = tensor.info.shape
     num_rows = math.prod(shape)
-    widths = {name: TYPES[kind].count_bytes(num_columns) for name, kind in kinds.items()}
-    width = max(widths.values())
-    rows, types = [], []
+    width = max(TYPES[int(kind)].count_bytes(num_columns) for kind, _, _ in sources.values())
+    rows: list[Piece] = []
+    types: list[Piece] = []
     for piece in tensor.pieces:
         assert piece.block is not None
-        kind, (height, depth), _ = _open(piece.name, folder)
+        kind, (height, depth), raw = sources[piece.name]
         columns = piece.block.columns or (0, depth)
         _check_columns(module, columns, TYPES[kind], folder, model)
-        blocks = _open_rows(piece.name, folder, columns, width)
-        block = Block(piece.block.start, piece.block.stop)
-        rows.append(Piece(blocks, piece.name, block))
-        types.append(Piece(_open_types(piece.name, folder, height), piece.name, block))
+        first, last = map(TYPES[kind].count_bytes, columns)
+        for pieces, info, compute in (
+            (rows, (height, width), functools.partial(_read_rows, raw, first, last, width)),
+            (types, (height,), functools.partial(_read_types, int(kind))),
+        ):
+            source = Computed(folder, {piece.name: TensorInfo("uint8", info)}, compute)
+            block = Block(piece.block.start, piece.block.stop)
+            pieces.append(Piece(source, piece.name, block))
     missing = num_rows - sum(p.block.stop - p.block.start for p in rows if p.block is not None)
     if missing:  # rows of zeros behind the vocabulary, in blocks of some type
-        first = types[-1]
-        types += [dataclasses.replace(first, block=Block(0, 1))] * missing
+        types += [dataclasses.replace(types[-1], block=Block(0, 1))] * missing
     return {
         f"{module}.weight": PlannedTensor(TensorInfo("uint8", (*shape, width)), tuple(rows)),
         f"{module}.{BLOCK_TYPES}": PlannedTensor(TensorInfo("uint8", (num_rows,)), tuple(types)),
     }
+
+
+def _read_rows(
+    raw: Any, first: int, last: int, width: int, _: str, start: int, stop: int, _columns: object
+) -> Array:
+    """Bytes [first, last) of rows of blocks, with zeros behind them up to a width."""
+    own = np.ascontiguousarray(raw[start:stop, first:last])
+    return widen_rows([own, np.empty((0, width), np.uint8)])[0]
+
+
+def _read_types(kind: int, _: str, start: int, stop: int, _columns: object) -> Array:
+    return np.full(stop - start, kind, np.uint8)
 
 
 def _check_columns(
@@ -131,33 +140,6 @@ def _check_columns(
             f" {last - first} columns, and {kind.name} has blocks of {kind.size}",
             f"use a smaller --tp-size, or {DEQUANTIZE}",
         )
-
-
-def _open(name: str, folder: GgufFolder) -> tuple[Any, tuple[int, ...], Any]:
-    found = folder.raw(name)
-    assert found is not None  # see _find_kinds
-    return found
-
-
-def _open_rows(name: str, folder: GgufFolder, columns: tuple[int, int], width: int) -> Computed:
-    """Rows of blocks that hold some columns, with zeros behind them up to a width."""
-    kind, (height, _), rows = _open(name, folder)
-    first, last = (TYPES[kind].count_bytes(column) for column in columns)
-
-    def read(_: str, start: int, stop: int, unused: tuple[int, int] | None) -> Array:
-        own = np.ascontiguousarray(rows[start:stop, first:last])
-        return widen_rows([own, np.empty((0, width), np.uint8)])[0]
-
-    return Computed(folder, {name: TensorInfo("uint8", (height, width))}, read)
-
-
-def _open_types(name: str, folder: GgufFolder, height: int) -> Computed:
-    kind = int(_open(name, folder)[0])
-
-    def read(_: str, start: int, stop: int, unused: tuple[int, int] | None) -> Array:
-        return np.full(stop - start, kind, np.uint8)
-
-    return Computed(folder, {name: TensorInfo("uint8", (height,))}, read)
 
 
 def _report(

@@ -8,7 +8,6 @@ claim of it is checked before a byte is used.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 import struct
@@ -28,9 +27,9 @@ TYPES = (
     *PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
-# Numbers of the types of values -> struct's letter.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
-           12: "d"}  # fmt: skip
+# Numbers of the types of values -> NumPy's names of them.
+SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
+           11: "<i8", 12: "<f8"}  # fmt: skip
 FLOAT, TEXT, ARRAY = 6, 8, 9
 MAX_HEADER_BYTES = 1 << 30
 
@@ -82,17 +81,15 @@ class GgufFile:
         self.size = os.fstat(self.descriptor).st_size
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Stored] = {}
-        self._at, self._data = 0, b""
+        self._at = 0
         try:
             infos = self._read_header()
         except (struct.error, UnicodeDecodeError) as error:
             raise self._damaged(f"has a header that cannot be read: {error}") from None
-        self.digest = hashlib.sha256(self._data[: self._at]).hexdigest()
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"has an alignment of {shorten(alignment)}")
         begin = -(-self._at // alignment) * alignment
-        self._data = b""
         for name, shape, kind, offset in infos:
             self._add(name, shape, kind, begin + offset)
 
@@ -102,19 +99,10 @@ class GgufFile:
         )
 
     def _take(self, num_bytes: int) -> bytes:
-        end = self._at + num_bytes
-        while end > len(self._data):
-            more = (
-                self._opened.read(max(1 << 20, end - len(self._data)))
-                if (end <= min(self.size, MAX_HEADER_BYTES))
-                else b""
-            )
-            if not more:
-                raise self._damaged(f"ends within its header, at byte {self.size}")
-            self._data += more
-        taken = self._data[self._at : end]
-        self._at = end
-        return taken
+        self._at += num_bytes
+        if self._at > min(self.size, MAX_HEADER_BYTES):
+            raise self._damaged(f"ends within its header, at byte {self.size}")
+        return self._opened.read(num_bytes)
 
     def _unpack(self, letters: str) -> tuple[Any, ...]:
         return struct.unpack("<" + letters, self._take(struct.calcsize("<" + letters)))
@@ -126,20 +114,17 @@ class GgufFile:
     def _read_value(self, kind: int) -> Any:
         if kind == TEXT:
             return self._read_text()
+        inner, count = self._unpack("IQ") if kind == ARRAY else (kind, 1)
+        if inner == TEXT:
+            return [self._read_text() for _ in range(count)]
+        if inner not in SCALARS:
+            raise self._damaged(f"has values of the unknown type {inner}")
+        dtype = np.dtype(SCALARS[inner])
+        numbers = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
         if kind == ARRAY:
-            inner, count = self._unpack("IQ")
-            if inner == TEXT:
-                return [self._read_text() for _ in range(count)]
-            if inner not in SCALARS:
-                raise self._damaged(f"has an array of values of the unknown type {inner}")
-            numbers = np.frombuffer(self._take(count * struct.calcsize("<" + SCALARS[inner])),
-                                    "<" + SCALARS[inner])  # fmt: skip
-            return numbers.tolist()
-        if kind not in SCALARS:
-            raise self._damaged(f"has a value of the unknown type {kind}")
-        (value,) = self._unpack(SCALARS[kind])
+            return numbers
         # The decimal that was rounded to it: 1e-05, not 9.99999975e-06.
-        return float(str(np.float32(value))) if kind == FLOAT else value
+        return float(str(np.float32(numbers[0]))) if kind == FLOAT else numbers[0]
 
     def _read_header(self) -> list[tuple[str, tuple[int, ...], int, int]]:
         if self._take(4) != GGUF_MAGIC:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.files.folders import find_gguf
+from specdec.files.folders import find_gguf, list_parts
 from specdec.files.reading import write_json
 
 from .model import GgufModel
 from .special import PREFIX, list_ends
-from .tokenizer import TokenizerMaker
 
 KEY_LENGTH = 16
 
@@ -31,39 +30,32 @@ def localize(name: str | Path) -> str:
     path = find_gguf(name) if name else None
     if path is None:
         return str(name)
-    stat = path.stat()
-    file = (path.resolve(), stat.st_size, stat.st_mtime_ns)
-    folder = _make(*file)
-    if not folder.is_dir():  # the cache was cleared meanwhile
-        _make.cache_clear()
-        folder = _make(*file)
-    return str(folder)
-
-
-@functools.cache
-def _make(path: Path, _size: int, _time: int) -> Path:
-    model = GgufModel(path)
-    digest = hashlib.sha256(model.digest.encode())
+    digest = hashlib.sha256()
+    for part in (part for part in list_parts(path) if part.exists()):
+        stat = part.stat()
+        facts = (str(part.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        digest.update(repr(facts).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.")[:40] or "model"
-    name = f"{stem}-{digest.hexdigest()[:KEY_LENGTH]}"
     parent = _find_parent()
-    if (parent / name).is_dir():
-        return parent / name
-    partial = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    folder = parent / f"{stem}-{digest.hexdigest()[:KEY_LENGTH]}"
+    if folder.is_dir():
+        return str(folder)
+    model = GgufModel(path)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=parent))
     try:
         write_files(model, partial)
-        os.replace(partial, parent / name)
+        os.replace(partial, folder)
     except OSError as error:
-        if not (parent / name).is_dir():  # another process was as fast
+        if not folder.is_dir():  # another process was as fast
             raise SpecDecError(
                 f"the tokenizer of {path} cannot be written to {parent}: {error.strerror}",
                 "free some space there, or name another folder with SPECDEC_CACHE_DIR",
             ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return parent / name
+    return str(folder)
 
 
 def load_state(name: str | Path, dtype: Any = None) -> dict[str, Any] | None:
@@ -95,6 +87,11 @@ def _find_parent() -> Path:
                 return cache / "gguf"
     except OSError:
         pass
+    return _make_temporary()
+
+
+@functools.cache
+def _make_temporary() -> Path:
     temporary = Path(tempfile.mkdtemp(prefix="specdec-gguf-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return temporary
@@ -110,7 +107,9 @@ def write_files(model: GgufModel, folder: Path) -> None:
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(folder / "generation_config.json", ids)
     if model.metadata.get(PREFIX + "model", "none") not in ("none", "no_vocab"):
+        from .tokenizer import TokenizerMaker
+
         maker = TokenizerMaker(model.path, model.metadata)
-        write_json(folder / "tokenizer.json", maker.make())
+        maker.make().save(str(folder / "tokenizer.json"))
         max_length = model.config["max_position_embeddings"]
         write_json(folder / "tokenizer_config.json", maker.describe(max_length))

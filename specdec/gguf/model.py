@@ -89,7 +89,6 @@ class GgufModel:
         parts = open_parts(path)
         self.files = [part.path for part in parts]
         self.metadata = parts[0].metadata
-        self.digest = "".join(part.digest for part in parts)
         stored = merge_tensors(parts)
         data = Metadata(path, self.metadata, stored)
         for key, kind in LISTS.items():
@@ -150,6 +149,12 @@ class GgufModel:
                     order=separate(np.arange(rows), count) if is_turned else None,
                 )  # fmt: skip
                 start += rows
+        elif module == "ssm_ba":  # of each key head the rows of b, then those of a
+            key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
+            turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
+            for part, order in zip("ba", turns, strict=True):
+                shape = (count, *stored.shape[1:])
+                yield f"linear_attn.in_proj_{part}", Entry(stored, shape, order=order)
         elif len(stored.shape) == 3:
             for theirs in (theirs for theirs, ours in own.experts.items() if ours == module):
                 for expert in range(stored.shape[0]):
@@ -171,7 +176,9 @@ class GgufModel:
             )
         elif found == "linear_attn.conv1d":
             shape = (shape[0], 1, *shape[1:])
-        order, columns = order_values(found, self.config)
+        order, columns = None, None
+        if self.architecture.deals_heads:
+            order, columns = order_values(found, self.config)
         if self.architecture.interleaves and module in self._heads:
             order = separate(np.arange(stored.num_rows), self._heads[module])
         return Entry(stored, shape, order=order, columns=columns, change=self._find_change(found))

@@ -66,7 +66,8 @@ class Architecture:
 
     interleaves: rows of q and k are reordered, as `interleave` does. shift: what the file's norms
     are larger by, but those of linear attention. experts: modules of which a tensor holds all
-    experts.
+    experts. deals_heads: value heads of linear attention come one of each key head, see
+    `order_values`.
     """
 
     architecture: str
@@ -75,6 +76,7 @@ class Architecture:
     interleaves: bool = False
     shift: float = 0.0
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    deals_heads: bool = False
 
 
 READ = {
@@ -110,11 +112,12 @@ READ = {
         architecture="SeedOssForCausalLM", model_type="seed_oss", layer=SEED_NAMES
     ),
     "qwen35": Architecture(
-        architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text", layer=HYBRID_NAMES, shift=1.0
+        architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text", layer=HYBRID_NAMES, shift=1.0,
+        deals_heads=True,
     ),
     "qwen35moe": Architecture(
         architecture="Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text",
-        layer=HYBRID_MOE_NAMES, shift=1.0, experts=QWEN_EXPERTS,
+        layer=HYBRID_MOE_NAMES, shift=1.0, experts=QWEN_EXPERTS, deals_heads=True,
     ),
 }  # fmt: skip
 # What `llama` also is: with a window, and with experts.
@@ -129,6 +132,8 @@ MIXTRAL = Architecture(
 ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
     own.architecture: "llama" for own in (MISTRAL, MIXTRAL)
 }
+# Qwen3-Next computes what the mixtures of Qwen3.5 do, and a file has its projections as theirs.
+READ["qwen3next"] = dataclasses.replace(READ["qwen35moe"], deals_heads=False)
 
 
 def interleave(weight: Array, num_heads: int) -> Array:

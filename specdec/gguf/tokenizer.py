@@ -11,19 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.vocabulary import SPACE
 
-from .special import (
-    BYTE,
-    CONTROL,
-    ENDS,
-    NORMAL,
-    PREFIX,
-    UNKNOWN,
-    USER_DEFINED,
-    list_special,
-)
+from .special import BYTE, CONTROL, ENDS, NORMAL, PREFIX, UNKNOWN, USER_DEFINED, list_special
 
 # How a byte-level tokenizer splits a text into words: patterns of which each match is a word by
 # itself, one after the other. OWN: what the ByteLevel of the package `tokenizers` does by itself.
@@ -79,6 +74,7 @@ class TokenizerMaker:
             for text, kind in zip(self.tokens, kinds, strict=False)
         ]  # fmt: skip
         self.special = list_special(metadata)
+        self.vocab = {text: number for number, text in enumerate(self.tokens)}
         self._check()
 
     def _check(self) -> None:
@@ -96,7 +92,7 @@ class TokenizerMaker:
                 self.refuse(f"the key {key} {shorten(value)}")
         if len(self.kinds) != len(self.tokens) or not self.tokens:
             self.refuse(f"{len(self.tokens)} tokens with {len(self.kinds)} kinds")
-        if len(set(self.tokens)) != len(self.tokens):
+        if len(self.vocab) != len(self.tokens):
             twin = next(t for n, t in enumerate(self.tokens) if self.tokens.index(t) != n)
             self.refuse(f"the token {shorten(twin)} under two numbers")
 
@@ -107,14 +103,12 @@ class TokenizerMaker:
             "take the Hugging Face folder of the model, here or as --tokenizer-dir",
         )
 
-    def make(self) -> dict[str, Any]:
-        """Return tokenizer.json."""
-        parts = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
-        return {
-            "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": self._list_added(), "normalizer": None, "pre_tokenizer": None,
-            "post_processor": self._surround(parts.pop("post_processor", None)), **parts,
-        }  # fmt: skip
+    def make(self) -> Tokenizer:
+        """Return the tokenizer that tokenizer.json holds."""
+        made = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
+        made.add_tokens(self._list_added())
+        self._surround(made)
+        return made
 
     def describe(self, max_length: int) -> dict[str, Any]:
         """Return tokenizer_config.json, which holds the chat template too."""
@@ -140,90 +134,61 @@ class TokenizerMaker:
             ]  # fmt: skip
         return config
 
-    def _list_added(self) -> list[dict[str, Any]]:
+    def _list_added(self) -> list[AddedToken]:
         name = str(self.metadata.get("general.name", "")).lower()
         strips = "phi-3" in name or "phi3" in name  # as llama.cpp finds it out
-        added = []
-        for number, (text, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
-            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text:
-                keeps = text in ("<unk>", "<s>", "<|endoftext|>")
-                added.append({
-                    "id": number, "content": text, "single_word": False, "lstrip": False,
-                    "rstrip": strips and not keeps, "normalized": False,
-                    "special": kind != USER_DEFINED,
-                })  # fmt: skip
-        return added
+        return [
+            AddedToken(
+                text, rstrip=strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
+                normalized=False, special=kind != USER_DEFINED,
+            )
+            for text, kind in zip(self.tokens, self.kinds, strict=True)
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text
+        ]  # fmt: skip
 
-    def _surround(self, inner: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What puts tokens around a text, besides `inner`."""
+    def _surround(self, made: Tokenizer) -> None:
+        """Let it put tokens around a text."""
         begins = self.kind == "llama" or self.pre in BEGUN
-        pieces: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-        used = []
+        pieces, used = ["$A:0"], []
         for name, asked, at in (("bos", begins, 0), ("eos", False, 2)):
             if self.metadata.get(f"{PREFIX}add_{name}_token", asked) and name in self.special:
-                text = self.tokens[self.special[name]]
-                pieces.insert(at, {"SpecialToken": {"id": text, "type_id": 0}})
-                used.append((text, self.special[name]))
-        if not used:
-            return inner
-        second = [{"Sequence": {"id": "B", "type_id": 1}}]
-        template = {
-            "type": "TemplateProcessing", "single": pieces, "pair": [*pieces, *second],
-            "special_tokens": {
-                text: {"id": text, "ids": [number], "tokens": [text]} for text, number in used
-            },
-        }  # fmt: skip
-        both = [inner, template]
-        return {"type": "Sequence", "processors": both} if inner is not None else template
+                number = self.special[name]
+                pieces.insert(at, self.tokens[number])
+                used.append((self.tokens[number], number))
+        if used:
+            made.post_processor = TemplateProcessing(pieces, [*pieces, "$B:1"], used)
 
-    def _make_bytes(self) -> dict[str, Any]:
+    def _make_bytes(self) -> Tokenizer:
         """A byte-level BPE."""
         patterns = SPLITS[self.pre]
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        steps: list[dict[str, Any]] = [
-            {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
-            for p in patterns
-            if p != OWN
+        merges = [tuple(merge.split(" ")) for merge in self.metadata.get(PREFIX + "merges") or []]
+        made = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE))
+        splits = [
+            pre_tokenizers.Split(Regex(pattern), "isolated")
+            for pattern in patterns
+            if pattern != OWN
         ]
-        steps.append(level | {"use_regex": OWN in patterns})
-        merges = self.metadata.get(PREFIX + "merges") or []
-        return {
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-            "decoder": level | {"use_regex": True},
-            "model": {
-                "type": "BPE", "dropout": None, "unk_token": None,
-                "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-                "byte_fallback": False, "ignore_merges": self.pre in WHOLE,
-                "vocab": {text: number for number, text in enumerate(self.tokens)},
-                "merges": merges,
-            },
-        }  # fmt: skip
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OWN in patterns)
+        made.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+        made.decoder = decoders.ByteLevel()
+        return made
 
-    def _make_sentencepiece(self) -> dict[str, Any]:
+    def _make_sentencepiece(self) -> Tokenizer:
         """A SentencePiece BPE, which llama.cpp computes from scores."""
-        has_prefix = self.metadata.get(PREFIX + "add_space_prefix", True)
-        replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-        prefix = {"type": "Prepend", "prepend": SPACE}
-        steps = [prefix, replace] if has_prefix else [replace]
-        decoders: list[dict[str, Any]] = [
-            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"},
-        ]  # fmt: skip
-        if has_prefix:
-            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        prefixes = self.metadata.get(PREFIX + "add_space_prefix", True)
         unknown = self.special.get("unk")
-        return {
-            "normalizer": {"type": "Sequence", "normalizers": steps},
-            "decoder": {"type": "Sequence", "decoders": decoders},
-            "model": {
-                "type": "BPE", "dropout": None, "continuing_subword_prefix": None,
-                "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-                "unk_token": None if unknown is None else self.tokens[unknown],
-                "ignore_merges": False,
-                "vocab": {text: number for number, text in enumerate(self.tokens)},
-                "merges": [list(pair) for pair in self._list_merges()],
-            },
-        }  # fmt: skip
+        made = Tokenizer(BPE(
+            self.vocab, self._list_merges(), fuse_unk=True, byte_fallback=True,
+            unk_token=None if unknown is None else self.tokens[unknown],
+        ))  # fmt: skip
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE)] * prefixes + [normalizers.Replace(" ", SPACE)]
+        )
+        made.decoder = decoders.Sequence([
+            decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+            *[decoders.Strip(" ", 1, 0)] * prefixes,
+        ])  # fmt: skip
+        return made
 
     def _list_merges(self) -> list[tuple[str, str]]:
         """Every way to make a token of two others, that of the highest score first."""

@@ -24,6 +24,7 @@ import numpy as np
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
+from specdec.gguf.file import import_gguf
 
 GGUF = "GGUF"
 BLOCK_TYPES = "ggml_types"
@@ -115,7 +116,9 @@ def check_blocks(module: str, rows: Array, types: Array, num_inputs: int) -> Non
         if kind is None or num_inputs % kind.size:
             fact = f"{module}.{BLOCK_TYPES}: type {number} for rows of {num_inputs} weights"
             raise SpecDecError(fact, "the file is damaged: make it again")
-        if not np.isfinite(_cut(rows[start:stop], kind, num_inputs)[0]).all():
+        blocks = rows[start:stop, : kind.count_bytes(num_inputs)].reshape(-1, kind.num_bytes)
+        halves = [blocks[:, at : at + 2].copy().view(np.float16) for at in kind.halves]
+        if not np.isfinite(halves).all():
             raise SpecDecError(
                 f"{module}.weight has NaN or infinite scales in rows {start} to {stop - 1}",
                 "the file is damaged: make it again, or repair the model",
@@ -130,67 +133,10 @@ def widen_rows(parts: Sequence[Array]) -> list[Array]:
 
 
 def dequantize(rows: Array, types: Array, num_inputs: int) -> Array:
-    """The weights of rows in blocks [n, bytes]: float32 [n, num_inputs].
-
-    They have the bits that the gguf package computes.
-    """
+    """The weights of rows in blocks [n, bytes]: float32 [n, num_inputs], by the package gguf."""
+    gguf = import_gguf("an engine of GGML's blocks")
     weights = np.empty((len(rows), num_inputs), np.float32)
     for number, start, stop in find_runs(types):
-        kind = TYPES[number]
-        halves, blocks = _cut(rows[start:stop], kind, num_inputs)
-        scales, codes, minima = _READERS[kind.name](halves, blocks)
-        numbers = scales[..., None] * codes.reshape(*scales.shape, -1).astype(np.float32)
-        if minima is not None:
-            numbers += minima[..., None]
-        weights[start:stop] = numbers.reshape(-1, num_inputs)
+        blocks = rows[start:stop, : TYPES[number].count_bytes(num_inputs)]
+        weights[start:stop] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(number))
     return weights
-
-
-def _cut(rows: Array, kind: BlockType, num_inputs: int) -> tuple[Array, Array]:
-    """Float32 of the float16 numbers [b, ...] and the blocks [b, num_bytes] of rows of a type."""
-    blocks = rows[:, : kind.count_bytes(num_inputs)].reshape(-1, kind.num_bytes)
-    halves = [blocks[:, at : at + 2].copy().view("<f2") for at in kind.halves]
-    return np.concatenate(halves, 1).astype(np.float32), blocks
-
-
-# What each reads: scales [b, groups], codes [b, size], and minima [b, groups] or None.
-_Numbers = tuple[Array, Array, Array | None]
-
-
-def _split(data: Array) -> Array:
-    """The lower halves of bytes [..., n], then the upper ones: [..., 2 n]."""
-    return np.concatenate([data & 15, data >> 4], -1)
-
-
-def _read_q4_0(halves: Array, blocks: Array) -> _Numbers:
-    return halves, _split(blocks[:, 2:]).astype(np.int8) - np.int8(8), None
-
-
-def _read_q4_1(halves: Array, blocks: Array) -> _Numbers:
-    return halves[:, :1], _split(blocks[:, 4:]), halves[:, 1:]
-
-
-def _read_q8_0(halves: Array, blocks: Array) -> _Numbers:
-    return halves, blocks[:, 2:].view(np.int8), None
-
-
-def _read_q4_k(halves: Array, blocks: Array) -> _Numbers:
-    low, high, upper = np.split(blocks[:, 4:16], 3, 1)
-    scales = np.concatenate([low & 63, upper & 15 | low >> 6 << 4], 1)
-    minima = np.concatenate([high & 63, upper >> 4 | high >> 6 << 4], 1)
-    codes = _split(blocks[:, 16:].reshape(-1, 4, 32))
-    return halves[:, :1] * scales, codes, -(halves[:, 1:] * minima)
-
-
-def _read_q6_k(halves: Array, blocks: Array) -> _Numbers:
-    low = _split(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    parts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> parts & 3
-    codes = (low | high << 4).astype(np.int8) - np.int8(32)
-    return halves * blocks[:, 192:208].view(np.int8), codes.reshape(len(blocks), 256), None
-
-
-_READERS = {
-    "Q4_0": _read_q4_0, "Q4_1": _read_q4_1, "Q8_0": _read_q8_0, "Q4_K": _read_q4_k,
-    "Q6_K": _read_q6_k,
-}  # fmt: skip

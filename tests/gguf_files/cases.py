@@ -51,4 +51,5 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "qwen35": ("qwen3_5", HYBRID),
     "qwen35_moe": ("qwen3_5_moe", HYBRID),
+    "qwen3_next": ("qwen3_next", HYBRID),
 }  # fmt: skip
