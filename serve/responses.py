@@ -10,19 +10,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec import Event
+from specdec.decode.prompts import BOOL, OBJECT
 from specdec.errors import shorten
 
 from .answers import Answer, Choice
 from .protocol import refuse
 from .schema import (
+    ANY,
     ASKED,
-    BOOL,
     FORMAT,
+    LIMIT,
     NAMED_SCHEMA,
-    OBJECT,
-    SETTING,
     TEMPLATE_SETTINGS,
     TEXT,
+    TOP,
     Asked,
     Parameters,
 )
@@ -35,7 +36,7 @@ RESPONSE: Parameters = {
     if name not in ("n", "best_of", "max_tokens", "response_format", "prompt_logprobs")
     and not name.startswith("return_")
 } | {
-    **dict.fromkeys(TEMPLATE_SETTINGS, SETTING),
+    **TEMPLATE_SETTINGS,
     "input": (
         lambda v: isinstance(v, str) or (
             isinstance(v, list) and bool(v) and all(isinstance(item, dict) for item in v)
@@ -43,10 +44,10 @@ RESPONSE: Parameters = {
         "a text or a list of items",
     ),
     "instructions": TEXT,
-    "max_output_tokens": SETTING,
-    "top_logprobs": SETTING,
-    "tools": SETTING,
-    "tool_choice": SETTING,
+    "max_output_tokens": LIMIT,
+    "top_logprobs": TOP,
+    "tools": ANY,
+    "tool_choice": ANY,
     "parallel_tool_calls": BOOL,
     "text": {"format": {"type": FORMAT, **NAMED_SCHEMA}, "*": None},
     "reasoning": {"effort": TEXT, "*": None},

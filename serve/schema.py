@@ -12,7 +12,7 @@ from specdec import Engine, Prompt, PromptError, SpecDecError
 from specdec.chat import ChatError, wrap_calls
 from specdec.decode.encoding import render_chat
 from specdec.decode.grammar import SPACING, space_schema, write_choice
-from specdec.decode.prompts import CHECKS, find_faults
+from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check
 from specdec.decode.requests import ONLY, Request
 from specdec.decode.text import TextStream
 from specdec.errors import shorten, suggest, summarize
@@ -25,6 +25,7 @@ from .tools import Calling, GrammarWriter, write_messages
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
 MAX_STOPS = 16
 MAX_BIASES = MAX_CHOICE = 1024
+MAX_FIELDS = 64  # of messages and for the template; it is rendered once for each
 # What cannot change the text, and does nothing here. OpenAI's, vLLM's, and llama.cpp's.
 IDLE = (
     "store", "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key",
@@ -57,13 +58,18 @@ STRUCTURED = {
 PART = ("type", "text")  # of a message
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.
-SETTINGS = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "speculation", "add_special_tokens", "stop_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "spaces_between_special_tokens", "min_tokens", "bad_words",
-    "allowed_token_ids",
-)  # fmt: skip
-TEMPLATE_SETTINGS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+SETTINGS = {
+    name: CHECKS[name] for name in (
+        "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "speculation",
+        "repetition_penalty", "add_special_tokens", "stop_token_ids", "include_stop_str_in_output",
+        "skip_special_tokens", "spaces_between_special_tokens", "min_tokens", "bad_words",
+        "allowed_token_ids",
+    )
+}  # fmt: skip
+TEMPLATE_SETTINGS = {
+    name: CHECKS[name]
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+}
 
 
 # What a body's parameter may be: an object of parameters, a check and what it expects, or None,
@@ -82,12 +88,17 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
 def _is_prompt(value: Any) -> bool:
     return _is_text(value) or (bool(value) and CHECKS["token_ids"][0](value))
+
+
+def _or(special: int, check: Check) -> Check:
+    """A check that takes one more number; what is expected does not tell of it."""
+    return lambda v: (type(v) is int and v == special) or check[0](v), check[1]
+
+
+def _read_bias(value: Mapping[str, Any]) -> dict[Any, Any]:
+    return {int(k) if TOKEN_NAME.fullmatch(k) else k: value[k] for k in value}
 
 
 def _is_stop(value: Any) -> bool:
@@ -99,15 +110,14 @@ def _is_stop(value: Any) -> bool:
     )
 
 
-TEXT = (_is_text, "a text")
+TEXT = CHECKS["text"]
 FULL_TEXT = (lambda v: _is_text(v) and v != "", "a text that is not empty")
-BOOL = (lambda v: isinstance(v, bool), "true or false")
-OBJECT = (lambda v: isinstance(v, dict), "an object")
+LIMIT, TOP = CHECKS["max_output_len"], CHECKS["logprobs"]
 SCHEMA = (lambda v: isinstance(v, (dict, str)), "a JSON schema")
 CHOICES = (lambda v: _is_list(v, FULL_TEXT[0]) and len(v) <= MAX_CHOICE,
            f"a list of at most {MAX_CHOICE} texts, none empty")  # fmt: skip
 MESSAGES = (lambda v: _is_list(v, lambda m: isinstance(m, dict)), "a list of messages")
-SETTING = (lambda v: True, "")  # checked with the prompt, by the table of prompts
+ANY = (lambda v: True, "")  # checked elsewhere
 FORMAT = (
     lambda v: v in ("text", "json_object", "json_schema"), "text, json_object or json_schema"
 )  # fmt: skip
@@ -116,9 +126,12 @@ NAMED_SCHEMA: Parameters = {
 }  # fmt: skip
 ASKED: Parameters = {
     "model": TEXT,
-    **dict.fromkeys((*SETTINGS, "max_tokens", "top_k", "truncate_prompt_tokens"), SETTING),
+    **SETTINGS,
+    "max_tokens": LIMIT,
+    **{name: _or(-1, CHECKS[name]) for name in ("top_k", "truncate_prompt_tokens")},  # all
     "logit_bias": (
-        lambda v: not isinstance(v, dict) or len(v) <= MAX_BIASES, f"at most {MAX_BIASES} tokens"
+        lambda v: OBJECT[0](v) and len(v) <= MAX_BIASES and CHECKS["logit_bias"][0](_read_bias(v)),
+        f"{CHECKS['logit_bias'][1]}, at most {MAX_BIASES}",
     ),
     "stop": (
         _is_stop, f"a text of at most 1000 characters, or a list of at most {MAX_STOPS} of them"
@@ -127,7 +140,7 @@ ASKED: Parameters = {
         lambda v: type(v) is int and 1 <= v <= MAX_CHOICES,
         f"a whole number from 1 to {MAX_CHOICES}",
     )),
-    "prompt_logprobs": CHECKS["logprobs"],
+    "prompt_logprobs": TOP,
     "seed": (
         lambda v: type(v) is int and -(2**63) <= v < 2**64,
         "a whole number from -2**63 to 2**64 - 1",
@@ -156,18 +169,18 @@ COMPLETION: Parameters = ASKED | {
         lambda v: _is_prompt(v) or (_is_list(v, _is_prompt) and len(set(map(type, v))) == 1),
         "a text, a list of texts, the ids of tokens, or a list of lists of these",
     ),
+    "max_tokens": _or(0, LIMIT),
     "echo": BOOL,
-    "logprobs": SETTING,
+    "logprobs": TOP,
 }
 CHAT: Parameters = ASKED | {
-    "messages": MESSAGES, "max_completion_tokens": SETTING, "logprobs": BOOL,
-    "reasoning_effort": TEXT, **dict.fromkeys(TEMPLATE_SETTINGS, SETTING),
-    "top_logprobs": SETTING, "tools": SETTING, "tool_choice": SETTING, "parallel_tool_calls": BOOL,
+    "messages": MESSAGES, "max_completion_tokens": LIMIT, "logprobs": BOOL, "top_logprobs": TOP,
+    "reasoning_effort": TEXT, **TEMPLATE_SETTINGS, "tools": ANY, "tool_choice": ANY,
+    "parallel_tool_calls": BOOL,
 }  # fmt: skip
 TOKENIZE: Parameters = {
     "model": TEXT, "prompt": TEXT, "messages": MESSAGES, "add_special_tokens": BOOL,
-    "tools": SETTING,
-    **dict.fromkeys(TEMPLATE_SETTINGS, SETTING), **dict.fromkeys(IDLE),
+    "tools": ANY, **TEMPLATE_SETTINGS, **dict.fromkeys(IDLE),
 }  # fmt: skip
 DETOKENIZE: Parameters = {"model": TEXT, "tokens": CHECKS["token_ids"]}
 
@@ -275,14 +288,10 @@ def _complete(name: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> d
     return {"json_schema": space_schema(schema, spacing)}
 
 
-def read_messages(asked: Asked, template: str) -> list[dict[str, Any]]:
-    """A conversation with contents that are texts; BadRequest for what is no turn.
-
-    template: the tokenizer's. `asked["ignored"]` gains the names of what it reads nowhere.
-    """
-    source = find_source(asked)
+def read_messages(asked: Asked) -> list[dict[str, Any]]:
+    """A conversation with contents that are texts; BadRequest for what is no turn."""
+    source, read = find_source(asked), []
     places = asked.get("places") or [f"messages.{at}" for at in range(len(asked["messages"]))]
-    read = []
     for where, message in zip(places, asked["messages"], strict=True):
         content, role = message.get("content"), message.get("role")
         others = {
@@ -296,11 +305,6 @@ def read_messages(asked: Asked, template: str) -> list[dict[str, Any]]:
             raise refuse(f"{where}.content", "is missing")
         if content is not None:
             content = _join_parts(content, f"{where}.content", asked["ignored"])
-        for name in [name for name in others if name not in template]:
-            if name in ("tools", "tool_calls", "function_call"):
-                raise BadRequest(f"the chat template does not read {where}.{name}", source)
-            asked["ignored"].append(f"{source}.{name[:100]}")
-            del others[name]
         if "tool_calls" in others:
             try:
                 others["tool_calls"] = wrap_calls(others["tool_calls"], f"{where}.tool_calls")
@@ -332,24 +336,19 @@ def find_source(asked: Asked) -> str:
 def _read_completion(asked: Asked) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The prompts of a completion, and what it says in its own way."""
     limit, num_top = asked.get("max_tokens", 16), asked.get("logprobs")
-    if type(limit) is int and limit == 0:
-        if not asked.get("echo"):
-            raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
-        limit = 1  # the prompt's own pass makes a token
+    if limit == 0 and not asked.get("echo"):
+        raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
     prompts = [asked["prompt"]] if _is_prompt(asked["prompt"]) else asked["prompt"]
     return [{"text" if _is_text(p) else "token_ids": p} for p in prompts], {
-        "max_output_len": limit, "logprobs": num_top,
-        "prompt_logprobs": bool(asked.get("echo")) and num_top is not None,
+        "max_output_len": limit or 1,  # the prompt's own pass makes a token
+        "logprobs": num_top, "prompt_logprobs": bool(asked.get("echo")) and num_top is not None,
     }  # fmt: skip
 
 
 def _read_chat(
-    asked: Asked,
-    tokenizer: Any,
-    names: dict[str, str],
-    formats: ChatFormats,
+    asked: Asked, engine: Engine, names: dict[str, str], formats: ChatFormats,
     calling: Calling | None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # fmt: skip
     """The conversation of a chat, and what it says in its own way.
 
     names: by the field of a Prompt, the parameter that says it; gains those of a chat.
@@ -361,28 +360,30 @@ def _read_chat(
             if limit not in (None, asked[name]):
                 raise BadRequest(f"max_tokens and {name} are both given, and differ", name)
             limit = asked[name]
-    names["logprobs"] = "top_logprobs"
     if asked.get("logprobs"):
         num_top = asked.get("top_logprobs", 0)
     elif asked.get("top_logprobs"):
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
-    template = str(tokenizer.chat_template or "")
-    read = f"{template} tool_calls tool_call_id" if formats.as_text else template
-    messages = read_messages(asked, read)
-    source: dict[str, Any] = {"messages": write_messages(messages, template, calling, formats)}
-    source |= {name: asked[name] for name in TEMPLATE_SETTINGS if name in asked}
-    if not find_faults(source):
-        variables = source["chat_template_kwargs"] = dict(source.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in asked:
-            variables["reasoning_effort"] = asked["reasoning_effort"]
-        asked["ignored"] += _find_idle(source, tokenizer)
-        if calling is not None and formats.reads_tools:
-            variables["tools"] = list(calling.tools)
+    template = str(engine.tokenizer.chat_template or "")
+    variables = dict(asked.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in asked:
+        variables["reasoning_effort"] = asked["reasoning_effort"]
+    source: dict[str, Any] = {
+        "messages": write_messages(read_messages(asked), template, calling, formats),
+        **{name: asked[name] for name in TEMPLATE_SETTINGS if name in asked},
+        "chat_template_kwargs": variables,
+    }
+    asked["ignored"] += _find_idle(source, engine.tokenizer, find_source(asked))
+    if calling is not None and formats.reads_tools:
+        variables["tools"] = list(calling.tools)
     return [source], {"max_output_len": limit, "logprobs": num_top}
 
 
-def _find_idle(source: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """Names of what changes nothing of how a conversation is rendered."""
+def _find_idle(source: Mapping[str, Any], tokenizer: Any, place: str) -> list[str]:
+    """Names of what changes nothing of how a conversation is rendered.
+
+    place: the parameter that has the conversation. BadRequest for calls that do not show.
+    """
 
     def render(**changed: Any) -> str:
         prompt = Prompt(**{**source, **changed})
@@ -395,29 +396,48 @@ def _find_idle(source: Mapping[str, Any], tokenizer: Any) -> list[str]:
         }
         for name in variables
     }
-    if any("name" in message for message in messages):
-        unnamed = [{k: m[k] for k in m if k != "name"} for m in messages]
-        less["messages.name"] = {"messages": unnamed}
+    for name in dict.fromkeys(name for message in messages for name in message):
+        if name not in ("role", "content"):
+            others = [{k: m[k] for k in m if k != name} for m in messages]
+            less[f"{place}.{name[:100]}"] = {"messages": others}
+    if len(less) > MAX_FIELDS:
+        raise refuse(place, f"and the template's variables have {len(less)} names beside role and"
+                     f" content, at most {MAX_FIELDS} are read")  # fmt: skip
     try:
         whole = render() if less else ""
-        return [name for name, changed in less.items() if render(**changed) == whole]
+        idle = [name for name, changed in less.items() if render(**changed) == whole]
     except SpecDecError:  # told of where the prompt is prepared, or a part that is needed
         return []
+    for at, message in enumerate(messages):
+        for name in ("tools", "tool_calls", "function_call"):
+            if name in message and f"{place}.{name}" in idle:
+                raise BadRequest(f"the chat template does not read {place}.{at}.{name}", place)
+    return idle
 
 
-def _read_settings(asked: Asked) -> dict[str, Any]:
-    """What both endpoints say in the same way, by the field of a Prompt."""
-    top_k, bias, stop = asked.get("top_k"), asked.get("logit_bias"), asked.get("stop")
-    if isinstance(bias, dict):
-        bias = {int(k) if TOKEN_NAME.fullmatch(k) else k: value for k, value in bias.items()}
-    return {"temperature": 1.0} | {name: asked[name] for name in SETTINGS if name in asked} | {
-        "logit_bias": bias,
+def _read_settings(
+    asked: Asked, engine: Engine, own: Mapping[str, Any], count: int
+) -> dict[str, Any]:
+    """What all choices share, by the field of a Prompt. own: what an endpoint says in its way."""
+    top_k, stop, most = asked.get("top_k"), asked.get("stop"), asked.get("truncate_prompt_tokens")
+    if most == -1:  # vLLM's for all that there is room for
+        room = engine.max_seq_len - (own["max_output_len"] or 1)
+        most = max(1, min(engine.max_input_len, room))
+    shared = {"temperature": 1.0} | {name: asked[name] for name in SETTINGS if name in asked} | {
+        "logit_bias": _read_bias(asked.get("logit_bias", {})) or None,
         "stop": [word for word in ([stop] if _is_text(stop) else stop or ()) if word],
-        "top_k": 0 if type(top_k) is int and top_k == -1 else top_k,  # vLLM's for all
-        "truncate_prompt_tokens": asked.get("truncate_prompt_tokens"),
+        "top_k": 0 if top_k == -1 else top_k,  # vLLM's for all
+        "truncate_prompt_tokens": most,
         "end_ids": () if asked.get("ignore_eos") else None,
         "keep_trees": asked.get("return_trees"),
+        **own,
     }  # fmt: skip
+    if "prompt_logprobs" in asked:
+        shared["prompt_logprobs"] = True
+        shared["logprobs"] = max(shared["logprobs"] or 0, asked["prompt_logprobs"])
+    elif count > asked.get("n", 1) and shared["logprobs"] is None:
+        shared["logprobs"] = 0  # by which the best are chosen
+    return shared
 
 
 def make_requests(
@@ -428,7 +448,7 @@ def make_requests(
     formats: how the model writes what is no content. calling: what a chat says of tools. Adds
     to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
     """
-    _check_stream(asked)
+    _check_choices(asked)
     if asked.get("return_origins") and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
     source = find_source(asked)
@@ -436,7 +456,7 @@ def make_requests(
     names = {"text": source, "token_ids": source, "keep_trees": "return_trees"}
     names["max_output_len"] = "max_tokens"
     if "messages" in asked:
-        sources, own = _read_chat(asked, engine.tokenizer, names, formats, calling)
+        sources, own = _read_chat(asked, engine, names, formats, calling)
     else:
         sources, own = _read_completion(asked)
     count = count_choices(asked)
@@ -446,36 +466,23 @@ def make_requests(
             f" {MAX_CHOICES} are allowed",
             "n",
         )
-    grammar = find_grammar(asked)
-    names["grammar"] = next(iter(grammar), "grammar")
-    given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
-    seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
     if "spaces_between_special_tokens" in asked and getattr(engine.tokenizer, "is_fast", False):
         asked["ignored"].append("spaces_between_special_tokens")
-    shared = _read_settings(asked) | own
-    if shared["truncate_prompt_tokens"] == -1:  # vLLM's for all that there is room for
-        room = engine.max_seq_len - (
-            own["max_output_len"] if _is_count(own["max_output_len"]) else 1
-        )
-        shared["truncate_prompt_tokens"] = max(1, min(engine.max_input_len, room))
-    shared |= {"seed": seed % 2**64, "grammar": given}
-    if "prompt_logprobs" in asked:
-        shared |= {"prompt_logprobs": True}
-        if shared["logprobs"] is None or find_faults(shared):
-            shared["logprobs"] = asked["prompt_logprobs"]
-        shared["logprobs"] = max(shared["logprobs"], asked["prompt_logprobs"])
-    elif count > asked.get("n", 1) and shared["logprobs"] is None:
-        shared["logprobs"] = 0  # by which the best are chosen
+    grammar = find_grammar(asked)
+    given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
+    seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
+    shared = _read_settings(asked, engine, own, count) | {"seed": seed % 2**64, "grammar": given}
     requests: list[Request] = []
     for at, one in enumerate(sources):
         index = at if len(sources) > 1 else ONLY
+        names["grammar"] = next(iter(grammar), "grammar")
         try:
             request = engine.prepare(Prompt(**one, **shared), max_output_len=None, index=index)
             full = writer.write(calling, formats, given, request.input_text)
             if full is not given:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]
-                shared["grammar"] = full
-                request = engine.prepare(Prompt(**one, **shared), max_output_len=None)
+                prompt = Prompt(**one, **{**shared, "grammar": full})
+                request = engine.prepare(prompt, max_output_len=None, index=index)
         except SpecDecError as error:
             raise _explain(error, source, names) from None
         for _ in range(count):
@@ -490,8 +497,8 @@ def count_choices(asked: Asked) -> int:
     return int(max(asked.get("n", 1), asked.get("best_of", 1)))
 
 
-def _check_stream(asked: Asked) -> None:
-    """Raise BadRequest for what is only for streams, or not."""
+def _check_choices(asked: Asked) -> None:
+    """Raise BadRequest for numbers of choices that contradict, and what is only for streams."""
     num_asked, best_of = asked.get("n", 1), asked.get("best_of")
     if best_of is not None and best_of < num_asked:
         raise BadRequest(f"best_of is {best_of}, and n {num_asked}", "best_of")

@@ -108,6 +108,8 @@ def _read_function(tool: Any, where: str, is_flat: bool) -> Mapping[str, Any]:
         raise refuse(f"{where}.name", f"is {shorten(name)}, not letters, digits and _.:/-")
     if parameters is not None and not isinstance(parameters, dict):
         raise refuse(f"{where}.parameters", f"is {shorten(parameters)}, not an object")
+    if (kind := (parameters or {}).get("type", "object")) != "object":
+        raise refuse(f"{where}.parameters.type", f"is {shorten(kind)}, not 'object'")
     return function
 
 

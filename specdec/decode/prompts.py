@@ -37,20 +37,67 @@ MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library ta
 SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
-# The fields of a prompt by their keys in a .jsonl line; error messages name the keys.
-SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
-LINE_FIELDS = SOURCES | {
-    key: key
-    for key in (
-        "max_output_len", "temperature", "top_k", "top_p", "seed", "stop", "chat_template_kwargs",
-        "add_generation_prompt", "continue_final_message", "add_special_tokens",
-        "truncate_prompt_tokens", "stop_token_ids", "include_stop_str_in_output",
-        "skip_special_tokens", "spaces_between_special_tokens", "min_tokens", "bad_words",
-        "allowed_token_ids", "grammar",
-    )
-}  # fmt: skip
-FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
 FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
+# Whether a value is of use, and what is expected in its place.
+Check = tuple[Callable[[Any], bool], str]
+
+
+def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_list(value: Any, is_part: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_part, value))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _count(least: int, most: int = MAX_COUNT) -> Check:
+    return lambda v: _is_count(v, least, most), f"a whole number from {least} to {most}"
+
+
+def _number(low: float, high: float) -> Check:
+    return lambda v: _is_number(v, low, high), f"a number from {low} to {high}"
+
+
+def _field(check: Check) -> Any:
+    """A setting of a prompt, and what it may be."""
+    return dataclasses.field(default=None, metadata={"check": check})
+
+
+BOOL: Check = (lambda v: isinstance(v, bool), "true or false")
+OBJECT: Check = (lambda v: isinstance(v, dict), "an object")
+IDS: Check = (
+    lambda v: _is_list(v, _is_count), f"a list of token ids, whole numbers from 0 to {MAX_COUNT}"
+)  # fmt: skip
+SOME_IDS: Check = (lambda v: IDS[0](v) and v != [], f"{IDS[1]}, not empty")
+MESSAGES: Check = (
+    lambda v: _is_list(v, _is_message) and v != [], 'a list of {"role", "content"}'
+)  # fmt: skip
+STOP: Check = (
+    lambda v: _is_text(v) or _is_list(v, _is_text), "a text or a list of texts, none empty"
+)  # fmt: skip
+WORDS: Check = (
+    lambda v: _is_list(v, _is_text) and len(v) <= MAX_WORDS,
+    f"a list of at most {MAX_WORDS} texts, none empty",
+)
+BIAS: Check = (
+    lambda v: isinstance(v, dict) and all(_is_count(k) and _is_number(v[k], -100, 100) for k in v),
+    "numbers from -100 to 100 by token id",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,9 +120,9 @@ class Prompt:
     allowed_token_ids: the only tokens that may come. Both are refused beside a grammar, and a
     grammar that has come to its end ends a text before min_tokens.
 
-    min_p: least share of the likeliest token's
-    probability. logit_bias: what is added to the logits of tokens. The penalties:
-    repetition_penalty of tokens in prompt or output, the two others of those in the output.
+    min_p: least share of the likeliest token's probability. logit_bias: what is added to the logits
+    of tokens. The penalties: repetition_penalty of tokens in prompt or output, the two others of
+    those in the output.
     logprobs: for how many of the likeliest tokens to return log-probabilities, besides each new
     one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens too,
     which takes reading it whole. speculation: False drafts nothing for this prompt. keep_trees: let
@@ -85,42 +132,60 @@ class Prompt:
     json.dumps writes; {"x-guidance": {"whitespace_flexible": True}} in its schema allows all.
     """
 
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    max_output_len: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    end_ids: Collection[int] | None = None
-    stop_token_ids: Collection[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    min_tokens: int | None = None
-    bad_words: Sequence[str] | None = None
-    allowed_token_ids: Collection[int] | None = None
-    min_p: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logprobs: int | None = None
-    prompt_logprobs: bool | None = None
-    speculation: bool | None = None
-    keep_trees: bool | None = None
-    grammar: Mapping[str, Any] | None = None
+    text: str | None = _field((lambda v: isinstance(v, str), "a text"))
+    token_ids: Sequence[int] | None = _field(IDS)
+    messages: Sequence[Mapping[str, Any]] | None = _field(MESSAGES)
+    chat_template_kwargs: Mapping[str, Any] | None = _field(OBJECT)
+    add_generation_prompt: bool | None = _field(BOOL)
+    continue_final_message: bool | None = _field(BOOL)
+    add_special_tokens: bool | None = _field(BOOL)
+    truncate_prompt_tokens: int | None = _field(_count(1))
+    max_output_len: int | None = _field(_count(1))
+    temperature: float | None = _field(
+        (lambda v: _is_number(v, 0, math.inf), "a number of at least 0")
+    )
+    top_k: int | None = _field(_count(0))
+    top_p: float | None = _field(
+        (lambda v: _is_number(v, 0, 1) and v > 0, "a number above 0 and at most 1")
+    )
+    seed: int | None = _field((_count(0, 2**64 - 1)[0], "a whole number from 0 to 2**64 - 1"))
+    stop: str | Sequence[str] | None = _field(STOP)
+    end_ids: Collection[int] | None = _field(IDS)
+    stop_token_ids: Collection[int] | None = _field(IDS)
+    include_stop_str_in_output: bool | None = _field(BOOL)
+    skip_special_tokens: bool | None = _field(BOOL)
+    spaces_between_special_tokens: bool | None = _field(BOOL)
+    min_tokens: int | None = _field(_count(0))
+    bad_words: Sequence[str] | None = _field(WORDS)
+    allowed_token_ids: Collection[int] | None = _field(SOME_IDS)
+    min_p: float | None = _field(_number(0, 1))
+    logit_bias: Mapping[int, float] | None = _field(BIAS)
+    # Beyond this, logits can leave the range of float32.
+    repetition_penalty: float | None = _field(_number(0.001, 1000))
+    frequency_penalty: float | None = _field(_number(-2, 2))
+    presence_penalty: float | None = _field(_number(-2, 2))
+    logprobs: int | None = _field(_count(0, MAX_LOGPROBS))
+    prompt_logprobs: bool | None = _field(BOOL)
+    speculation: bool | None = _field(BOOL)
+    keep_trees: bool | None = _field(BOOL)
+    grammar: Mapping[str, Any] | None = _field(OBJECT)
 
     def list_given(self) -> dict[str, Any]:
         """The settings that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+# What a prompt's settings may be: for files, flags, Python and HTTP.
+CHECKS: dict[str, Check] = {
+    field.name: field.metadata["check"] for field in dataclasses.fields(Prompt)
+}
+# The fields of a prompt by their keys in a .jsonl line; error messages name the keys.
+SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
+NOT_IN_LINES = {"end_ids", *SHAPING, "logprobs", "prompt_logprobs", "speculation", "keep_trees"}
+LINE_FIELDS = SOURCES | {
+    name: name for name in CHECKS if name not in {*NOT_IN_LINES, *SOURCES.values()}
+}
+FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,96 +312,6 @@ def _make_plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     return [_make_plain(one) for one in value] if isinstance(value, Iterable) else value
-
-
-def _is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-    except OverflowError:  # a whole number that no float can hold
-        return False
-
-
-def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-# The one table of what a prompt's settings may be: for files, flags, Python and HTTP.
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "text": (lambda v: isinstance(v, str), "a text"),
-    "token_ids": (
-        lambda v: isinstance(v, list) and all(map(_is_count, v)),
-        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
-    ),
-    "messages": (
-        lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
-        'a list of {"role", "content"}',
-    ),
-    "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
-    **dict.fromkeys(
-        ("max_output_len", "truncate_prompt_tokens"),
-        (lambda v: _is_count(v, 1), f"a whole number from 1 to {MAX_COUNT}"),
-    ),
-    "temperature": (lambda v: _is_number(v, 0), "a number of at least 0"),
-    "top_k": (_is_count, f"a whole number from 0 to {MAX_COUNT}"),
-    "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number above 0 and at most 1"),
-    "seed": (lambda v: _is_count(v, 0, 2**64 - 1), "a whole number from 0 to 2**64 - 1"),
-    "stop": (
-        lambda v: _is_text(v) or (isinstance(v, list) and all(map(_is_text, v))),
-        "a text or a list of texts, none empty",
-    ),
-    **dict.fromkeys(
-        ("end_ids", "stop_token_ids"),
-        (
-            lambda v: isinstance(v, list) and all(map(_is_count, v)),
-            f"a list of token ids, whole numbers from 0 to {MAX_COUNT}",
-        ),
-    ),
-    "allowed_token_ids": (
-        lambda v: isinstance(v, list) and bool(v) and all(map(_is_count, v)),
-        f"a list of token ids, whole numbers from 0 to {MAX_COUNT}, not empty",
-    ),
-    "min_tokens": (_is_count, f"a whole number from 0 to {MAX_COUNT}"),
-    "bad_words": (
-        lambda v: isinstance(v, list) and len(v) <= MAX_WORDS and all(map(_is_text, v)),
-        f"a list of at most {MAX_WORDS} texts, none empty",
-    ),
-    "min_p": (lambda v: _is_number(v, 0, 1), "a number from 0 to 1"),
-    # Beyond these, logits can leave the range of float32.
-    "repetition_penalty": (lambda v: _is_number(v, 0.001, 1000), "a number from 0.001 to 1000"),
-    "frequency_penalty": (lambda v: _is_number(v, -2, 2), "a number from -2 to 2"),
-    "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number from -2 to 2"),
-    "logit_bias": (
-        lambda v: (
-            isinstance(v, dict)
-            and all(_is_count(k) and _is_number(bias, -100, 100) for k, bias in v.items())
-        ),
-        "numbers from -100 to 100 by token id",
-    ),
-    "logprobs": (
-        lambda v: _is_count(v, 0, MAX_LOGPROBS), f"a whole number from 0 to {MAX_LOGPROBS}"
-    ),
-    **dict.fromkeys(
-        (
-            "speculation", "keep_trees", "prompt_logprobs", "add_generation_prompt",
-            "continue_final_message", "add_special_tokens", "include_stop_str_in_output",
-            "skip_special_tokens", "spaces_between_special_tokens",
-        ),
-        (_is_bool, "true or false"),
-    ),
-    "grammar": (lambda v: isinstance(v, dict), "an object"),
-}  # fmt: skip
 
 
 def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:

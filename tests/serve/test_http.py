@@ -400,7 +400,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias is {'a': 1}, not numbers"),
     ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "by token id"),
-    ({"logit_bias": {"1": True}}, "logit_bias", "logit_bias is {1: True}"),
+    ({"logit_bias": {"1": True}}, "logit_bias", "logit_bias is {'1': True}"),
     ({"logit_bias": {"500": 1}}, "logit_bias", "logit_bias for token 500"),
     ({"logprobs": 50}, "logprobs", "from 0 to 20"),
     ({"max_tokens": 0}, "max_tokens", "without echo"),
@@ -413,7 +413,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (turn("user", 3), "messages", "messages.0.content is 3: give a text"),
     (turn("user", None), "messages", "messages.0.content is missing"),
     ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
-    ({"messages": [{**CHAT[0], "tool_calls": [{}]}]}, "messages", "does not read messages.0.tool"),
+    (
+        {"messages": [{**CHAT[0], "tool_calls": [{"name": "f"}]}]},
+        "messages",
+        "does not read messages.0.tool",
+    ),
+    (
+        {"messages": [CHAT[0] | {str(at): 1 for at in range(99)}]},
+        "messages",
+        "99 names beside role and content, at most 64",
+    ),
     (
         {"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 2},
         "max_completion_tokens",

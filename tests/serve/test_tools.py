@@ -259,6 +259,8 @@ REFUSED: list[tuple[dict[str, Any], ChatFormats, str, str]] = [
     ({"tools": [{"type": "function"}]}, HERMES, "tools", "tools.0.function is None"),
     ({"tools": [make_tool("a b", {})]}, HERMES, "tools", "tools.0.function.name is 'a b'"),
     ({"tools": [make_tool("a", {}, parameters=[])]}, HERMES, "tools", "parameters is []"),
+    ({"tools": [make_tool("a", {}, parameters={"type": "array"})]}, HERMES, "tools",
+     "parameters.type is 'array', not 'object'"),
     ({"tools": [ADD, ADD]}, HERMES, "tools", "two tools are called 'add'"),
     ({"tools": TOOLS, "tool_choice": "any"}, HERMES, "tool_choice", "is 'any', not none"),
     ({"tool_choice": "required"}, HERMES, "tool_choice", "there are no tools"),
