@@ -110,6 +110,8 @@ class TextStream:
         if not self._is_ended:
             self._text += self._decode_new()
             self._read = len(self._ids)
+            if self.ends:
+                self.ends[-1] = len(self._text)
             self._is_ended = True
         return self._text
 

@@ -56,6 +56,8 @@ PACKED_FOLDER = "packed"  # their matrices as the kernels read them, in files of
 # Weights of a drafter that share a scale in four bits; half a matrix's columns hold whole groups,
 # for a ReDrafter's projection of two states is read as two matrices.
 DRAFTER_GROUP = 32
+# Matrices that are never rounded: they are small, and the kernels read them as they are.
+KEPT = (ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,7 @@ def list_integers(model: ModelConfig) -> list[str]:
     return [
         name for name, shape in list_engine_tensors(model, None).items()
         if name.startswith("transformer.layers.") and len(shape) > 1
-        and not name.endswith((ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight"))
+        and not name.endswith(KEPT)
     ]  # fmt: skip
 
 
@@ -510,7 +512,7 @@ def plan_drafter(
     """A drafter's tensors where its matrices are INT8 or INT4, or its heads of fewer tokens.
 
     With INT4 heads are int8 all the same, whose errors go straight into the order of tokens, and so
-    is what does not divide into groups.
+    is what does not divide into groups. Experts, shared ones too, stay as they are.
     """
     planned = dict(tensors)
     if vocab_size is not None:
@@ -521,7 +523,10 @@ def plan_drafter(
     if weights is None:
         return planned
     modules = list_matrices({name: info.shape for name, info in planned.items()})
-    names = [f"{module}.weight" for module in modules]
+    names = [
+        name for name in (f"{module}.weight" for module in modules)
+        if not name.endswith(KEPT) and ".shared_expert." not in name
+    ]  # fmt: skip
     rounded = [
         name for name in names if weights == INT4 and not name.endswith(HEAD)
         and planned[name].shape[0] % 2 == 0 == planned[name].shape[1] % (2 * DRAFTER_GROUP)

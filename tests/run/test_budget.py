@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters import Drafting
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.eagle import EagleProposer
@@ -25,6 +28,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
+from specdec.engine.step import States
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.budget import DraftBudget
@@ -60,6 +64,37 @@ def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
     assert chances[3] > 0.9
     other = Candidates(sure.tree, None, sure.confidence, source=1)
     assert np.allclose(calibration.estimate(other), [1, 0.95, 0.35, 0.95])
+
+
+def test_confidence_that_is_no_number_is_none() -> None:
+    """A drafter may leave the range of its type: float16 ends at 65504."""
+    calibration, confidence = Calibration(), np.array([1.0, 0.9, np.nan, np.nan])
+    lost = Candidates(pack_beams(0, np.array([[1, 2, 3]])), None, confidence)
+    assert np.allclose(calibration.estimate(lost), [1, 0.9, 0, 0])
+    calibration.record(lost, [1, 2, 9])
+    assert calibration.estimate(lost)[2] > 0.01
+
+
+class Unready(Drafter):
+    """Reads much of prompts and drafts nothing yet."""
+
+    max_draft_tokens = max_draft_depth = 3
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        self.num_prefilled = 100
+        return super().propose(requests)
+
+
+def test_a_step_in_which_drafters_only_read() -> None:
+    proposer, read = PacedDrafter([[Unready()]]), 0
+    requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99))]
+    for _ in range(30):
+        (found,) = proposer.propose(requests)
+        assert found.tree.tokens.tolist() == [4]
+        read += proposer.num_prefilled
+        proposer.pace.record_step(1, 1, 0, 1.0)
+        proposer.observe(requests, States(torch.zeros(1, 1, 1)), [[0]])
+    assert read >= 100, "it was asked"
 
 
 def test_a_tree_is_cut_to_its_likeliest_nodes() -> None:

@@ -29,6 +29,7 @@ from tests.conftest import (
 )
 from tests.engine.kernels import needs_compiler
 from tests.engines import run_cli_here, save_weights
+from tests.families import make_family_model
 from tests.run.test_int8_engine import build, change_config, convert
 
 PYCODE = Path(__file__).resolve().parents[2] / "examples/pycode"
@@ -283,6 +284,29 @@ def test_text_without_kernels(method: str, weights: str, tp_size: int, tmp_path:
         finally:
             loaded.close()
     assert texts[0] == texts[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_experts_of_a_head_stay_as_they_are(weights: str, tmp_path: Path) -> None:
+    """With what chooses them, as the kernels read it."""
+    target = make_family_model(tmp_path, "qwen2_moe", intermediate=64)
+    flags = "--mtp-model-dir", make_mtp_head(tmp_path, target)
+    folder = build(
+        convert(target, tmp_path / "ckpt", *flags), "engine", "--drafter-weights", weights
+    )
+    tensors = load_file(folder / WEIGHTS_NAME)
+    rounded = {name for name, tensor in tensors.items() if tensor.dtype is torch.int8}
+    assert rounded == {f"mtp.{name}.weight" for name in (
+        "lm_head", "drafter.fc", *(f"drafter.layers.0.attention.{m}" for m in ("qkv", "dense"))
+    )}  # fmt: skip
+    request = Request(index=0, input_ids=[5, 9, 7], max_output_len=16, end_ids=frozenset())
+    drafted, plain = (
+        TorchEngine(folder, device="cpu", speculate=speculate).generate([request])[0]
+        for speculate in (True, False)
+    )
+    assert drafted.output_ids == plain.output_ids
+    assert drafted.stats.num_draft_tokens > 0
 
 
 def test_what_is_lost_without_kernels_is_said(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def stream(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[
     whole = text.finish()
     pieces.append(text.take())
     assert "".join(pieces) == whole
+    assert len(text.ends) == count
+    assert text.ends[-1:] == [len(whole)][:count]
     return pieces, count
 
 

@@ -265,9 +265,12 @@ def _list_places(candidates: Candidates) -> list[tuple[int, float]]:
 
 
 def read_confidence(candidates: Candidates) -> Array:
-    """[T], the drafter's confidence in each node; by its place among its siblings if not told."""
+    """[T], the drafter's confidence in each node; by its place among its siblings if not told.
+
+    None in what is no number, which a drafter makes that leaves the range of its type.
+    """
     if candidates.confidence is not None:
-        return candidates.confidence
+        return np.fmax(candidates.confidence, 0.0)
     tree = candidates.tree
     order = np.argsort(tree.parents, kind="stable")
     _, first, counts = np.unique(tree.parents[order], return_index=True, return_counts=True)

@@ -195,7 +195,7 @@ class PacedDrafter(DrafterGroup):
         found = [chances for chances, _ in ranked]
         if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
             found = [chances for chances in found if len(chances)]
-        most = self.pace.choose(found)
+        most = self.pace.choose(found) if found else 0
         self._drafts = [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
