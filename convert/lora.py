@@ -20,11 +20,11 @@ from specdec.files.casts import FLOATS, cast
 from specdec.files.folders import refuse_absent
 from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
+from specdec.model.wrappers import NAMES
 
 from .hf import HfFolder
 from .plan import Computed, collect
 from .torch_file import TorchFile
-from .wrappers import NAMES
 
 FLAG = "--lora-dir"
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")

@@ -7,28 +7,21 @@ to; others attend otherwise (PaliGemma), or have positions of their own (Qwen2-V
 from __future__ import annotations
 
 from specdec import logs
+from specdec.model.wrappers import NAMES, WRAPPERS
 
 from .hf import HfFolder
 
 logger = logs.get_logger(__name__)
 
-WRAPPERS = (
-    "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration", "Mistral3ForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
-)  # fmt: skip
-# How transformers has named the text model's tensors, and what they are called where it is alone.
-NAMES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
 # What only images pass through.
 VISION = (
     "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline",
     "model.vision_tower.", "model.vision_model.", "model.multi_modal_projector.",
     "model.image_newline", "model.visual.", "visual.",
 )  # fmt: skip
+# What a text model was trained to do to its logits, and classes of wrappers leave out.
+LOGITS = {"final_logit_softcapping": None, "logits_scaling": 1.0}
+USUAL = {("gemma2", "final_logit_softcapping"): 30.0}  # where config.json does not say
 # Keys of a wrapper's own config.json where its text_config does not say.
 INHERITED = ("dtype", "torch_dtype", "quantization_config")
 # A text_config leaves out what its class in transformers takes by default; these are the sizes that
@@ -61,6 +54,14 @@ def unwrap(folder: HfFolder) -> None:
         },
         left_out=left_out,
     )
+    for key, plain in LOGITS.items():
+        value = text.get(key, USUAL.get((str(text.get("model_type")), key), plain))
+        if value not in (None, plain):
+            logger.warning(
+                "%s: %s %s of the text model is computed; %s of transformers leaves it out, which"
+                " changes the probabilities of sampling but no greedy text",
+                folder.path, key, value, name,
+            )  # fmt: skip
     outer = {key: folder.config[key] for key in INHERITED if key in folder.config}
     if "lm_head.weight" not in folder.tensors and folder.config.get("tie_word_embeddings") is True:
         # transformers 5 ties by the wrapper's own key, earlier versions by the text model's.

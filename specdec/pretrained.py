@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from specdec.gguf.folder import load_state, localize
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
 from specdec.model.config_reader import Rotary
+from specdec.model.wrappers import NAMES, WRAPPERS
 from specdec.pretrained_config import NEWER, adapt_config, check_rotary
 
 # Files that may name Python to run, and the keys by which they do.
@@ -113,7 +115,8 @@ def load_model(
 ) -> Any:  # fmt: skip
     """Return a model, made by a class of transformers; `options` are for its from_pretrained.
 
-    Raise SpecDecError where it would compute anything else than our own reader finds.
+    Of a model with a vision tower it is the text model. Raise SpecDecError where it would compute
+    anything else than our own reader finds.
     """
     import transformers
 
@@ -121,6 +124,11 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
+    if (config.architectures or [None])[0] in WRAPPERS and text is not config:
+        # As convert does. Classes of wrappers leave out what a text model does to its logits.
+        text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+        config = text
+        options["key_mapping"] = {f"^{re.escape(theirs)}": ours for theirs, ours in NAMES}
     state = load_state(source, options.get("dtype"))
     _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:

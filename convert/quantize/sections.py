@@ -223,7 +223,8 @@ def _read_gptq(section: Section) -> Scheme:
 
 
 def _read_compressed(section: Section) -> Scheme:
-    status = section.take("quantization_status", "compressed", default="compressed")
+    # Some writers leave the status of the model in memory; tensors are compressed all the same.
+    section.take("quantization_status", "compressed", "frozen", default="compressed")
     section.take("kv_cache_scheme")
     sparsity = section.take("sparsity_config", default={})
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
@@ -235,7 +236,7 @@ def _read_compressed(section: Section) -> Scheme:
     section.skip("ignore", "version", "global_compression_ratio")
     groups = section.take("config_groups")
     format_name = section.take("format", default="")
-    if not isinstance(groups, dict) or not groups or status != "compressed":
+    if not isinstance(groups, dict) or not groups:
         raise section.refuse(f"config_groups is {shorten(groups)}", _REMEDY)
     weights = [_read_group(section, name, group) for name, group in groups.items()]
     if any(other != weights[0] for other in weights):

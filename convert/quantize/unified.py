@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec import logs
-from specdec.errors import Problems, join_names
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import SCALE_DTYPES
@@ -41,6 +41,8 @@ logger = logs.get_logger(__name__)
 
 SOURCE_SCALES = {"weight_scale": WEIGHT_SCALE, "input_scale": ACTIVATION_SCALE}
 DEQUANTIZE = "add --dequantize, which writes plain weights in --dtype"
+# What a kv_cache_scheme says of a cache that a checkpoint can hold.
+_FP8_CACHE = {"type": "float", "num_bits": 8, "dynamic": False, "strategy": "tensor"}
 # Where the writers put the scales of K and V, from the attention module.
 KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
 
@@ -197,6 +199,7 @@ def _read_kv_scales(
     holds no scales means scales of 1, which its writers leave out and every runtime assumes.
     """
     tensors = folder.tensors
+    is_promised = any([_promises_cache(folder, section) for _, section in read_sections(folder)])
     theirs = attentions.values()
     found = [pair for pair in KV_NAMES if any(a + name in tensors for a in theirs for name in pair)]
     pairs: dict[str, tuple[np.float32, np.float32]]
@@ -206,7 +209,7 @@ def _read_kv_scales(
             ours: (reader.get(attention + k_name), reader.get(attention + v_name))
             for ours, attention in attentions.items()
         }
-    elif any(_promises_cache(section) for _, section in read_sections(folder)):
+    elif is_promised:
         logger.info("%s has an FP8 K/V cache without scales, which means 1", folder.path)
         pairs = dict.fromkeys(attentions, (np.float32(1), np.float32(1)))
     else:
@@ -217,8 +220,18 @@ def _read_kv_scales(
     }
 
 
-def _promises_cache(section: Mapping[str, Any]) -> bool:
-    return any(section.get(key) is not None for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
+def _promises_cache(folder: HfFolder, section: Mapping[str, Any]) -> bool:
+    """Whether a section tells of a K/V cache in FP8; SpecDecError where it tells of another."""
+    scheme = section.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        said = {key: scheme[key] for key in _FP8_CACHE if scheme.get(key) is not None}
+        if not said.items() <= _FP8_CACHE.items():
+            raise SpecDecError(
+                f"{folder.path}: kv_cache_scheme has {said}, and a checkpoint holds a cache in FP8"
+                " with a fixed scale for each layer",
+                f"remove kv_cache_scheme from its config.json, or {DEQUANTIZE}",
+            )
+    return scheme is not None or section.get("kv_cache_quant_algo") is not None
 
 
 class ScaleReader:

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from specdec.convert.families import FAMILIES
 from specdec.convert.kinds import MARKS, describe_kind
+from specdec.pretrained import load_model
 from tests.conftest import make_llama
 from tests.convert.checkpoints import join_checkpoint, read_config
 from tests.convert.conftest import Converter
 from tests.engines import continue_greedily, make_engine
-from tests.families import make_hybrid
+from tests.families import make_family_model, make_hybrid
 
 NAMES = {family.name: family for family in FAMILIES.values()}
 # transformers' configuration, changes of it, and a tensor's name: the nearest of the families, the
@@ -171,6 +172,45 @@ def test_a_head_that_the_wrapper_ties(is_told: bool, convert: Converter, tmp_pat
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
     found = join_checkpoint(convert(model_dir=wrapper))
     assert np.array_equal(found["lm_head.weight"], found["transformer.vocab_embedding.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "told"),
+    [
+        ("gemma2", "Llava", "final_logit_softcapping 30.0"),
+        ("granite", "LlavaNext", "logits_scaling 4.0"),
+        ("mistral", "Mistral3", ""),
+        ("qwen3_5", "Qwen3_5", ""),
+    ],
+)
+def test_a_reference_is_the_text_model_that_is_converted(
+    family: str, name: str, told: str, convert: Converter, tmp_path: Path,
+    log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its own cap and scale of logits, which its wrapper's class lacks; tied by the outer key."""
+    import torch
+
+    more: dict[str, Any] = {"logits_scaling": 4.0} if family == "granite" else {}
+    target = make_family_model(tmp_path, family, tie_word_embeddings=True, **more)
+    wrapper = make_wrapper(
+        tmp_path / "w", target, f"{name}ForConditionalGeneration", is_old=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    kind = {"LlavaNext": "llava_next"}.get(name, name.lower())
+    config = read_config(wrapper) | {
+        "model_type": kind, "tie_word_embeddings": True, "vision_config": {}
+    }  # fmt: skip
+    (wrapper / "config.json").write_text(json.dumps(config))
+    tokens = torch.tensor([[5, 9, 33, 7]])
+    for auto, field in (("AutoModelForCausalLM", "logits"), ("AutoModel", "last_hidden_state")):
+        alone, taken = (
+            load_model(folder, auto, dtype=torch.float32)(tokens)[field]
+            for folder in (target, wrapper)
+        )
+        assert torch.equal(alone, taken)
+    convert(model_dir=wrapper)
+    assert (f"{told} of the text model is computed" if told else "") in log.text
+    assert bool(told) == ("leaves it out" in log.text)
 
 
 def test_one_tensor_under_two_names_is_refused(convert: Converter, tmp_path: Path) -> None:

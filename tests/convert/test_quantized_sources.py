@@ -326,6 +326,29 @@ def test_scales_of_the_cache(
     assert not any("cache" in n for n in load_file(convert.output / "rank0.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("cache", "told"),
+    [
+        ({}, ""), ({"strategy": None}, ""), ({"type": "int"}, "'int'"), ({"num_bits": 4}, "4"),
+        ({"dynamic": True, "strategy": "token"}, "True"), ({"strategy": "attn_head"}, "attn_head"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_is_not_fp8_with_fixed_scales(
+    cache: dict[str, Any], told: str, convert: Converter, tmp_path: Path
+) -> None:
+    """As compressed-tensors names it, of linears whose section a writer has left as "frozen"."""
+    source, _ = make_quantized(tmp_path, CASES["compressed"], layers=1)
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"} | cache
+    change_folder(source, {}, kv_cache_scheme=scheme, quantization_status="frozen")
+    if told:
+        error = convert.fail(model_dir=source)
+        assert "a checkpoint holds a cache in FP8" in error.message
+        assert told in error.message
+    convert(model_dir=source, dequantize=bool(told))
+    read = read_checkpoint_config(convert.output).quantization.kv_cache_quant_algo
+    assert read == (None if told else "FP8")
+
+
 @pytest.mark.parametrize("name", ["fp8-weights", "modelopt-nvfp4-weights", "gptq-8-bits"])
 def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_path: Path) -> None:
     source, _ = make_quantized(tmp_path, CASES[name])
