@@ -65,6 +65,12 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "{found} are both given", "a checkpoint holds one drafter: give one of them",
     ),
     (
+        lambda s: s.speculative_decoding_mode
+        and find_given(s, "base_model_checkpoint_dir", *(f for f in FOLDERS if "mtp" not in f)),
+        "{found} and --speculative-decoding-mode mtp, which takes the head in --model-dir, are both"
+        " given", "leave one of them out",
+    ),
+    (
         _find_other_methods,
         "{found}", "give the drafter's folder, or leave the option out",
     ),

@@ -95,7 +95,10 @@ MARKS = (
         ),
         (), _MULTIPLIED,
     ),
-    Mark("layers that draft (MTP)", ("num_nextn_predict_layers",), ("*.nextn.*", "mtp.*")),
+    Mark(
+        "experts chosen by a sigmoid with a correction", (), ("*.e_score_correction_bias",),
+    ),
+    Mark("first layers without experts", ("first_k_dense_replace",)),
     Mark(
         "layer norms", ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
         ("*norm.bias", "*.ln_?.bias", "*.ln_f.bias"), ("phi", "gpt2", "opt", "stablelm"),

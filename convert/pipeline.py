@@ -14,7 +14,7 @@ from specdec import logs
 from specdec.command.settings import need, to_plain
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.casts import FLOATS
-from specdec.files.folders import is_hub_id
+from specdec.files.folders import MODEL, is_hub_id
 from specdec.files.manifest import check_sources, write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import (
@@ -26,7 +26,7 @@ from specdec.files.staging import (
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
 from specdec.gguf.folder import localize
-from specdec.methods import METHODS, place_drafter
+from specdec.methods import place_drafter
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import EXECUTED
@@ -78,7 +78,7 @@ logger = logs.get_logger(__name__)
 
 # What transformers 5 calls the experts of a layer in one tensor.
 FUSED = ("gate_up_proj", "down_proj")
-MTP_FOLDER = METHODS["mtp"].folder  # mostly the target's own
+MTP_FOLDER = "mtp_model_dir"  # mostly the target's own
 MAX_WORKERS = 16  # if not told otherwise: every one has buffers
 
 
@@ -86,6 +86,9 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     """Write a checkpoint and return what it is; with `dry_run`, only check and describe it."""
     began = time.monotonic()
     settings = place_drafter(settings, fetch_drafter(settings))
+    if settings.speculative_decoding_mode is not None and find_folder(settings) is None:
+        own: dict[str, Any] = {MTP_FOLDER: settings.model_dir}
+        settings = dataclasses.replace(settings, **own)
     check_flags(settings)
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
@@ -164,10 +167,10 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     config, ranks, files, origin = target.config, target.ranks, target.files, None
     if (option := find_folder(settings)) is not None:
         converter = load_converter(FOLDERS[option])
-        folder = open_model(
-            getattr(settings, option), name_flag(option), FOLDERS[option].name,
-            weight_files=converter.WEIGHT_FILES,
-        )  # fmt: skip
+        place, kind = getattr(settings, option), FOLDERS[option].name
+        if option == MTP_FOLDER and place == settings.model_dir:
+            kind = MODEL
+        folder = open_model(place, name_flag(option), kind, weight_files=converter.WEIGHT_FILES)
         shapes = (spec.shape for spec in list_target_tensors(target.model).values())
         origin = read_origin(
             folder.path, folder.config, files, settings.model_dir, sum(map(math.prod, shapes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.methods import list_options
+from specdec.methods import list_modes, list_options
 from specdec.model.bounds import MAX_RANKS
 from specdec.options import add_options, option_group, setting
 
@@ -33,6 +33,14 @@ class ConvertSettings:
     base_model_checkpoint_dir: Path | None = MODELS(
         metavar="CKPT", help="The target as an existing checkpoint folder, instead of --model-dir."
     )
+    speculative_decoding_mode: str | None = MODELS(
+        choices=("mtp",),
+        elsewhere={
+            mode: "specdec-build takes this mode; a drafter with weights is given by its folder"
+            for mode in list_modes() if mode != "mtp"
+        },
+        help="mtp: the head that --model-dir itself holds drafts, as --mtp-model-dir BASE says.",
+    )  # fmt: skip
     lora_dir: Path | None = MODELS(
         metavar="ADAPTER",
         help="A LoRA adapter that PEFT saved: it is merged into the weights of --model-dir.",

@@ -294,8 +294,9 @@ def write_mtp(order: Order) -> Contents:
             "a head for multi-token prediction is written with its target's config.json",
             "give the target's own folder as --model-dir",
         )
-    config = read_json(folder / "config.json")
-    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    config, form = read_json(folder / "config.json"), FORMS[order.mtp.form]
+    key = "num_nextn_predict_layers" if form.is_reversed else "mtp_num_hidden_layers"
+    config.get("text_config", config)[key] = 1
     contents = Contents(config, order.list_tensors())
     if order.settings.to == "hf":
         return contents
@@ -303,7 +304,7 @@ def write_mtp(order: Order) -> Contents:
     names = [f"model-{n:05}-of-{len(found) + 1:05}.safetensors" for n in range(1, len(found) + 2)]
     contents.files, contents.weights_name = dict(zip(names, found, strict=False)), names[-1]
     places = {key: n for n, path in contents.files.items() for key in TensorFile(path).tensors}
-    if held := [name for name in places if name.startswith(FORMS["qwen"].prefix)]:
+    if held := [name for name in places if name.startswith(form.prefix)]:
         raise SpecDecError(
             f"{folder} holds a head already: {join_names(held)}", "give a target without one"
         )
@@ -493,6 +494,15 @@ def find_unread(order: Order) -> dict[str, str] | None:
     }  # fmt: skip
 
 
+def find_unread_head(order: Order) -> dict[str, str] | None:
+    """A head in a form that runtimes do not read beside this target."""
+    model, form = order.source.model, order.mtp.form
+    own = read_json(Path(order.settings.model_dir or "") / "config.json").get("architectures")
+    is_read = own == ["MiMoForCausalLM"] if form == "mimo" else model.linear_attention is not None
+    layout = "MiMo" if form == "mimo" else "Qwen"
+    return None if is_read else {"layout": layout, "target": model.architecture}
+
+
 def drafts_unread(order: Order) -> bool:
     """Whether a block drafts from its first token without a Markov head, as only specdec can."""
     params = order.dflash
@@ -557,11 +567,10 @@ LACKS: tuple[tuple[Collection[str], Collection[str], Callable[[Order], Any], str
         "it does of {read}; for this target there are --to {takers}",
     ),
     (
-        ("mtp",), BUT_HF,
-        lambda order: order.source.model.linear_attention is None
-        and {"target": order.source.model.architecture},
-        "{title} reads no head of Qwen's layout beside a {target}",
-        "it does beside Qwen3.5, Qwen3.6 and Qwen3-Next; hf is for specdec",
+        ("mtp",), BUT_HF, find_unread_head,
+        "{title} reads no head of {layout}'s layout beside a {target}",
+        "it reads Qwen's beside Qwen3.5, Qwen3.6 and Qwen3-Next, MiMo's beside MiMo 7B; hf is for"
+        " specdec",
     ),
     (
         ("dflash",), ("sglang",), lambda order: order.dflash.markov_rank,

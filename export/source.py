@@ -54,7 +54,8 @@ MODEL_TYPES = {
 class Part:
     """Rows [start, stop) of a checkpoint's tensor; stop None: to the end.
 
-    gates: where as many rows of gates begin; each `head_size` rows are followed by theirs.
+    gates: where as many rows of gates begin; each `head_size` rows are followed by theirs. swaps:
+    whether the halves of every row change places.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Part:
     stop: int | None = None
     gates: int | None = None
     head_size: int = 0
+    swaps: bool = False
 
 
 @dataclasses.dataclass
@@ -111,6 +113,8 @@ class Source:
         """A part in its storage type."""
         whole: Array = self.file.read(part.name)
         rows = whole[part.start : part.stop]
+        if part.swaps:
+            return np.roll(rows, rows.shape[1] // 2, axis=1)
         if part.gates is None:
             return rows
         gates = whole[part.gates : part.gates + len(rows)]
@@ -183,27 +187,30 @@ class Source:
         return parts
 
     def _list_mtp(self, params: MtpParams) -> dict[str, Part]:
-        """By Qwen's names; embedding and head must be the target's."""
-        form, net = FORMS["qwen"], params.make_net_model(self.model)
+        """By Qwen's names, or MiMo's; embedding and head must be the target's."""
+        form, net = FORMS[params.form], params.make_net_model(self.model)
         head = HEAD if HEAD in self.file.tensors else EMBEDDING
         shared = {"drafter.vocab_embedding.weight": EMBEDDING, HEAD: head, HEAD_BIAS: HEAD_BIAS}
         parts: dict[str, Part] = {}
         for name in params.list_tensors(self.model):
             own = name.removeprefix(MTP_NET)
             module, _, kind = own.removeprefix("drafter.").rpartition(".")
-            if params.blanks_first or (own in shared and not self.is_same(name, shared[own])):
+            if own in shared and not self.is_same(name, shared[own]):
                 raise SpecDecError(
-                    f"{self.folder}: the head for multi-token prediction reads zeros in its first"
-                    " pair, or has an embedding or output layer of its own",
-                    "give its runtime the folder that it came in: Qwen's layout has no room for it",
+                    f"{self.folder}: the head for multi-token prediction has an embedding or output"
+                    " layer of its own",
+                    "give its runtime the folder that it came in: Qwen's and MiMo's layouts have no"
+                    " room for it",
                 )
             if own in shared:
                 self.left_out[own] = "equals the target's, which is taken"
             elif own.startswith("drafter.layers."):
                 layer = name_layer(name, own.removeprefix("drafter."), net)
-                parts |= {f"{form.prefix}{key}": part for key, part in layer}
+                start = form.prefix + form.layer
+                parts |= {start + key.removeprefix("layers.0."): part for key, part in layer}
             else:
-                parts[f"{form.prefix}{form.names[module]}.{kind}"] = Part(name)
+                swaps = form.is_reversed and module == "fc"
+                parts[f"{form.prefix}{form.names[module]}.{kind}"] = Part(name, swaps=swaps)
         return parts
 
     def _list_net(
@@ -267,6 +274,12 @@ class Order:
     def dflash(self) -> DFlashParams:
         """The parameters of a DFlash drafter."""
         assert isinstance(self.source.drafter, DFlashParams)
+        return self.source.drafter
+
+    @property
+    def mtp(self) -> MtpParams:
+        """The parameters of a head for multi-token prediction."""
+        assert isinstance(self.source.drafter, MtpParams)
         return self.source.drafter
 
     @property

@@ -50,6 +50,7 @@ class GenerateSettings:
     texts: list[str] = setting([], metavar="TEXT", is_argument=True, help="One or several prompts.")
     input_file: Path | None = _like("run", "input_file", group="Text")
     model_dir: str | None = _like("convert", "model_dir")
+    speculative_decoding_mode: str | None = _like("convert", "speculative_decoding_mode")
     lora_dir: Path | None = _like("convert", "lora_dir")
     draft_model_dir: str | None = MODELS(
         folder="model", metavar="SMALL",
@@ -141,7 +142,7 @@ def check_settings(settings: GenerateSettings) -> None:
             if lists
             else 'write prompts behind the options, such as "def main():", or give --input-file',
         )
-    ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir")]
+    ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir", "speculative_decoding_mode")]
     ways += [list(get_flags(kind)) for kind in DRAFTS]
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
     if len(drafters) > 1:

@@ -46,7 +46,7 @@ describe = add_keys(
 )  # fmt: skip
 QWEN2 = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"),  # MiMo 7B is one with a head that drafts
     modules=MODULES,
     read_config=decoder(
         lambda *_: {"attn_bias": True}, read_window, max_positions=32768, num_kv_heads=32

@@ -65,10 +65,12 @@ def list_head(folder: HfFolder) -> list[str]:
 def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
     """Return a target's folder without its head; say so unless that is converted, too."""
     head = list_head(folder)
-    if head and not is_converted:
+    if head and is_converted:
+        logger.info("%s: it holds a head that drafts, of %d tensors", folder.path, len(head))
+    elif head:
         logger.info(
             "%s: %d tensors of a head that drafts (%s) are left out: give %s to have it",
-            folder.path, len(head), head[0], f"--mtp-model-dir {folder.path}",
+            folder.path, len(head), head[0], "--speculative-decoding-mode mtp",
         )  # fmt: skip
     return folder.select(folder.tensors.keys() - head) if head else folder
 
@@ -83,7 +85,8 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
         raise SpecDecError(
             f"{folder.path} holds no head for multi-token prediction, which has one of"
             f" {', '.join(signs).format(layer='N')}; it holds {list_held(folder)}",
-            "give the folder of a model that was published with its head, or of a trained head",
+            "give a model that was published with its head; or train one with specdec-train"
+            " --method mtp, and give its folder as --mtp-model-dir",
         )
     form, prefix = found
     folder = folder.select(list_head(folder))

@@ -744,22 +744,23 @@ def test_what_edge_llm_ignores_or_lacks(target: Path, tmp_path: Path) -> None:
 # ---- MTP.
 
 
-@pytest.fixture
-def hybrid(tmp_path: Path) -> tuple[Path, Path]:
-    """A target and a head beside it."""
-    target = make_hybrid(tmp_path, vocab=VOCAB)
-    make_tokenizer(target, vocab=VOCAB)
-    return target, make_mtp_head(tmp_path, target)
-
-
-def test_a_head_goes_back_into_its_targets_folder(
-    hybrid: tuple[Path, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("form", "count"), [("qwen", "mtp_num_hidden_layers"), ("mimo", "num_nextn_predict_layers")]
+)
+def test_a_head_goes_back_into_its_targets_folder(form: str, count: str, tmp_path: Path) -> None:
     """As hf the head alone, tensor for tensor; for the others the whole, which converts as before.
 
     The gates of queries, which lie apart in a checkpoint, are among them again.
     """
-    target, head = hybrid
+    if form == "qwen":
+        target = make_hybrid(tmp_path, vocab=VOCAB)
+    else:
+        target = make_family_model(tmp_path, "qwen2", vocab=VOCAB)
+        config = read_json(target / "config.json")
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+        (target / "config.json").write_text(json.dumps(config))
+    make_tokenizer(target, vocab=VOCAB)
+    head = make_mtp_head(tmp_path, target, form=form)
     flags = {"model_dir": str(target), "mtp_model_dir": str(head)}
     own = load_file(head / "model.safetensors")
     report = export(tmp_path / "hf", to="hf", **flags)
@@ -782,24 +783,25 @@ def test_a_head_goes_back_into_its_targets_folder(
     }  # fmt: skip
     assert held["model-00002-of-00002.safetensors"] == own.keys()
     assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    assert read_json(folder / "config.json")["mtp_num_hidden_layers"] == 1
+    assert read_json(folder / "config.json")[count] == 1
     for name, base, drafter in (("a", target, head), ("b", folder, folder)):
         call(
             "convert", "--model-dir", base, "--mtp-model-dir", drafter,
             "--output-dir", tmp_path / name,
         )  # fmt: skip
     assert read_checkpoint(tmp_path / "a") == read_checkpoint(tmp_path / "b")
-    with pytest.raises(SpecDecError, match="holds a head already: mtp"):
+    with pytest.raises(SpecDecError, match="holds a head already: m"):
         export(tmp_path / "again", to="sglang", **flags | {"model_dir": str(folder)})
 
 
-def test_heads_that_no_runtime_would_read(
-    target: Path, hybrid: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_heads_that_no_runtime_would_read(target: Path, tmp_path: Path) -> None:
     head = make_mtp_head(tmp_path, target, name="other")
     flags = {"model_dir": str(target), "mtp_model_dir": str(head)}
     with pytest.raises(SpecDecError, match="no head of Qwen's layout beside a LlamaForCausalLM"):
         export(tmp_path / "out", to="vllm", **flags)
+    other = make_mtp_head(tmp_path, target, form="mimo", name="mimo")
+    with pytest.raises(SpecDecError, match="no head of MiMo's layout beside a LlamaForCausalLM"):
+        export(tmp_path / "out", to="sglang", **flags | {"mtp_model_dir": str(other)})
     with pytest.raises(SpecDecError, match="llama.cpp does not take a head for multi-token"):
         export(tmp_path / "out", to="gguf", **flags)
     own = make_mtp_head(tmp_path, target, form="glm", own=True, name="own")

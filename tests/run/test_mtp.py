@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +113,89 @@ class Reference:
         return drafted
 
 
+class MiMoReference:
+    """What Xiaomi's modeling_mimo.py computes, written down from its equations.
+
+    Its layer is a Qwen2's; the first pair of a text has no embedding, as in vLLM.
+    """
+
+    def __init__(self, target: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.tensors = load_file(target / "model.safetensors")
+        told = json.loads((target / "config.json").read_text()) | {"model_type": "qwen2"}
+        config = AutoConfig.for_model(**told)
+        own = {key: x for key, x in self.tensors.items() if "mtp_layers" not in key}
+        self.main = AutoModelForCausalLM.from_config(config).eval()
+        assert not self.main.load_state_dict(own, strict=False).unexpected_keys
+        self.heads, self.size = config.num_attention_heads, config.hidden_size // 8
+        self.epsilon, self.base = config.rms_norm_eps, config.rope_parameters["rope_theta"]
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        return self.tensors[f"model.mtp_layers.0.{name}.weight"] * (x * scale)
+
+    def _apply(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        stem = f"model.mtp_layers.0.{name}"
+        return torch.nn.functional.linear(
+            x, self.tensors[f"{stem}.weight"], self.tensors.get(f"{stem}.bias")
+        )
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(len(x))[:, None] / self.base ** (
+            torch.arange(0, self.size, 2) / self.size
+        )
+        turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def rotate(y: torch.Tensor) -> torch.Tensor:  # halves of a head are real and imaginary
+            turned = torch.complex(*y.chunk(2, dim=-1)) * turns
+            return torch.cat((turned.real, turned.imag), dim=-1)
+
+        q, k, v = (
+            self._apply(f"self_attn.{part}_proj", x).view(len(x), -1, self.size) for part in "qkv"
+        )
+        q, k = rotate(q), rotate(k)
+        k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / self.size**0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+        return self._apply(
+            "self_attn.o_proj", torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        )
+
+    @torch.no_grad()
+    def draft(self, text: Sequence[int], size: int) -> list[int]:
+        """What follows a text, whose last token the target's states do not reach."""
+        states = self.main.model(torch.tensor([list(text[:-1])])).last_hidden_state[0]
+        ids, drafted = list(text[1:]), []
+        for _ in range(size):
+            embedded = self.tensors["model.embed_tokens.weight"][ids]
+            embedded[0] = 0
+            pair = self._norm("hidden_layernorm", states), self._norm("token_layernorm", embedded)
+            x = self._apply("input_proj", torch.cat(pair, dim=-1))
+            x = x + self._attend(self._norm("input_layernorm", x))
+            y = self._norm("post_attention_layernorm", x)
+            gate = torch.nn.functional.silu(self._apply("mlp.gate_proj", y))
+            x = x + self._apply("mlp.down_proj", gate * self._apply("mlp.up_proj", y))
+            out = self._norm("final_layernorm", x)[-1:]
+            drafted.append(int((out @ self.main.lm_head.weight.T).argmax()))
+            states, ids = torch.cat((states, out)), [*ids, drafted[-1]]
+        return drafted
+
+
+def make_mimo(parent: Path) -> Path:
+    """Write what MiMo 7B is published as, in small: a Qwen2 and its head, in one folder."""
+    target = make_family_model(parent, "qwen2", vocab=128)
+    head = make_mtp_head(parent, target, form="mimo")
+    tensors = load_file(target / "model.safetensors") | load_file(head / "model.safetensors")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text()) | {
+        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1,
+        "attention_bias": True, "head_dim": 8,
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
 TARGETS: dict[str, Any] = {
     "hybrid": make_hybrid,
     "llama": lambda parent: make_llama(parent, seed=3),
@@ -139,6 +224,17 @@ def test_drafts_are_those_of_transformers(
     head = make_mtp_head(tmp_path, target, form=form, own=own)
     reference = Reference(target, head, form)
     folder = make_tree_engine("mtp", tmp_path, target, head, optimize=optimize)
+    compare_drafts(folder, reference, every=1 if kind == "hybrid" else 3)
+
+
+def test_mimo_drafts_by_its_own_head(tmp_path: Path) -> None:
+    target = make_mimo(tmp_path)
+    folder = make_tree_engine("mtp", tmp_path, target, target)
+    compare_drafts(folder, MiMoReference(target))
+
+
+def compare_drafts(folder: Path, reference: Reference | MiMoReference, every: int = 1) -> None:
+    """Those of every step of a batch, of whose texts so many are looked at."""
     engine = TorchEngine(folder, device="cpu")
     proposer = engine.proposer
     assert isinstance(proposer, MtpProposer)
@@ -158,7 +254,7 @@ def test_drafts_are_those_of_transformers(
     expected = continue_greedily(reference.main, PROMPTS, LIMIT)
     assert [r.output_ids for r in results] == expected
     assert len(seen) > 3 * LIMIT / 2
-    for text, drafted in seen[:: 1 if kind == "hybrid" else 3]:
+    for text, drafted in seen[::every]:
         assert drafted == reference.draft(text, 8), text
 
 
@@ -201,11 +297,32 @@ def test_convert_keeps_the_head_that_a_model_is_published_with(tmp_path: Path) -
         load_file(folder.parent / "checkpoint/rank0.safetensors") for folder in (found, expected)
     ]
     assert all(torch.equal(both[0][name], weight) for name, weight in both[1].items())
+    own = ("--speculative-decoding-mode", "mtp", "--mtp-max-draft-len", 8)
+    done = run_cli_here("convert", "--model-dir", target, "--output-dir", tmp_path / "own", *own)
+    assert f"{target}: it holds a head that drafts, of 15 tensors" in done.stderr
+    itself = (tmp_path / "own/rank0.safetensors").read_bytes()
+    assert itself == (found.parent / "checkpoint/rank0.safetensors").read_bytes()
     done = run_cli_here("convert", "--model-dir", target, "--output-dir", tmp_path / "plain")
     assert done.returncode == 0
-    assert f"give --mtp-model-dir {target} to have it" in done.stderr
+    assert "give --speculative-decoding-mode mtp to have it" in done.stderr
     plain = load_file(tmp_path / "plain/rank0.safetensors")
     assert plain.keys() == {name for name in both[0] if not name.startswith("mtp.")}
+
+
+def test_a_target_without_a_head_of_its_own(tmp_path: Path) -> None:
+    target, flags = make_llama(tmp_path), ("--speculative-decoding-mode", "mtp")
+    run = functools.partial(run_cli_here, "convert", "--output-dir", tmp_path / "out")
+    done = run("--model-dir", target, *flags)
+    assert done.returncode == 1
+    assert f"{target} holds no head for multi-token prediction, which has one of mtp" in done.stderr
+    assert "give its folder as --mtp-model-dir" in done.stderr
+    done = run("--model-dir", target, "--medusa-model-dir", target, *flags)
+    assert done.returncode == 2
+    assert "--medusa-model-dir and --speculative-decoding-mode mtp, which takes" in done.stderr
+    done = run("--model-dir", target, "--speculative-decoding-mode", "medusa")
+    assert done.returncode == 2
+    assert "a drafter with weights is given by its folder" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
