@@ -32,6 +32,8 @@ ROLES = {
 CALL_ROLES = ("function_call", "tool_call")  # turns whose text is the JSON of one call or several
 # A row's keys besides the conversation that a chat template takes.
 OPTIONS = ("tools", "documents")
+# Keys of what the turns of a row point to by a mark in their text, as LLaVA's data sets have them.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # A row that lost one of these would teach another text than the target writes or is asked with.
 NEEDED = (
     "content", "tool_calls", "reasoning_content", "reasoning", "thinking", "refusal", "audio",
@@ -101,13 +103,22 @@ def parse_conversation(row: dict[str, Any]) -> Conversation:
     A `system` text next to them comes first, as in Daring-Anteater; `tools`, `functions`,
     `documents` and `chat_template_kwargs` are for the chat template.
     """
-    key = "messages" if "messages" in row else "conversations"
-    turns = row[key]
+    # Of rows of a table, which has every field, the empty one is another row's.
+    key = "messages" if row.get("messages") is not None else "conversations"
+    turns = row.get(key)
+    for name in MEDIA:
+        if row.get(name):
+            raise ChatError(
+                f"it has {name} besides its turns, {shorten(row[name])}",
+                "leave such rows out: a drafter learns from text",
+            )
     if not isinstance(turns, list):
         raise ChatError(f"{key} is a {type(turns).__name__}, not a list of turns")
     messages = [_parse_turn(number, turn) for number, turn in enumerate(turns, 1)]
-    system = row.get("system")
-    if isinstance(system, str) and system and all(get_speaker(m) != "system" for m in messages):
+    system = row.get("system") or row.get("system_prompt")
+    if system and not isinstance(system, str):
+        raise ChatError(f"system is a {type(system).__name__}, not a text")
+    if system and all(get_speaker(m) != "system" for m in messages):
         messages.insert(0, {"role": "system", "content": system})
     return Conversation(messages, _parse_options(row))
 

@@ -80,9 +80,14 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return row
 
 
+def holds_conversation(row: dict[str, Any]) -> bool:
+    """Whether an object has turns; rows of tables have every field, null where it is another's."""
+    return any(row.get(key) is not None for key in ("messages", "conversations"))
+
+
 def read_document(row: dict[str, Any], keys: str = KEYS) -> str | Conversation:
     """Return an object's text or conversation; ValueError if it has neither."""
-    if "messages" in row or "conversations" in row:
+    if holds_conversation(row):
         _check_characters(row)
         return parse_conversation(row)
     if isinstance(row.get("text"), str):

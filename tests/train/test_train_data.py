@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specdec import chat
-from specdec.documents import check_data_file
+from specdec.chat import Conversation
+from specdec.documents import check_data_file, read_document
 from specdec.errors import SpecDecError
 from specdec.train.rows import (
     Rows,
@@ -339,6 +340,9 @@ def test_long_conversations_are_cut_and_empty_ones_left_out(
         ('{"messages": [{"role": "function_call", "content": "add"}]}', "turn 1 (function_call) h"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "of type 'image'"),
         ('{"messages": [], "tools": "weather"}', "tools is a text that is not JSON"),
+        ('{"messages": [], "image": "1.jpg"}', "it has image besides its turns, '1.jpg'"),
+        ('{"conversations": [], "images": ["1.jpg"], "messages": null}', "it has images besides"),
+        ('{"messages": [], "system": ["Be brief."]}', "system is a list, not a text"),
     ],
 )
 def test_a_bad_line_is_named(write: Any, tokenizer: Any, line: str, words: str) -> None:
@@ -347,6 +351,19 @@ def test_a_bad_line_is_named(write: Any, tokenizer: Any, line: str, words: str) 
         read_rows(path, tokenizer, 100)
     assert f"{path} line 2" in error.value.message
     assert words in error.value.message
+
+
+@pytest.mark.parametrize("system", ["system", "system_prompt"])
+def test_rows_of_tables_have_fields_of_others(system: str) -> None:
+    """null and empty ones, as parquet files become lines; both names of a system's text."""
+    row = {
+        "messages": None, "images": [], "text": None, system: "Be brief.",
+        "conversations": [{"from": "human", "value": "Rain?"}, {"from": "gpt", "value": "No."}],
+    }  # fmt: skip
+    conversation = read_document(row)
+    assert isinstance(conversation, Conversation)
+    assert [m["content"] for m in conversation.messages] == ["Be brief.", "Rain?", "No."]
+    assert read_document(row | {"conversations": None, "text": "Rain."}) == "Rain."
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, tokenizer: Any) -> None:

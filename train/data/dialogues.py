@@ -17,7 +17,14 @@ from specdec.chat import (
     get_speaker,
     parse_conversation,
 )
-from specdec.documents import SUFFIXES, check_data_file, name_line, parse_object, read_lines
+from specdec.documents import (
+    SUFFIXES,
+    check_data_file,
+    holds_conversation,
+    name_line,
+    parse_object,
+    read_lines,
+)
 from specdec.errors import SpecDecError
 from specdec.files.manifest import describe_file
 from specdec.hub import describe_answer
@@ -171,7 +178,7 @@ class Dialogue:
             with name_line(Path(source.name), row.place, "messages, conversations, prompt or text"):
                 value = self._parse(row, source)
                 json.dumps(value, ensure_ascii=False, default=str).encode()  # or it is no text
-                is_chat = "messages" in value or "conversations" in value
+                is_chat = holds_conversation(value)
                 prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
                 if is_chat and not settings.completion:
                     conversation = parse_conversation(value)
