@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from pathlib import Path
@@ -61,11 +62,7 @@ def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
 
         return build_tensorrt_engine(settings)
     refuse_foreign(settings, backend)
-    if backend == TENSORRT:
-        from .backends import tensorrt
-
-        return tensorrt.build_tensorrt_engine(settings)
-    return build_torch_engine(settings)
+    return build_own_engine(settings, backend)
 
 
 def choose_backend(settings: BuildSettings) -> str:
@@ -108,37 +105,39 @@ def refuse_foreign(settings: BuildSettings, backend: str) -> None:
         )
 
 
-def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
-    """Build for the embedded engine."""
+def build_own_engine(settings: BuildSettings, backend: str) -> dict[str, Any]:
+    """Build for the embedded engine, by torch's operators or by TensorRT's layers."""
     from specdec.engine.layout import make_build_id
 
-    from .backends.torch_engine import describe_plan, plan_build, sum_packed, write_engine
     from .limits import resolve_limits
 
+    if backend == TENSORRT:
+        from .backends.tensorrt import plan_engine
+    else:
+        from .backends.torch_engine import plan_engine
     began = time.monotonic()
     folder: Path = settings.checkpoint_dir
     checkpoint = read_checkpoint_config(folder)
     limits = resolve_limits(settings, checkpoint)
     check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
-    plan = plan_build(settings, checkpoint, folder)
+    work = plan_engine(settings, checkpoint, limits)
     vocabulary = read_recorded(folder)
     tokenizer = settings.tokenizer_dir and check_tokenizer(settings.tokenizer_dir, vocabulary)
     report = {
         "engine_dir": str(settings.output_dir),
         "method": checkpoint.method.name if checkpoint.method else "plain",
-        **describe_plan(plan, limits),
-    }
+        "backend": backend, **work.report, "build_config": dataclasses.asdict(limits),
+    }  # fmt: skip
     if settings.dry_run:
         return {"dry_run": True, **report}
-    num_bytes = plan.num_bytes + sum_packed(plan, checkpoint.model)
-    check_free_space(settings.output_dir, num_bytes, "the engine takes at least")
+    check_free_space(settings.output_dir, work.num_bytes, "the engine takes at least")
+    plan = work.plan
     sources = describe_sources(folder, plan.sources)
-    sums = [source["sha256"] for source in sources]
-    tokens = plan.draft_tokens
+    sums, tokens = [source["sha256"] for source in sources], plan.draft_tokens
     drafted = None if tokens is None else hashlib.sha256(tokens.tobytes()).hexdigest()
     build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        hashes, report["native_kernels"] = write_engine(plan, checkpoint, limits, staged, build_id)
+        hashes, written, told = work.write(staged, build_id)
         if tokenizer:
             copy_tokenizer(tokenizer, staged)
         write_manifest(
@@ -146,10 +145,6 @@ def build_torch_engine(settings: BuildSettings) -> dict[str, Any]:
             vocabulary=vocabulary,
         )  # fmt: skip
     seconds = round(time.monotonic() - began, 2)
-    logger.info(
-        "engine %s: %s, %d tensors, %.1f MB, %s, %.1f s",
-        name_final(settings.output_dir), report["method"], report["num_tensors"],
-        plan.num_bytes / 1e6,
-        "native kernels" if report["native_kernels"] else "no native kernels", seconds,
-    )  # fmt: skip
-    return {"dry_run": False, **report, "build_seconds": seconds}
+    name = name_final(settings.output_dir)
+    logger.info("engine %s: %s, %s, %.1f s", name, report["method"], told, seconds)
+    return {"dry_run": False, **report, **written, "build_seconds": seconds}

@@ -10,38 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import __version__, logs
-from specdec.command.settings import to_plain
 from specdec.engine.layout import (
     DRAFTER_NAME,
-    WEIGHTS_NAME,
     BuildConfig,
     EngineConfig,
     encode_engine_config,
-    make_build_id,
-    name_int8_scales,
     name_weight_file,
 )
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.folders import TENSORRT
-from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
-from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.files.tensor_file import TensorInfo
+from specdec.methods import DrafterParams
 from specdec.methods.eagle import EagleParams
 from specdec.model import blocks, int4
 from specdec.model.architectures import list_flags
-from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
-from specdec.model.inventory import describe_sources
+from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.quantization import FP8, INT8
 from specdec.model.tensors import EMBEDDING, OFFSETS
 from specdec.processes import read_memory
-from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import list_gpus
-from specdec.vocabulary import read_recorded
 
-from ..limits import resolve_limits
 from ..settings import BuildSettings
-from .torch_engine import EngineReader, TorchPlan, plan_build
+from .torch_engine import EngineReader, TorchPlan, Work, plan_build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,91 +47,54 @@ PROMPT_TOKENS = 512  # of a row in a step at most, unless a step's draft has mor
 POSITION_BLOCK = 64
 
 
-class PlannedWeights(Mapping[str, "Tensor"]):
-    """The tensors of a file of an engine, read from the checkpoint when they are asked for."""
+def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> dict[str, Tensor]:
+    """The tensors of a file of an engine: of the checkpoint's mapped files where they are equal."""
+    import numpy as np
 
-    def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> None:
-        self._infos = plan.files[file]
-        self._read = EngineReader(plan, checkpoint, file).read
-        self._scales: dict[str, Tensor] = {}
+    from specdec.files.torch_tensors import view_tensor
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
-
-    def __len__(self) -> int:
-        return len(self._infos)
-
-    def __getitem__(self, name: str) -> Tensor:
-        import numpy as np
-
-        from specdec.files.torch_tensors import view_tensor
-
-        info = self._infos[name]
-        if name in self._scales:
-            return self._scales[name]
-        # Scales are chosen before what they scale is rounded.
-        module = name.removesuffix(".weight")
-        for scales in (name_int8_scales(name), f"{module}.weights_scaling_factor"):
-            if info.dtype == INT8 and scales in self._infos and scales not in self._scales:
-                self._scales[scales] = self[scales]
-        array = self._read(name)
+    infos, read = plan.files[file], EngineReader(plan, checkpoint, file).read
+    weights = {}
+    # Scales are chosen before what they scale is rounded.
+    for name in sorted(infos, key=lambda name: infos[name].dtype == INT8):
+        array = read(name)
         whole = array if isinstance(array, np.ndarray) else np.concatenate(list(array))
-        return view_tensor(whole, info.dtype).view(info.shape)
+        weights[name] = view_tensor(whole, infos[name].dtype).view(infos[name].shape)
+    return weights
 
 
-def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
-    """Build an engine, or with `dry_run` check everything and describe it."""
+def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: BuildConfig) -> Work:
+    """Check and plan an engine of TensorRT's layers."""
     from specdec.trt.library import describe_library, load_tensorrt
 
-    began, folder = time.monotonic(), settings.checkpoint_dir
-    trt = load_tensorrt()
-    checkpoint = read_checkpoint_config(folder)
-    limits = resolve_limits(settings, checkpoint)
-    check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
+    trt, folder = load_tensorrt(), settings.checkpoint_dir
     capabilities = choose_capabilities(settings, trt)
     find_problems(checkpoint, settings, capabilities, trt).raise_all()
     plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
     find_matrix_problems(plan).raise_all()
-    vocabulary = read_recorded(folder)
-    tokenizer = settings.tokenizer_dir and check_tokenizer(settings.tokenizer_dir, vocabulary)
-    networks = plan_networks(checkpoint, limits, capabilities, describe_library(trt))
-    report: dict[str, Any] = {
-        "engine_dir": str(settings.output_dir), "backend": TENSORRT,
-        "method": checkpoint.method.name if checkpoint.method else "plain",
-        "library": networks.library, "compute_capabilities": capabilities,
-        "quantization": plan.quantization, "weights_bytes": plan.num_bytes,
-        "networks": networks.networks, "build_config": dataclasses.asdict(limits),
-    }  # fmt: skip
     check_memory(plan)
-    if settings.dry_run:
-        return {"dry_run": True, **report}
-    check_free_space(settings.output_dir, plan.num_bytes, "the engine takes at least")
-    sources = describe_sources(folder, plan.sources)
-    build_id = make_build_id([source["sha256"] for source in sources], plan.quantization)
-    with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
-        report["num_layers"] = write_engines(trt, plan, checkpoint, networks, staged)
-        write_offsets(plan, checkpoint, staged)
+    networks = plan_networks(checkpoint, limits, capabilities, describe_library(trt))
+
+    def write(folder: Path, build_id: str) -> tuple[dict[str, str], dict[str, Any], str]:
+        num_layers = write_engines(trt, plan, checkpoint, networks, folder)
         config = EngineConfig(
             version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
             prepack=False, kernels=None, quantization=plan.quantization,
         )  # fmt: skip
         document = encode_engine_config(config, TENSORRT)
         document[f"{TENSORRT}_config"] |= dataclasses.asdict(networks)
-        write_json(staged / "config.json", document)
-        if tokenizer:
-            copy_tokenizer(tokenizer, staged)
-        write_manifest(
-            staged, kind="engine", settings=to_plain(settings), sources=sources, hashes={},
-            vocabulary=vocabulary,
-        )  # fmt: skip
-        report["engine_bytes"] = sum((staged / name).stat().st_size for name in networks.networks)
-    seconds = round(time.monotonic() - began, 2)
-    logger.info(
-        "engine %s: %s, %d layers, %.1f MB, compute capability %s, %.1f s",
-        name_final(settings.output_dir), report["method"], report["num_layers"],
-        report["engine_bytes"] / 1e6, ", ".join(capabilities), seconds,
-    )  # fmt: skip
-    return {"dry_run": False, **report, "build_seconds": seconds}
+        write_json(folder / "config.json", document)
+        size = sum((folder / name).stat().st_size for name in networks.networks)
+        built_for = f"compute capability {', '.join(capabilities)}"
+        told = f"{num_layers} layers, {size / 1e6:.1f} MB, {built_for}"
+        return {}, {"num_layers": num_layers, "engine_bytes": size}, told
+
+    report = {
+        "library": networks.library, "compute_capabilities": capabilities,
+        "quantization": plan.quantization, "weights_bytes": plan.num_bytes,
+        "networks": networks.networks,
+    }  # fmt: skip
+    return Work(plan, report, plan.num_bytes, write)
 
 
 def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
@@ -252,7 +206,8 @@ def plan_networks(
     spare = max(step, engine.SPARE_POSITIONS)
     positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
     tokens = max(step, min(PROMPT_TOKENS, limits.max_num_tokens))
-    sizes = Sizes(limits.max_batch_size, min(tokens, positions), step, positions)
+    states = max(limits.max_batch_size * step, PROMPT_TOKENS)
+    sizes = Sizes(limits.max_batch_size, min(tokens, positions), step, positions, states)
     drafters = sizes
     if isinstance(drafter, EagleParams):  # whose trees lie in its cache as well
         width = drafter.max_non_leaves_per_layer
@@ -267,15 +222,15 @@ def plan_networks(
             *[name for rank in ranks for name in engine.name_networks(rank)],
             *list_networks(drafter),
         ],
-        num_head_rows=max(limits.max_batch_size * step, PROMPT_TOKENS), sizes=sizes,
-        drafter_sizes=drafters,
+        sizes=sizes, drafter_sizes=drafters,
     )  # fmt: skip
 
 
 def write_networks(
-    trt: Any, builder: Any, plan: TorchPlan, checkpoint: CheckpointConfig, networks: NetworkConfig
-) -> Iterator[tuple[str, NetworkWriter]]:
-    """Each file's name and its network, one after the other."""
+    trt: Any, builder: Any, plan: TorchPlan, checkpoint: CheckpointConfig,
+    networks: NetworkConfig, folder: Path,
+) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
+    """Each file's name and its network, one after the other; the drafted tokens into a folder."""
     from specdec.files.torch_tensors import TORCH_DTYPES
     from specdec.trt.drafters import list_networks, list_observed, write_drafter
     from specdec.trt.engine import name_networks
@@ -284,33 +239,27 @@ def write_networks(
 
     model, drafter = checkpoint.model, checkpoint.drafter
     dtype = TORCH_DTYPES[model.dtype]
+    weights: dict[str, Tensor] = {}
     for rank in range(model.tp_size):
-        weights = PlannedWeights(plan, checkpoint, name_weight_file(model, rank))
+        weights = read_weights(plan, checkpoint, name_weight_file(model, rank))
         body, head = (NetworkWriter(trt, builder, dtype, rank) for _ in range(2))
         names = name_networks(rank)
         write_target(body, model, weights, networks.sizes, list_observed(drafter))
         yield names[0], body
-        write_head(head, model, weights, networks.num_head_rows)
+        write_head(head, model, weights, networks.sizes)
         yield names[1], head
+    if drafter is None:
+        return
+    if model.tp_size > 1:  # with the target's embedding, whole
+        embedding = TensorInfo(model.dtype, (model.vocab_size, model.hidden_size))
+        own = plan.files[DRAFTER_NAME] | {EMBEDDING: embedding}
+        plan = dataclasses.replace(plan, files=plan.files | {DRAFTER_NAME: own})
+        weights = read_weights(plan, checkpoint, DRAFTER_NAME)
     for name in list_networks(drafter):
-        assert drafter is not None
         writer = NetworkWriter(trt, builder, dtype)
-        write_drafter(
-            name, writer, drafter, model, take_drafter(plan, checkpoint), networks.drafter_sizes,
-            networks.num_head_rows,
-        )  # fmt: skip
+        write_drafter(name, writer, drafter, model, weights, networks.drafter_sizes)
         yield name, writer
-
-
-def take_drafter(plan: TorchPlan, checkpoint: CheckpointConfig) -> PlannedWeights:
-    """The drafter's tensors and the target's embedding, whole."""
-    model = checkpoint.model
-    if model.tp_size == 1:
-        return PlannedWeights(plan, checkpoint, WEIGHTS_NAME)
-    embedding = TensorInfo(model.dtype, (model.vocab_size, model.hidden_size))
-    own = plan.files[DRAFTER_NAME] | {EMBEDDING: embedding}
-    plan = dataclasses.replace(plan, files=plan.files | {DRAFTER_NAME: own})
-    return PlannedWeights(plan, checkpoint, DRAFTER_NAME)
+    write_offsets(weights, drafter, model.vocab_size, folder)
 
 
 def write_engines(
@@ -323,7 +272,7 @@ def write_engines(
     messages = Messages(trt)
     builder = trt.Builder(messages.logger)
     known, num_layers = list_capabilities(trt), 0
-    for name, writer in write_networks(trt, builder, plan, checkpoint, networks):
+    for name, writer in write_networks(trt, builder, plan, checkpoint, networks, folder):
         began = time.monotonic()
         wanted = networks.compute_capabilities if known else []
         engine = build_engine(writer, builder, wanted, messages.tell)
@@ -337,17 +286,15 @@ def write_engines(
     return num_layers
 
 
-def write_offsets(plan: TorchPlan, checkpoint: CheckpointConfig, folder: Path) -> None:
+def write_offsets(
+    weights: Mapping[str, Tensor], drafter: DrafterParams, vocab_size: int, folder: Path
+) -> None:
     """Write which tokens a drafter of a reduced vocabulary drafts, where tokens are chosen."""
     from specdec.files.tensor_file import write_tensor_file
     from specdec.files.torch_tensors import to_array
     from specdec.trt.drafters import OFFSETS_FILE, find_offsets
 
-    drafter = checkpoint.drafter
-    if drafter is None:
-        return
-    weights = take_drafter(plan, checkpoint)
-    offsets = find_offsets(weights, drafter, checkpoint.model.vocab_size)
+    offsets = find_offsets(weights, drafter, vocab_size)
     if offsets is not None:
         infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}
         write_tensor_file(folder / OFFSETS_FILE, infos, lambda _: to_array(offsets))

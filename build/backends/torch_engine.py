@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,34 @@ class TorchPlan:
     @property
     def num_bytes(self) -> int:
         return sum(info.num_bytes for file in self.files.values() for info in file.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A checked build. report: what is told of it before. num_bytes: to be written at least.
+
+    write: the engine's files into a folder, given that and the build's id; it returns their sha256
+    sums where known, what else is to be reported, and that in words.
+    """
+
+    plan: TorchPlan
+    report: dict[str, Any]
+    num_bytes: int
+    write: Callable[[Path, str], tuple[dict[str, str], dict[str, Any], str]]
+
+
+def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: BuildConfig) -> Work:
+    """Check and plan an engine of the torch backend."""
+    plan = plan_build(settings, checkpoint, settings.checkpoint_dir)
+
+    def write(folder: Path, build_id: str) -> tuple[dict[str, str], dict[str, Any], str]:
+        hashes, has_kernels = write_engine(plan, checkpoint, limits, folder, build_id)
+        count, size = sum(map(len, plan.files.values())), plan.num_bytes / 1e6
+        kernels = "native kernels" if has_kernels else "no native kernels"
+        return hashes, {"native_kernels": has_kernels}, f"{count} tensors, {size:.1f} MB, {kernels}"
+
+    num_bytes = plan.num_bytes + sum_packed(plan, checkpoint.model)
+    return Work(plan, describe_plan(plan), num_bytes, write)
 
 
 def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
@@ -723,13 +751,13 @@ def read_scales(source: TensorFile, name: str) -> Array:
     return scales if name.endswith(WEIGHT_SCALE) else scales.max(keepdims=True)
 
 
-def describe_plan(plan: TorchPlan, limits: BuildConfig) -> dict[str, Any]:
+def describe_plan(plan: TorchPlan) -> dict[str, Any]:
     """What `--dry-run` and `--json` report."""
     return {
-        "backend": "torch", "prepack": plan.prepack, "native_kernels": plan.compile_kernels,
+        "prepack": plan.prepack, "native_kernels": plan.compile_kernels,
         "packed_weights": plan.packs, "quantization": plan.quantization,
         "block_types": plan.block_types,
         "drafter_weights": plan.drafter_weights, "draft_vocab_size": plan.draft_vocab_size,
         "weights_bytes": plan.num_bytes, "num_tensors": sum(map(len, plan.files.values())),
-        "weight_files": list(plan.files), "build_config": dataclasses.asdict(limits),
+        "weight_files": list(plan.files),
     }  # fmt: skip

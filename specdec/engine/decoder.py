@@ -5,7 +5,6 @@ Legend: B rows in the step, T tokens per row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,7 +24,7 @@ from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.linear_states import LinearStates
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
-from specdec.engine.rotary import RotaryTable
+from specdec.engine.rotary import RotaryTable, make_tables
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
@@ -88,17 +87,11 @@ class Decoder:
         self.embedding: Tensor | BlockMatrix = embedding
         self.position_embedding: Tensor | None = None
         self.rotary: RotaryTable | None = None
+        local: RotaryTable | None = None
         if arithmetic.positions == "learned":
             self.position_embedding = weights["transformer.position_embedding.weight"]
         else:
-            self.rotary = RotaryTable(model, num_positions, self.dtype, device)
-        local = self.rotary
-        if self.rotary is not None and model.rope_local_base_freq is not None:
-            unscaled = dataclasses.replace(
-                model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
-            )
-            local = RotaryTable(unscaled, num_positions, self.dtype, device)
-            local.repeat(len(self.rotary.cos))
+            self.rotary, local = make_tables(model, num_positions, self.dtype, device)
         self.embedding_scale = model.embedding_multiplier
         if arithmetic.scales_embedding:
             # Rounded to the model's type first, as the family was trained.

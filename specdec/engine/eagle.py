@@ -34,6 +34,19 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import EAGLE_NET, HEAD
 
 
+def take_net(
+    params: EagleParams, weights: Mapping[str, Tensor]
+) -> tuple[EagleParams, dict[str, Tensor]]:
+    """The drafter as an engine has it, which may draft fewer tokens, and its tensors' own names."""
+    own = take_own(weights, EAGLE_NET)
+    params = params.shorten(len(own[HEAD]))
+    if params.eagle3 is None:  # which has neither norm: they are never applied
+        embedding = own["drafter.vocab_embedding.weight"]
+        blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
+        own |= {"drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank}
+    return params, own
+
+
 class EagleNet(DraftNet):
     """The drafter's network. `weights` are an engine's, the target's embedding and head included.
 
@@ -43,14 +56,8 @@ class EagleNet(DraftNet):
     def __init__(
         self, params: EagleParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
     ) -> None:
-        own = take_own(weights, EAGLE_NET)
-        # An engine's may draft fewer tokens than the checkpoint's.
-        self.params = params = params.shorten(len(own[HEAD]))
-        self.is_third = params.eagle3 is not None
-        if not self.is_third:  # which has neither norm: they are never applied
-            embedding = own["drafter.vocab_embedding.weight"]
-            blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
-            own |= {"drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank}
+        params, own = take_net(params, weights)
+        self.params, self.is_third = params, params.eagle3 is not None
         net = params.make_net_model(model)
         super().__init__(own, weights, net, model, **options)
         if self.is_third:  # which learns by a head of its own

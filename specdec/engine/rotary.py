@@ -7,6 +7,7 @@ Legend: R rotated dimensions of a head, P positions.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -204,3 +205,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+def make_tables(
+    model: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[RotaryTable, RotaryTable]:
+    """The tables of layers without a window and with one, which are one table in most models."""
+    table = RotaryTable(model, num_positions, dtype, device)
+    if model.rope_local_base_freq is None:
+        return table, table
+    unscaled = dataclasses.replace(
+        model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
+    )
+    local = RotaryTable(unscaled, num_positions, dtype, device)
+    local.repeat(len(table.cos))
+    return table, local

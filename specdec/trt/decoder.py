@@ -52,9 +52,11 @@ def run_rows(runner: Runner, inputs: Mapping[str, Tensor], most: int) -> dict[st
 class NetworkDecoder(Decoder):
     """A `Decoder` whose layers and head are networks; what it has of torch's layers is nothing."""
 
+    graphs: StepGraphs | None = None  # TensorRT records its own
+
     def __init__(  # the base class's would make layers
-        self, model: ModelConfig, body: Runner, head: Runner, *, sizes: Sizes, num_head_rows: int,
-        num_positions: int, device: torch.device, group: Group | None = None,
+        self, model: ModelConfig, body: Runner, head: Runner, *, sizes: Sizes, num_positions: int,
+        device: torch.device, group: Group | None = None,
     ) -> None:  # fmt: skip
         """body, head: of the networks that `write_target` and `write_head` write."""
         self.model, self.device, self.sizes = model, device, sizes
@@ -67,17 +69,8 @@ class NetworkDecoder(Decoder):
         if model.arithmetic.positions == "rotary":
             # Lines are places in the tables of the network, which has as many positions.
             self.rotary = RotaryTable(model, sizes.positions, self.dtype, torch.device("cpu"))
-        self._body, self._head, self._num_head_rows = body, head, num_head_rows
+        self._body, self._head = body, head
         self._windows = list_windows(model)
-
-    @property
-    def graphs(self) -> StepGraphs | None:
-        """TensorRT's runtime launches a network by itself."""
-        return None
-
-    @graphs.setter
-    def graphs(self, graphs: StepGraphs | None) -> None:
-        assert graphs is None
 
     @property
     def max_chunk_tokens(self) -> int:
@@ -104,7 +97,7 @@ class NetworkDecoder(Decoder):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         states = hidden.reshape(-1, hidden.shape[-1])
-        logits = run_rows(self._head, {"states": states}, self._num_head_rows)["logits"]
+        logits = run_rows(self._head, {"states": states}, self.sizes.states)["logits"]
         # Where the vocabulary does not divide, the last rank's rows end in padding.
         return logits.view(*hidden.shape[:-1], -1)[..., : self.model.vocab_size]
 

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import name_decoder_tensors, rank_logits, take_offsets
+from specdec.engine.draft_net import (
+    name_decoder_tensors,
+    rank_logits,
+    take_offsets,
+    take_own,
+)
+from specdec.engine.eagle import take_net
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.redrafter import NUM_CANDIDATES
 from specdec.engine.step import Step
@@ -26,7 +32,7 @@ from specdec.methods.eagle import EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, HEAD, OFFSETS
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
 from specdec.trt.decoder import NetworkDecoder, Runner, run_rows
 from specdec.trt.matrices import multiply, take_rows
 from specdec.trt.network import NetworkWriter
@@ -53,29 +59,28 @@ def list_observed(drafter: DrafterParams | None) -> tuple[int, ...]:
 
 def find_offsets(weights: Mapping[str, Tensor], drafter: DrafterParams, size: int) -> Tensor | None:
     """What a shortened vocabulary adds to a drafted token, [V]; size: the target's vocabulary."""
-    name = PREFIXES[type(drafter)] + OFFSETS
-    return take_offsets({OFFSETS: weights[name]} if name in weights else {}, size)
+    return take_offsets(take_own(weights, PREFIXES[type(drafter)]), size)
 
 
 def write_drafter(
     name: str, writer: NetworkWriter, drafter: DrafterParams, model: ModelConfig,
-    weights: Mapping[str, Tensor], sizes: Sizes, num_states: int,
+    weights: Mapping[str, Tensor], sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Write one of `list_networks`. num_states: that networks without a cache take at once."""
+    """Write one of `list_networks`."""
     if isinstance(drafter, ReDrafterParams):
         offsets = find_offsets(weights, drafter, model.vocab_size)
-        _SearchWriter(writer, drafter, weights, offsets).write(model.hidden_size, sizes.rows)
+        _SearchWriter(writer, drafter, weights, offsets).write(model.hidden_size, sizes)
     elif isinstance(drafter, MedusaParams):
-        _write_medusa(writer, drafter, model, weights, sizes.rows)
+        _write_medusa(writer, drafter, model, weights, sizes)
     else:
         assert isinstance(drafter, EagleParams)
         eagle = _EagleWriter(writer, drafter, model, weights)
         if name == DRAFTER:
             eagle.write_layers(sizes)
         elif name == DRAFTER_HEAD:
-            eagle.write_head(num_states)
+            eagle.write_head(sizes)
         else:
-            eagle.write_features(num_states)
+            eagle.write_features(sizes)
 
 
 def _multiply(writer: NetworkWriter, weights: Mapping[str, Tensor], name: str, x: Any) -> Any:
@@ -95,13 +100,10 @@ def _run_blocks(
 
 def _write_medusa(
     writer: NetworkWriter, params: MedusaParams, model: ModelConfig,
-    weights: Mapping[str, Tensor], num_rows: int,
+    weights: Mapping[str, Tensor], sizes: Sizes,
 ) -> None:  # fmt: skip
     """`logits_i` [B, V] of each head from `states` [B, D]."""
-    width = model.hidden_size
-    states = writer.add_input(
-        "states", writer.dtype, ((1, width), (num_rows, width), (num_rows, width))
-    )
+    states = writer.add_input("states", writer.dtype, sizes.spread("B", model.hidden_size))
     for head in range(params.num_heads):
         prefix = f"medusa_heads.{head}."
         blocks = [f"{prefix}medusa_layers.{i}.linear" for i in range(params.num_layers)]
@@ -122,13 +124,11 @@ class _SearchWriter:
         num_outputs = len(weights["drafter.lm_head.weight"])
         self._num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
 
-    def write(self, hidden_size: int, num_rows: int) -> None:
+    def write(self, width: int, sizes: Sizes) -> None:
         """`drafts` [B, W, L] from `states` [B, D] and the `tokens` [B] that follow them."""
-        writer, width = self._writer, hidden_size
-        states = writer.add_input(
-            "states", writer.dtype, ((1, width), (num_rows, width), (num_rows, width))
-        )
-        tokens = writer.add_input("tokens", torch.int64, ((1,), (num_rows,), (num_rows,)))
+        writer = self._writer
+        states = writer.add_input("states", writer.dtype, sizes.spread("B", width))
+        tokens = writer.add_input("tokens", torch.int64, sizes.spread("B"))
         context = writer.reshape(states, (0, 1, width))
         state = self._update(writer.reshape(tokens, (0, 1)), None)
         beams: list[Any] = []  # the tokens of each place, [B, W, 1]
@@ -189,17 +189,10 @@ class _EagleWriter:
         self, writer: NetworkWriter, params: EagleParams, model: ModelConfig,
         weights: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        names = [name for name in weights if name.startswith(EAGLE_NET)]
-        self._own = {name.removeprefix(EAGLE_NET): weights[name] for name in names}
-        self._params = params.shorten(len(self._own[HEAD]))
+        self._params, self._own = take_net(params, weights)
         self.net = make_net_model(self._params, model)
         self._scale = 1.0 if params.eagle3 is not None else model.output_multiplier_scale
-        self._writer, width = writer, self.net.hidden_size
-        if params.eagle3 is None:  # whose first layer's input is not normed, nor its output
-            blank = torch.ones(width, dtype=writer.dtype)
-            self._own |= {
-                "drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank
-            }  # fmt: skip
+        self._writer = writer
         self._named = name_decoder_tensors(self._own, weights, self.net)
 
     def _norm(self, x: Any, name: str) -> Any:
@@ -224,23 +217,20 @@ class _EagleWriter:
             x = self._norm(x, "ln_f.weight")
         writer.mark_output(x, "next_features")
 
-    def write_head(self, num_states: int) -> None:
+    def write_head(self, sizes: Sizes) -> None:
         """`logits` [M, V] of what `write_layers` returns."""
         third = self._params.eagle3
         is_bare = third is not None and not third.norm_output
         prepare = (lambda x: self._norm(x, "ln_f.weight")) if is_bare else None
-        write_head(
-            self._writer, self.net, self._named, num_states, scale=self._scale, prepare=prepare
-        )
+        write_head(self._writer, self.net, self._named, sizes, scale=self._scale, prepare=prepare)
 
-    def write_features(self, num_states: int) -> None:
+    def write_features(self, sizes: Sizes) -> None:
         """`features` [M, E] of `states_i` [M, n], of each layer that is read of the target."""
         writer, third = self._writer, self._params.eagle3
         assert third is not None
         num_layers, norms = len(third.aux_layers), third.list_read_norms()
-        size = self._own["drafter.fc.weight"].shape[1] // num_layers
-        sizes = (1, size), (min(64, num_states), size), (num_states, size)
-        parts = [writer.add_input(f"states_{i}", writer.dtype, sizes) for i in range(num_layers)]
+        size = sizes.spread("M", self._own["drafter.fc.weight"].shape[1] // num_layers)
+        parts = [writer.add_input(f"states_{i}", writer.dtype, size) for i in range(num_layers)]
         if len(norms) == num_layers:
             parts = [self._norm(part, name) for part, name in zip(parts, norms, strict=True)]
         x = writer.join(parts, 1)
@@ -300,11 +290,11 @@ class EagleNetworks:
 
     def __init__(
         self, params: EagleParams, decoder: NetworkDecoder, features: Runner | None,
-        num_states: int, offsets: Tensor | None,
+        offsets: Tensor | None,
     ) -> None:  # fmt: skip
         """decoder: of the drafter's layers and head. features: what makes these of EAGLE-3."""
         self.params, self.decoder = params, decoder
-        self._features, self._num_states, self._offsets = features, num_states, offsets
+        self._features, self._offsets = features, offsets
 
     @property
     def hidden_size(self) -> int:
@@ -316,7 +306,7 @@ class EagleNetworks:
             return states
         parts = states.chunk(len(list_observed(self.params)), dim=-1)
         inputs = {f"states_{i}": part.contiguous() for i, part in enumerate(parts)}
-        return run_rows(self._features, inputs, self._num_states)["features"]
+        return run_rows(self._features, inputs, self.decoder.sizes.states)["features"]
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run pairs of a feature [B, T, E] and the next token; return the next features."""
@@ -333,7 +323,7 @@ class EagleNetworks:
 
 def open_drafter(
     folder: Path, drafter: DrafterParams, model: ModelConfig, device: torch.device,
-    open_runner: Callable[[str], Runner], sizes: Sizes, num_states: int,
+    open_runner: Callable[[str], Runner], sizes: Sizes,
 ) -> ReDrafterNetwork | MedusaNetwork | EagleNetworks:  # fmt: skip
     """What stands for the drafter of an engine folder."""
     runner, offsets = open_runner(DRAFTER), None
@@ -350,10 +340,10 @@ def open_drafter(
     drafter = drafter.shorten(vocab_size if offsets is not None else drafter.draft_vocab_size)
     decoder = NetworkDecoder(
         make_net_model(drafter, model), runner, open_runner(DRAFTER_HEAD), sizes=sizes,
-        num_head_rows=num_states, num_positions=sizes.positions, device=device,
+        num_positions=sizes.positions, device=device,
     )  # fmt: skip
     features = None if drafter.eagle3 is None else open_runner(DRAFTER_FEATURES)
-    return EagleNetworks(drafter, decoder, features, num_states, offsets)
+    return EagleNetworks(drafter, decoder, features, offsets)
 
 
 def name_unknown(drafter: DrafterParams | None) -> str | None:

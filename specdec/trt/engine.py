@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
 from specdec.engine.decoder import Decoder
+from specdec.engine.graphs import GraphRecorder
 from specdec.engine.group import Group
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.engine.verification import Verification
@@ -41,14 +42,12 @@ class NetworkConfig:
     """What an engine's networks were built for, as its config.json has it.
 
     library: of `describe_library`. compute_capabilities: of GPUs that run it. networks: the files.
-    num_head_rows: tokens that the head takes at once. sizes, drafter_sizes: limits of the layers'
-    networks.
+    sizes, drafter_sizes: limits of the networks.
     """
 
     library: str
     compute_capabilities: list[str]
     networks: list[str]
-    num_head_rows: int
     sizes: Sizes
     drafter_sizes: Sizes
 
@@ -64,12 +63,11 @@ def read_network_config(folder: Path) -> tuple[EngineConfig, NetworkConfig]:
             if not all(type(n) is int and n > 0 for n in dataclasses.astuple(values[name])):
                 raise TypeError(name)
         found = NetworkConfig(**values)
-        is_right = type(found.num_head_rows) is int and found.num_head_rows > 0
-        for names in (found.networks, found.compute_capabilities):
-            is_right &= isinstance(names, list) and all(isinstance(name, str) for name in names)
+        for names in ([found.library], found.networks, found.compute_capabilities):
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"{names} is no list of names")
         ranks = range(config.checkpoint.model.tp_size)
-        needed = {name for rank in ranks for name in name_networks(rank)}
-        if not is_right or not needed <= set(found.networks):
+        if not {name for rank in ranks for name in name_networks(rank)} <= set(found.networks):
             raise TypeError("networks")
     except (KeyError, TypeError) as error:
         raise SpecDecError(
@@ -97,8 +95,8 @@ def open_runner(path: Path, device: torch.device, group: Group | None = None) ->
 
 
 def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -> None:
-    """Raise SpecDecError where an engine folder does not run here."""
-    from specdec.trt.runtime import check_device, check_library
+    """Raise SpecDecError where an engine does not run: no GPU, another one, another TensorRT."""
+    from specdec.trt.library import describe_library, load_tensorrt
 
     if device.type != "cuda":
         raise SpecDecError(
@@ -107,8 +105,19 @@ def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -
             else f"--device {device.type}: {folder} is an engine of TensorRT",
             "run it on a machine with a GPU, or build with --backend torch",
         )
-    check_library(networks.library, folder)
-    check_device(device, networks.compute_capabilities, folder)
+    if (here := describe_library(load_tensorrt())) != networks.library:
+        raise SpecDecError(
+            f"{folder} was built by {networks.library}, and {here} is installed",
+            "install the release that built it, or build the engine again",
+        )
+    own = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    if own not in networks.compute_capabilities:
+        raise SpecDecError(
+            f"{folder} was built for compute capability"
+            f" {', '.join(networks.compute_capabilities)}, and"
+            f" {torch.cuda.get_device_name(device)} has {own}",
+            f"build it again with --compute-capability {own}",
+        )
 
 
 class LeadingNetworks(LeadingDecoder, NetworkDecoder):
@@ -127,7 +136,7 @@ def open_target(
     body, head = (open_runner(folder / name, device, group) for name in names)
     return make(
         config.checkpoint.model, body, head, sizes=networks.sizes,
-        num_head_rows=networks.num_head_rows, num_positions=config.num_positions, device=device,
+        num_positions=config.num_positions, device=device,
     )  # fmt: skip
 
 
@@ -146,34 +155,27 @@ class TensorRTEngine(TorchEngine):
 
     name = TENSORRT
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        device: str = "auto",
-        devices: Sequence[int] | None = None,
-        speculate: bool = True,
-        drafting: Drafting | None = None,
-    ) -> None:
-        """The arguments are `TorchEngine`'s."""
-        with self._loading(folder, device, devices):
-            check_machine(folder, self.networks, self.device)
-            self._load_networks(drafting, speculate=speculate)
-            self.check_whole()
-
     def _read_config(self) -> None:
         self.config, self.networks = read_network_config(self.folder)
         find_network_problems(self.folder, self.networks).raise_all()
 
-    def _load_networks(self, drafting: Drafting | None, *, speculate: bool) -> None:
+    def _load(
+        self,
+        folder: Path,
+        recorder: GraphRecorder | None,
+        drafting: Drafting | None,
+        *,
+        speculate: bool,
+    ) -> None:
+        check_machine(folder, self.networks, self.device)
         config, networks = self.config, self.networks
         model, drafter = config.checkpoint.model, config.checkpoint.drafter
-        options = self.folder, config, networks, self.device
+        options = folder, config, networks, self.device
         if self._ranks is None:
             self.decoder = open_target(NetworkDecoder, *options)
         else:
             self.decoder = lead_decoder(
-                self._ranks, self.folder, self.device,
+                self._ranks, folder, self.device,
                 lambda ranks, handle: open_target(
                     functools.partial(LeadingNetworks, ranks=ranks, handle=handle), *options,
                     ranks.group,
@@ -184,9 +186,9 @@ class TensorRTEngine(TorchEngine):
             assert drafter is not None
             self.decoder.observed_layers = list_observed(drafter)
             self.drafter_network = open_drafter(
-                self.folder, drafter, model, self.device,
-                lambda name: open_runner(self.folder / name, self.device),
-                networks.drafter_sizes, networks.num_head_rows,
+                folder, drafter, model, self.device,
+                lambda name: open_runner(folder / name, self.device),
+                networks.drafter_sizes,
             )  # fmt: skip
         self.proposer: Drafter = make_proposer(self, methods, {}, drafting)
         self.method = name_methods(methods)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,11 @@ from torch import Tensor
 
 from specdec.engine.group import Group
 from specdec.errors import SpecDecError
-from specdec.trt.library import Messages, describe_library, load_tensorrt
+from specdec.trt.library import Messages, load_tensorrt
 from specdec.trt.network import name_types
 
 # Bytes that TensorRT wants the addresses of tensors to be multiples of.
 ALIGNMENT = 256
-
-
-def check_device(device: torch.device, capabilities: Collection[str], folder: Path) -> None:
-    """Raise SpecDecError for a device that an engine was not built for."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if f"{major}.{minor}" not in capabilities:
-        raise SpecDecError(
-            f"{folder} was built for compute capability {', '.join(capabilities)}, and"
-            f" {torch.cuda.get_device_name(device)} has {major}.{minor}",
-            f"build it again with --compute-capability {major}.{minor}",
-        )
-
-
-def check_library(built: str, folder: Path) -> None:
-    """Raise SpecDecError where another release of TensorRT built an engine: none reads it."""
-    here = describe_library(load_tensorrt())
-    if here != built:
-        raise SpecDecError(
-            f"{folder} was built by {built}, and {here} is installed",
-            "install the release that built it, or build the engine again",
-        )
 
 
 class EngineRunner:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.engine.decoder import cut_head
 from specdec.engine.layers import name_activation
-from specdec.engine.rotary import RotaryTable
+from specdec.engine.rotary import make_tables
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS
 from specdec.trt.matrices import Rows, multiply, take_rows
@@ -44,17 +44,21 @@ class Sizes:
     """The limits of a network.
 
     rows: of a step; tokens: of a row; usual: tokens of a row that kernels are chosen for;
-    positions: of a row's cache.
+    positions: of a row's cache; states: that a head takes at once.
     """
 
     rows: int
     tokens: int
     usual: int
     positions: int
+    states: int
 
     def spread(self, *shape: int | str) -> Range:
-        """The range of an input; "B" and "T" stand for rows and tokens."""
-        values = {"B": (1, self.rows, self.rows), "T": (1, self.usual, self.tokens)}
+        """The range of an input; "B", "T" and "M" stand for rows, tokens and states."""
+        values = {
+            "B": (1, self.rows, self.rows), "T": (1, self.usual, self.tokens),
+            "M": (1, min(64, self.states), self.states),
+        }  # fmt: skip
         columns = [values[n] if isinstance(n, str) else (n, n, n) for n in shape]
         least, usual, most = zip(*columns, strict=True)
         return least, usual, most
@@ -92,22 +96,15 @@ class LayersWriter:
         }
         self._tables = self._make_tables() if model.arithmetic.positions == "rotary" else None
 
-    def _make_tables(self) -> dict[bool, tuple[Any, Any]]:
-        """Cosines and sines of half a head, by whether a layer is of a window."""
-        model, dtype, half = self.model, self.writer.dtype, self.model.rotary_size // 2
-        table = RotaryTable(model, self.sizes.positions, dtype, CPU)
-        local = table
-        if model.rope_local_base_freq is not None:
-            unscaled = dataclasses.replace(
-                model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
-            )
-            local = RotaryTable(unscaled, self.sizes.positions, dtype, CPU)
-            local.repeat(len(table.cos))
-        own = {
-            id(t): tuple(self.writer.constant(part[:, :half]) for part in (t.cos, t.sin))
-            for t in (table, local)
-        }
-        return {False: own[id(table)], True: own[id(local)]}
+    def _make_tables(self) -> list[tuple[Any, ...]]:
+        """Cosines and sines of half a head, of layers without a window and with one."""
+        half = self.model.rotary_size // 2
+        tables = make_tables(self.model, self.sizes.positions, self.writer.dtype, CPU)
+        own = [
+            tuple(self.writer.constant(part[:, :half]) for part in (table.cos, table.sin))
+            for table in dict.fromkeys(tables)
+        ]
+        return [own[0], own[-1]]
 
     def embed(self) -> Any:
         """Input embeddings, [B, T, D]."""
@@ -278,16 +275,14 @@ def write_target(
 
 
 def write_head(
-    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], num_tokens: int,
+    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes,
     *, prepare: Callable[[Any], Any] | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """The head's network: `logits` [M, V] of `states` [M, D].
 
     prepare: what is done to the states first; scale: what they are multiplied by then.
     """
-    usual = min(num_tokens, 64)
-    size = (1, model.hidden_size), (usual, model.hidden_size), (num_tokens, model.hidden_size)
-    states = writer.add_input("states", writer.dtype, size)
+    states = writer.add_input("states", writer.dtype, sizes.spread("M", model.hidden_size))
     x = writer.scale(states if prepare is None else prepare(states), scale)
     if HEAD in weights:
         (rows,) = take_rows(weights, "lm_head", [len(weights[HEAD])])

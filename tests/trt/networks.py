@@ -39,7 +39,8 @@ def build_here(checkpoint: Path, folder: Path, *flags: object) -> dict[str, Inte
 
     def keep(trt: Any, plan: Any, checkpoint: Any, networks: Any, folder: Path) -> int:
         builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
-        for name, writer in tensorrt.write_networks(trt, builder, plan, checkpoint, networks):
+        written = tensorrt.write_networks(trt, builder, plan, checkpoint, networks, folder)
+        for name, writer in written:
             found[name] = Interpreter(trt, writer.network, writer.ranges)
             (folder / name).write_bytes(b"")
         return 0

@@ -23,7 +23,7 @@ from specdec.errors import SpecDecError
 from specdec.trt import engine, runtime
 from specdec.trt.engine import TensorRTEngine
 from specdec.trt.library import describe_library, load_tensorrt
-from specdec.trt.runtime import EngineRunner, check_device, check_library
+from specdec.trt.runtime import EngineRunner
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.engines import call
 from tests.trt.interpreter import Interpreter
@@ -209,10 +209,12 @@ def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
 def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    device = torch.device("cuda")
-    check_device(device, ["8.9", "9.0"], tmp_path)
+    device, here = torch.device("cuda"), describe_library(load_tensorrt())
+    networks: Any = SimpleNamespace(library=here, compute_capabilities=["8.9", "9.0"])
+    engine.check_machine(tmp_path, networks, device)
+    networks.compute_capabilities = ["8.0", "8.9"]
     with pytest.raises(SpecDecError, match="compute capability 8.0, 8.9, and H100 has 9.0"):
-        check_device(device, ["8.0", "8.9"], tmp_path)
-    check_library(describe_library(load_tensorrt()), tmp_path)
+        engine.check_machine(tmp_path, networks, device)
+    networks.library = "tensorrt 10.15"
     with pytest.raises(SpecDecError, match="was built by tensorrt 10.15"):
-        check_library("tensorrt 10.15", tmp_path)
+        engine.check_machine(tmp_path, networks, device)
