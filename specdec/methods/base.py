@@ -79,6 +79,15 @@ def bounds(kind: type, name: str) -> dict[str, int]:
     return {"minimum": least, "maximum": most}
 
 
+def read_length(flag: str, text: str | None) -> int | None:
+    """Read a number of draft tokens; None for `auto`, and where none is given."""
+    if text is None or text == "auto":
+        return None
+    if not str(text).isdecimal() or int(text) < 1:
+        raise UsageError(f"{flag} is {text!r}", "give a whole number above 0, or auto")
+    return int(text)
+
+
 def check(key: str, value: object, rule: Rule) -> None:
     """Raise SpecDecError that says what a key of a checkpoint's config.json should be."""
     if not rule.holds(value):

@@ -18,7 +18,7 @@ from specdec.options import (
     setting,
 )
 
-from .base import Method, is_device_list, number, read_literal
+from .base import Method, is_device_list, number, read_length, read_literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _read_pair(pair: DraftTargetDraft) -> DraftOptions:
     return DraftOptions(
         engine_dir=pair.draft_engine_dir,
         tokenizer_dir=pair.draft_tokenizer_dir,
-        draft_len=_read_draft_len(pair.draft_len),
+        draft_len=read_length("--draft-len", pair.draft_len),
         draft_devices=_read_devices("--draft-devices", pair.draft_devices),
         target_devices=_read_devices("--target-devices", pair.target_devices),
         use_logits=pair.use_logits,
@@ -183,14 +183,6 @@ def _read_joined(text: str, others: str, pair: DraftTargetDraft) -> DraftOptions
         target_devices=tuple(target_devices),
         use_logits=use_logits,
     )
-
-
-def _read_draft_len(text: str | None) -> int | None:
-    if text is None or text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--draft-len is {text!r}", "give a whole number above 0, or auto")
-    return int(text)
 
 
 def _read_devices(flag: str, text: str | Sequence[int] | None) -> tuple[int, ...] | None:

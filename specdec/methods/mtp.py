@@ -12,7 +12,7 @@ from specdec.model.config import FULL, ModelConfig
 from specdec.model.tensors import HEAD_BIAS, MTP_NET, Shard, TensorSpec, list_norm
 from specdec.options import as_options, setting
 
-from .base import Method, bounds, count, share
+from .base import Method, bounds, count, read_length, share
 from .budget import BudgetDraft
 from .net import NetParams
 
@@ -139,13 +139,14 @@ class MtpTrain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MtpOptions:
-    """Most draft tokens of a step. num_tokens: None for what the engine has room for.
+    """Most draft tokens of a step; None: what pays, on any device."""
 
-    leaves_length: whether to draft only what pays, on any device.
-    """
+    num_tokens: int | None
 
-    num_tokens: int | None = None
-    leaves_length: bool = False
+    @property
+    def leaves_length(self) -> bool:
+        """Whether nothing says how much to draft."""
+        return self.num_tokens is None
 
 
 def read_options(settings: Any) -> MtpOptions | None:
@@ -153,17 +154,12 @@ def read_options(settings: Any) -> MtpOptions | None:
     text = as_options(settings, MtpDraft).mtp_num_draft_tokens
     if text is None:
         return None
-    if text == "auto":
-        if as_options(settings, BudgetDraft).draft_budget == "fixed":
-            raise UsageError(
-                "--draft-budget fixed and --mtp-num-draft-tokens auto are both given", "give one"
-            )
-        return MtpOptions(leaves_length=True)
-    if not str(text).isdecimal() or int(text) < 1:
+    num_tokens = read_length("--mtp-num-draft-tokens", text)
+    if num_tokens is None and as_options(settings, BudgetDraft).draft_budget == "fixed":
         raise UsageError(
-            f"--mtp-num-draft-tokens is {text!r}", "give a whole number above 0, or auto"
+            "--draft-budget fixed and --mtp-num-draft-tokens auto are both given", "give one"
         )
-    return MtpOptions(num_tokens=int(text))
+    return MtpOptions(num_tokens=num_tokens)
 
 
 METHOD = Method(
