@@ -168,8 +168,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     if (option := find_folder(settings)) is not None:
         converter = load_converter(FOLDERS[option])
         place, kind = getattr(settings, option), FOLDERS[option].name
-        if option == MTP_FOLDER and place == settings.model_dir:
-            kind = MODEL
+        kind = MODEL if takes_own_head(settings) else kind
         folder = open_model(place, name_flag(option), kind, weight_files=converter.WEIGHT_FILES)
         shapes = (spec.shape for spec in list_target_tensors(target.model).values())
         origin = read_origin(
@@ -196,6 +195,12 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     )  # fmt: skip
 
 
+def takes_own_head(settings: ConvertSettings) -> bool:
+    """Whether the head that drafts is to be in the target's own folder."""
+    head = getattr(settings, MTP_FOLDER)
+    return None not in (head, settings.model_dir) and Path(head) == Path(settings.model_dir or "")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTarget:
     """The planned target, to which a drafter may be added.
@@ -217,7 +222,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     folder = open_model(need(settings.model_dir), "--model-dir")
     unwrap(folder)
-    folder = leave_head(folder, is_converted=find_folder(settings) == MTP_FOLDER)
+    folder = leave_head(folder, is_converted=takes_own_head(settings))
     family = find_family(folder)
     files = [
         *folder.files, *list_local(folder.path / QUANTIZATION_NAME, settings.calibration_data)
