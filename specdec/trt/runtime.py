@@ -24,7 +24,8 @@ class EngineRunner:
     """A serialized engine on a GPU, with one execution context and a stream of its own.
 
     TensorRT-RTX makes a CUDA graph of steps whose shapes come again, which the default stream of
-    CUDA does not allow; full TensorRT launches its kernels one by one.
+    CUDA does not allow. Full TensorRT launches its kernels one by one, and so does a rank, for what
+    ranks exchange is not recorded.
     """
 
     def __init__(self, path: Path, device: torch.device, group: Group | None = None) -> None:
@@ -50,7 +51,7 @@ class EngineRunner:
         }
 
     def _make_context(self, trt: Any) -> Any:
-        if not hasattr(trt, "CudaGraphStrategy"):
+        if self._group is not None or not hasattr(trt, "CudaGraphStrategy"):
             return self._engine.create_execution_context()
         config = self._engine.create_runtime_config()
         config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE

@@ -85,6 +85,15 @@ def test_drafts_without_weights(way: dict[str, Any], tmp_path: Path) -> None:
     ours.close()
 
 
+@pytest.mark.parametrize("flags", [("int8",), ("int4", "--group-size", 32)])
+def test_quantized_weights(flags: Sequence[object], tmp_path: Path) -> None:
+    """Whole rows have one int8 scale, and groups lie within a rank's columns."""
+    target = make_llama(tmp_path, layers=2, seed=3, intermediate=128)
+    theirs, ours = load_both(target, tmp_path, *ROWS, build=(*BATCH, "--quantization", *flags))
+    compare(theirs, ours)
+    ours.close()
+
+
 def test_real_engines(tmp_path: Path) -> None:
     """Of both ranks, whose layers sum, look up and join."""
     target = make_llama(tmp_path, layers=2, dtype="float16")

@@ -49,8 +49,10 @@ class Stream:
 class Context:
     """An execution context of a network."""
 
-    def __init__(self, network: Interpreter, config: SimpleNamespace) -> None:
-        assert config.cuda_graph_strategy is network.trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+    def __init__(self, network: Interpreter, config: SimpleNamespace | None) -> None:
+        strategies = network.trt.CudaGraphStrategy
+        self.is_recorded = config is not None
+        assert config is None or config.cuda_graph_strategy is strategies.WHOLE_GRAPH_CAPTURE
         self.network = network
         self.communicators: list[int] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -117,7 +119,7 @@ class Runtime:
             get_tensor_dtype=lambda name: tensors[name].dtype,
             get_tensor_mode=lambda name: mode.OUTPUT if name in outputs else mode.INPUT,
             create_runtime_config=SimpleNamespace,
-            create_execution_context=lambda config: Context(network, config),
+            create_execution_context=lambda config=None: Context(network, config),
         )  # fmt: skip
 
 
@@ -168,6 +170,7 @@ def test_engines_run_by_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     texts = list_texts(TorchEngine(tmp_path / "torch", device="cpu"), requests)
     assert list_texts(ours, requests) == texts
     body = EngineRunner(folder / "head0.engine", torch.device("cpu"))
+    assert body._context.is_recorded
     with pytest.raises(SpecDecError, match="is beyond what the engine was built for"):
         body.run({"states": torch.zeros(10**4, 64)})
 
@@ -190,6 +193,7 @@ def test_ranks_meet_before_their_first_step(
     path.write_bytes(b"head1.engine")
     runner = EngineRunner(path, torch.device("cpu"), group)
     assert runner._context.communicators == []
+    assert not runner._context.is_recorded
     networks["head1.engine"].meet = lambda x: [x, x]
     for _ in range(2):
         logits = runner.run({"states": torch.zeros(1, 64)})["logits"]
