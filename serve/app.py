@@ -490,8 +490,9 @@ class Guard:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             digest = hashlib.sha256(given.strip()).digest()
             if not (hmac.compare_digest(digest, self._digest) and kind.lower() == b"bearer"):
+                lack = "the key is not this server's" if given else "a key is needed"
                 return make_error(
-                    "a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
+                    f"{lack}: Authorization: Bearer KEY", 401, code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
         # A page from elsewhere whose name was made to lead here would send that name.

@@ -900,6 +900,8 @@ def test_a_key_is_asked_for_and_never_logged(
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert "sesame" not in answer.text
+            lack = "is not this server's" if header else "a key is needed"
+            assert lack in answer.json()["error"]["message"]
         header = {"Authorization": "Bearer sesame-open"}
         assert CLIENT.get(f"{url}/v1/models", headers=header).status_code == 200
         assert CLIENT.get(f"{url}/metrics").status_code == 401
