@@ -184,9 +184,9 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     block_types = plan_stored(files, sources, quantized, checkpoint)
     if block_types is not None:
         how = "multiplied as they are" if compile_kernels else "widened when the engine is loaded"
-        num_plain = block_types.get(model.dtype, 0)
         counts = ", ".join(f"{k} ({n})" for k, n in block_types.items() if k != model.dtype)
-        logger.info("GGUF: matrices %s: %s; %s: %d", how, counts, model.dtype, num_plain)
+        plain = f"; {model.dtype}: {block_types[model.dtype]}" if model.dtype in block_types else ""
+        logger.info("GGUF: matrices %s: %s%s", how, counts, plain)
     has_integers = settings.quantization is not None or algorithm in int4.INT4_ALGORITHMS
     if has_integers and not compile_kernels and settings.backend != TENSORRT:
         logger.warning(

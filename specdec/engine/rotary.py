@@ -165,9 +165,11 @@ class RotaryTable:
             inverse, _ = compute_frequencies(model, self.switch_len + 1)
             long_angles = torch.outer(torch.arange(num_positions).float(), inverse)
             angles = torch.cat((angles, long_angles))
-        both = torch.cat((angles, angles), dim=-1)
-        self.cos = (both.cos() * self.attention_factor).to(device, dtype)
-        self.sin = (both.sin() * self.attention_factor).to(device, dtype)
+        halves = [
+            (half * self.attention_factor).to(device, dtype)
+            for half in (angles.cos(), angles.sin())
+        ]
+        self.cos, self.sin = (torch.cat((half, half), dim=-1) for half in halves)
 
     def repeat(self, num_lines: int) -> None:
         """Let every table that another's lines are of, `num_lines` in all, be this one."""

@@ -110,10 +110,15 @@ class Metadata:
 def find_architecture(data: Metadata) -> Architecture:
     """What a file's model is in transformers; raises SpecDecError for one that is not read."""
     kind = data.values.get("general.type", "model")
-    if data.name not in READ or kind != "model":
-        shown = data.name if kind == "model" else f"{data.name} ({kind})"
+    if kind != "model":
         raise SpecDecError(
-            f"{data.path} holds an architecture that is not read: {shown}",
+            f"{data.path} is no model but what goes with one: {data.name} ({shorten(kind)})",
+            "take the model's own file; specdec-convert --lora-dir merges a LoRA adapter as PEFT"
+            " writes it",
+        )
+    if data.name not in READ:
+        raise SpecDecError(
+            f"{data.path} holds an architecture that is not read: {data.name}",
             f"these are: {', '.join(READ)}",
         )
     if data.name == "llama" and data.get("expert_count", 0):

@@ -197,7 +197,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
         ({"llama__attention__clamp_kqv": 8.0}, "F32", r"llama.attention.clamp_kqv 8.0"),
         ({"llama__attention__causal": False}, "F32", "llama.attention.causal False"),
         ({"llama__rope__scaling__type": "dynamic"}, "F32", "rope.scaling.type is 'dynamic'"),
-        ({"general__type": "adapter"}, "F32", r"llama \(adapter\)"),
+        ({"general__type": "adapter"}, "F32", r"what goes with one: llama \('adapter'\)"),
         ({"llama__attention__head_count": "4"}, "F32", "head_count is '4', not a whole number"),
         ({"llama__block_count": 2**31 - 1}, "F32", "block_count is .*, not .* from 1 to 1000"),
         ({"llama__rope__dimension_count": 0}, "F32", "dimension_count is 0, not a whole number"),
