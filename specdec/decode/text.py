@@ -86,7 +86,9 @@ class TextStream:
             self._is_ended = True
         elif not piece.endswith(INCOMPLETE):
             self._text = text
-            self._context, self._read = self._read, len(self._ids)
+            if piece:  # a space behind a special token is no longer one where a text begins
+                self._context = self._read
+            self._read = len(self._ids)
         self.ends.append(len(self._text))
         return self._is_ended
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from specdec.decode.text import INCOMPLETE, TextStream, decode_text
 from tests.conftest import ROOT
 
+SPACE = "\u2581"
 TEXTS = [
     "def main():\n    return 'x'\n\n\nclass A:\n",
     "naïve café — 日本語のテキスト 🙂🙃 done",
@@ -84,6 +85,16 @@ def test_pieces_make_up_the_text(tokenizer: Any, text: str) -> None:
     pieces, _ = stream(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
     assert all(INCOMPLETE not in piece for piece in pieces), "half a character was shown"
+
+
+def test_a_space_behind_a_special_token_stays() -> None:
+    """As transformers decodes it: a tokenizer of Llama 2's kind strips that of a beginning."""
+    tokenizer = TOKENIZERS["word pieces"]
+    parts = (["a", "</s>", SPACE, "b"], ["<s>", SPACE, "a"], ["a", "<s>", "</s>", SPACE, "b", "c"])
+    for tokens in parts:
+        ids = tokenizer.convert_tokens_to_ids(tokens)
+        pieces, _ = stream(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @given(ids=st.lists(st.integers(0, 4000), max_size=40))
