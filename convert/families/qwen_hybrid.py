@@ -62,10 +62,18 @@ def read_linear(reader: ConfigReader) -> LinearAttention:
     )
 
 
-def read_hybrid(reader: ConfigReader, activation: str = "silu") -> dict[str, Any]:
-    """Read the fields of `ModelConfig` that all of these models have."""
+def read_hybrid(
+    reader: ConfigReader, activation: str = "silu", num_kv_heads: int = 4
+) -> dict[str, Any]:
+    """Read the fields of `ModelConfig` that all of these models have.
+
+    What says how positions of images are told (M-RoPE) changes nothing where there is text alone.
+    """
+    rotary = reader.get_object("rope_parameters")
+    text = {key: value for key, value in rotary.items() if not key.startswith("mrope_")}
     values = read_decoder(
-        reader, max_positions=32768, head_dim=256, rotary_fraction=0.25,
+        reader.enter({**reader.config, "rope_parameters": text}), max_positions=32768,
+        num_kv_heads=num_kv_heads, head_dim=256, rotary_fraction=0.25,
     )  # fmt: skip
     refuse_unless(reader, "hidden_act", "silu", remedy="hybrids are supported with silu")
     bias, num_layers = reader.get_bool("attention_bias", False), values["num_hidden_layers"]
@@ -116,7 +124,7 @@ def read_next(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
 def _read_mixture(reader: ConfigReader, layout: Layout, **experts: Any) -> dict[str, Any]:
     refuse_uneven_layers(reader)
     inner = reader.get_int("moe_intermediate_size", 512)
-    values = read_hybrid(reader.enter({"intermediate_size": inner, **reader.config}), "swiglu")
+    values = read_hybrid(reader.enter({"intermediate_size": inner, **reader.config}), "swiglu", 2)
     return values | read_experts(
         reader, layout, values, **experts, inner=("moe_intermediate_size", 512),
         shared_inner=("shared_expert_intermediate_size", 512),

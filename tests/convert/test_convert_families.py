@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
@@ -41,6 +42,7 @@ from tests.engines import run_cli_here
 from tests.families import (
     CLASSES,
     EXPERTS,
+    HYBRIDS,
     NOT_IN_014,
     OWN,
     WRITTEN_AS,
@@ -159,6 +161,18 @@ def test_what_a_family_computes_is_told(architecture: str, make: Maker) -> None:
     if len(lines) < len(LABELS):
         told = f"only {', '.join(lines)}"
     assert read_docs_table()[architecture][1] == (told if lines else "no")
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_without_a_number_of_kv_heads_have_transformers_default(
+    family: str, make: Maker, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make(family), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_key_value_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+    default = getattr(transformers, CLASSES[family][0])().num_key_value_heads
+    assert read_family(FAMILIES[CLASSES[family][1]], folder).num_key_value_heads == default
 
 
 def test_a_family_that_tells_nothing_is_an_error() -> None:

@@ -179,6 +179,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             **_HYBRID, "tie_word_embeddings": True, "linear_num_value_heads": 4,
             "linear_conv_kernel_dim": 3, "attention_bias": True,
             "layer_types": ["full_attention", "linear_attention"] * 2,
+            "rope_parameters": {  # long texts, as Qwen3.5's page has it
+                **_YARN, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+            },
         },
     },
     "Qwen3_5MoeForCausalLM": {"plain": _HYBRID_MOE},
