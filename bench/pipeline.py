@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import require
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, count
 from specdec.files.staging import check_output_dir
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
@@ -37,7 +37,8 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     bench.check_batch_sizes(batch_sizes)
     batches = []
     for size in batch_sizes:
-        logger.info("batch size %d: %d rounds", size, settings.repeat)
+        rounds = f"{count(settings.repeat, 'round')} of {count(len(prompts), 'prompt')}"
+        logger.info("batch size %d: %s, with and without speculation", size, rounds)
         batches.append(measure_batch(bench, size, settings.repeat))
     others = meter.measure()
     report: dict[str, Any] = {
