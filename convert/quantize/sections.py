@@ -183,13 +183,16 @@ def read_scheme(folder: HfFolder) -> Scheme | None:
 
 def _read_awq(section: Section) -> Scheme:
     section.take("bits", 4, default=4)
-    section.take("version", "gemm", "GEMM", default="gemm")
+    for name in ("version", "format", "checkpoint_format"):  # the others are GPTQModel's
+        section.take(name, "gemm", "GEMM", default="gemm")
     section.take("backend", "autoawq", default="autoawq")
+    section.take("method", "awq", default="awq")
+    section.take("pack_dtype", "int32", default="int32")
     section.take("zero_point", True, False, default=True)
     size = section.take_group_size(128)
     section.skip(
         "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
-        "exllama_config",
+        "exllama_config", "sym", "desc_act", "lm_head", "meta",
     )  # fmt: skip
     make = functools.partial(matrices.AwqMatrix, group_size=size)
     return Scheme(name="awq", bits=4, description=f"AWQ, group_size {size}", make=make)

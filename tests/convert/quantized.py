@@ -252,6 +252,16 @@ CASES = {
         },
         pack_awq, "INT4_GROUPS",
     ),
+    "awq-gptqmodel": Case(
+        "awq",
+        {
+            "quant_method": "awq", "method": "awq", "bits": 4, "group_size": GROUP, "sym": False,
+            "desc_act": True, "lm_head": False, "zero_point": True, "version": "gemm",
+            "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32",
+            "meta": {"quantizer": ["gptqmodel:7.7.0"], "pack_impl": "cpu"},
+        },
+        pack_awq, "INT4_GROUPS",
+    ),
     "gptq": Case(
         "gptq", describe_gptq(4), make_gptq(bits=4, is_symmetric=True, version=1), "W4A16_AWQ"
     ),

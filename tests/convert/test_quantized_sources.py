@@ -361,6 +361,8 @@ def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_
     ("name", "section", "message"),
     [
         ("awq", {"version": "gemv"}, "version is 'gemv'"),
+        ("awq-gptqmodel", {"checkpoint_format": "gemv"}, "checkpoint_format is 'gemv'"),
+        ("awq-gptqmodel", {"dynamic": {"-:lm_head": {}}}, "dynamic {'-:lm_head': {}}: not known"),
         ("awq", {"bits": 3}, "bits is 3"),
         ("awq", {"backend": "llm-awq"}, "backend is 'llm-awq'"),
         ("awq", {"group_size": 0}, "group_size is 0"),
