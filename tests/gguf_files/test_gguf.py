@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,13 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     assert split.tensors == whole.tensors
     assert [path.name[:7] for path in split.files] == ["m-00001", "m-00002"]
     assert localize(tmp_path) == localize(first)
+    (
+        tmp_path / "hub"
+    ).mkdir()  # as in the Hub's cache, whose files are links to such of other names
+    for number, part in enumerate(split.files):
+        shutil.copy(part, tmp_path / f"blob-{number}")
+        (tmp_path / "hub" / part.name).symlink_to(tmp_path / f"blob-{number}")
+    assert read_json(Path(localize(tmp_path / "hub")) / "config.json") == split.config
     with pytest.raises(SpecDecError, match="part 2 of 2"):
         GgufModel(tmp_path / "m-00002-of-00002.gguf")
     (tmp_path / "m-00002-of-00002.gguf").unlink()
