@@ -242,12 +242,13 @@ def write_networks(
     weights: dict[str, Tensor] = {}
     for rank in range(model.tp_size):
         weights = read_weights(plan, checkpoint, name_weight_file(model, rank))
-        body, head = (NetworkWriter(trt, builder, dtype, rank) for _ in range(2))
-        names = name_networks(rank)
-        write_target(body, model, weights, networks.sizes, list_observed(drafter))
-        yield names[0], body
-        write_head(head, model, weights, networks.sizes)
-        yield names[1], head
+        body, head = name_networks(rank)
+        writer = NetworkWriter(trt, builder, dtype, rank)
+        write_target(writer, model, weights, networks.sizes, list_observed(drafter))
+        yield body, writer
+        writer = NetworkWriter(trt, builder, dtype, rank)  # the other's constants are let go
+        write_head(writer, model, weights, networks.sizes)
+        yield head, writer
     if drafter is None:
         return
     if model.tp_size > 1:  # with the target's embedding, whole
