@@ -56,20 +56,27 @@ logger = logs.get_logger(__name__)
 KV_ENDINGS = (".k_scale", ".v_scale")
 
 
+def find_modules(folder: HfFolder, scheme: Scheme) -> list[str]:
+    """List the modules of a folder whose matrices are quantized; SpecDecError where none is."""
+    modules = scheme.find_modules(folder)
+    if not modules:
+        raise SpecDecError(
+            f"{folder.path} is quantized ({scheme.description}), but holds no"
+            f" .{scheme.format.marker} of that format",
+            "copy or download the folder again; where its weights were made plain, remove"
+            " quantization_config from its config.json, and hf_quant_config.json",
+        )
+    return modules
+
+
 def open_matrices(folder: HfFolder, scheme: Scheme) -> dict[str, Matrix]:
     """Check every quantized matrix of a folder; return them by module."""
     problems = Problems()
     matrices: dict[str, Matrix] = {}
-    for module in scheme.find_modules(folder):
+    for module in find_modules(folder, scheme):
         with collect(problems):
             matrices[module] = scheme.make(folder, module)
     problems.raise_all()
-    if not matrices:
-        raise SpecDecError(
-            f"{folder.path} is quantized ({scheme.description}), but holds no"
-            f" .{scheme.format.marker} of that format",
-            "copy or download the folder again",
-        )
     return matrices
 
 
@@ -171,6 +178,7 @@ def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, Held]:
             f"{DEQUANTIZE}; they take the bytes of an unquantized model",
         )
     if scheme.kept == FP8:
+        find_modules(folder, scheme)
         return folder, Held(scheme, {})
     matrices = open_matrices(folder, scheme)
     whole = [matrix for matrix in matrices.values() if isinstance(matrix, IntMatrix)]

@@ -18,7 +18,7 @@ from specdec.model import int4
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.tensors import list_linears
-from tests.conftest import make_drafter
+from tests.conftest import make_drafter, make_llama
 from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter
 from tests.convert.quantized import (
@@ -535,6 +535,20 @@ def test_a_folder_that_does_not_say_that_it_is_quantized(
     message = convert.fail(model_dir=source).message
     assert "lacks" in message
     assert "qweight" in message
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_a_folder_that_says_so_and_holds_plain_weights(
+    scheme: str, convert: Converter, tmp_path: Path
+) -> None:
+    """As after a merge in plain weights: static FP8 became a checkpoint that is FP8 in name."""
+    source = make_llama(tmp_path)
+    section = {"quant_method": "fp8", "activation_scheme": scheme}
+    set_config(source, quantization_config=section)
+    error = convert.fail(model_dir=source)
+    assert "is quantized" in error.message
+    assert "but holds no" in error.message
+    assert "remove quantization_config" in error.hint
 
 
 @pytest.mark.parametrize(
