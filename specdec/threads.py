@@ -11,13 +11,12 @@ SPIN_COUNT = 1000  # what libgomp itself takes when it has started more threads 
 
 
 def calm_threads() -> None:
-    """Let threads of the kernels that wait for each other sleep soon, before torch is loaded.
+    """Let OpenMP's threads, which share torch's loops, sleep soon; called before torch is loaded.
 
-    That is between calls; within one the kernels see to it (docs/kernels.md). By itself libgomp
-    lets threads spin for milliseconds. Where other programs need the cores, or a server's own
-    other threads, a thread then burns the very turn that the one it waits for is waiting for: a
-    small model took up to 30 times as long. With the cores to itself it is a fifth slower so.
-    What the environment says already stays.
+    By itself libgomp lets threads spin for milliseconds. Where other programs need the cores, or a
+    server's own other threads, a spinning thread burns the turn that the thread it waits for is
+    waiting for. The kernels' own threads see to that by themselves (docs/kernels.md). What the
+    environment says already stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

@@ -23,7 +23,8 @@ SOURCE = Path(__file__).with_name("kernels.cpp")  # with its headers in the fold
 FLAGS = (
     "-std=c++17", "-O3", "-march=native",
     *(("-mtune=native",) if platform.machine() in ("aarch64", "arm64") else ()),
-    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd",
+    "-pthread",
 )  # fmt: skip
 # Seconds for one call. The kernels take a minute on a slow machine, a version one second.
 COMPILE_SECONDS, ANSWER_SECONDS = 600.0, 60.0
@@ -57,7 +58,7 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
     is not waited for as long.
     """
     seconds = ANSWER_SECONDS if output is None else COMPILE_SECONDS
-    hint = "set CXX to a C++ compiler with OpenMP, or build with --optimize none"
+    hint = "set CXX to another C++ compiler, or build with --optimize none"
     try:
         # In a group of its own, so that what the compiler starts ends with it.
         process = subprocess.Popen(

@@ -62,7 +62,7 @@ int64_t specdec_use_amx() {
 }
 
 // Of the calling thread, for the calls that it makes from now on.
-void specdec_set_num_threads(int64_t count) { omp_set_num_threads(static_cast<int>(count)); }
+void specdec_set_num_threads(int64_t count) { num_threads = count; }
 
 #define SPECDEC_EXPORT(E, suffix)                                                                 \
   void specdec_add_norm_##suffix(E *x, const E *delta, const E *delta_weight, const E *delta_bias,\

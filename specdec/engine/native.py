@@ -158,15 +158,12 @@ def compile_kernels(folder: Path, reason: str = "") -> dict[str, str]:
     if reason:
         logger.info("%s", reason)
     label = f"compiling the native kernels for this CPU with {info['compiler']}, once"
-    # GCC's OpenMP is loaded with torch, whose threads the kernels then share: two teams would
-    # wait for each other's processors. Clang's kernels bring their own.
-    openmp = ["-fopenmp"] if "clang" in version else []
     with logs.show_waiting(label, logger):
         call_compiler(
             [*compiler, *FLAGS, "-c", "-fPIC", str(SOURCE), "-o", str(objects)], output=objects
         )
         call_compiler(
-            [*compiler, "-shared", str(objects), "-o", str(library), *openmp], output=library
+            [*compiler, "-shared", "-pthread", str(objects), "-o", str(library)], output=library
         )
     objects.unlink()
     _load_library(library)  # what does not load is not kept
@@ -210,14 +207,6 @@ def _describe_kernels() -> dict[str, str]:
 
 def _load_library(path: Path) -> ctypes.CDLL:
     try:
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            is_openmp = "undefined symbol: GOMP" in str(error)
-            if not is_openmp and "undefined symbol: omp" not in str(error):
-                raise
-        # The compiler's kind; torch has another kind.
-        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise SpecDecError(

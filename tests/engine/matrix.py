@@ -125,43 +125,16 @@ def read_cpu_flags() -> set[str]:
     return set()
 
 
-@lru_cache
-def find_openmp() -> tuple[str, ...]:
-    """Flags with which any clang finds OpenMP's header and library, those of one installed."""
-    headers = sorted(Path("/usr/lib").glob("llvm-*/lib/clang/*/include/omp.h"))
-    if not headers:
-        return ()
-    folder = CACHE / "include"  # the header alone: alongside it lie those of one compiler
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(headers[-1], folder)
-    libraries = headers[-1].parents[3]
-    return ("-idirafter", str(folder), f"-L{libraries}", f"-Wl,-rpath,{libraries}")
-
-
-def write_stub() -> Path:
-    """A folder with an omp.h for compilers without OpenMP."""
-    folder = CACHE / "single"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "omp.h").write_text(
-        "inline void omp_set_num_threads(int) {}\n"
-        "inline int omp_get_thread_num() { return 0; }\n"
-        "inline int omp_get_num_threads() { return 1; }\n"
-        "inline int omp_get_max_threads() { return 1; }\n"
-    )
-    return folder
-
-
 def compile_shared(build: Build, source: Path = native.SOURCE) -> Path:
     """Compile a library, or take the one kept of what is the same without comments and with other
     forms left out. Raises CalledProcessError.
     """
     flags = [flag for flag in native.FLAGS if not flag.endswith("=native")]
-    if build.is_clang and build.is_cross:  # there is no libomp for it: one thread
-        flags.remove("-fopenmp")
-        flags += ["--target=aarch64-linux-gnu", f"-I{write_stub()}"]
+    if build.is_clang and build.is_cross:
+        flags += ["--target=aarch64-linux-gnu"]
     command = [build.compiler, *flags, *build.form.flags, *build.extra, "-fPIC", "-shared"]
     if build.is_clang:
-        command += ["-Wno-pass-failed", *(() if build.is_cross else find_openmp())]
+        command += ["-Wno-pass-failed"]
     expand = [*command, "-E", "-P", str(source)]
     expanded = subprocess.run(expand, capture_output=True, check=True).stdout.decode()
     content = [describe_compiler(build.compiler), *command, expanded]
@@ -191,9 +164,7 @@ def compile_driver(compiler: str, *flags: str) -> Path:
 
 def run_driver(command: list[str]) -> tuple[dict[str, str], list[str]]:
     """What a library computes, by kernel and type; and where it breaks the rule."""
-    # Two threads, so that work is divided; waiting ones leave the processor to others.
-    environ = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stderr.splitlines()
     if done.returncode not in (0, 1) or (done.returncode == 1 and not lines):
         lines = [f"status {done.returncode}", *lines[-3:]]
@@ -391,9 +362,6 @@ def main() -> int:
         compilers = [name for name in wanted if shutil.which(name)]
         for name in sorted(set(wanted) - set(compilers)):
             print(f"left out, not installed: {name}")
-        if any("clang" in name for name in compilers) and not find_openmp():
-            print("left out, no OpenMP for clang (Debian: apt install libomp-16-dev)")
-            compilers = [name for name in compilers if "clang" not in name]
         builds += list_builds(compilers, options.full)
     if options.only in (None, "aarch64"):
         compilers = [name for name in CROSS_COMPILERS if shutil.which(name)]

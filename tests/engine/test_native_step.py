@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,36 @@ def test_threads_change_no_bits(library: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         for _ in range(60):
             assert torch.equal(decoder.forward(tree, cache), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@torch.inference_mode()
+def test_kernels_run_in_threads_that_end_and_after_a_fork(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of the kernels end with the thread that leads them, and are not in a fork's child."""
+    decoder = make_decoder(library, "bfloat16", 6, 2, None, is_int8=False)
+    cache = fill(decoder, 1, 12)
+    tree = make_step([12], make_tree(TOKENS, PARENTS))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    expected = decoder.forward(tree, cache)
+
+    def is_same() -> bool:
+        with torch.inference_mode():
+            return torch.equal(decoder.forward(tree, cache), expected)
+
+    before = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+    for _ in range(20):
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(is_same).result()
+    if before:
+        deadline = time.monotonic() + 60
+        while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(os.listdir("/proc/self/task")) <= before
+    if (child := os.fork()) == 0:
+        os._exit(0 if is_same() else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 SHAPES = itertools.product(

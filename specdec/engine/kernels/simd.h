@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include <omp.h>
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

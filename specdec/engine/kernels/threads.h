@@ -24,6 +24,31 @@ inline void relax() {
 #endif
 }
 
+// Which cores threads run on. Where the system does not tell, nothing is changed.
+#if defined(__linux__)
+inline int get_core() { return sched_getcpu(); }
+inline int get_thread() { return static_cast<int>(syscall(SYS_gettid)); }
+inline int get_process() { return static_cast<int>(getpid()); }
+
+// Moves `thread` to this core, or to another one that `leader` may use.
+inline void move(int thread, bool is_to, int core, int leader) {
+  cpu_set_t cores;
+  if (core < 0 || sched_getaffinity(leader, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) < 2) return;
+  if (is_to) {
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+  } else {
+    CPU_CLR(core, &cores);
+  }
+  sched_setaffinity(thread, sizeof cores, &cores);
+}
+#else
+inline int get_core() { return -1; }
+inline int get_thread() { return 0; }
+inline int get_process() { return 0; }
+inline void move(int, bool, int, int) {}
+#endif
+
 // A number that one thread raises and others wait for.
 class Signal {
  public:
@@ -60,6 +85,10 @@ class Signal {
         }
       }
     }
+    sleep_until(before);
+  }
+
+  void sleep_until(uint32_t before) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (number_.load(std::memory_order_seq_cst) == before) sleep(before);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
@@ -109,10 +138,10 @@ class Hold {
     return true;
   }
 
-  // Whether it is nobody's in this loop: then this thread has it.
+  // Whether it is nobody's in this loop: then this thread has it. Numbers begin again after 2^29 loops.
   bool take() const {
-    uint32_t seen = piece_->load(std::memory_order_relaxed);
-    return seen < number_ &&
+    uint32_t seen = piece_->load(std::memory_order_acquire);
+    return static_cast<int32_t>(seen - number_) < 0 &&
            piece_->compare_exchange_strong(seen, number_ | kTaken, std::memory_order_acq_rel);
   }
 
@@ -149,38 +178,37 @@ struct Loop {
 
 class Crew;
 thread_local Crew *current_crew = nullptr;  // of the thread that leads it
+thread_local int64_t num_threads = 1;  // that share the calling thread's loops, with itself
 
-// OpenMP's threads, kept together for a call of many loops: its leader runs what lies between them, and
+// The threads that share one thread's loops: that one is their leader, runs what lies between loops, and
 // waits for no member that has nothing to do.
 class Crew {
  public:
-  int64_t count = 1;
+  const int64_t count;
+
+  explicit Crew(int64_t members)
+      : count(members), pieces_(members * Loop::kMostPieces), seats_(members) {}
+
+  // The calling thread's own, of so many threads with itself.
+  static Crew &get(int64_t members) {
+    static thread_local Owner owner;
+    if (owner.crew == nullptr || owner.crew->count != members || owner.process != get_process()) {
+      owner.dismiss();
+      owner.crew = std::make_shared<Crew>(members);
+      owner.process = get_process();
+      for (int64_t i = 1; i < members; ++i)
+        std::thread([crew = owner.crew, i] { crew->serve(i); }).detach();
+    }
+    return *owner.crew;
+  }
 
   template <typename F>
-  void lead(int64_t members, const F &body) {
-    count = members;
-    pieces_ = std::vector<Piece>(count * Loop::kMostPieces);
-    seats_ = std::vector<Seat>(count);
+  void lead(const F &body) {
+    for (Piece &piece : pieces_) Hold(&piece, begun_.read()).set(kDone);
     current_crew = this;
     body();
     current_crew = nullptr;
-    is_over_.store(true, std::memory_order_relaxed);
-    begun_.raise();
-  }
-
-  void serve(int64_t index) {
-    for (uint32_t number = 0;;) {
-      begun_.wait(number);
-      number = begun_.read();
-      if (is_over_.load(std::memory_order_relaxed)) return;
-      std::atomic<bool> &is_busy = seats_[index].is_busy;
-      is_busy.store(true, std::memory_order_seq_cst);
-      const Loop loop = loop_;
-      std::atomic_thread_fence(std::memory_order_acquire);
-      // Else the leader has gone on, and this may be a mixture of two loops.
-      if (prepared_.load(std::memory_order_relaxed) == number) work(loop, number, index);
-      is_busy.store(false, std::memory_order_release);
-    }
+    settle();
   }
 
   // Runs body(hold, begin, end) for all of `size` rounds, at least so many at a time.
@@ -206,6 +234,8 @@ class Crew {
     std::memcpy(loop_.body, &body, sizeof body);
     left_.store(static_cast<uint64_t>(number) << 32 | static_cast<uint64_t>(count * loop_.pieces),
                 std::memory_order_relaxed);
+    const int core = get_core();
+    if (core_.load(std::memory_order_relaxed) != core) core_.store(core, std::memory_order_relaxed);
     begun_.raise();
     current_crew = nullptr;  // a loop within a loop is the member's own
     work(loop_, number, 0);
@@ -214,9 +244,8 @@ class Crew {
   }
 
   // Until no member computes what no longer counts: before what it reads is given back.
-  void settle() const {
-    for (const Seat &seat : seats_)
-      while (seat.is_busy.load(std::memory_order_seq_cst)) std::this_thread::yield();
+  void settle() {
+    for (Seat &seat : seats_) wait_for(seat);
   }
 
  private:
@@ -224,7 +253,55 @@ class Crew {
 
   struct alignas(kLine) Seat {
     std::atomic<bool> is_busy{false};
+    std::atomic<int> thread{0};
   };
+
+  struct Owner {
+    std::shared_ptr<Crew> crew;
+    int process = 0;  // a fork's child has the crew and no members
+
+    ~Owner() { dismiss(); }
+    void dismiss() {
+      if (crew == nullptr || process != get_process()) return;
+      crew->is_over_.store(true, std::memory_order_relaxed);
+      crew->begun_.raise();
+    }
+  };
+
+  void serve(int64_t index) {
+    Seat &seat = seats_[index];
+    seat.thread.store(get_thread(), std::memory_order_relaxed);
+    for (uint32_t number = 0;;) {
+      begun_.wait(number);
+      number = begun_.read();
+      if (is_over_.load(std::memory_order_relaxed)) return;
+      const int core = core_.load(std::memory_order_relaxed);
+      // Where another program keeps a core busy, the system likes to put threads that wait for each
+      // other on one of the others, where they take turns.
+      if (get_core() == core) move(0, false, core, leader_);
+      seat.is_busy.store(true, std::memory_order_seq_cst);
+      const Loop loop = loop_;
+      std::atomic_thread_fence(std::memory_order_acquire);
+      // Else the leader has gone on, and this may be a mixture of two loops.
+      if (prepared_.load(std::memory_order_relaxed) == number) work(loop, number, index);
+      seat.is_busy.store(false, std::memory_order_seq_cst);
+      if (is_awaited_.load(std::memory_order_seq_cst)) free_.raise();
+    }
+  }
+
+  // Until it is not busy. A member that the system lets wait for another program gets the leader's core
+  // while the leader sleeps.
+  void wait_for(Seat &seat) {
+    const auto is_busy = [&] { return seat.is_busy.load(std::memory_order_seq_cst); };
+    for (int i = 0; i < kSpins && is_busy(); ++i) relax();
+    if (!is_busy()) return;
+    const int core = get_core(), thread = seat.thread.load(std::memory_order_relaxed);
+    is_awaited_.store(true, std::memory_order_seq_cst);
+    move(thread, true, core, leader_);
+    for (uint32_t before = free_.read(); is_busy(); before = free_.read()) free_.sleep_until(before);
+    move(thread, false, core, leader_);
+    is_awaited_.store(false, std::memory_order_relaxed);
+  }
 
   Hold get(const Loop &loop, uint32_t number, int64_t part, int64_t piece) {
     return {&pieces_[part * loop.pieces + piece], number};
@@ -245,7 +322,6 @@ class Crew {
     uint64_t seen = left_.load(std::memory_order_relaxed);
     while (done > 0 && seen >> 32 == number)
       if (left_.compare_exchange_weak(seen, seen - done, std::memory_order_acq_rel)) break;
-    if (done > 0 && index > 0 && !loop.is_repeatable) done_.raise();
   }
 
   // Until all pieces are done. Where other threads take much longer than the loop did so far, the leader
@@ -260,14 +336,12 @@ class Crew {
       if (is_done()) return;
       relax();
     }
+    if (!loop_.is_repeatable) return settle();  // who is not busy has done all its pieces
     for (int64_t part = 0; part < count; ++part)
       for (int64_t piece = 0; piece < loop_.pieces; ++piece) {
         const Hold hold = get(loop_, number, part, piece);
         while (!hold.is(kDone)) {
-          const uint32_t before = done_.read();
-          if (!loop_.is_repeatable) {
-            if (!hold.is(kDone)) done_.wait(before);
-          } else if (hold.change(kTaken, kRevoked)) {
+          if (hold.change(kTaken, kRevoked)) {
             loop_.call(Hold(), part, piece);
             hold.set(kDone);
           } else {
@@ -281,24 +355,19 @@ class Crew {
   Loop loop_;
   std::vector<Piece> pieces_;
   std::vector<Seat> seats_;
-  Signal begun_, done_;
+  Signal begun_, free_;
   std::atomic<uint32_t> prepared_{0};  // the number of the loop that is in loop_
   std::atomic<uint64_t> left_{0};  // that number, and how many pieces are not known to be done
-  std::atomic<bool> is_over_{false};
+  std::atomic<bool> is_over_{false}, is_awaited_{false};
+  const int leader_ = get_thread();
+  alignas(kLine) std::atomic<int> core_{-1};  // where the leader was when the last loop began
 };
 
 // Runs `body` with a crew for all loops in it, if they are long enough for several threads.
 template <typename F>
 void with_crew(bool is_long, const F &body) {
-  if (!is_long || current_crew != nullptr || omp_get_max_threads() == 1) return body();
-  Crew crew;
-#pragma omp parallel
-  {
-    if (omp_get_thread_num() == 0)
-      crew.lead(omp_get_num_threads(), body);
-    else
-      crew.serve(omp_get_thread_num());
-  }
+  if (!is_long || current_crew != nullptr || num_threads == 1) return body();
+  Crew::get(num_threads).lead(body);
 }
 
 // Runs body(begin, end) for all of `size` rounds, in all threads if it is long.
@@ -334,7 +403,7 @@ void for_each(int64_t size, bool is_long, const F &body) {
 }
 
 inline int64_t count_threads() {
-  return current_crew != nullptr ? current_crew->count : omp_get_max_threads();
+  return current_crew != nullptr ? current_crew->count : num_threads;
 }
 
 // Where it ends, no member reads any more what was given to loops that may be repeated.
