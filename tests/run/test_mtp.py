@@ -129,7 +129,8 @@ class MiMoReference:
         self.main = AutoModelForCausalLM.from_config(config).eval()
         assert not self.main.load_state_dict(own, strict=False).unexpected_keys
         self.heads, self.size = config.num_attention_heads, config.hidden_size // 8
-        self.epsilon, self.base = config.rms_norm_eps, config.rope_parameters["rope_theta"]
+        rotary = getattr(config, "rope_parameters", None) or vars(config)  # transformers 5, or 4
+        self.epsilon, self.base = config.rms_norm_eps, rotary["rope_theta"]
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
