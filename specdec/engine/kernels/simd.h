@@ -212,11 +212,15 @@ inline float sum_row(int64_t count, const Add &add) {
   return sums[0];
 }
 
+// Loops over activations are vectorized only where all of them is inlined, which a compiler otherwise
+// decides by the size of the whole file.
+#define SPECDEC_INLINE inline __attribute__((always_inline))
+
 // exp of a float or of each of a vector, with a relative error below 2e-7 on [-87, 0]:
 // 2^k * polynomial(r), x = k ln 2 + r with |r| <= ln 2 / 2. What is added rounds to whole numbers,
 // which are then the last bits of the sum.
 template <typename V>
-inline V exp_fast(V x) {
+SPECDEC_INLINE V exp_fast(V x) {
   typedef typename std::conditional<std::is_same<V, float>::value, uint32_t, Words>::type Bits;
   const V least = V{} - 87.0f, most = V{} + 88.0f, rounding = V{} + 12582912.0f;
   x = x < least ? least : x > most ? most : x;
@@ -241,7 +245,7 @@ inline V exp_fast(V x) {
 // tanh of a float or of each of a vector, with an error below 2e-7: a polynomial up to 0.625, where
 // 1 - e would lose digits, beyond it (1 - e) / (1 + e) with e = exp(-2 |x|).
 template <typename V>
-inline V tanh_fast(V x) {
+SPECDEC_INLINE V tanh_fast(V x) {
   const V size = x < V{} ? -x : x, square = x * x;
   V p = V{} - 5.70498872745e-3f;
   p = mul_add(p, square, V{} + 2.06390887954e-2f);
@@ -253,15 +257,15 @@ inline V tanh_fast(V x) {
   return size < V{} + 0.625f ? near : x < V{} ? -far : far;
 }
 
-inline float sigmoid(float x) {
+SPECDEC_INLINE float sigmoid(float x) {
   float e = exp_fast(-(x < 0 ? -x : x));  // in (0, 1]: never overflows
   return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-inline float silu(float x) { return x * sigmoid(x); }
+SPECDEC_INLINE float silu(float x) { return x * sigmoid(x); }
 
 // 0.5 (1 + tanh u) is sigmoid(2 u), here with u = sqrt(2 / pi) (x + 0.044715 x^3).
-inline float gelu_tanh(float x) {
+SPECDEC_INLINE float gelu_tanh(float x) {
   return x * sigmoid(1.5957691216057308f * mul_add(0.044715f * x * x, x, x));
 }
 
