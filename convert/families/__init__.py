@@ -6,10 +6,10 @@ import importlib
 import pkgutil
 
 from specdec.errors import SpecDecError, shorten
+from specdec.model.wrappers import WRAPPERS
 
 from ..hf import HfFolder
 from ..kinds import describe_kind
-from ..wrappers import WRAPPERS
 from .base import Family
 
 
