@@ -53,7 +53,8 @@ GetEngine = Callable[[str, str], TorchEngine]
 
 
 def test_every_family_has_a_variant() -> None:
-    assert set(VARIANTS) == set(FAMILIES)
+    """By its first name: MiMo 7B, a second one of Qwen2's, has no class in transformers."""
+    assert set(VARIANTS) == {family.architectures[0] for family in FAMILIES.values()}
 
 
 @pytest.fixture(scope="module")
