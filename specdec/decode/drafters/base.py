@@ -375,13 +375,15 @@ class StateKeeper(Drafter):
             nodes = np.array([node for path in paths for node in path], np.int64)
             device = self._decoder.device
             chosen = kept[to_device(lines, device), to_device(nodes, device)]
-        for row, own in zip(rows, torch.split(chosen, counts), strict=True):
-            self._waiting.setdefault(row, []).append(own)
-        known = np.array(rows)
-        self._num_known[known] += counts
-        waiting = self._num_known[known] - self._num_read[known]
-        if waiting.max() > MOST_WAITING:
-            self._read(known[waiting > MOST_WAITING].tolist())
+        begin, full = 0, []
+        for row, count in zip(rows, counts, strict=True):
+            self._waiting.setdefault(row, []).append(chosen[begin : begin + count])
+            begin += count
+            self._num_known[row] += count
+            if self._num_known[row] - self._num_read[row] > MOST_WAITING:
+                full.append(row)
+        if full:
+            self._read(full)
 
     def _go_back(self, row: int, length: int) -> None:
         """Forget what waits of a row's tokens from `length` on."""
