@@ -83,9 +83,8 @@ struct DeltaNet {
       for (int64_t t = 0; t < runs[n].count; ++t) tokens.emplace_back(n, t);
     }
     M = static_cast<int64_t>(tokens.size());
-    static thread_local std::vector<float> memory;  // as large as a step of prompts needs it
-    memory.resize(std::max<size_t>(memory.size(), M * (C + s.V * s.J)));
-    mixed = memory.data(), outputs = mixed + M * C;
+    static thread_local std::vector<float> memory;
+    mixed = borrow(memory, M * (C + s.V * s.J)), outputs = mixed + M * C;
     strengths.resize(M * s.V);
     fades.resize(M * s.V);
     with_crew(M * s.V * s.J * s.I > kParallelWork, [&] {
