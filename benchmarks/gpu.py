@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What the embedded engine reaches on a GPU, compared with transformers: one machine, one run.
 
-    python benchmarks/gpu.py [--shapes 1b 7b] [--repeat 5] [--output-dir benchmarks/results]
+    python benchmarks/gpu.py [--shapes 1b 7b] [--repeat 5] [--output-len 256]
+                             [--output-dir benchmarks/results]
     python benchmarks/gpu.py --quick                 # toy sizes, any device: that the script works
 
 Random weights in bfloat16, the same for every way, one request at a time, no network, no files but
@@ -403,11 +404,13 @@ def measure(args: argparse.Namespace, recorder: GraphRecorder | None = None) -> 
         recorder = CudaRecorder(device)
     meter = LoadMeter()
     shapes = {
-        shape: measure_shape(
-            SHAPES[shape], device, recorder, args.repeat, static=not args.no_static
+        label: measure_shape(
+            dataclasses.replace(shape, output=args.output_len or shape.output),
+            device, recorder, args.repeat, static=not args.no_static,
         )
-        for shape in (["toy"] if args.quick else args.shapes)
-    }
+        for label, shape in SHAPES.items()
+        if label in (["toy"] if args.quick else args.shapes)
+    }  # fmt: skip
     machine = describe_machine()
     if name == "cuda":
         machine |= {
@@ -436,6 +439,9 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=["1b", "7b"], choices=["1b", "7b"])
     parser.add_argument("--quick", action="store_true", help="a toy shape, on any device")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--output-len", type=int, metavar="N", help="tokens of a text, if not the shape's"
+    )
     parser.add_argument("--no-static", action="store_true", help="leave out what compiles")
     parser.add_argument("--output-dir", type=Path)
     return parser.parse_args(words)

@@ -53,7 +53,9 @@ class Float8Linear(Linear):
         self.bias = bias
         self.packed = None
         self.weight = weight
-        self.parts = list(zip(weight.chunk(len(weight_scales)), weight_scales, strict=True))
+        # A copy of each scale: cuBLAS refuses one whose address is no multiple of 16.
+        scales = [scale.clone() for scale in weight_scales]
+        self.parts = list(zip(weight.chunk(len(scales)), scales, strict=True))
         self.input_scale = input_scale.reshape(())
 
     def __call__(self, x: Tensor) -> Tensor:

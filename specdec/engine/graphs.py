@@ -189,7 +189,10 @@ class Graphs:
 
     def _measure(self) -> int:
         device = self.recorder.device
-        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        if device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()  # as recording does: what that frees is not taken
+        return torch.cuda.memory_reserved(device)
 
     def forget(self, owner: object) -> None:
         """Drop the graphs of an owner: something that they had fixed is no longer there."""
