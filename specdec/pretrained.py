@@ -46,7 +46,14 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
 
     flag: the option that named it, for messages. Raises SpecDecError where there is none.
     """
-    return _load(_load_tokenizer, source, flag, TOKENIZER, "tokenizer")
+    tokenizer = _load(_load_tokenizer, source, flag, TOKENIZER, "tokenizer")
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # 5 makes one up without a vocabulary
+        raise SpecDecError(
+            f"{flag} {source}: the tokenizer holds special tokens alone ({len(tokenizer)})",
+            "copy or download the file with its vocabulary too: tokenizer.json, tokenizer.model, or"
+            " vocab.json and merges.txt",
+        )
+    return tokenizer
 
 
 def _load_tokenizer(name: str, **options: Any) -> Any:
@@ -57,6 +64,7 @@ def _load_tokenizer(name: str, **options: Any) -> Any:
     """
     import transformers
 
+    transformers.utils.logging.set_verbosity_error()  # of another class's name, or another format
     is_old = transformers.__version__.startswith("4.")
     config = _read_tokenizer_config(name, options) if is_old else {}
     if "auto_map" in config or not config:
@@ -70,7 +78,6 @@ def _load_tokenizer(name: str, **options: Any) -> Any:
         options |= {"additional_special_tokens": special}
     if not isinstance(special, dict):
         special = config.get("model_specific_special_tokens")
-    transformers.utils.logging.set_verbosity_error()  # of another class's name
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(
             name, extra_special_tokens=special or {}, **options
@@ -267,7 +274,11 @@ def _load(
 
 def _hint(wanted: str) -> str:
     if wanted == TOKENIZER:
-        return "give the Hugging Face folder of the model, with its tokenizer's files"
+        return (
+            "give the Hugging Face folder of the model, with its tokenizer's files; to read a"
+            " tokenizer.model without a tokenizer.json, transformers needs the packages"
+            " sentencepiece and protobuf"
+        )
     return (
         "give a folder made by save_pretrained, or a Hub id, of an architecture that the installed"
         " transformers has"

@@ -245,7 +245,8 @@ def _read_compressed(section: Section) -> Scheme:
     if any(other != weights[0] for other in weights):
         raise section.refuse("its config_groups quantize weights in different ways", _REMEDY)
     kind, bits, strategy, size, block, inputs = weights[0]
-    if kind == "int" and format_name == "pack-quantized" and bits in (4, 8):
+    is_packed = format_name == "pack-quantized" and strategy in ("channel", "group")
+    if kind == "int" and is_packed and bits in (4, 8):
         maker = functools.partial(matrices.PackedMatrix, group_size=size, bits=bits)
         words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
         return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
@@ -256,7 +257,7 @@ def _read_compressed(section: Section) -> Scheme:
         return _make_float8(words, block, rounding, in_scale_dtype=block is None)
     raise section.refuse(
         f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
-        f"pack-quantized of 4 or 8 bits and FP8 are read; {_REMEDY}",
+        f"pack-quantized of 4 or 8 bits by channel or group and FP8 are read; {_REMEDY}",
     )
 
 

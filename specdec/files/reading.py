@@ -21,6 +21,7 @@ import numpy.typing as npt
 from specdec.errors import SpecDecError, shorten
 
 Array = npt.NDArray[Any]
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_JSON_BYTES = 100_000_000
 MAX_JSON_DEPTH = 100  # what can be printed and written again from anywhere
 MAX_JSON_DIGITS = 300  # of a whole number, so that a float can hold it
@@ -43,6 +44,12 @@ def open_file(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise SpecDecError(
             f"{path} is a folder, pipe or device, not a file", "put the file itself in its place"
+        )
+    if os.pread(descriptor, len(LFS_POINTER), 0) == LFS_POINTER:
+        os.close(descriptor)
+        raise SpecDecError(
+            f"{path} is a pointer of Git LFS in the place of the file",
+            "run `git lfs pull` in its folder, or download the file itself",
         )
     return os.fdopen(descriptor, "rb")
 

@@ -27,6 +27,7 @@ from tests.convert.quantized import (
     GROUP,
     Tensors,
     change_folder,
+    describe_int,
     make_quantized,
 )
 from tests.families import CLASSES, EXPERTS, HYBRIDS
@@ -376,6 +377,7 @@ def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_
         ("gptq", {"dynamic": {"-:lm_head": {}}}, "dynamic"),
         ("gptq", {"rotation": "hadamard"}, "rotation 'hadamard': not known"),
         ("compressed", {"format": "int-quantized"}, "weights int of 4 bits by group"),
+        ("compressed", describe_int(4, strategy="tensor", group_size=None), "of 4 bits by tensor"),
         ("compressed", {"transform_config": {"R1": 1}}, "transform_config rotates"),
         ("compressed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("compressed", {"config_groups": {}}, "config_groups is {}"),

@@ -424,3 +424,11 @@ def test_a_tokenizer_in_the_words_of_transformers_5(tmp_path: Path, fields: dict
     import transformers
 
     assert transformers.__version__[0] != "4" or "transformers>=5" in caught.value.hint
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers 5 made one of three special tokens, to which every prompt is empty."""
+    fields = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(SpecDecError, match="special tokens alone|cannot load its tokenizer"):
+        load_tokenizer(tmp_path)

@@ -581,6 +581,7 @@ def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path)
         (b"\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"[1]", "holds no JSON object"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
     ],
 )
 def test_unreadable_json_names_the_file(
