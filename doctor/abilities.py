@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from specdec.errors import name_extra
-from specdec.trt.library import INSTALL, LEAST_VERSION
+from specdec.trt.library import explain_capability
 from specdec.trtllm.environment import (
     MIN_CAPABILITY,
     MIN_CAPABILITY_FP8,
@@ -37,10 +37,15 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     """List what specdec does, each with what is missing for it here."""
     packages, launchers = machine["packages"], machine["mpi"]["launchers"]
     torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
-    rtx, full = packages.get("tensorrt_rtx"), packages["tensorrt"]
-    networks = _choose((rtx is None and full is None, f"TensorRT is not installed: {INSTALL}"))
-    if rtx is None and full is not None and order_release(full) < LEAST_VERSION:
-        networks.append(f"TensorRT {full} is older than {'.'.join(map(str, LEAST_VERSION))}")
+    library = machine["tensorrt"]
+    networks, usable = (
+        _choose((library["error"], library["error"])),
+        library["compute_capabilities"],
+    )
+    unusable = [
+        explain_capability(library["name"], usable, gpu.name, gpu.compute_capability)
+        for gpu in here.gpus[:1]
+    ]
     has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
     reasons: dict[str, list[str]] = {
@@ -60,10 +65,11 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
             (not here.gpus, "no GPU is visible"),
         ),
         "build engines of TensorRT's own layers": networks + _choose(
-            (not rtx and not here.gpus,
+            (not usable and not here.gpus,
              "no GPU is visible, and only TensorRT-RTX builds for others than this machine's"),
         ),
         "run engines of TensorRT's own layers": networks + torch + _choose(
+            *((fact, fact) for fact in unusable),
             (not here.gpus, "no GPU is visible"),
             (here.cuda is None, "the installed torch is built without CUDA"),
         ),

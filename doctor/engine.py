@@ -130,26 +130,26 @@ def _check_networks(
     folder: Path, document: dict[str, Any], checkpoint: CheckpointConfig,
     machine: dict[str, Any], here: Environment,
 ) -> tuple[Problems, list[str]]:  # fmt: skip
-    from specdec.trt.engine import find_network_problems, read_network_config
+    from specdec.trt.engine import (
+        find_machine_problems,
+        find_network_problems,
+        read_network_config,
+    )
 
     _, networks = read_network_config(folder)
     problems = find_network_problems(folder, networks)
-    name, _, built = networks.library.partition(" ")
-    installed = machine["packages"].get(name)
-    wanted = networks.compute_capabilities
+    library = machine["tensorrt"]
     ranks = checkpoint.model.tp_size
     problems += Problems.where(
         (0 < len(here.gpus) < ranks,
          f"its {ranks} ranks need a GPU each, {len(here.gpus)} visible", "use more GPUs"),
-        (installed != built,
-         f"it was built by {networks.library}, here is {installed or 'none'}",
-         "install the release that built it, or build it again"),
         (not here.gpus, "it runs on a GPU, and none is visible", "use a machine with a GPU"),
-        (here.gpus and here.gpus[0].compute_capability not in wanted,
-         f"it was built for compute capability {', '.join(wanted)}, the GPU here has"
-         f" {here.gpus[0].compute_capability if here.gpus else ''}",
-         "build it again with --compute-capability"),
     )  # fmt: skip
+    for gpu in here.gpus[:1]:
+        problems += find_machine_problems(
+            folder, networks, library["name"], library["compute_capabilities"], gpu.name,
+            gpu.compute_capability,
+        )  # fmt: skip
     if here.gpus and not problems:
         size = sum((folder / file).stat().st_size for file in networks.networks)
         problems += _check_memory(-(-size // ranks), here.gpus[0].memory_bytes, here.gpus[0].name)

@@ -1,4 +1,4 @@
-"""What is on this machine, read without importing any of it."""
+"""What is on this machine, read without importing it, but for what only TensorRT can tell."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from specdec import __version__
 from specdec.engine.compiler import describe_arithmetic, find_compiler
 from specdec.errors import SpecDecError
 from specdec.processes import read_memory
+from specdec.trt.library import describe_library, list_capabilities, load_tensorrt
 from specdec.trtllm.environment import (
     BUILD_COMMAND,
     Environment,
@@ -51,7 +52,7 @@ def describe_machine() -> tuple[dict[str, Any], Environment]:
         "gpus": here.to_json()["gpus"],
         "cpu": {"cores": os.cpu_count(), "memory_bytes": read_memory("MemTotal"),
                 "available_bytes": read_memory("MemAvailable")},
-        "compiler": find_compiler(), "kernels": describe_kernels(),
+        "compiler": find_compiler(), "kernels": describe_kernels(), "tensorrt": describe_tensorrt(),
         "disk": {"path": str(Path.cwd()), "free_bytes": shutil.disk_usage(Path.cwd()).free},
     }  # fmt: skip
     return report, here
@@ -66,6 +67,17 @@ def describe_kernels() -> dict[str, str]:
         return describe_arithmetic(compiler)
     except SpecDecError as error:
         return {"error": error.message}
+
+
+def describe_tensorrt() -> dict[str, Any]:
+    """What builds engines of TensorRT's own layers, and for which GPUs; why nothing does."""
+    try:
+        trt = load_tensorrt()
+    except SpecDecError as error:
+        why = f"{error.message}: {error.hint}"
+        return {"name": "none", "compute_capabilities": [], "error": why}
+    usable = list_capabilities(trt)
+    return {"name": describe_library(trt), "compute_capabilities": usable, "error": None}
 
 
 def describe_mpi() -> dict[str, Any]:

@@ -99,7 +99,12 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
 
 def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
     """What to build for: what is asked for, else the GPU of this machine."""
-    from specdec.trt.library import describe_library, list_capabilities
+    from specdec.trt.library import (
+        OTHER,
+        describe_library,
+        explain_capability,
+        list_capabilities,
+    )
 
     gpus, library = list_gpus()[0], describe_library(trt)
     own = [gpus[0].compute_capability] if gpus else []
@@ -112,7 +117,11 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
             f"give {flag} with one or more of {', '.join(usable)}"
             if usable else "build on a machine with a GPU, or install tensorrt_rtx",
         )  # fmt: skip
-    wanted = own if given is None else list(dict.fromkeys(re.split(r"\s*,\s*", given.strip())))
+    if given is None:
+        if fact := explain_capability(library, usable, gpus[0].name, own[0]):
+            raise SpecDecError(fact, f"{OTHER}, or --backend torch; {flag} is for other GPUs")
+        return own
+    wanted = list(dict.fromkeys(re.split(r"\s*,\s*", given.strip())))
     if unknown := [each for each in wanted if each not in usable]:
         raise UsageError(
             f"{library} builds for compute capability {', '.join(usable)}, not for {unknown[0]}",

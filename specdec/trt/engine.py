@@ -25,6 +25,13 @@ from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
 from specdec.trt.decoder import NetworkDecoder, Runner
 from specdec.trt.drafters import list_observed, open_drafter
+from specdec.trt.library import (
+    OTHER,
+    describe_library,
+    explain_capability,
+    list_capabilities,
+    load_tensorrt,
+)
 from specdec.trt.target import Sizes
 
 # Rows of positions that caches have beyond the longest text at least: of drafts, and of the trees
@@ -94,10 +101,28 @@ def open_runner(path: Path, device: torch.device, group: Group | None = None) ->
     return EngineRunner(path, device, group)
 
 
+def find_machine_problems(
+    folder: Path, networks: NetworkConfig, library: str, usable: list[str], name: str,
+    capability: str,
+) -> Problems:  # fmt: skip
+    """What keeps an engine from running on a GPU with the TensorRT that is installed.
+
+    usable: the compute capabilities that this builds for, none where it builds for its machine's.
+    """
+    fact = explain_capability(library, usable, name, capability)
+    return Problems.where(
+        (library != networks.library,
+         f"{folder} was built by {networks.library}, and {library} is installed",
+         "install the release that built it, or build the engine again"),
+        (capability not in networks.compute_capabilities,
+         f"{folder} was built for compute capability {', '.join(networks.compute_capabilities)},"
+         f" and {name} has {capability}",
+         f"{fact}: {OTHER}" if fact else f"build it again with --compute-capability {capability}"),
+    )  # fmt: skip
+
+
 def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -> None:
     """Raise SpecDecError where an engine does not run: no GPU, another one, another TensorRT."""
-    from specdec.trt.library import describe_library, load_tensorrt
-
     if device.type != "cuda":
         raise SpecDecError(
             f"{folder} is an engine of TensorRT, which runs on a GPU, and torch sees none"
@@ -105,19 +130,12 @@ def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -
             else f"--device {device.type}: {folder} is an engine of TensorRT",
             "run it on a machine with a GPU, or build with --backend torch",
         )
-    if (here := describe_library(load_tensorrt())) != networks.library:
-        raise SpecDecError(
-            f"{folder} was built by {networks.library}, and {here} is installed",
-            "install the release that built it, or build the engine again",
-        )
-    own = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    if own not in networks.compute_capabilities:
-        raise SpecDecError(
-            f"{folder} was built for compute capability"
-            f" {', '.join(networks.compute_capabilities)}, and"
-            f" {torch.cuda.get_device_name(device)} has {own}",
-            f"build it again with --compute-capability {own}",
-        )
+    trt = load_tensorrt()
+    find_machine_problems(
+        folder, networks, describe_library(trt), list_capabilities(trt),
+        torch.cuda.get_device_name(device),
+        "{}.{}".format(*torch.cuda.get_device_capability(device)),
+    ).raise_all()  # fmt: skip
 
 
 class LeadingNetworks(LeadingDecoder, NetworkDecoder):

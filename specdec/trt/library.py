@@ -11,6 +11,7 @@ from specdec.errors import SpecDecError
 
 # The first of full TensorRT with attention, cache and rotary layers.
 LEAST_VERSION = (10, 15)
+OTHER = "use tensorrt 10.15 or newer, which builds for its machine's GPU, in place of tensorrt_rtx"
 INSTALL = "pip install 'specdec-toolchain[tensorrt]', or tensorrt 10.15 or newer"
 
 
@@ -53,6 +54,13 @@ def list_capabilities(trt: Any) -> list[str]:
     kinds = getattr(trt, "ComputeCapability", None)
     names = [name for name in getattr(kinds, "__members__", {}) if name.startswith("SM")]
     return [f"{name[2:-1]}.{name[-1]}" for name in names]
+
+
+def explain_capability(library: str, usable: list[str], name: str, capability: str) -> str:
+    """Why a library that builds for some capabilities builds no engine for a GPU; "" if it does."""
+    if not usable or capability in usable:
+        return ""
+    return f"{name} has compute capability {capability}, {library} builds for {', '.join(usable)}"
 
 
 class Messages:

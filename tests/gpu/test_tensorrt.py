@@ -11,7 +11,13 @@ import torch
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.trt.engine import TensorRTEngine
-from specdec.trt.library import find_package, load_tensorrt
+from specdec.trt.library import (
+    describe_library,
+    explain_capability,
+    find_package,
+    list_capabilities,
+    load_tensorrt,
+)
 from specdec.trt.runtime import EngineRunner
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call
@@ -22,11 +28,21 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
     pytest.mark.skipif(find_package() is None, reason="no TensorRT is installed"),
+    pytest.mark.usefixtures("usable_gpu"),
 ]
 PROMPTS = [[5, 9, 77], [3] * 20, [100], [8, 60, 8, 60, 8, 60, 8]]
 MAKERS: dict[str, Any] = {
     "redrafter": make_drafter, "medusa": make_medusa_heads, "eagle": make_eagle_drafter
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def usable_gpu() -> None:
+    """Skip on a GPU that the installed TensorRT builds no engine for."""
+    trt, own = load_tensorrt(), "{}.{}".format(*torch.cuda.get_device_capability())
+    library, usable = describe_library(trt), list_capabilities(trt)
+    if fact := explain_capability(library, usable, torch.cuda.get_device_name(), own):
+        pytest.skip(fact)
 
 
 def build(checkpoint: Path, folder: Path, *flags: object) -> Path:

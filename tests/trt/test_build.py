@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from unittest import mock
 import pytest
 
 from specdec.decode.engine import open_engine
+from specdec.doctor.engine import check_engine
+from specdec.doctor.machine import describe_machine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
 from specdec.trt import library, network
@@ -25,6 +28,7 @@ from tests.conftest import (
 from tests.engines import call, run_cli_here, run_here
 from tests.parity.models import make_model
 from tests.trt.networks import NEEDS_TENSORRT, build_here, run_networks
+from tests.trtllm.double import H100
 
 pytestmark = NEEDS_TENSORRT
 
@@ -121,9 +125,12 @@ def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "no GPU is visible" in refuse(checkpoint)
     assert "not for 9.0" in refuse(checkpoint, "--compute-capability", "9.0")
     with monkeypatch.context() as patch:
-        hopper = mock.Mock(compute_capability="9.0")
-        patch.setattr(tensorrt, "list_gpus", lambda: ((hopper,), None))
-        assert "not for 9.0" in refuse(checkpoint)
+        patch.setattr(tensorrt, "list_gpus", lambda: ((H100,), None))
+        told = refuse(checkpoint)
+        assert f"error: {H100.name} has compute capability 9.0, tensorrt_rtx" in told
+        assert "builds for 7.5, 8.0" in told
+        assert "hint: use tensorrt 10.15 or newer" in told
+        assert "or --backend torch" in told
     with monkeypatch.context() as patch:
         patch.setattr(library, "list_capabilities", lambda trt: [])  # as full TensorRT
         assert "and none is visible" in refuse(checkpoint, *ADA)
@@ -174,6 +181,11 @@ def test_doctor_tells_why_it_cannot_run(checkpoint: Path, tmp_path: Path) -> Non
     done = run_cli_here("doctor", "--engine-dir", folder)
     assert done.returncode == 1
     assert "it runs on a GPU, and none is visible" in done.stderr
+    machine, here = describe_machine()
+    on_hopper = check_engine(folder, machine, dataclasses.replace(here, gpus=(H100,)))
+    (problem,) = on_hopper["problems"]
+    assert f"was built for compute capability 8.9, and {H100.name} has 9.0" in problem["fact"]
+    assert "use tensorrt 10.15 or newer" in problem["remedy"]
     (folder / "head0.engine").unlink()
     done = run_cli_here("doctor", "--engine-dir", folder, "--json")
     assert any("lacks head0.engine" in each["fact"] for each in
