@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from specdec import __version__, logs
+from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import (
     DRAFTER_NAME,
     BuildConfig,
@@ -20,8 +25,8 @@ from specdec.engine.layout import (
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import write_json
-from specdec.files.tensor_file import TensorInfo
-from specdec.methods import DrafterParams
+from specdec.files.tensor_file import TensorInfo, write_tensor_file
+from specdec.files.torch_tensors import TORCH_DTYPES, to_array, view_tensor
 from specdec.methods.eagle import EagleParams
 from specdec.model import blocks, int4
 from specdec.model.architectures import list_flags
@@ -29,30 +34,39 @@ from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.quantization import FP8, INT8
 from specdec.model.tensors import EMBEDDING, OFFSETS
 from specdec.processes import read_memory
+from specdec.trt.drafters import (
+    OFFSETS_FILE,
+    find_offsets,
+    list_networks,
+    list_observed,
+    name_unknown,
+    write_drafter,
+)
+from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, name_networks
+from specdec.trt.library import (
+    OTHER,
+    describe_library,
+    explain_capability,
+    list_capabilities,
+    load_tensorrt,
+    make_logger,
+)
+from specdec.trt.network import NetworkWriter, Sizes, can_meet_ranks
+from specdec.trt.target import COMPUTED, write_head, write_target
 from specdec.trtllm.environment import list_gpus
 
 from ..settings import BuildSettings
 from .torch_engine import EngineReader, TorchPlan, Work, plan_build
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specdec.trt.engine import NetworkConfig
-    from specdec.trt.network import NetworkWriter
-
 logger = logs.get_logger(__name__)
 # The first compute capability with FP8; with bfloat16 and sums over ranks, which SM75 lacks.
 FIRST_FP8, FIRST_BFLOAT16, FIRST_COLLECTIVES = 8.9, 8.0, 8.0
 PROMPT_TOKENS = 512  # of a row in a step at most, unless a step's draft has more
-POSITION_BLOCK = 64
+MEMORY_FACTOR = 3.0  # of the weights' bytes, which TensorRT's builder takes
 
 
 def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> dict[str, Tensor]:
     """The tensors of a file of an engine: of the checkpoint's mapped files where they are equal."""
-    import numpy as np
-
-    from specdec.files.torch_tensors import view_tensor
-
     infos, read = plan.files[file], EngineReader(plan, checkpoint, file).read
     weights = {}
     # Scales are chosen before what they scale is rounded.
@@ -65,14 +79,11 @@ def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> di
 
 def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: BuildConfig) -> Work:
     """Check and plan an engine of TensorRT's layers."""
-    from specdec.trt.library import describe_library, load_tensorrt
-
     trt, folder = load_tensorrt(), settings.checkpoint_dir
     capabilities = choose_capabilities(settings, trt)
     find_problems(checkpoint, settings, capabilities, trt).raise_all()
     plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
-    find_matrix_problems(plan).raise_all()
-    check_memory(plan)
+    find_plan_problems(plan).raise_all()
     networks = plan_networks(checkpoint, limits, capabilities, describe_library(trt))
 
     def write(folder: Path, build_id: str) -> tuple[dict[str, str], dict[str, Any], str]:
@@ -99,13 +110,6 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
 
 def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
     """What to build for: what is asked for, else the GPU of this machine."""
-    from specdec.trt.library import (
-        OTHER,
-        describe_library,
-        explain_capability,
-        list_capabilities,
-    )
-
     gpus, library = list_gpus()[0], describe_library(trt)
     own = [gpus[0].compute_capability] if gpus else []
     usable = list_capabilities(trt) or own
@@ -134,11 +138,6 @@ def find_problems(
     checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str], trt: Any
 ) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
-    from specdec.trt.drafters import name_unknown
-    from specdec.trt.library import Messages, describe_library
-    from specdec.trt.network import can_meet_ranks
-    from specdec.trt.target import COMPUTED
-
     model = checkpoint.model
     least = min(map(float, capabilities))
     algorithm = checkpoint.quantization.quant_algo
@@ -146,7 +145,7 @@ def find_problems(
     unknown = name_unknown(checkpoint.drafter)
     flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
     return Problems.where(
-        (model.tp_size != 1 and not can_meet_ranks(trt, trt.Builder(Messages(trt).logger)),
+        (model.tp_size != 1 and not can_meet_ranks(trt),
          f"the checkpoint is split for tp_size={model.tp_size}, and {describe_library(trt)} has no"
          " layer that sums over ranks",
          "convert it with --tp-size 1, or install tensorrt_rtx 1.7.1 or newer"),
@@ -175,44 +174,30 @@ def find_problems(
     )  # fmt: skip
 
 
-def find_matrix_problems(plan: TorchPlan) -> Problems:
-    """List matrices of integers that dequantize layers do not stand for."""
+def find_plan_problems(plan: TorchPlan) -> Problems:
+    """List matrices that dequantize layers do not stand for, and memory that the builder lacks."""
     kinds = (int4.ZERO_POINT, int4.INPUT_SCALE, int4.PERMUTATION, blocks.BLOCK_TYPES)
     found = [name for file in plan.files.values() for name in file if name.endswith(kinds)]
     kind = found[0].rpartition(".")[2] if found else ""
+    largest = max(sum(info.num_bytes for info in file.values()) for file in plan.files.values())
+    needed, room = MEMORY_FACTOR * largest, read_memory("MemAvailable")
     return Problems.where(
         (found, f"{len(found)} matrices of the checkpoint have {kind}, which TensorRT's dequantize"
          " layers do not take", "use --backend torch, or convert the model with --dequantize"),
+        (room is not None and room < needed,
+         f"TensorRT's builder takes about {needed / 1e9:.1f} GB for weights of"
+         f" {largest / 1e9:.1f} GB, and {(room or 0) / 1e9:.1f} GB are available",
+         "build on a machine with more memory, or with --quantization int8"),
     )  # fmt: skip
-
-
-def check_memory(plan: TorchPlan) -> None:
-    """Raise SpecDecError where the builder would need more memory than there is."""
-    files = [[info.num_bytes for info in file.values()] for file in plan.files.values()]
-    largest, room = max(map(sum, files)), read_memory("MemAvailable")
-    needed = int(MEMORY_FACTOR * largest)
-    if room is not None and room < needed:
-        raise SpecDecError(
-            f"TensorRT's builder takes about {needed / 1e9:.1f} GB for weights of"
-            f" {largest / 1e9:.1f} GB, and {room / 1e9:.1f} GB are available",
-            "build on a machine with more memory, or with --quantization int8",
-        )
-
-
-MEMORY_FACTOR = 3.0
 
 
 def plan_networks(
     checkpoint: CheckpointConfig, limits: BuildConfig, capabilities: list[str], library: str
 ) -> NetworkConfig:
     """The files to write, and the sizes of what their networks take."""
-    from specdec.trt import engine
-    from specdec.trt.drafters import list_networks
-    from specdec.trt.target import Sizes
-
     drafter, ranks = checkpoint.drafter, range(checkpoint.model.tp_size)
     step = limits.max_draft_len + 1
-    spare = max(step, engine.SPARE_POSITIONS)
+    spare = max(step, SPARE_POSITIONS)
     positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
     tokens = max(step, min(PROMPT_TOKENS, limits.max_num_tokens))
     states = max(limits.max_batch_size * step, PROMPT_TOKENS)
@@ -225,14 +210,8 @@ def plan_networks(
         drafters = dataclasses.replace(
             sizes, tokens=max(sizes.tokens, width), usual=width, positions=positions + run
         )
-    return engine.NetworkConfig(
-        library=library, compute_capabilities=capabilities,
-        networks=[
-            *[name for rank in ranks for name in engine.name_networks(rank)],
-            *list_networks(drafter),
-        ],
-        sizes=sizes, drafter_sizes=drafters,
-    )  # fmt: skip
+    names = [*(name for rank in ranks for name in name_networks(rank)), *list_networks(drafter)]
+    return NetworkConfig(library, capabilities, names, sizes, drafters)
 
 
 def write_networks(
@@ -240,23 +219,17 @@ def write_networks(
     networks: NetworkConfig, folder: Path,
 ) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
     """Each file's name and its network, one after the other; the drafted tokens into a folder."""
-    from specdec.files.torch_tensors import TORCH_DTYPES
-    from specdec.trt.drafters import list_networks, list_observed, write_drafter
-    from specdec.trt.engine import name_networks
-    from specdec.trt.network import NetworkWriter
-    from specdec.trt.target import write_head, write_target
-
     model, drafter = checkpoint.model, checkpoint.drafter
-    dtype = TORCH_DTYPES[model.dtype]
+    make = partial(NetworkWriter, trt, builder, TORCH_DTYPES[model.dtype])
     weights: dict[str, Tensor] = {}
     for rank in range(model.tp_size):
         weights = read_weights(plan, checkpoint, name_weight_file(model, rank))
         body, head = name_networks(rank)
-        writer = NetworkWriter(trt, builder, dtype, rank)
-        write_target(writer, model, weights, networks.sizes, list_observed(drafter))
+        writer = make(networks.sizes, rank)
+        write_target(writer, model, weights, list_observed(drafter))
         yield body, writer
-        writer = NetworkWriter(trt, builder, dtype, rank)  # the other's constants are let go
-        write_head(writer, model, weights, networks.sizes)
+        writer = make(networks.sizes, rank)  # the other's constants are let go
+        write_head(writer, model, weights)
         yield head, writer
     if drafter is None:
         return
@@ -266,26 +239,25 @@ def write_networks(
         plan = dataclasses.replace(plan, files=plan.files | {DRAFTER_NAME: own})
         weights = read_weights(plan, checkpoint, DRAFTER_NAME)
     for name in list_networks(drafter):
-        writer = NetworkWriter(trt, builder, dtype)
-        write_drafter(name, writer, drafter, model, weights, networks.drafter_sizes)
+        writer = make(networks.drafter_sizes)
+        write_drafter(name, writer, drafter, model, weights)
         yield name, writer
-    write_offsets(weights, drafter, model.vocab_size, folder)
+    offsets = find_offsets(weights, drafter, model.vocab_size)
+    if offsets is not None:
+        infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}
+        write_tensor_file(folder / OFFSETS_FILE, infos, lambda _: to_array(offsets))
 
 
 def write_engines(
     trt: Any, plan: TorchPlan, checkpoint: CheckpointConfig, networks: NetworkConfig, folder: Path
 ) -> int:
     """Build every network into its file; return how many layers they have."""
-    from specdec.trt.library import Messages, list_capabilities
-    from specdec.trt.network import build_engine
-
-    messages = Messages(trt)
-    builder = trt.Builder(messages.logger)
-    known, num_layers = list_capabilities(trt), 0
+    builder = trt.Builder(make_logger(trt))
+    wanted = networks.compute_capabilities if list_capabilities(trt) else []
+    num_layers = 0
     for name, writer in write_networks(trt, builder, plan, checkpoint, networks, folder):
         began = time.monotonic()
-        wanted = networks.compute_capabilities if known else []
-        engine = build_engine(writer, builder, wanted, messages.tell)
+        engine = writer.build(wanted)
         with open(folder / name, "wb") as file:
             file.write(engine)
         num_layers += writer.network.num_layers
@@ -294,17 +266,3 @@ def write_engines(
             writer.num_bytes / 1e6, engine.nbytes / 1e6, time.monotonic() - began,
         )  # fmt: skip
     return num_layers
-
-
-def write_offsets(
-    weights: Mapping[str, Tensor], drafter: DrafterParams, vocab_size: int, folder: Path
-) -> None:
-    """Write which tokens a drafter of a reduced vocabulary drafts, where tokens are chosen."""
-    from specdec.files.tensor_file import write_tensor_file
-    from specdec.files.torch_tensors import to_array
-    from specdec.trt.drafters import OFFSETS_FILE, find_offsets
-
-    offsets = find_offsets(weights, drafter, vocab_size)
-    if offsets is not None:
-        infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}
-        write_tensor_file(folder / OFFSETS_FILE, infos, lambda _: to_array(offsets))

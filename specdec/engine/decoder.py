@@ -146,7 +146,7 @@ class Decoder:
         return self.cache_class(
             num_layers=num_attending,
             num_rows=num_rows,
-            num_heads=self.stack.num_kv_heads,
+            num_heads=self.model.get_num_kv_heads(),
             num_positions=blocks * POSITION_BLOCK,
             head_size=self.model.head_size,
             dtype=self.dtype,

@@ -26,7 +26,8 @@ from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.trt.target import Sizes, list_windows, name_mask
+from specdec.trt.network import Sizes
+from specdec.trt.target import list_masks
 
 
 class Runner(Protocol):
@@ -70,7 +71,7 @@ class NetworkDecoder(Decoder):
             # Lines are places in the tables of the network, which has as many positions.
             self.rotary = RotaryTable(model, sizes.positions, self.dtype, torch.device("cpu"))
         self._body, self._head = body, head
-        self._windows = list_windows(model)
+        self._masks = list_masks(model)
 
     @property
     def max_chunk_tokens(self) -> int:
@@ -84,12 +85,7 @@ class NetworkDecoder(Decoder):
                 f" have {self.sizes.positions}",
                 "ask for fewer tokens, or build the engine with a larger --max-seq-len",
             )
-        model = self.model
-        return self.cache_class(
-            num_layers=model.num_hidden_layers, num_rows=num_rows,
-            num_heads=model.get_num_kv_heads(), num_positions=self.sizes.positions,
-            head_size=model.head_size, dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+        return super().make_cache(num_rows, self.sizes.positions)
 
     def count_experts(self) -> tuple[float, ...]:
         return ()
@@ -125,11 +121,11 @@ class NetworkDecoder(Decoder):
                 "draft fewer tokens, or build with a larger --max-num-tokens",
             )
         given = dict(inputs) | self._place(step, cache, past + num_new - num_tokens)
-        for window in self._windows:
+        for name, window in self._masks.items():
             mask = build_full_mask(
                 past, step.tree_mask, step.positions, self.sizes.positions, window
             )
-            given[name_mask(self.model, window)] = to_device(mask, self.device)
+            given[name] = to_device(mask, self.device)
         parts = []
         for first, last in _list_spans(step.rows, self.sizes.rows):
             rows = step.rows[first:last]

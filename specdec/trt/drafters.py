@@ -7,19 +7,14 @@ drafter's width, V drafted vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import (
-    name_decoder_tensors,
-    rank_logits,
-    take_offsets,
-    take_own,
-)
+from specdec.engine.draft_net import name_decoder_tensors, rank_logits, take_offsets, take_own
 from specdec.engine.eagle import take_net
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.redrafter import NUM_CANDIDATES
@@ -34,14 +29,15 @@ from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
 from specdec.trt.decoder import NetworkDecoder, Runner, run_rows
-from specdec.trt.matrices import multiply, take_rows
-from specdec.trt.network import NetworkWriter
-from specdec.trt.target import LayersWriter, Sizes, write_head
+from specdec.trt.matrices import multiply
+from specdec.trt.network import NetworkWriter, Sizes
+from specdec.trt.runtime import EngineRunner
+from specdec.trt.target import LayersWriter, write_head
 
 DRAFTER, DRAFTER_HEAD = "drafter0.engine", "drafter_head0.engine"
 DRAFTER_FEATURES, OFFSETS_FILE = "drafter_features0.engine", "drafter_tokens.safetensors"
-FIRST_HEAD = "medusa_heads.0."
-PREFIXES = {ReDrafterParams: "drafter.", MedusaParams: FIRST_HEAD, EagleParams: EAGLE_NET}
+# Where the tensor of drafted tokens stands.
+PREFIXES = {ReDrafterParams: "drafter.", MedusaParams: "medusa_heads.0.", EagleParams: EAGLE_NET}
 
 
 def list_networks(drafter: DrafterParams | None) -> list[str]:
@@ -64,29 +60,24 @@ def find_offsets(weights: Mapping[str, Tensor], drafter: DrafterParams, size: in
 
 def write_drafter(
     name: str, writer: NetworkWriter, drafter: DrafterParams, model: ModelConfig,
-    weights: Mapping[str, Tensor], sizes: Sizes,
+    weights: Mapping[str, Tensor],
 ) -> None:  # fmt: skip
     """Write one of `list_networks`."""
     if isinstance(drafter, ReDrafterParams):
         offsets = find_offsets(weights, drafter, model.vocab_size)
-        _SearchWriter(writer, drafter, weights, offsets).write(model.hidden_size, sizes)
+        _SearchWriter(writer, drafter, weights, offsets).write(model.hidden_size)
     elif isinstance(drafter, MedusaParams):
-        _write_medusa(writer, drafter, model, weights, sizes)
+        _write_medusa(writer, drafter, model, weights)
     else:
         assert isinstance(drafter, EagleParams)
         eagle = _EagleWriter(writer, drafter, model, weights)
-        if name == DRAFTER:
-            eagle.write_layers(sizes)
-        elif name == DRAFTER_HEAD:
-            eagle.write_head(sizes)
-        else:
-            eagle.write_features(sizes)
+        parts = {DRAFTER: eagle.write_layers, DRAFTER_HEAD: eagle.write_head}
+        parts.get(name, eagle.write_features)()
 
 
 def _multiply(writer: NetworkWriter, weights: Mapping[str, Tensor], name: str, x: Any) -> Any:
-    """x W^T + b by the linear of this name."""
-    (rows,) = take_rows(weights, name, [len(weights[f"{name}.weight"])])
-    return multiply(writer, x, rows, weights.get(f"{name}.bias"))
+    """x W^T + b by the whole linear of this name."""
+    return multiply(writer, x, weights, name)[0]
 
 
 def _run_blocks(
@@ -99,11 +90,10 @@ def _run_blocks(
 
 
 def _write_medusa(
-    writer: NetworkWriter, params: MedusaParams, model: ModelConfig,
-    weights: Mapping[str, Tensor], sizes: Sizes,
-) -> None:  # fmt: skip
+    writer: NetworkWriter, params: MedusaParams, model: ModelConfig, weights: Mapping[str, Tensor]
+) -> None:
     """`logits_i` [B, V] of each head from `states` [B, D]."""
-    states = writer.add_input("states", writer.dtype, sizes.spread("B", model.hidden_size))
+    states = writer.add_input("states", writer.dtype, "B", model.hidden_size)
     for head in range(params.num_heads):
         prefix = f"medusa_heads.{head}."
         blocks = [f"{prefix}medusa_layers.{i}.linear" for i in range(params.num_layers)]
@@ -124,11 +114,11 @@ class _SearchWriter:
         num_outputs = len(weights["drafter.lm_head.weight"])
         self._num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
 
-    def write(self, width: int, sizes: Sizes) -> None:
+    def write(self, width: int) -> None:
         """`drafts` [B, W, L] from `states` [B, D] and the `tokens` [B] that follow them."""
         writer = self._writer
-        states = writer.add_input("states", writer.dtype, sizes.spread("B", width))
-        tokens = writer.add_input("tokens", torch.int64, sizes.spread("B"))
+        states = writer.add_input("states", writer.dtype, "B", width)
+        tokens = writer.add_input("tokens", torch.int64, "B")
         context = writer.reshape(states, (0, 1, width))
         state = self._update(writer.reshape(tokens, (0, 1)), None)
         beams: list[Any] = []  # the tokens of each place, [B, W, 1]
@@ -198,11 +188,11 @@ class _EagleWriter:
     def _norm(self, x: Any, name: str) -> Any:
         return self._writer.rms_norm(x, self._own[f"drafter.{name}"], self.net.norm_epsilon)
 
-    def write_layers(self, sizes: Sizes) -> None:
+    def write_layers(self) -> None:
         """`next_features` [B, T, E] of pairs of `features` and the tokens after theirs."""
         writer, third, width = self._writer, self._params.eagle3, self.net.hidden_size
-        layers = LayersWriter(writer, self.net, self._named, sizes)
-        features = writer.add_input("features", writer.dtype, sizes.spread("B", "T", width))
+        layers = LayersWriter(writer, self.net, self._named)
+        features = writer.add_input("features", writer.dtype, "B", "T", width)
         embedded = writer.gather(writer.constant(self._named[EMBEDDING]), layers.tokens)
         if third is None:
             pairs = writer.join([embedded, features], 2)
@@ -217,25 +207,23 @@ class _EagleWriter:
             x = self._norm(x, "ln_f.weight")
         writer.mark_output(x, "next_features")
 
-    def write_head(self, sizes: Sizes) -> None:
+    def write_head(self) -> None:
         """`logits` [M, V] of what `write_layers` returns."""
         third = self._params.eagle3
         is_bare = third is not None and not third.norm_output
         prepare = (lambda x: self._norm(x, "ln_f.weight")) if is_bare else None
-        write_head(self._writer, self.net, self._named, sizes, scale=self._scale, prepare=prepare)
+        write_head(self._writer, self.net, self._named, scale=self._scale, prepare=prepare)
 
-    def write_features(self, sizes: Sizes) -> None:
-        """`features` [M, E] of `states_i` [M, n], of each layer that is read of the target."""
+    def write_features(self) -> None:
+        """`features` [M, E] of `states` [M, F], the layers side by side that are read."""
         writer, third = self._writer, self._params.eagle3
         assert third is not None
-        num_layers, norms = len(third.aux_layers), third.list_read_norms()
-        size = sizes.spread("M", self._own["drafter.fc.weight"].shape[1] // num_layers)
-        parts = [writer.add_input(f"states_{i}", writer.dtype, size) for i in range(num_layers)]
-        if len(norms) == num_layers:
-            parts = [self._norm(part, name) for part, name in zip(parts, norms, strict=True)]
-        x = writer.join(parts, 1)
-        if len(norms) == 1 < num_layers:
-            x = self._norm(x, norms[0])
+        width, norms = self._own["drafter.fc.weight"].shape[1], third.list_read_norms()
+        x = writer.add_input("states", writer.dtype, "M", width)
+        if norms:  # one of all, or one of each layer's part
+            weight = torch.stack([self._own[f"drafter.{name}"] for name in norms])
+            x = writer.reshape(x, (0, *weight.shape))
+            x = writer.reshape(writer.rms_norm(x, weight, self.net.norm_epsilon), (0, width))
         writer.mark_output(_multiply(writer, self._own, "drafter.fc", x), "features")
 
 
@@ -304,9 +292,8 @@ class EagleNetworks:
         """Features [M, E] from what is read of the target [M, F]."""
         if self._features is None:
             return states
-        parts = states.chunk(len(list_observed(self.params)), dim=-1)
-        inputs = {f"states_{i}": part.contiguous() for i, part in enumerate(parts)}
-        return run_rows(self._features, inputs, self.decoder.sizes.states)["features"]
+        most = self.decoder.sizes.states
+        return run_rows(self._features, {"states": states}, most)["features"]
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run pairs of a feature [B, T, E] and the next token; return the next features."""
@@ -322,11 +309,11 @@ class EagleNetworks:
 
 
 def open_drafter(
-    folder: Path, drafter: DrafterParams, model: ModelConfig, device: torch.device,
-    open_runner: Callable[[str], Runner], sizes: Sizes,
-) -> ReDrafterNetwork | MedusaNetwork | EagleNetworks:  # fmt: skip
+    folder: Path, drafter: DrafterParams, model: ModelConfig, device: torch.device, sizes: Sizes
+) -> ReDrafterNetwork | MedusaNetwork | EagleNetworks:
     """What stands for the drafter of an engine folder."""
-    runner, offsets = open_runner(DRAFTER), None
+    runners = [EngineRunner(folder / name, device) for name in list_networks(drafter)]
+    runner, offsets = runners[0], None
     if (folder / OFFSETS_FILE).exists():
         file = TensorFile(folder / OFFSETS_FILE)
         offsets = to_tensor(file.read(OFFSETS), file.tensors[OFFSETS].dtype).to(device)
@@ -339,11 +326,10 @@ def open_drafter(
     assert isinstance(drafter, EagleParams)
     drafter = drafter.shorten(vocab_size if offsets is not None else drafter.draft_vocab_size)
     decoder = NetworkDecoder(
-        make_net_model(drafter, model), runner, open_runner(DRAFTER_HEAD), sizes=sizes,
+        make_net_model(drafter, model), runner, runners[1], sizes=sizes,
         num_positions=sizes.positions, device=device,
     )  # fmt: skip
-    features = None if drafter.eagle3 is None else open_runner(DRAFTER_FEATURES)
-    return EagleNetworks(drafter, decoder, features, offsets)
+    return EagleNetworks(drafter, decoder, next(iter(runners[2:]), None), offsets)
 
 
 def name_unknown(drafter: DrafterParams | None) -> str | None:

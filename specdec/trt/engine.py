@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from specdec.decode.drafters import Drafting, choose_methods, make_proposer, nam
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
+from specdec.decode.ranks.processes import Ranks
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import GraphRecorder
 from specdec.engine.group import Group
@@ -23,7 +23,7 @@ from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
-from specdec.trt.decoder import NetworkDecoder, Runner
+from specdec.trt.decoder import NetworkDecoder
 from specdec.trt.drafters import list_observed, open_drafter
 from specdec.trt.library import (
     OTHER,
@@ -32,7 +32,8 @@ from specdec.trt.library import (
     list_capabilities,
     load_tensorrt,
 )
-from specdec.trt.target import Sizes
+from specdec.trt.network import Sizes
+from specdec.trt.runtime import EngineRunner
 
 # Rows of positions that caches have beyond the longest text at least: of drafts, and of the trees
 # that a draft model runs.
@@ -94,13 +95,6 @@ def find_network_problems(folder: Path, networks: NetworkConfig) -> Problems:
     )
 
 
-def open_runner(path: Path, device: torch.device, group: Group | None = None) -> Runner:
-    """What runs an engine file. group: of the ranks that the network exchanges tensors with."""
-    from specdec.trt.runtime import EngineRunner
-
-    return EngineRunner(path, device, group)
-
-
 def find_machine_problems(
     folder: Path, networks: NetworkConfig, library: str, usable: list[str], name: str,
     capability: str,
@@ -142,19 +136,19 @@ class LeadingNetworks(LeadingDecoder, NetworkDecoder):
     """Rank 0's networks, in the hands of code that knows of no ranks."""
 
 
-AnyDecoder = TypeVar("AnyDecoder", bound=NetworkDecoder)
-
-
 def open_target(
-    make: Callable[..., AnyDecoder], folder: Path, config: EngineConfig, networks: NetworkConfig,
-    device: torch.device, group: Group | None = None,
-) -> AnyDecoder:  # fmt: skip
-    """A rank's part of the target. make: of a `NetworkDecoder`'s arguments but the group."""
+    folder: Path, config: EngineConfig, networks: NetworkConfig, device: torch.device,
+    group: Group | None = None, ranks: Ranks | None = None, handle: int = 0,
+) -> Any:  # fmt: skip
+    """A rank's part of the target. ranks, handle: of rank 0, which leads others."""
+    group = ranks.group if ranks else group
     names = name_networks(group.rank if group else 0)
-    body, head = (open_runner(folder / name, device, group) for name in names)
-    return make(
-        config.checkpoint.model, body, head, sizes=networks.sizes,
-        num_positions=config.num_positions, device=device,
+    runners = [EngineRunner(folder / name, device, group) for name in names]
+    kind: Any = LeadingNetworks if ranks else NetworkDecoder
+    return kind(
+        config.checkpoint.model, *runners, sizes=networks.sizes, device=device,
+        num_positions=config.num_positions,
+        **({"ranks": ranks, "handle": handle} if ranks else {"group": group}),
     )  # fmt: skip
 
 
@@ -164,8 +158,8 @@ def open_part(folder: Path, device: torch.device, group: Group) -> Decoder:
     check_machine(folder, networks, device)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
         Verification(folder, name_networks(group.rank)).finish()
-    make = functools.partial(NetworkDecoder, group=group)
-    return open_target(make, folder, config, networks, device, group)
+    decoder: Decoder = open_target(folder, config, networks, device, group)
+    return decoder
 
 
 class TensorRTEngine(TorchEngine):
@@ -188,25 +182,17 @@ class TensorRTEngine(TorchEngine):
         check_machine(folder, self.networks, self.device)
         config, networks = self.config, self.networks
         model, drafter = config.checkpoint.model, config.checkpoint.drafter
-        options = folder, config, networks, self.device
-        if self._ranks is None:
-            self.decoder = open_target(NetworkDecoder, *options)
-        else:
-            self.decoder = lead_decoder(
-                self._ranks, folder, self.device,
-                lambda ranks, handle: open_target(
-                    functools.partial(LeadingNetworks, ranks=ranks, handle=handle), *options,
-                    ranks.group,
-                ),
-            )  # fmt: skip
+        make = functools.partial(open_target, folder, config, networks, self.device)
+        ranks = self._ranks
+        self.decoder = (
+            lead_decoder(ranks, folder, self.device, make) if ranks is not None else make()
+        )
         methods = choose_methods(config, drafting) if speculate else ()
         if any(method.source == "checkpoint" for group in methods for method in group):
             assert drafter is not None
             self.decoder.observed_layers = list_observed(drafter)
             self.drafter_network = open_drafter(
-                folder, drafter, model, self.device,
-                lambda name: open_runner(folder / name, self.device),
-                networks.drafter_sizes,
-            )  # fmt: skip
+                folder, drafter, model, self.device, networks.drafter_sizes
+            )
         self.proposer: Drafter = make_proposer(self, methods, {}, drafting)
         self.method = name_methods(methods)

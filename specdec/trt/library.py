@@ -63,24 +63,21 @@ def explain_capability(library: str, usable: list[str], name: str, capability: s
     return f"{name} has compute capability {capability}, {library} builds for {', '.join(usable)}"
 
 
-class Messages:
-    """Makes TensorRT's logger, which keeps what goes wrong, for errors to tell."""
+def make_logger(trt: Any) -> Any:
+    """A logger for TensorRT that keeps errors; its `tell` returns the first, for messages."""
 
-    def __init__(self, trt: Any) -> None:
-        kept: list[str] = []
-        self.kept = kept
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.kept: list[str] = []
 
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.Severity.ERROR:
+                self.kept.append(message)
 
-            def log(self, severity: Any, message: str) -> None:
-                if severity <= trt.ILogger.Severity.ERROR:
-                    kept.append(message)
+        def tell(self) -> str:
+            """That a GPU is missing is none of a build's errors."""
+            told = [message for message in self.kept if "catchCudaError" not in message]
+            return (told or self.kept or ["TensorRT does not say why"])[0]
 
-        self.logger = Logger()
-
-    def tell(self) -> str:
-        """The first error since `clear`; that a GPU is missing is none of a build's."""
-        told = [message for message in self.kept if "catchCudaError" not in message]
-        return (told or self.kept or ["TensorRT does not say why"])[0]
+    return Logger()

@@ -5,16 +5,31 @@ Legend: B rows, T tokens of each, N heads, H head size, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.errors import SpecDecError
+from specdec.trt.library import make_logger
 
-# Least, usual and most of an input's sizes.
-Range = tuple[Sequence[int], Sequence[int], Sequence[int]]
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The limits of a network.
+
+    rows: of a step; tokens: of a row; usual: tokens of a row that kernels are chosen for;
+    positions: of a row's cache; states: that a head takes at once.
+    """
+
+    rows: int
+    tokens: int
+    usual: int
+    positions: int
+    states: int
 
 
 def name_types(trt: Any) -> dict[torch.dtype, Any]:
@@ -29,40 +44,51 @@ def name_types(trt: Any) -> dict[torch.dtype, Any]:
 class NetworkWriter:
     """A network under construction. What a method returns is a tensor of the network.
 
-    ranges: by input, its sizes. bytes: of the weights so far.
+    ranges: by input, its least, usual and most sizes. num_bytes: of the weights so far.
     """
 
-    def __init__(self, trt: Any, builder: Any, dtype: torch.dtype, rank: int = 0) -> None:
+    def __init__(
+        self, trt: Any, builder: Any, dtype: torch.dtype, sizes: Sizes, rank: int = 0
+    ) -> None:
         """dtype: of the weights and states. rank: whose part of a model this network is."""
         self.trt, self.types, self.dtype, self.rank = trt, name_types(trt), dtype, rank
+        self.sizes, self._builder = sizes, builder
         self.meets_ranks = False  # until a layer exchanges something with other ranks
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         self.network = builder.create_network(flag)
-        self.ranges: dict[str, Range] = {}
+        self.ranges: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.num_bytes = 0
         self._kept: list[Tensor] = []  # TensorRT reads them when the engine is built
         self._constants: dict[Any, Any] = {}
 
-    def add_input(self, name: str, dtype: torch.dtype, sizes: Range) -> Any:
-        """An input whose sizes are within a range."""
-        least, usual, most = sizes
-        self.ranges[name] = (tuple(least), tuple(usual), tuple(most))
-        shape = [a if a == b else -1 for a, b in zip(least, most, strict=True)]
-        return self.network.add_input(name, self.types[dtype], shape)
+    def add_input(self, name: str, dtype: torch.dtype, *shape: int | str) -> Any:
+        """An input; "B", "T" and "M" in its shape stand for up to all rows, tokens and states."""
+        sizes = self.sizes
+        spread = {
+            "B": (1, sizes.rows, sizes.rows), "T": (1, sizes.usual, sizes.tokens),
+            "M": (1, min(64, sizes.states), sizes.states),
+        }  # fmt: skip
+        ranges = [spread[n] if isinstance(n, str) else (n, n, n) for n in shape]
+        self.ranges[name] = tuple(zip(*ranges, strict=True))
+        fixed = [least if least == most else -1 for least, _, most in ranges]
+        return self.network.add_input(name, self.types[dtype], fixed)
 
     def mark_output(self, tensor: Any, name: str) -> None:
         tensor.name = name
         self.network.mark_output(tensor)
 
-    def constant(self, values: Tensor) -> Any:
-        """A constant; the same memory is the same constant."""
+    def constant(self, values: Tensor, four_bits: Sequence[int] | None = None) -> Any:
+        """A constant; the same memory is the same constant.
+
+        four_bits: the shape where a byte holds two integers, the first in its low bits.
+        """
         values = values.contiguous()
-        key = values.data_ptr(), tuple(values.shape), values.dtype
+        shape, kind = tuple(four_bits or values.shape), self.types[values.dtype]
+        key = values.data_ptr(), shape, values.dtype
         if key not in self._constants:
-            weights = self.trt.Weights(self.types[values.dtype], values.data_ptr(), values.numel())
-            self._constants[key] = self._take(
-                self.network.add_constant(tuple(values.shape), weights)
-            )
+            kind = kind if four_bits is None else self.trt.DataType.INT4
+            weights = self.trt.Weights(kind, values.data_ptr(), math.prod(shape))
+            self._constants[key] = self._take(self.network.add_constant(shape, weights))
             self._kept.append(values)
             self.num_bytes += values.numel() * values.element_size()
         return self._constants[key]
@@ -70,14 +96,6 @@ class NetworkWriter:
     def number(self, value: float, num_dims: int, dtype: torch.dtype | None = None) -> Any:
         """A constant of one element that spreads over a tensor of so many dimensions."""
         return self.constant(torch.full((1,) * num_dims, value, dtype=dtype or self.dtype))
-
-    def four_bits(self, codes: Tensor, shape: Sequence[int]) -> Any:
-        """A constant of four-bit integers, two in a byte of `codes`, the first in its low bits."""
-        codes = codes.contiguous()
-        self._kept.append(codes)
-        self.num_bytes += codes.numel()
-        numbers = self.trt.Weights(self.trt.DataType.INT4, codes.data_ptr(), codes.numel() * 2)
-        return self._take(self.network.add_constant(tuple(shape), numbers))
 
     def combine(self, kind: str, first: Any, second: Any) -> Any:
         """SUM, PROD or another operation, element by element."""
@@ -253,42 +271,40 @@ class NetworkWriter:
             )
         return layer.get_output(0)
 
+    def build(self, capabilities: Sequence[str]) -> Any:
+        """The serialized engine; raise SpecDecError with what TensorRT says where it makes none.
 
-def can_meet_ranks(trt: Any, builder: Any) -> bool:
+        capabilities: what it is to run on; empty for the GPU of this machine.
+        """
+        trt, builder = self.trt, self._builder
+        config = builder.create_builder_config()
+        config.clear_flag(trt.BuilderFlag.TF32)  # which would round float32 products
+        multi = getattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16", None)
+        if self.meets_ranks and multi is not None:  # full TensorRT 10.16 asks for it
+            config.set_preview_feature(multi, True)
+        profile = builder.create_optimization_profile()
+        for name, sizes in self.ranges.items():
+            profile.set_shape(name, *sizes)
+        config.add_optimization_profile(profile)
+        if capabilities:
+            config.num_compute_capabilities = len(capabilities)
+            for at, each in enumerate(capabilities):
+                kind = getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}")
+                config.set_compute_capability(kind, at)
+        engine = builder.build_serialized_network(self.network, config)
+        if engine is None:
+            raise SpecDecError(
+                f"TensorRT builds no engine of this network: {builder.logger.tell()[:600]}",
+                "build with --backend torch, or report this with the model's config.json",
+            )
+        return engine
+
+
+def can_meet_ranks(trt: Any) -> bool:
     """Whether this release takes layers that exchange tensors with other ranks."""
-    writer = NetworkWriter(trt, builder, torch.float32)
+    writer = NetworkWriter(trt, trt.Builder(make_logger(trt)), torch.float32, Sizes(1, 1, 1, 1, 1))
     try:
         writer.sum_ranks(writer.number(1, 1), 2)
     except (AttributeError, SpecDecError):
         return False
     return True
-
-
-def build_engine(
-    writer: NetworkWriter, builder: Any, capabilities: Sequence[str], tell: Callable[[], str]
-) -> Any:
-    """Build a network into a serialized engine; raise SpecDecError with what TensorRT says.
-
-    capabilities: what it is to run on; empty for the GPU of this machine.
-    """
-    trt, config = writer.trt, builder.create_builder_config()
-    config.clear_flag(trt.BuilderFlag.TF32)  # which would round float32 products
-    multi = getattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16", None)
-    if writer.meets_ranks and multi is not None:  # full TensorRT 10.16 asks for it
-        config.set_preview_feature(multi, True)
-    profile = builder.create_optimization_profile()
-    for name, sizes in writer.ranges.items():
-        profile.set_shape(name, *sizes)
-    config.add_optimization_profile(profile)
-    if capabilities:
-        config.num_compute_capabilities = len(capabilities)
-        for at, each in enumerate(capabilities):
-            kind = getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}")
-            config.set_compute_capability(kind, at)
-    engine = builder.build_serialized_network(writer.network, config)
-    if engine is None:
-        raise SpecDecError(
-            f"TensorRT builds no engine of this network: {tell()[:600]}",
-            "build with --backend torch, or report this with the model's config.json",
-        )
-    return engine

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.engine.group import Group
 from specdec.errors import SpecDecError
-from specdec.trt.library import Messages, load_tensorrt
+from specdec.trt.library import load_tensorrt, make_logger
 from specdec.trt.network import name_types
 
 # Bytes that TensorRT wants the addresses of tensors to be multiples of.
@@ -31,17 +31,15 @@ class EngineRunner:
     def __init__(self, path: Path, device: torch.device, group: Group | None = None) -> None:
         """group: of the ranks that the network exchanges tensors with."""
         trt, self._device, self._group = load_tensorrt(), device, group
-        messages = Messages(trt)
+        self._logger = make_logger(trt)
         with torch.cuda.device(device):
-            self._runtime = trt.Runtime(messages.logger)
+            self._runtime = trt.Runtime(self._logger)
             self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
             self._context = self._engine and self._make_context(trt)
             self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if not self._context:
-            raise SpecDecError(
-                f"TensorRT does not load {path}: {messages.tell()}", "build it again"
-            )
-        self._messages = messages
+            told = self._logger.tell()
+            raise SpecDecError(f"TensorRT does not load {path}: {told}", "build it again")
         types = {kind: dtype for dtype, kind in name_types(trt).items()}
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self._outputs = {
@@ -66,9 +64,8 @@ class EngineRunner:
         pack.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         communicator = pack(world._get_backend(self._device)._comm_ptr(), None, None)
         if not self._context.set_communicator(communicator):
-            raise SpecDecError(
-                f"TensorRT takes no communicator: {self._messages.tell()}", "see its message"
-            )
+            told = self._logger.tell()
+            raise SpecDecError(f"TensorRT takes no communicator: {told}", "see its message")
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the outputs; caches are updated where they lie.
@@ -100,8 +97,6 @@ class EngineRunner:
         stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(stream)
         if not context.execute_async_v3(self._stream.cuda_stream):
-            raise SpecDecError(
-                f"TensorRT's step failed: {self._messages.tell()}", "see its message"
-            )
+            raise SpecDecError(f"TensorRT's step failed: {self._logger.tell()}", "see its message")
         stream.wait_stream(self._stream)
         return outputs

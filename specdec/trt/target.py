@@ -10,7 +10,6 @@ Legend: B rows, T tokens of each, N heads, S cache positions, H head size, D hid
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +20,9 @@ from specdec.engine.decoder import cut_head
 from specdec.engine.layers import name_activation
 from specdec.engine.rotary import make_tables
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS
-from specdec.trt.matrices import Rows, multiply, take_rows
-from specdec.trt.network import NetworkWriter, Range
+from specdec.model.tensors import EMBEDDING, HEAD
+from specdec.trt.matrices import multiply
+from specdec.trt.network import NetworkWriter
 
 CPU = torch.device("cpu")
 # TensorRT's name of what `hidden_act` may be, by the keys of ACTIVATIONS.
@@ -39,67 +38,35 @@ COMPUTED = frozenset({
 })  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The limits of a network.
-
-    rows: of a step; tokens: of a row; usual: tokens of a row that kernels are chosen for;
-    positions: of a row's cache; states: that a head takes at once.
-    """
-
-    rows: int
-    tokens: int
-    usual: int
-    positions: int
-    states: int
-
-    def spread(self, *shape: int | str) -> Range:
-        """The range of an input; "B", "T" and "M" stand for rows, tokens and states."""
-        values = {
-            "B": (1, self.rows, self.rows), "T": (1, self.usual, self.tokens),
-            "M": (1, min(64, self.states), self.states),
-        }  # fmt: skip
-        columns = [values[n] if isinstance(n, str) else (n, n, n) for n in shape]
-        least, usual, most = zip(*columns, strict=True)
-        return least, usual, most
-
-
-def name_mask(model: ModelConfig, window: int | None) -> str:
-    """The input that tells what tokens see in layers with this window; None sees all."""
-    return "mask" if window is None else "window_mask"
-
-
-def list_windows(model: ModelConfig) -> list[int | None]:
-    """The windows that a model's layers have."""
-    layers = range(model.num_hidden_layers)
-    windows = {model.sliding_window if model.is_sliding(layer) else None for layer in layers}
-    return sorted(windows, key=lambda window: window or 0)
+def list_masks(model: ModelConfig) -> dict[str, int | None]:
+    """The inputs that tell what tokens see, and the window of each one's layers, None if all."""
+    kinds = {model.is_sliding(layer) for layer in range(model.num_hidden_layers)}
+    windows = {False: ("mask", None), True: ("window_mask", model.sliding_window)}
+    return dict(windows[kind] for kind in sorted(kinds))
 
 
 class LayersWriter:
     """Writes a model's layers into a network, with the inputs that they read besides states."""
 
     def __init__(
-        self, writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes
+        self, writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor]
     ) -> None:
-        self.writer, self.model, self.weights, self.sizes = writer, model, weights, sizes
+        self.writer, self.model, self.weights = writer, model, weights
         self._num_heads = model.num_attention_heads // model.tp_size
         self._num_kv_heads = model.get_num_kv_heads()
-        spread, types = sizes.spread, (torch.int64, torch.int32)
-        self.tokens = writer.add_input("tokens", types[0], spread("B", "T"))
-        self.positions = writer.add_input("positions", types[0], spread("B", "T"))
-        self._places = writer.add_input("write_indices", types[1], spread("B"))
-        shape = spread("B", 1, "T", sizes.positions)
+        self.tokens = writer.add_input("tokens", torch.int64, "B", "T")
+        self.positions = writer.add_input("positions", torch.int64, "B", "T")
+        self._places = writer.add_input("write_indices", torch.int32, "B")
         self._masks = {
-            window: writer.add_input(name_mask(model, window), torch.bool, shape)
-            for window in list_windows(model)
+            name: writer.add_input(name, torch.bool, "B", 1, "T", writer.sizes.positions)
+            for name in list_masks(model)
         }
         self._tables = self._make_tables() if model.arithmetic.positions == "rotary" else None
 
     def _make_tables(self) -> list[tuple[Any, ...]]:
         """Cosines and sines of half a head, of layers without a window and with one."""
         half = self.model.rotary_size // 2
-        tables = make_tables(self.model, self.sizes.positions, self.writer.dtype, CPU)
+        tables = make_tables(self.model, self.writer.sizes.positions, self.writer.dtype, CPU)
         own = [
             tuple(self.writer.constant(part[:, :half]) for part in (table.cos, table.sin))
             for table in dict.fromkeys(tables)
@@ -181,38 +148,30 @@ class LayersWriter:
         added = added if norm is None else self.norm(added, norm)
         return self.writer.add(x, self.writer.scale(added, self.model.residual_multiplier))
 
-    def _multiply(
-        self, x: Any, name: str, sizes: Sequence[int], *, is_summed: bool = False
-    ) -> list[Any]:
-        """Products with parts of a linear of so many rows each.
-
-        is_summed: over the ranks, of which the first adds the bias.
-        """
-        parts = take_rows(self.weights, name, sizes)
-        bias = None if is_summed and self.writer.rank else self.weights.get(name + ".bias")
-        biases = [None] * len(parts) if bias is None else torch.split(bias, list(sizes))
-        return [
-            multiply(self.writer, x, rows, own) for rows, own in zip(parts, biases, strict=True)
-        ]
+    def _multiply_summed(self, x: Any, name: str) -> Any:
+        """A rank's part of a product that is summed over the ranks: the first adds the bias."""
+        (y,) = multiply(self.writer, x, self.weights, name, has_bias=self.writer.rank == 0)
+        return y
 
     def _run_mlp(self, prefix: str, h: Any) -> Any:
         model, writer = self.model, self.writer
         kind = ACTIVATIONS[name_activation(model)]
-        inner = model.intermediate_size // model.tp_size
         if model.arithmetic.mlp == "plain":
-            (up,) = self._multiply(h, prefix + "mlp.fc", [inner])
+            (up,) = multiply(writer, h, self.weights, prefix + "mlp.fc")
             up = writer.activate(kind, up)
         else:
-            gate, up = self._multiply(h, prefix + "mlp.gate_up", [inner, inner])
+            inner = [model.intermediate_size // model.tp_size] * 2
+            gate, up = multiply(writer, h, self.weights, prefix + "mlp.gate_up", inner)
             up = writer.multiply(writer.activate(kind, gate), up)
-        return self._multiply(up, prefix + "mlp.proj", [model.hidden_size], is_summed=True)[0]
+        return self._multiply_summed(up, prefix + "mlp.proj")
 
     def _attend(self, index: int, h: Any) -> Any:
         """Attention [B, T, D] of a layer, which writes its keys and values."""
         model, writer = self.model, self.writer
         prefix, size = f"transformer.layers.{index}.attention.", model.head_size
         counts = [self._num_heads, *[self._num_kv_heads] * 2]
-        parts = self._multiply(h, prefix + "qkv", [count * size for count in counts])
+        rows = [count * size for count in counts]
+        parts = multiply(writer, h, self.weights, prefix + "qkv", rows)
         q, k, v = (
             writer.reshape(part, (0, 0, count, size), after=(0, 2, 1, 3))
             for part, count in zip(parts, counts, strict=True)
@@ -227,21 +186,20 @@ class LayersWriter:
         if self._tables is not None and index not in model.arithmetic.layers_without_positions:
             tables = self._tables[is_sliding]
             q, k = (writer.rotate(x, tables, self.positions, model.rotary_size) for x in (q, k))
-        past = []
-        shape = self.sizes.spread("B", counts[1], self.sizes.positions, size)
+        past, shape = [], ("B", counts[1], writer.sizes.positions, size)
         for kind, new in (("key", k), ("value", v)):
-            cache = writer.add_input(f"past_{kind}_{index}", writer.dtype, shape)
+            cache = writer.add_input(f"past_{kind}_{index}", writer.dtype, *shape)
             past.append(writer.update_cache(cache, new, self._places))
             writer.mark_output(past[-1], f"present_{kind}_{index}")
         keys, values = past
         q = writer.scale(q, model.attention_scale)
-        mask = self._masks[model.sliding_window if is_sliding else None]
+        mask = self._masks["window_mask" if is_sliding else "mask"]
         if model.attn_logit_softcapping is None:
             out = writer.attend(q, keys, values, mask)
         else:
             out = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
         out = writer.reshape(out, (0, 0, counts[0] * size), before=(0, 2, 1, 3))
-        return self._multiply(out, prefix + "dense", [model.hidden_size], is_summed=True)[0]
+        return self._multiply_summed(out, prefix + "dense")
 
     def _attend_capped(self, q: Any, keys: Any, values: Any, mask: Any, limit: float) -> Any:
         """Attention whose scores are capped, by single layers: no native layer caps them."""
@@ -249,9 +207,9 @@ class LayersWriter:
         num_kv, size = self._num_kv_heads, model.head_size
         group = self._num_heads // num_kv
         q = writer.reshape(q, (0, num_kv, group, -1, size))
-        shape = (0, num_kv, 1, self.sizes.positions, size)
+        shape = (0, num_kv, 1, writer.sizes.positions, size)
         keys, values = (writer.reshape(each, shape) for each in (keys, values))
-        mask = writer.reshape(mask, (0, 1, 1, -1, self.sizes.positions))
+        mask = writer.reshape(mask, (0, 1, 1, -1, writer.sizes.positions))
         scores = writer.cast(writer.matmul(q, keys, transposes=True), torch.float32)
         lowest = writer.number(-torch.inf, 5, torch.float32)
         scores = writer.select(mask, writer.cap(scores, limit), lowest)
@@ -261,11 +219,11 @@ class LayersWriter:
 
 
 def write_target(
-    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes,
+    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor],
     observed: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """The layers' network: `hidden_states` [B, T, D], and `layers` [B, T, n * D] if observed."""
-    layers = LayersWriter(writer, model, weights, sizes)
+    layers = LayersWriter(writer, model, weights)
     x, seen = layers.run(layers.embed(), observed)
     if not model.arithmetic.is_post_norm:
         x = layers.norm(x, "transformer.ln_f")
@@ -275,22 +233,20 @@ def write_target(
 
 
 def write_head(
-    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor], sizes: Sizes,
+    writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor],
     *, prepare: Callable[[Any], Any] | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """The head's network: `logits` [M, V] of `states` [M, D].
 
     prepare: what is done to the states first; scale: what they are multiplied by then.
     """
-    states = writer.add_input("states", writer.dtype, sizes.spread("M", model.hidden_size))
+    states = writer.add_input("states", writer.dtype, "M", model.hidden_size)
     x = writer.scale(states if prepare is None else prepare(states), scale)
-    if HEAD in weights:
-        (rows,) = take_rows(weights, "lm_head", [len(weights[HEAD])])
-    else:
+    if HEAD not in weights:
         table = cut_head(weights[EMBEDDING], model, writer.rank)
         assert isinstance(table, Tensor)
-        rows = Rows(table)
-    logits = multiply(writer, x, rows, weights.get(HEAD_BIAS))
+        weights = {**weights, HEAD: table}
+    (logits,) = multiply(writer, x, weights, "lm_head")
     logits = writer.join_ranks(logits, model.tp_size)
     factor, limit = model.output_multiplier_scale, model.final_logit_softcapping
     if limit is None:

@@ -20,7 +20,7 @@ from specdec.decode.ranks.processes import Ranks
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.engine.group import Group
-from specdec.trt import engine
+from specdec.trt import drafters, engine
 from specdec.trt.engine import TensorRTEngine
 from specdec.trt.library import find_package
 from tests.engines import call
@@ -69,7 +69,8 @@ def run_networks(networks: Mapping[str, Interpreter]) -> Iterator[None]:
         return network
 
     with (
-        mock.patch.object(engine, "open_runner", open_network),
+        mock.patch.object(engine, "EngineRunner", open_network),
+        mock.patch.object(drafters, "EngineRunner", open_network),
         mock.patch.object(engine, "check_machine"),
         mock.patch.object(loop_engine, "open_ranks", lambda n: ThreadRanks(n) if n > 1 else None),
     ):

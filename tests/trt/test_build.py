@@ -15,7 +15,7 @@ from specdec.doctor.engine import check_engine
 from specdec.doctor.machine import describe_machine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
-from specdec.trt import library, network
+from specdec.trt import library
 from specdec.trt.engine import read_network_config
 from tests.conftest import (
     make_dflash_drafter,
@@ -132,13 +132,13 @@ def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "hint: use tensorrt 10.15 or newer" in told
         assert "or --backend torch" in told
     with monkeypatch.context() as patch:
-        patch.setattr(library, "list_capabilities", lambda trt: [])  # as full TensorRT
+        patch.setattr(tensorrt, "list_capabilities", lambda trt: [])  # as full TensorRT
         assert "and none is visible" in refuse(checkpoint, *ADA)
     assert "--optimize has no meaning for the tensorrt" in refuse(checkpoint, "--optimize", "none")
     assert "is a mixture of experts" in refuse(convert("MixtralForCausalLM-plain"), *ADA)
     split = convert("LlamaForCausalLM-plain", "--tp-size", 2)
     assert "sums over ranks from compute capability 8.0" in refuse(split, *TURING)
-    with mock.patch.object(network, "can_meet_ranks", return_value=False):
+    with mock.patch.object(tensorrt, "can_meet_ranks", return_value=False):
         assert "tp_size=2, and tensorrt_rtx" in refuse(split, *ADA)
     half = convert("LlamaForCausalLM-plain", dtype="bfloat16")
     assert "dtype=bfloat16" in refuse(half, "--compute-capability", "7.5,8.9")

@@ -12,8 +12,8 @@ import pytest
 from specdec.decode.drafters import read_drafting
 from specdec.decode.engine import TorchEngine
 from specdec.decode.settings import DecodeSettings
+from specdec.trt import target
 from specdec.trt.network import NetworkWriter
-from specdec.trt.target import LayersWriter
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, run_cli_here
 from tests.parity.models import make_model
@@ -113,13 +113,11 @@ def test_real_engines(tmp_path: Path) -> None:
     assert all((tmp_path / "engine" / name).stat().st_size > 10_000 for name in names)
 
 
-def forget_rank(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *rest, is_summed=False: multiply(self, *rest)
-
-
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no sum": (NetworkWriter, "sum_ranks", lambda found: lambda self, x, num_ranks: x),
-    "a bias on every rank": (LayersWriter, "_multiply", forget_rank),
+    "a bias on every rank": (
+        target, "multiply", lambda multiply: lambda *rest, has_bias=True: multiply(*rest)
+    ),
 }  # fmt: skip
 
 
