@@ -67,6 +67,8 @@ $(READY): pyproject.toml constraints.txt .ci/install_torch.py
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
+# The same on a machine with a GPU; tests/gpu are for one (docs/cuda.md).
+test: export CUDA_VISIBLE_DEVICES =
 test: $(READY)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
 

@@ -432,7 +432,7 @@ def measure(args: argparse.Namespace, recorder: GraphRecorder | None = None) -> 
     }
 
 
-def parse_args(words: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -444,11 +444,11 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-static", action="store_true", help="leave out what compiles")
     parser.add_argument("--output-dir", type=Path)
-    return parser.parse_args(words)
+    return parser
 
 
 def main(words: list[str] | None = None, recorder: GraphRecorder | None = None) -> dict[str, Any]:
-    args = parse_args(words)
+    args = make_parser().parse_args(words)
     report = measure(args, recorder)
     print(json.dumps(report, indent=2))
     if args.output_dir is not None:

@@ -14,6 +14,7 @@ Legend: B rows, T tokens, N columns of a tree mask, S cache positions, D hidden.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import weakref
 from collections import Counter
@@ -176,6 +177,10 @@ class Graphs:
 
     def _record(self, graph: _Graph, owner: object, compute: Callable[..., Outputs]) -> None:
         before = self._measure()
+        # What is collected meanwhile may be another engine's memory on the device, and to free that
+        # ends the recording.
+        is_collecting = gc.isenabled()
+        gc.disable()
         try:
             graph.outputs, graph.replay = self.recorder.record(lambda: compute(*graph.buffers))
         except RuntimeError as error:
@@ -184,6 +189,9 @@ class Graphs:
                 f" {summarize(error)}",
                 "build the engine with --optimize none to run it without graphs",
             ) from error
+        finally:
+            if is_collecting:
+                gc.enable()
         self.pool_bytes += self._measure() - before
         self.num_recorded += 1
 

@@ -205,14 +205,14 @@ OTHERS_FLAGS = {
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
-    from benchmarks import field, run_all
+    from benchmarks import field, gpu, run_all
     from benchmarks.side_by_side.command import make_parser
     from specdec.command.stages import STAGES
     from specdec.options import get_flags
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--all", "--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
-    for parser in (make_parser(""), run_all.make_parser(), field.make_parser()):
+    for parser in (make_parser(""), *(script.make_parser() for script in (field, gpu, run_all))):
         known |= {flag for action in parser._actions for flag in action.option_strings}
     for label in LABELS:
         known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}

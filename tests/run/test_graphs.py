@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from specdec.decode import engine as torch_engine
 from specdec.decode import sampling
@@ -437,6 +439,21 @@ def test_a_recording_that_fails_is_an_error() -> None:
     with pytest.raises(SpecDecError, match="graph for StepGraphs .*not permitted") as caught:
         graphs.call(owner, 1, [torch.ones(1)], lambda x: (x,))
     assert "--optimize none" in caught.value.hint
+    assert gc.isenabled()
+
+
+def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
+    """Memory of the device that is freed meanwhile would end the recording."""
+    states, graphs = [], Graphs(TapeRecorder())
+
+    def compute(x: Tensor) -> tuple[Tensor]:
+        states.append(gc.isenabled())
+        return (x + 1,)
+
+    for _ in range(2):
+        graphs.call("owner", 1, [torch.ones(1)], compute)
+    assert states == [True, False, True], "the warm-up, the recording, the check"
+    assert gc.isenabled()
 
 
 # ---- Waits for the device.
