@@ -73,6 +73,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def skip_fsync() -> Iterator[None]:
+    """Do not wait 5 ms for the disk with each file; that files are synced is storage's test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def lasting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where fixtures of the session make their folders."""
@@ -80,11 +88,16 @@ def lasting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def free_disk(
+def free_machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Remove a module's folders when it ends, unless a test failed: all together have 7 GB."""
+    """End the ranks that a module's tests shared: to start some takes 3 s of a processor.
+
+    Remove its folders too, unless a test failed: all together have 7 GB.
+    """
     yield
+    if ranks := sys.modules.get("specdec.decode.ranks.processes"):
+        ranks.end_ranks()
     if not request.session.testsfailed:
         for folder in tmp_path_factory.getbasetemp().iterdir():
             if folder.name != "lasting":

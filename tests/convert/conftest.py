@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,3 @@ class Converter:
 @pytest.fixture
 def convert(tmp_path: Path) -> Converter:
     return Converter(tmp_path / "out")
-
-
-@pytest.fixture(autouse=True)
-def skip_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk some thousand times; that files are synced is storage's test."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,11 +96,6 @@ PAIRS = {
     "dspark-reduced": ("speculators", "vllm"),
     "dspark-masks": ("speculators", "vllm"),
 }
-
-
-@pytest.fixture(autouse=True)
-def skip_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="module")

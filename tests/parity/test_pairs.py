@@ -7,7 +7,7 @@ tested by method, on one family. Which line of TensorRT-LLM builds a pair is che
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
-from specdec.decode.ranks.processes import end_ranks
 from specdec.methods import METHODS
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
@@ -93,12 +92,6 @@ def method_of(kind: str) -> str:
 def test_all_methods_are_here() -> None:
     made = {method_of(name) for name in DRAFTERS}
     assert made == {name for name, method in METHODS.items() if method.source == "checkpoint"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_all() -> Iterator[None]:
-    yield
-    end_ranks()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ Every family's layers are split in test_parallel_layers.py, and drafted for in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from specdec.decode.engine import TorchEngine
-from specdec.decode.ranks.processes import end_ranks
 from tests.conftest import make_drafter
 from tests.engines import OracleProposer, make_engine
 from tests.parity.models import SWITCH, VOCAB, make_model
@@ -22,12 +20,6 @@ NAMES = [
     "Gemma2ForCausalLM-caps", "Qwen2MoeForCausalLM-plain",
 ]  # fmt: skip
 LENGTHS = (5, SWITCH - LIMIT, 1, 70)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_all() -> Iterator[None]:
-    yield
-    end_ranks()
 
 
 @pytest.mark.parametrize(

@@ -276,14 +276,13 @@ def test_text_without_kernels(method: str, weights: str, tp_size: int, tmp_path:
         Request(index=at, input_ids=ids, max_output_len=12, end_ids=frozenset())
         for at, ids in enumerate([[5, 17, 30], list(range(3, 17))])
     ]
-    texts = []
-    for speculate in (True, False):
-        loaded = TorchEngine(engine, device="cpu", speculate=speculate)
-        try:
-            texts.append([result.output_ids for result in loaded.generate(requests)])
-        finally:
-            loaded.close()
-    assert texts[0] == texts[1]
+    drafted, plain = (
+        [result.output_ids for result in loaded.generate(requests)]
+        for loaded in (
+            TorchEngine(engine, device="cpu", speculate=speculate) for speculate in (True, False)
+        )
+    )
+    assert drafted == plain
 
 
 @needs_compiler

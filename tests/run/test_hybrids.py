@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Batch, Options, generate
-from specdec.decode.ranks.processes import end_ranks
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.timing import Timing
@@ -35,7 +33,7 @@ LIMIT = 24
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of a hybrid, of one rank and two, and of a draft model like it."""
     parent = tmp_path_factory.mktemp("hybrids")
     make_noisy_copy(
@@ -50,8 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-tp{size}",
             "--optimize", "none", "--max-batch-size", 4, *flags,
         )  # fmt: skip
-    yield parent
-    end_ranks()
+    return parent
 
 
 @functools.cache

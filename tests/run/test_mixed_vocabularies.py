@@ -22,7 +22,6 @@ from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_dra
 from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.ranks.processes import end_ranks
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.token_map import SameTokens, SharedTokens, read_words, split_bytes
@@ -556,12 +555,8 @@ def test_two_ranks(folder: Path) -> None:
     engine, draft = (
         TorchEngine(name_folder(folder, parts), device="cpu") for parts in names.values()
     )
-    try:
-        tokens = make_map(folder, "target", "merges")
-        attach_draft(engine, draft, draft_len=4, use_logits=False, tokens=tokens)
-        results = run(engine, requests, tokenizer)
-        assert [r.output_ids for r in results] == [r.output_ids for r in plain]
-        assert sum(r.stats.num_accepted for r in results) > 20
-    finally:
-        engine.close()
-        end_ranks()
+    tokens = make_map(folder, "target", "merges")
+    attach_draft(engine, draft, draft_len=4, use_logits=False, tokens=tokens)
+    results = run(engine, requests, tokenizer)
+    assert [r.output_ids for r in results] == [r.output_ids for r in plain]
+    assert sum(r.stats.num_accepted for r in results) > 20

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,12 +103,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 *(EXTERNAL if name == "target" else ()),
             )  # fmt: skip
     return parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_all() -> Iterator[None]:
-    yield
-    end_ranks()
 
 
 def load(folder: Path, method: str, size: int) -> TorchEngine:
