@@ -68,7 +68,10 @@ class CheckpointFolder:
                 " SmoothQuant plugin's are laid out by TensorRT-LLM's own operators",
             )
         self.quantization = checkpoint.quantization
-        self.ranks = self._open_ranks()
+        tp_size = self.model.tp_size
+        paths, problems = find_rank_files(path, tp_size, f"tp_size {tp_size}")
+        problems.raise_all()
+        self.ranks = [TensorFile(path) for path in paths]
         # Where its absence alone tells that the head is shared, no rank may have a part of it.
         self.is_head_shared = checkpoint.model.share_embedding_table and not (
             shared and any(HEAD in rank.tensors for rank in self.ranks)
@@ -91,12 +94,6 @@ class CheckpointFolder:
         return [
             self._plan_rank(rank, file, specs, problems) for rank, file in enumerate(self.ranks)
         ]
-
-    def _open_ranks(self) -> list[TensorFile]:
-        tp_size = self.model.tp_size
-        paths, problems = find_rank_files(self.path, tp_size, f"tp_size {tp_size}")
-        problems.raise_all()
-        return [TensorFile(path) for path in paths]
 
     def _plan_rank(
         self, rank: int, file: TensorFile, specs: dict[str, TensorSpec], problems: Problems

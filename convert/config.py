@@ -40,16 +40,18 @@ PLAIN_DEFAULTS = {
     "moe": MOE_014,
     "remove_duplicated_kv_heads": False,
 }
+# `quantization` of a plain checkpoint.
+PLAIN_QUANTIZATION = {
+    "quant_algo": None, "kv_cache_quant_algo": None, "group_size": 128, "smoothquant_val": 0.5,
+    "clamp_val": None, "has_zero_point": False, "pre_quant_scale": False, "exclude_modules": None,
+}  # fmt: skip
 # Keys that 0.14 knows; a 1.x checkpoint holds more.
 KEYS_014 = {
     "mapping": (
         "world_size", "gpus_per_node", "cp_size", "tp_size", "pp_size", "moe_tp_size",
         "moe_ep_size",
     ),
-    "quantization": (
-        "quant_algo", "kv_cache_quant_algo", "group_size", "smoothquant_val", "clamp_val",
-        "has_zero_point", "pre_quant_scale", "exclude_modules",
-    ),
+    "quantization": tuple(PLAIN_QUANTIZATION),
 }  # fmt: skip
 
 
@@ -82,16 +84,7 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
             "moe_tp_size": model.tp_size if model.experts is None else model.experts.tp_size,
             "moe_ep_size": 1 if model.experts is None else model.experts.ep_size,
         },
-        "quantization": {
-            "quant_algo": None,
-            "kv_cache_quant_algo": None,
-            "group_size": 128,
-            "smoothquant_val": 0.5,
-            "clamp_val": None,
-            "has_zero_point": False,
-            "pre_quant_scale": False,
-            "exclude_modules": None,
-        },
+        "quantization": dict(PLAIN_QUANTIZATION),
         "use_parallel_embedding": model.use_parallel_embedding,
         "embedding_sharding_dim": model.embedding_sharding_dim,
         "share_embedding_table": model.share_embedding_table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -27,7 +28,7 @@ from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES
 
-from .plan import TensorSource, count_elements
+from .plan import TensorSource
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -133,7 +134,7 @@ class HfFolder:
                 return dtype
         sizes: dict[str, int] = {}
         for info in self.tensors.values():
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + count_elements(info)
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
         usual = max(sizes, key=lambda dtype: sizes[dtype], default="no tensors")
         if usual not in FLOAT_DTYPES:
             raise SpecDecError(

@@ -32,13 +32,8 @@ def fetch_model(
     `choose` picks the files to fetch out of the repository's; `list_shards` names those that they
     ask for besides, once they are in a folder.
     """
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise SpecDecError(
-            f"{flag} {hub_id} is not a local folder, and huggingface_hub is not installed",
-            "give a local folder, or pip install huggingface_hub",
-        ) from None
+    import huggingface_hub
+
     # Only the environment's token: one that lies about in a home folder is not ours to send.
     token = os.environ.get("HF_TOKEN") or False
 

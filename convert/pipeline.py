@@ -246,7 +246,8 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         trtllm_version=settings.trtllm_version,
     )
     model, is_tied = family.read_model(folder, layout)
-    keeps = keeps_blocks(settings, folder, model)
+    is_plain = settings.dequantize or settings.quantization or settings.lora_dir
+    keeps = isinstance(folder, GgufFolder) and not is_plain  # the blocks of a GGUF file
     if keeps and is_tied and model.pp_size == 1:
         is_split = model.tp_size > 1 and model.embedding_sharding_dim == 1
         model = dataclasses.replace(model, share_embedding_table=not is_split)
@@ -317,12 +318,6 @@ def merge_lora(
         folder, adapter, tied=family.list_tied(folder),
         transposed=[name for name in folder.tensors if family.is_turned(folder, name)],
     )  # fmt: skip
-
-
-def keeps_blocks(settings: ConvertSettings, folder: HfFolder, model: ModelConfig) -> bool:
-    """Whether a checkpoint keeps the blocks of a GGUF file."""
-    is_plain = settings.dequantize or bool(settings.quantization or settings.lora_dir)
-    return isinstance(folder, GgufFolder) and not is_plain
 
 
 def check_experts(
@@ -515,10 +510,11 @@ def plan_drafter(
             info = TensorInfo(dtype, get_rank_shape(specs[name], model))
             if other == HEAD and model.share_embedding_table:
                 other = EMBEDDING
+            found = targets.get(other or "")
             if other is None:
                 rank[name] = PlannedTensor(info, ())
-            elif _is_like(targets.get(other), info):
-                rank[name] = PlannedTensor(info, targets[other].pieces)
+            elif found and found.info.shape == info.shape and found.info.dtype in FLOATS:
+                rank[name] = PlannedTensor(info, found.pieces)
             else:
                 problems.add(
                     f"{folder.path} does not hold what makes {name}, and the target has no"
@@ -526,10 +522,6 @@ def plan_drafter(
                     "use the drafter that was trained for this target",
                 )
     return config, ranks
-
-
-def _is_like(tensor: PlannedTensor | None, info: TensorInfo) -> bool:
-    return tensor is not None and tensor.info.shape == info.shape and tensor.info.dtype in FLOATS
 
 
 def _describe_ranks(report: Mapping[str, Any]) -> str:
@@ -594,19 +586,16 @@ def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str
     return backends if is_lacking else [*backends, "tensorrt-llm"]
 
 
-def _describe_quantization(report: dict[str, Any]) -> str:
-    algorithms = {"linears": report["quant_algo"], "K/V cache": report["kv_cache_quant_algo"]}
-    return "".join(f", {what} {name}" for what, name in algorithms.items() if name)
-
-
 def format_report(report: dict[str, Any]) -> str:
     """Return a dry run's plan as lines of text."""
+    algorithms = {"linears": report["quant_algo"], "K/V cache": report["kv_cache_quant_algo"]}
+    quantized = "".join(f", {what} {name}" for what, name in algorithms.items() if name)
     lines = [
         f"{report['architecture']} ({report['method']}) for TensorRT-LLM"
         f" {report['trtllm_version']} -> {report['output_dir']}",
         f"backends that take it: {', '.join(report['backends'])}"
         + (f" ({report['lack']})" if report["lack"] else ""),
-        f"dtype {report['dtype']}{_describe_quantization(report)}, {_describe_ranks(report)},"
+        f"dtype {report['dtype']}{quantized}, {_describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]
     lines += [f"warning: {warning}" for warning in report.get("warnings", ())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-import math
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -204,17 +204,13 @@ class PlannedTensor:
                 yield self._cut_later(piece, block, (stop - start) * row_bytes)
                 num_rows += stop - start
         for start in range(num_rows, num_wanted, height):
-            shape = (min(height, num_wanted - start), *columns)
-            yield _fill_later(shape, DTYPES[self.info.dtype][1])
+            rows = TensorInfo(self.info.dtype, (min(height, num_wanted - start), *columns))
+            storage = DTYPES[rows.dtype][1]
+            yield Chunk(rows.num_bytes, functools.partial(np.zeros, rows.shape, storage))
 
     def _cut_later(self, piece: Piece, block: Block | None, num_bytes: int) -> Chunk:
         dtype = self.info.dtype
         return Chunk(num_bytes, lambda: piece.read(block, dtype), piece.locate(block, dtype))
-
-
-def _fill_later(shape: tuple[int, ...], dtype: Any) -> Chunk:
-    num_bytes = math.prod(shape) * int(np.dtype(dtype).itemsize)
-    return Chunk(num_bytes, lambda: np.zeros(shape, dtype))
 
 
 RankPlan = dict[str, PlannedTensor]
@@ -421,8 +417,3 @@ def merge_ranks(*plans: Iterable[RankPlan]) -> list[RankPlan]:
             rank |= part
         merged.append(rank)
     return merged
-
-
-def count_elements(info: TensorInfo) -> int:
-    """Elements of a tensor."""
-    return math.prod(info.shape)

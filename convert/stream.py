@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import os
 import threading
@@ -119,23 +120,18 @@ def write_plan(
     try:
         written = _Stream(plan, folder, workers, allow_nonfinite, states or get_states(plan)).run()
     except OSError as error:
-        raise explain_os_error(error, folder) from None
+        if error.errno not in NO_SPACE:
+            raise
+        raise SpecDecError(
+            f"{folder.parent}: {os.strerror(error.errno or 0)}",
+            "free some space, or choose another folder, and run it again; nothing was left behind",
+        ) from None
     if written.flaws:
         dtypes = {info.dtype for rank in plan.ranks for info in get_infos(rank).values()}
         if not allow_nonfinite:
             raise refuse_flaws(written.flaws, dtypes)
         logger.warning("%s", describe_flaws(written.flaws, dtypes))
     return written
-
-
-def explain_os_error(error: OSError, folder: Path) -> SpecDecError | OSError:
-    """Return the error for a full disk; others as they are."""
-    if error.errno not in NO_SPACE:
-        return error
-    return SpecDecError(
-        f"{folder.parent}: {os.strerror(error.errno or 0)}",
-        "free some space, or choose another folder, and run it again; nothing was left behind",
-    )
 
 
 def name_rank(rank: int) -> str:
@@ -331,79 +327,69 @@ class _Stream:
 
     def _write_rank(self, rank: int) -> str:
         """Write a rank's file and return its sha256."""
-        name = name_rank(rank)
-        tensors = self.plan.ranks[rank]
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        descriptor = os.open(self.folder / name, flags, 0o666)
-        try:
-            return self._write_open_rank(name, descriptor, tensors)
-        finally:
-            os.close(descriptor)
-
-    def _write_open_rank(self, name: str, descriptor: int, tensors: RankPlan) -> str:
-        path = self.folder / name
+        path, tensors = self.folder / name_rank(rank), self.plan.ranks[rank]
         header = encode_header(get_infos(tensors), METADATA)
-        write_at(descriptor, header, 0)
-        digest, position = hashlib.sha256(header), len(header)
-        self.advance(position)
+        digest, position, num_unsynced = hashlib.sha256(header), len(header), 0
         buffer = np.empty(BLOCK_BYTES, np.uint8)
-        with _Unsynced(descriptor, self.syncer) as unsynced:
-            tasks = (self._bind_job(job, descriptor, unsynced) for job in list_jobs(tensors))
-            for job in run_ahead(tasks, self.writers, JOBS_AHEAD):
-                assert job.offset == position, name
-                self._hash_range(path, descriptor, position, job.num_bytes, digest, buffer)
-                position += job.num_bytes
-        os.fsync(descriptor)
-        assert position == measure_tensor_file(get_infos(tensors), METADATA), name
+        syncs: list[Future[None]] = []
+        with path.open("w+b", buffering=0) as file:
+            write_at(file.fileno(), header, 0)
+            self.advance(position)
+            tasks = (functools.partial(self._do, j, file.fileno()) for j in list_jobs(tensors))
+            try:
+                for job in run_ahead(tasks, self.writers, JOBS_AHEAD):
+                    if self.is_doomed.is_set():
+                        raise Stopped
+                    assert job.offset == position, path
+                    position += job.num_bytes
+                    span = (job.offset, position)
+                    self._feed(path, file.fileno(), span, digest, None, buffer)
+                    num_unsynced += job.num_bytes
+                    if num_unsynced >= SYNC_BYTES:  # they go to the disk while others are written
+                        for sync in filter(Future.done, syncs):
+                            sync.result()  # an error must not wait for the end
+                        syncs.append(self.syncer.submit(os.fdatasync, file.fileno()))
+                        num_unsynced = 0
+                for sync in syncs:
+                    sync.result()
+            finally:  # the file is closed next
+                end_all(syncs)
+            os.fsync(file.fileno())
+        assert position == measure_tensor_file(get_infos(tensors), METADATA), path
         return digest.hexdigest()
 
-    def _bind_job(self, job: Job, descriptor: int, unsynced: _Unsynced) -> Callable[[], Job]:
-        def work() -> Job:
-            self._check()
-            try:
-                self._write_job(job, descriptor)
-                unsynced.add(job.num_bytes)
-            except BaseException:
-                self.is_stopping.set()  # the job's turn to be waited for may come late
-                raise
-            return job
-
-        return work
+    def _do(self, job: Job, descriptor: int) -> Job:
+        self._check()
+        try:
+            self._write_job(job, descriptor)
+        except BaseException:
+            self.is_stopping.set()  # the job's turn to be waited for may come late
+            raise
+        return job
 
     def _write_job(self, job: Job, descriptor: int) -> None:
         position = job.offset
-        for origin, num_bytes, chunk in _merge_copies(job.chunks):
-            if origin is not None:
-                path, offset = origin
-                copy_range(path, self.descriptors[path], offset, descriptor, position, num_bytes)
+        for chunk in job.chunks:
+            if chunk.origin is not None:
+                path, offset = chunk.origin
+                source = self.descriptors[path]
+                copy_range(path, source, offset, descriptor, position, chunk.num_bytes)
             else:
                 array = np.ascontiguousarray(chunk.make())
-                assert array.nbytes == num_bytes
+                assert array.nbytes == chunk.num_bytes
                 write_at(descriptor, array.reshape(-1).view(np.uint8).data, position)
                 self._release()
-            position += num_bytes
+            position += chunk.num_bytes
 
     def _release(self) -> None:
         for source in self.mapped.values():
             source.release()
 
-    def _hash_range(
-        self, path: Path, descriptor: int, start: int, num_bytes: int, digest: Any, buffer: Any
-    ) -> None:
-        for begin in range(start, start + num_bytes, BLOCK_BYTES):
-            self._check()
-            if self.is_doomed.is_set():
-                raise Stopped
-            block = buffer[: min(BLOCK_BYTES, start + num_bytes - begin)]
-            read_into(descriptor, block, begin, path)
-            digest.update(block.data)
-            self.advance(block.size)
-
     # ---- Source files.
 
     def _read_source(self, path: Path) -> tuple[str, dict[str, Flaws]]:
         """Hash a source file and search it for flaws, from its beginning to its end."""
-        digest = hashlib.sha256()
+        digest, descriptor = hashlib.sha256(), self.descriptors[path]
         buffer = np.empty(BLOCK_BYTES, np.uint8)
         flaws: dict[str, Flaws] = {}
         position = 0
@@ -412,27 +398,28 @@ class _Stream:
             if stop <= position:  # a second tensor of the same bytes
                 continue
             start = max(start, position)
-            self._feed(path, position, start, digest, None, buffer)
+            self._feed(path, descriptor, (position, start), digest, None, buffer)
             counter = FlawCounter(use.info.dtype, use.dtypes)
-            self._feed(path, start, stop, digest, counter, buffer)
+            self._feed(path, descriptor, (start, stop), digest, counter, buffer)
             position = stop
             if counter.flaws:
                 flaws[use.name] = counter.flaws
-        self._feed(path, position, self.states[path][0], digest, None, buffer)
+        end = self.states[path][0]
+        self._feed(path, descriptor, (position, end), digest, None, buffer)
         return digest.hexdigest(), flaws
 
     def _feed(
-        self, path: Path, start: int, stop: int, digest: Any, counter: FlawCounter | None,
-        buffer: Any,
+        self, path: Path, descriptor: int, span: tuple[int, int], digest: Any,
+        counter: FlawCounter | None, buffer: Any,
     ) -> None:  # fmt: skip
-        """Read bytes [start, stop) of a source into its digest and its tensor's counter."""
-        for begin in range(start, stop, BLOCK_BYTES):
+        """Read bytes [start, stop) of a file into its digest and a tensor's counter."""
+        for begin in range(*span, BLOCK_BYTES):
             self._check()
             is_doomed = self.is_doomed.is_set()
             if is_doomed and counter is None:
                 return
-            block = buffer[: min(BLOCK_BYTES, stop - begin)]
-            read_into(self.descriptors[path], block, begin, path)
+            block = buffer[: min(BLOCK_BYTES, span[1] - begin)]
+            read_into(descriptor, block, begin, path)
             if not is_doomed:
                 digest.update(block.data)
             if counter is not None:
@@ -467,39 +454,6 @@ class _Stream:
             self.is_doomed.set()
 
 
-class _Unsynced:
-    """Sends a file's bytes to the disk while others are still being written."""
-
-    def __init__(self, descriptor: int, syncer: Executor) -> None:
-        self._descriptor = descriptor
-        self._syncer = syncer
-        self._lock = threading.Lock()
-        self._num_bytes = 0
-        self._tasks: deque[Future[None]] = deque()
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that were written; every SYNC_BYTES of them are sent off."""
-        with self._lock:
-            self._num_bytes += num_bytes
-            if self._num_bytes < SYNC_BYTES:
-                return
-            self._num_bytes = 0
-            # An error must not wait for the end.
-            while self._tasks and self._tasks[0].done():
-                self._tasks.popleft().result()
-            self._tasks.append(self._syncer.submit(os.fdatasync, self._descriptor))
-
-    def __enter__(self) -> _Unsynced:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            return end_all(self._tasks)
-        wait(self._tasks)  # the file is closed next
-        for task in self._tasks:
-            task.result()
-
-
 def run_ahead(tasks: Iterable[Callable[[], T]], executor: Executor, num_ahead: int) -> Iterator[T]:
     """Yield the tasks' results in order while the next few are being worked on."""
     waiting: deque[Future[T]] = deque()
@@ -519,24 +473,6 @@ def end_all(futures: Collection[Future[Any]]) -> None:
     for future in futures:
         future.cancel()
     wait(futures)
-
-
-def _merge_copies(
-    chunks: Iterable[Chunk],
-) -> Iterator[tuple[tuple[Path, int] | None, int, Chunk]]:
-    """Yield (origin, bytes, chunk); copies of neighbouring bytes of one file become one."""
-    origin: tuple[Path, int] | None = None
-    num_bytes = 0
-    last: Chunk | None = None
-    for chunk in chunks:
-        if origin is not None and chunk.origin == (origin[0], origin[1] + num_bytes):
-            num_bytes += chunk.num_bytes
-            continue
-        if last is not None:
-            yield origin, num_bytes, last
-        origin, num_bytes, last = chunk.origin, chunk.num_bytes, chunk
-    if last is not None:
-        yield origin, num_bytes, last
 
 
 def copy_range(

@@ -58,7 +58,7 @@ def plan_file(order: Order) -> Contents:
                 f" {Q8_BLOCK}",
                 "give another --gguf-type",
             )
-    return Contents(config={}, tensors=dict(tensors), weights_name="model.gguf")
+    return Contents(config={}, tensors=tensors, weights_name="model.gguf")
 
 
 def get_net(order: Order) -> ModelConfig:
@@ -199,11 +199,15 @@ def list_stored(gguf: Any, order: Order, contents: Contents, kind: str) -> list[
         )
     for name in sorted(contents.tensors):
         part = contents.tensors[name]
-        assert isinstance(part, Part)
         shape = source.get_info(part).shape
         if name == "d2t":
-            read = functools.partial(read_drafted, source, part)
-            found.append(Stored(name, shape, np.dtype(np.int64), types.I64, read))
+            # Absolute ids, where Hugging Face's are added to the number.
+            ids = source.read(part) + np.arange(shape[0])
+            found.append(
+                Stored(
+                    name, shape, np.dtype(np.int64), types.I64, functools.partial(np.asarray, ids)
+                )
+            )
             continue
         chosen = "F32" if len(shape) == 1 else kind
         wanted = next((n for n, stored in TYPES.items() if stored == chosen), "float32")
@@ -216,16 +220,9 @@ def list_stored(gguf: Any, order: Order, contents: Contents, kind: str) -> list[
                 gguf.quants.quant_shape_to_byte_shape(shape, types.Q8_0),
                 np.dtype(np.uint8),
             )
-            read = functools.partial(_round_blocks, gguf, read)
+            read = functools.partial(lambda inner: gguf.quants.quantize(inner(), types.Q8_0), read)
         found.append(Stored(name, shape, stored, getattr(types, chosen), read))
     return found
-
-
-def read_drafted(source: Source, part: Part) -> Array:
-    """The ids of what can be drafted: absolute, where Hugging Face's are added to the number."""
-    offsets = source.read(part)
-    ids: Array = offsets + np.arange(len(offsets))
-    return ids
 
 
 def read_matrix(
@@ -236,8 +233,3 @@ def read_matrix(
     if num_heads is not None:
         array = interleave(array, num_heads)
     return np.ascontiguousarray(cast(array, dtype, wanted))
-
-
-def _round_blocks(gguf: Any, read: Callable[[], Array]) -> Array:
-    rounded: Array = gguf.quants.quantize(read(), gguf.GGMLQuantizationType.Q8_0)
-    return rounded

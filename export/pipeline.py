@@ -14,16 +14,16 @@ from specdec.command.settings import to_plain
 from specdec.command.stages import load_command
 from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file, write_manifest
-from specdec.files.reading import Array, read_json, write_json
+from specdec.files.reading import read_json, write_json
 from specdec.files.staging import check_output_dir, list_local, stage_folder
-from specdec.files.tensor_file import TensorInfo, write_tensor_file
+from specdec.files.tensor_file import write_tensor_file
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
 
 from .layouts import RUNTIMES, find_writer, make_command
 from .settings import ExportSettings
-from .source import TITLES, Contents, Order, Part, Source
+from .source import TITLES, Contents, Order, Source
 
 logger = logs.get_logger(__name__)
 
@@ -117,10 +117,10 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
     source, settings = order.source, order.settings
     hashes = {}
     if contents.weights_name.endswith(".safetensors"):
-        infos = {name: describe(source, part) for name, part in contents.tensors.items()}
+        infos = {name: source.get_info(part) for name, part in contents.tensors.items()}
         path = staged / contents.weights_name
         hashes[path.name] = write_tensor_file(
-            path, infos, lambda name: get(source, contents.tensors[name]), {"format": "pt"}
+            path, infos, lambda name: source.read(contents.tensors[name]), {"format": "pt"}
         )
         write_json(staged / "config.json", contents.config)
         if (source.kind == "plain" or contents.files) and settings.model_dir is not None:
@@ -149,17 +149,6 @@ def list_sources(settings: ExportSettings, source: Source) -> list[dict[str, Any
         return [describe_file(source.folder / "config.json"), describe_file(source.file.path)]
     sources: list[dict[str, Any]] = read_json(source.folder / "manifest.json")["sources"]
     return sources
-
-
-def describe(source: Source, part: Part | Array) -> TensorInfo:
-    """A tensor's type and size."""
-    # Only truth values are made here.
-    return source.get_info(part) if isinstance(part, Part) else TensorInfo("bool", part.shape)
-
-
-def get(source: Source, part: Part | Array) -> Array:
-    """A tensor's values."""
-    return source.read(part) if isinstance(part, Part) else part
 
 
 def describe_folder(order: Order, contents: Contents, command: str) -> str:

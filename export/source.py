@@ -71,7 +71,7 @@ class Contents:
     """A folder to write: config.json, tensors, texts by file name, and what is copied."""
 
     config: dict[str, Any]
-    tensors: dict[str, Part | Array]
+    tensors: dict[str, Part]
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
     files: dict[str, Path] = dataclasses.field(default_factory=dict)
     weights_name: str = "model.safetensors"
@@ -100,10 +100,13 @@ class Source:
             )
         self.file = TensorFile(folder / "rank0.safetensors")
         self.left_out: dict[str, str] = {}
+        self.made: dict[str, Array] = {}  # truth values that stand in no file, by a part's name
         self.kind, self.parts = self._list_parts()
 
     def get_info(self, part: Part) -> TensorInfo:
         """The type and size of a part."""
+        if part.name in self.made:
+            return TensorInfo("bool", self.made[part.name].shape)
         whole = self.file.tensors[part.name]
         rows = (whole.shape[0] if part.stop is None else part.stop) - part.start
         rows *= 1 if part.gates is None else 2
@@ -111,6 +114,8 @@ class Source:
 
     def read(self, part: Part) -> Array:
         """A part in its storage type."""
+        if part.name in self.made:
+            return self.made[part.name]
         whole: Array = self.file.read(part.name)
         rows = whole[part.start : part.stop]
         if part.swaps:
@@ -307,14 +312,14 @@ class Order:
             return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
         return DEFAULT_DRAFT_TOKENS
 
-    def list_tensors(self) -> dict[str, Part | Array]:
+    def list_tensors(self) -> dict[str, Part]:
         """The tensors; of a reduced vocabulary also `t2d` [V], which tells the drafted tokens."""
-        tensors: dict[str, Part | Array] = dict(self.source.parts)
+        tensors = dict(self.source.parts)
         if OFFSETS in self.source.parts:
             offsets = self.source.read(self.source.parts[OFFSETS])
             drafted = np.zeros(self.source.model.vocab_size, np.uint8)
             drafted[offsets + np.arange(len(offsets))] = 1
-            tensors["t2d"] = drafted
+            self.source.made["t2d"], tensors["t2d"] = drafted, Part("t2d")
         return tensors
 
 

@@ -22,12 +22,8 @@ def open_hub(hub_id: str) -> Any:
 
     Whether the repository itself may be written to shows when it is created.
     """
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise SpecDecError(
-            "--push-to-hub: huggingface_hub is not installed", "pip install huggingface_hub"
-        ) from None
+    import huggingface_hub
+
     token = os.environ.get(TOKEN_NAME)
     if not token:
         raise SpecDecError(

@@ -126,7 +126,9 @@ def load_target(setup: Setup) -> LiveTarget:
     settings, accelerator = setup.settings, setup.accelerator
     mesh = None
     if settings.shard_target:
-        mesh = targets.make_mesh(accelerator.device, accelerator.num_processes)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     target = targets.load_target(
         settings.model_dir, setup.config, setup.dtype, accelerator.device,
         with_head=setup.needs_head, mesh=mesh,

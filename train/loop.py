@@ -25,10 +25,6 @@ from .target import Batch, Target, make_batch
 logger = get_logger(__name__)
 
 
-def _do_nothing(_: dict[str, Any]) -> None:
-    pass
-
-
 @dataclasses.dataclass(frozen=True)
 class Hooks:
     """Where the loop reports to, and who judges; the defaults are for all but the main process.
@@ -37,8 +33,8 @@ class Hooks:
     is_enough: whether an evaluation ends the training; the same on all processes.
     """
 
-    log: Callable[[dict[str, Any]], None] = _do_nothing
-    save: Callable[[dict[str, Any]], None] = _do_nothing
+    log: Callable[[dict[str, Any]], None] = lambda line: None
+    save: Callable[[dict[str, Any]], None] = lambda checkpoint: None
     measure_acceptance: Callable[[], dict[str, Any]] | None = None
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 

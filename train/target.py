@@ -210,13 +210,6 @@ def load_target(
     return LiveTarget(model, config, name=name, head=head, aux_layers=aux_layers)
 
 
-def make_mesh(device: torch.device, num_processes: int) -> Any:
-    """Line up the processes to split something over all of them; all call this."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device.type, (num_processes,))
-
-
 def shard_layers(model: Any, config: Any, mesh: Any) -> None:
     """Let every process hold its part of each decoder layer, which is put together while it runs.
 

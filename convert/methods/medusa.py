@@ -15,7 +15,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.options import as_options
 
-from ..config import PLAIN_DEFAULTS, drop_default_keys
+from ..config import PLAIN_DEFAULTS, PLAIN_QUANTIZATION, drop_default_keys
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
 from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take_naming
@@ -179,11 +179,8 @@ def _drop_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     combined = drop_default_keys(dict(config), defaults)
     sections = {
         "mapping": {"gpus_per_node": 8, "cp_size": 1, "moe_tp_size": tp_size, "moe_ep_size": 1},
-        "quantization": {
-            "group_size": 128, "smoothquant_val": 0.5, "clamp_val": None, "has_zero_point": False,
-            "pre_quant_scale": False, "exclude_modules": None,
-        },
-    }  # fmt: skip
+        "quantization": {k: v for k, v in PLAIN_QUANTIZATION.items() if "quant_algo" not in k},
+    }
     for section, values in sections.items():
         if isinstance(combined.get(section), dict):
             combined[section] = drop_default_keys(combined[section], values)

@@ -20,6 +20,7 @@ from specdec.chat import ChatFormat, Conversation
 from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, count, join_names
 from specdec.files.reading import Array
+from specdec.processes import read_memory
 
 if TYPE_CHECKING:
     import torch
@@ -203,15 +204,12 @@ def _measure_cuda() -> int:
 
 def _measure_host() -> int | None:
     """Bytes that this process may still take, or None where the system does not tell."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    found = [read_memory("MemAvailable")]
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         found.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
-    return min(found) if found else None
+    return min((number for number in found if number is not None), default=None)
 
 
 def observe(

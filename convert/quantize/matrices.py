@@ -24,9 +24,10 @@ from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model import int4
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
-    CHANNEL_SCALE,
+    ALGORITHMS,
     FLOAT8,
     INPUT_SCALE,
+    NVFP4_GROUP_SIZE,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
 )
@@ -266,7 +267,7 @@ class IntMatrix(Matrix):
 class AwqMatrix(IntMatrix):
     """AutoAWQ's gemm layout: everything is [in, out], eight outputs a word."""
 
-    def __init__(self, folder: HfFolder, stem: str, group_size: int, bits: int = 4) -> None:
+    def __init__(self, folder: HfFolder, stem: str, group_size: int) -> None:
         super().__init__(folder, stem, group_size)
         num_inputs, words = self.get_sizes("qweight", ("int32",))
         self.shape = (8 * words, num_inputs)
@@ -394,7 +395,7 @@ class ModeloptInt4Matrix(IntMatrix):
 
     weight_dtype = "float32"
 
-    def __init__(self, folder: HfFolder, stem: str, group_size: int, bits: int = 4) -> None:
+    def __init__(self, folder: HfFolder, stem: str, group_size: int) -> None:
         super().__init__(folder, stem, group_size)
         half, num_inputs = self.get_sizes("weight", int4.INT4_STORAGE)
         self.shape = (2 * half, num_inputs)
@@ -452,10 +453,7 @@ class Float8Matrix(Matrix):
                 " come",
                 "correct quantization_config, or add --dequantize",
             )
-        return {
-            "weight": TensorInfo(FLOAT8, self.shape),
-            CHANNEL_SCALE: TensorInfo("float32", self.shape[:1]),
-        }
+        return ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"].describe(self.shape, "float32", 0)
 
     def read_held(self, kind: str, start: int, stop: int) -> Array:
         if kind == "weight":
@@ -488,7 +486,6 @@ class Nvfp4Matrix(Matrix):
     """
 
     dtype = "float32"
-    GROUP_SIZE = 16
     STORED: ClassVar[dict[str, str]] = {
         "weight": "weight", WEIGHT_SCALE: "weight_scale", WEIGHT_SCALE_2: "weight_scale_2",
         ACTIVATION_SCALE: "input_scale",
@@ -498,24 +495,18 @@ class Nvfp4Matrix(Matrix):
         super().__init__(folder, stem)
         num_outputs, half = self.get_sizes("weight", ("uint8",))
         self.shape = (num_outputs, 2 * half)
-        if 2 * half % self.GROUP_SIZE:
+        if 2 * half % NVFP4_GROUP_SIZE:
             raise self.refuse(
-                f"{2 * half} columns are no multiple of {self.GROUP_SIZE}",
+                f"{2 * half} columns are no multiple of {NVFP4_GROUP_SIZE}",
                 "a file is damaged: copy or download the folder again",
             )
-        self.get("weight_scale", (FLOAT8,), (num_outputs, 2 * half // self.GROUP_SIZE))
+        self.get("weight_scale", (FLOAT8,), (num_outputs, 2 * half // NVFP4_GROUP_SIZE))
         self.get("weight_scale_2", ("float32",), (), (1,))
         if rounds_inputs or self.has("input_scale"):
             self.get("input_scale", ("float32",), (), (1,))
 
     def list_held(self) -> dict[str, TensorInfo]:
-        num_outputs, num_inputs = self.shape
-        return {
-            "weight": TensorInfo("uint8", (num_outputs, num_inputs // 2)),
-            WEIGHT_SCALE: TensorInfo(FLOAT8, (num_outputs, num_inputs // self.GROUP_SIZE)),
-            WEIGHT_SCALE_2: TensorInfo("float32", (1,)),
-            ACTIVATION_SCALE: TensorInfo("float32", (1,)),
-        }
+        return ALGORITHMS["NVFP4"].describe(self.shape, "float32", NVFP4_GROUP_SIZE)
 
     def read_held(self, kind: str, start: int, stop: int) -> Array:
         name = f"{self.stem}.{self.STORED[kind]}"
@@ -529,7 +520,7 @@ class Nvfp4Matrix(Matrix):
     def multiply(self, numbers: Array, start: int, stop: int) -> Array:
         whole = self.folder.read(f"{self.stem}.weight_scale_2").reshape(())
         scales = decode(self.folder.read_block(f"{self.stem}.weight_scale", start, stop)) * whole
-        grouped = FLOAT4_VALUES[numbers].reshape(*scales.shape, self.GROUP_SIZE)
+        grouped = FLOAT4_VALUES[numbers].reshape(*scales.shape, NVFP4_GROUP_SIZE)
         grouped *= scales[:, :, None]
         weights: Array = grouped.reshape(numbers.shape)
         return weights

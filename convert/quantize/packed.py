@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,13 @@ from specdec.model import int4
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
-    CHANNEL_SCALE,
-    FLOAT8,
+    ALGORITHMS,
     FP8,
     INPUT_SCALE,
+    NVFP4_GROUP_SIZE,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
+    Algorithm,
 )
 from specdec.model.sharding import Block
 from specdec.model.tensors import Shard, TensorSpec, list_linears
@@ -304,10 +306,11 @@ def _describe(
 ) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
     """Return what tells the kinds of tensors of a linear, and what config.json says of them."""
     if scheme.kept != INT4:
-        kinds = _list_float4 if scheme.kept == "NVFP4" else _list_rows
-        group_size = Nvfp4Matrix.GROUP_SIZE if scheme.kept == "NVFP4" else None
-        section = {"quant_algo": scheme.kept}
-        return kinds, section | ({"group_size": group_size} if group_size else {})
+        algorithm = ALGORITHMS[str(scheme.kept)]
+        section: dict[str, Any] = {"quant_algo": scheme.kept}
+        if algorithm.group_sizes:
+            section["group_size"] = algorithm.group_sizes[0]
+        return functools.partial(_list_kinds, algorithm), section
     own = {m.name: [x for x in m.matrices if isinstance(x, IntMatrix)] for m in modules}
     every = [matrix for several in own.values() for matrix in several]
     zeros = {name for name, several in own.items() if any(x.has_zeros() for x in several)}
@@ -335,25 +338,16 @@ def _describe(
     }
 
 
-def _list_rows(module: _Module) -> _Kinds:
-    """FP8_PER_CHANNEL_PER_TOKEN: a scale per row."""
+def _list_kinds(algorithm: Algorithm, module: _Module) -> _Kinds:
+    """Any format but four-bit integers."""
     spec = module.spec
-    shard = Shard.WHOLE if spec.shard is Shard.COLUMNS else spec.shard
-    scales = TensorSpec(spec.shape[:1], shard, spec.owner)
-    return {"weight": (spec, FLOAT8), CHANNEL_SCALE: (scales, "float32")}
-
-
-def _list_float4(module: _Module) -> _Kinds:
-    """NVFP4: two columns a byte, a scale for 16 of them, one for the matrix and one for inputs."""
-    spec = module.spec
-    num_rows, num_inputs = spec.shape
-    one = TensorSpec((1,), Shard.WHOLE)
-    groups = TensorSpec((num_rows, num_inputs // Nvfp4Matrix.GROUP_SIZE), spec.shard, spec.owner)
+    rows = Shard.WHOLE if spec.shard is Shard.COLUMNS else spec.shard
+    shards = {"matrix": Shard.WHOLE, "row": rows}
+    infos = algorithm.describe((spec.shape[0], spec.shape[1]), "float32", NVFP4_GROUP_SIZE)
     return {
-        "weight": (TensorSpec((num_rows, num_inputs // 2), spec.shard, spec.owner), "uint8"),
-        WEIGHT_SCALE: (groups, FLOAT8),
-        WEIGHT_SCALE_2: (one, "float32"),
-        ACTIVATION_SCALE: (one, "float32"),
+        kind: (TensorSpec(info.shape, shards.get(each, spec.shard), spec.owner), info.dtype)
+        for kind, info in infos.items()
+        for each in [algorithm.scales.get(kind, "")]
     }
 
 

@@ -45,6 +45,7 @@ class Found:
     largest_weight: np.float32
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def search_inputs(
     members: Sequence[RoundedMatrix],
     inputs: Inputs,
@@ -55,16 +56,6 @@ def search_inputs(
 
     Raise nothing where weights are NaN: the error is NaN then.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _search(members, inputs, format_, is_ending)
-
-
-def _search(
-    members: Sequence[RoundedMatrix],
-    inputs: Inputs,
-    format_: Format,
-    is_ending: threading.Event,
-) -> Found:
     candidates = _list_candidates(members, inputs, format_)
     errors = np.zeros(len(candidates))
     for member in members:

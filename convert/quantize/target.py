@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
 
 from ..hf import HfFolder
-from ..plan import Part, RankPlan, count_elements, plan_tensors
+from ..plan import Part, RankPlan, plan_tensors
 from ..settings import ConvertSettings
 from . import calibration
 from .formats import FORMATS, Format
@@ -78,7 +79,7 @@ def _prepare_calibration(
     """Read the calibration's rows; return what calibrates with them and what measures the rest."""
     device = calibration.choose_device(settings.calib_device or "auto")
     itemsize = np.dtype(DTYPES[model.dtype][1]).itemsize
-    num_bytes = itemsize * sum(count_elements(info) for info in folder.tensors.values())
+    num_bytes = itemsize * sum(math.prod(info.shape) for info in folder.tensors.values())
     calibration.check_memory(num_bytes, device, folder.path)
     usual = SEARCH_SIZE if format_.smooths else calibration.DEFAULT_SIZE
     rows = calibration.read_rows(

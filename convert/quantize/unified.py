@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,6 @@ from ..plan import (
     Part,
     PlannedTensor,
     RankPlan,
-    count_elements,
     plan_tensors,
     report_missing,
 )
@@ -249,7 +249,7 @@ class ScaleReader:
         info = self.folder.tensors.get(name)
         if info is None:
             self.missing.append(name)
-        elif count_elements(info) != 1 or info.dtype not in (*SCALE_DTYPES, E8M0):
+        elif math.prod(info.shape) != 1 or info.dtype not in (*SCALE_DTYPES, E8M0):
             self.bad.append(f"{name} is {info.dtype} of shape {list(info.shape)}")
         else:
             value = np.float32(to_float32(self.folder.read(name), info.dtype).reshape(()))

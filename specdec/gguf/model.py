@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
+from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 
@@ -198,18 +199,13 @@ class GgufModel:
         entry = self.entries[name]
         values = decode(entry.read_rows(start, stop), entry.stored.kind)
         if entry.change is not None:
-            values = entry.change(self._widen(values, entry.stored.kind))
+            values = entry.change(cast(values, PLAIN.get(entry.stored.kind, "float32"), "float32"))
         if entry.columns is not None:
             values = values[:, entry.columns]
         values = values.reshape(stop - start, *entry.info.row_shape)
         if columns is not None:
             values = np.ascontiguousarray(values[:, slice(*columns)])
         return values
-
-    def _widen(self, values: Array, kind: str) -> Array:
-        from specdec.files.casts import cast
-
-        return cast(values, PLAIN.get(kind, "float32"), "float32")
 
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""

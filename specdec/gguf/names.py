@@ -60,7 +60,7 @@ MTP_NAMES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Architecture:
     """One of llama.cpp's, as transformers has it.
 
@@ -80,54 +80,32 @@ class Architecture:
 
 
 READ = {
-    "llama": Architecture(
-        architecture="LlamaForCausalLM", model_type="llama", interleaves=True
-    ),
-    "qwen2": Architecture(architecture="Qwen2ForCausalLM", model_type="qwen2"),
-    "qwen3": Architecture(architecture="Qwen3ForCausalLM", model_type="qwen3"),
-    "qwen2moe": Architecture(
-        architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", layer=QWEN_NAMES,
-        experts=QWEN_EXPERTS,
-    ),
-    "qwen3moe": Architecture(
-        architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", layer=QWEN_NAMES,
-        experts=QWEN_EXPERTS,
-    ),
-    "gemma": Architecture(architecture="GemmaForCausalLM", model_type="gemma", shift=1.0),
-    "gemma2": Architecture(
-        architecture="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH_NAMES, shift=1.0
-    ),
-    "gemma3": Architecture(
-        architecture="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH_NAMES, shift=1.0
-    ),
-    "phi3": Architecture(architecture="Phi3ForCausalLM", model_type="phi3", layer=PHI3_NAMES),
-    "granite": Architecture(
-        architecture="GraniteForCausalLM", model_type="granite", interleaves=True
-    ),
-    "stablelm": Architecture(architecture="StableLmForCausalLM", model_type="stablelm"),
-    "smollm3": Architecture(
-        architecture="SmolLM3ForCausalLM", model_type="smollm3", interleaves=True
-    ),
-    "seed_oss": Architecture(
-        architecture="SeedOssForCausalLM", model_type="seed_oss", layer=SEED_NAMES
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaves=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_NAMES, experts=QWEN_EXPERTS),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_NAMES, experts=QWEN_EXPERTS),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", shift=1.0),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", SANDWICH_NAMES, shift=1.0),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", SANDWICH_NAMES, shift=1.0),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", PHI3_NAMES),
+    "granite": Architecture("GraniteForCausalLM", "granite", interleaves=True),
+    "stablelm": Architecture("StableLmForCausalLM", "stablelm"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaves=True),
+    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES),
     "qwen35": Architecture(
-        architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text", layer=HYBRID_NAMES, shift=1.0,
-        deals_heads=True,
+        "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),
     "qwen35moe": Architecture(
-        architecture="Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text",
-        layer=HYBRID_MOE_NAMES, shift=1.0, experts=QWEN_EXPERTS, deals_heads=True,
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HYBRID_MOE_NAMES, shift=1.0,
+        experts=QWEN_EXPERTS, deals_heads=True,
     ),
 }  # fmt: skip
 # What `llama` also is: with a window, and with experts.
-MISTRAL = dataclasses.replace(
-    READ["llama"], architecture="MistralForCausalLM", model_type="mistral"
-)
+MISTRAL = Architecture("MistralForCausalLM", "mistral", interleaves=True)
 MIXTRAL = Architecture(
-    architecture="MixtralForCausalLM", model_type="mixtral", layer=MIXTRAL_NAMES,
-    interleaves=True, experts=MIXTRAL_EXPERTS,
-)  # fmt: skip
+    "MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True, experts=MIXTRAL_EXPERTS
+)
 # Hugging Face's architecture -> llama.cpp's.
 ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
     own.architecture: "llama" for own in (MISTRAL, MIXTRAL)

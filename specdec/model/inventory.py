@@ -21,6 +21,7 @@ from specdec.model.quantization import (
     FLOAT8_STORAGE,
     FP8,
     KV_SCALES,
+    NVFP4_GROUP_SIZE,
     SCALES,
     Quantization,
     find_contradictions,
@@ -34,7 +35,6 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
-NVFP4_GROUP_SIZE = 16
 # What TensorRT-LLM's own writer stores and every loader computes again.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
 

@@ -23,6 +23,7 @@ WEIGHT_SCALE = "weights_scaling_factor"
 ACTIVATION_SCALE = "activation_scaling_factor"
 SCALES = (WEIGHT_SCALE, ACTIVATION_SCALE)
 WHOLE_ROWS = -1  # a group_size
+NVFP4_GROUP_SIZE = 16
 WEIGHT_SCALE_2 = "weights_scaling_factor_2"
 CHANNEL_SCALE = "per_channel_scale"
 INPUT_SCALE = "prequant_scaling_factor"
@@ -100,7 +101,7 @@ ALGORITHMS = {
         },
     ),
     "NVFP4": Algorithm(
-        dtype="uint8", columns=2, group_sizes=(16,), group_dtype=FLOAT8,
+        dtype="uint8", columns=2, group_sizes=(NVFP4_GROUP_SIZE,), group_dtype=FLOAT8,
         scales={WEIGHT_SCALE: "group", WEIGHT_SCALE_2: "matrix", ACTIVATION_SCALE: "matrix"},
     ),
 }  # fmt: skip
