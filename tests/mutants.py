@@ -190,7 +190,7 @@ BREAKS = {
     # The other commands.
     "a label's loss has half its gradient": Break(
         "train/loss.py", "(share - 1) * row_weights", "(share - 1) / 2 * row_weights",
-        ["train/test_redrafter_loss.py"],
+        ["train/test_drafter_losses.py"],
     ),
     "a drafter is trained on the user's words": Break(
         "train/rows.py", "mask[row, :length] = self.mask[start : start + length]",

@@ -7,7 +7,6 @@ purpose, or a case is refused, the reason stands here.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from specdec.convert import plan
 from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_cases, summarize_rank
@@ -169,41 +167,6 @@ def test_drafter_added_to_a_checkpoint(
             **flags,
         )  # fmt: skip
         check_output(case, direct, version="1.2")
-
-
-@pytest.mark.parametrize(
-    ("name", "chunk_bytes"),
-    zip(
-        [
-            "llama_vocab131__unified__tp4__bf16",
-            "llama_vocab131__unified__tp4__f16__pe0",
-            "llama_gqa__legacy_hfmodel__tp4__f16__pe1",
-            "llama_mqa+drafter_A_rnn_e96__redrafter014__tp4__f16",
-            "gpt2_tiny__gpt__tp4__bf16",  # transposed
-            "opt_tiny__opt__tp4__f16__pe0",  # without the first rows
-            "gemma_mha__gemma__tp2__f16",  # something added
-            "phi3__phi__tp1__f32",  # halves swapped
-            "mixtral_gqa__unified__tp4__f16__moe_tp2_ep2",  # matrices of experts
-        ],
-        itertools.cycle([1, 500]),
-    ),
-)
-def test_chunk_size_leaves_no_trace(
-    name: str,
-    chunk_bytes: int,
-    source: Source,
-    convert: Converter,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Real chunks are larger than any tensor here; small ones must give the same bytes."""
-    case = next(case for case in CASES if case["case"] == name)
-    monkeypatch.setattr(plan, "CHUNK_BYTES", chunk_bytes)
-    drafter = source(case["drafter"]) if case["drafter"] else None
-    convert(
-        model_dir=source(case["model"]), drafter_model_dir=drafter, dtype=case["dtype"],
-        trtllm_version="0.14", workers=3, **get_flags(case),
-    )  # fmt: skip
-    check_output(case, convert.output, version="0.14")
 
 
 @pytest.mark.parametrize("name", REFUSED)

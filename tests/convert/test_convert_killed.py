@@ -8,12 +8,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from specdec.convert import pipeline, stream
-from specdec.errors import SpecDecError
 from tests.conftest import ROOT
 from tests.convert.conftest import Converter, Source
 
@@ -72,38 +69,6 @@ def test_killed_conversion(
         "config.json", "manifest.json", "rank0.safetensors", "rank1.safetensors",
     }  # fmt: skip
     assert not list(convert.output.parent.glob(".*"))
-
-
-def test_output_that_appears_meanwhile_stays(
-    source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = pipeline.write_manifest
-
-    def write(*args: Any, **kwargs: Any) -> None:
-        convert.output.mkdir()
-        (convert.output / "precious").write_text("theirs")
-        real(*args, **kwargs)
-
-    monkeypatch.setattr(pipeline, "write_manifest", write)
-    with pytest.raises(SpecDecError, match="out was not there at the start"):
-        convert(model_dir=source("llama_gqa"))
-    assert [path.name for path in convert.output.iterdir()] == ["precious"]
-    assert list(convert.output.parent.iterdir()) == [convert.output]
-
-
-def test_full_disk(source: Source, convert: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's writer fails: the error comes out, the other ranks' files go."""
-    real = stream._Stream._write_rank
-
-    def fail(self: Any, rank: int) -> Any:
-        if rank == 1:
-            raise OSError(28, "No space left on device")
-        return real(self, rank)
-
-    monkeypatch.setattr(stream._Stream, "_write_rank", fail)
-    error = convert.fail(model_dir=source("llama_gqa"), tp_size=2)
-    assert "No space left on device" in error.message
-    assert list(convert.output.parent.iterdir()) == []
 
 
 # The command in a process of its own with more jobs waiting than writers, when something ends it.

@@ -19,7 +19,7 @@ from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_co
 from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
 from tests.conftest import make_eagle_drafter, make_llama
-from tests.convert.checkpoints import read_config, set_config
+from tests.convert.checkpoints import read_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank
 from tests.engines import call
@@ -565,26 +565,3 @@ def test_no_head_to_draft_with(
     error = convert.fail(model_dir=folder, eagle_model_dir=str(eagle1))
     assert "lacks 1 tensor: lm_head.weight" in error.message
     assert "does not hold what makes eagle_nets.0.lm_head.weight" in error.message
-
-
-# ---- An existing checkpoint as the target.
-
-
-def test_a_drafter_beside_an_fp8_target_is_not_quantized(
-    convert: Converter, tmp_path: Path
-) -> None:
-    base = tmp_path / "base"
-    origin = GOLDEN / "modelopt" / "trtllm" / "llama-fp8-tp2"
-    shutil.copytree(origin, base, copy_function=shutil.copyfile)
-    config = read_config(base)
-    set_config(base, quantization=config["quantization"] | {"exclude_modules": ["lm_head"]})
-    drafter = make_eagle_drafter(tmp_path, hidden=config["hidden_size"], vocab=config["vocab_size"])
-    convert(base_model_checkpoint_dir=base, eagle_model_dir=str(drafter))
-    written = read_config(convert.output)
-    assert written["quantization"]["exclude_modules"] == ["lm_head", "eagle_nets.*"]
-    for path in base.glob("rank*.safetensors"):
-        before, after = summarize_rank(path), summarize_rank(convert.output / path.name)
-        assert before.items() <= after.items()
-        added = {info[0] for name, info in after.items() if name not in before}
-        assert added == {config["dtype"]}
-    call("verify", "--checkpoint-dir", convert.output)

@@ -24,7 +24,7 @@ from specdec.files.tensor_file import TensorInfo
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
 from specdec.model.tensors import list_linears, list_target_tensors
-from tests.conftest import make_drafter, make_llama, make_tokenizer
+from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
 from tests.convert.checkpoints import read_config, set_config
 from tests.convert.conftest import Converter
 from tests.convert.golden_models import GOLDEN, summarize_rank
@@ -92,46 +92,66 @@ DEFAULTS = [
     "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
     "*shared_expert_gate",
 ]  # fmt: skip
-MODULES = [
-    "drafter", "drafter.layers", "drafter.lm_head", "drafter.rnn_u", "drafter.rnn_w",
-    "drafter.layers.0", "drafter.layers.0.linear", "drafter.layers.1", "drafter.layers.1.linear",
-    "drafter.input_proj",
-]  # fmt: skip
+MODULES = {
+    "redrafter": [
+        "drafter", "drafter.layers", "drafter.lm_head", "drafter.rnn_u", "drafter.rnn_w",
+        "drafter.layers.0", "drafter.layers.0.linear", "drafter.layers.1",
+        "drafter.layers.1.linear", "drafter.input_proj",
+    ],
+    "medusa": [
+        f"medusa_heads.{head}.{module}"
+        for head in (0, 1) for module in ("medusa_layers.0.linear", "lm_head")
+    ],
+    "eagle": ["eagle_nets.*"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "listed", "version"),
+    ("method", "name", "listed", "version"),
     [
-        *((name, ["lm_head"], "1.2") for name in CASES), ("llama-fp8-tp2", ["lm_head"], "0.14"),
-        ("llama-fp8-tp1", None, "1.2"), ("llama-fp8-tp1", [], "1.2"),
-        ("llama-fp8-fp8kv-tp1", None, "0.14"), ("llama-fp8-fp8kv-tp1", [], "0.14"),
+        *(("redrafter", name, ["lm_head"], "1.2") for name in CASES),
+        ("redrafter", "llama-fp8-tp2", ["lm_head"], "0.14"),
+        ("redrafter", "llama-fp8-tp1", None, "1.2"), ("redrafter", "llama-fp8-tp1", [], "1.2"),
+        ("redrafter", "llama-fp8-fp8kv-tp1", None, "0.14"),
+        ("redrafter", "llama-fp8-fp8kv-tp1", [], "0.14"),
+        *(("medusa", name, listed, "1.2") for name in ("llama-fp8-tp2", "qwen2-fp8-tp1")
+          for listed in (["lm_head"], None, [])),
+        ("eagle", "llama-fp8-tp2", ["lm_head"], "1.2"),
     ],
 )  # fmt: skip
 def test_modelopts_own_output_takes_a_drafter(
-    name: str, listed: list[str] | None, version: str, convert: Converter, tmp_path: Path
-) -> None:
+    method: str, name: str, listed: list[str] | None, version: str, convert: Converter,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """The target keeps its bytes; no module of the drafter is said to be quantized."""
     base = tmp_path / "base"
     shutil.copytree(MODELOPT / "trtllm" / name, base, copy_function=shutil.copyfile)
     own = read_config(base)
     set_config(base, quantization=own["quantization"] | {"exclude_modules": listed})
-    drafter = make_drafter(tmp_path, vocab=512, exit_dim=96, dtype="bfloat16")
-    convert(base_model_checkpoint_dir=base, drafter_model_dir=drafter, trtllm_version=version)
+    drafter = GOLDEN / "medusa" / "modelopt_llama"
+    if method != "medusa":
+        make: Any = make_eagle_drafter if method == "eagle" else make_drafter
+        drafter = make(tmp_path, vocab=512, **({} if method == "eagle" else {"exit_dim": 96}))
+    folder = "drafter_model_dir" if method == "redrafter" else f"{method}_model_dir"
+    convert(base_model_checkpoint_dir=base, trtllm_version=version, **{folder: str(drafter)})
     config = read_config(convert.output)
-    assert config["quantization"]["exclude_modules"] == (listed or DEFAULTS) + MODULES
+    assert config["quantization"]["exclude_modules"] == (listed or DEFAULTS) + MODULES[method]
     is_qwen = "qwen2" in name  # of whose biases and type ModelOpt's config.json says nothing
     assert "attn_bias" not in own or not is_qwen
     assert config.get("qwen_type") == ("qwen2" if is_qwen else None)
-    assert (config["architecture"] == "ReDrafterForQWenLM") == is_qwen
+    if method == "redrafter":
+        assert (config["architecture"] == "ReDrafterForQWenLM") == is_qwen
+    if method == "medusa":
+        assert config["model_type"] == name.split("-")[0]
     for path in sorted(base.glob("rank*")):
         ours, theirs = summarize_rank(convert.output / path.name), summarize_rank(path)
-        added = {key: ours.pop(key) for key in list(ours) if key.startswith("drafter.")}
+        added = {key: ours.pop(key) for key in ours.keys() - theirs.keys()}
         assert ours == theirs
+        assert added
         assert {dtype for dtype, _, _ in added.values()} == {"bfloat16"}
-        assert len(added) == 10
     parsed = read_checkpoint_config(convert.output)
     assert parsed.quantization.quant_algo == "FP8"
-    assert parsed.quantization.excludes("drafter.input_proj")
+    assert all(parsed.quantization.excludes(module) for module in MODULES[method])
     assert parsed.quantization.excludes("transformer.layers.0.mlp.fc") is False
 
 

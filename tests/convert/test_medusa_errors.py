@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.convert.checkpoints import read_config, set_config
+from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
-from tests.convert.golden_models import GOLDEN, read_tensors, rewrite, summarize_rank
+from tests.convert.golden_models import read_tensors, rewrite, summarize_rank
 
 Edit = Callable[[dict[str, Any]], Any]
 TARGET, HEADS = "llama_mha", "medusa_2x1"
@@ -86,29 +86,6 @@ def test_other_files(
         (folder / FILE).rename(folder / filename)
     convert(model_dir=source(TARGET), medusa_model_dir=str(folder), tp_size=2)
     assert read_ranks(convert.output) == expected
-
-
-def test_safetensors_before_the_pickle(
-    expected: Any, source: Source, copy: Copy, convert: Converter, log: pytest.LogCaptureFixture
-) -> None:
-    folder = Path(copy())
-    (folder / "medusa_lm_head.pt").write_bytes(b"never opened")
-    convert(model_dir=source(TARGET), medusa_model_dir=str(folder), tp_size=2)
-    assert read_ranks(convert.output) == expected
-    assert "reading medusa_lm_head.safetensors, not medusa_lm_head.pt" in log.text
-
-
-class Danger:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("run",)
-
-
-def test_a_pickle_with_code_is_refused(source: Source, copy: Copy, convert: Converter) -> None:
-    folder = Path(copy())
-    (folder / FILE).unlink()
-    torch.save({"0.0.linear.weight": Danger()}, folder / "medusa_lm_head.pt")
-    error = convert.fail(model_dir=source(TARGET), medusa_model_dir=str(folder))
-    assert "medusa_lm_head.pt" in error.message
 
 
 @pytest.mark.parametrize("prefix", ["medusa_heads.", "medusa_head."])
@@ -268,16 +245,6 @@ def test_tensors_at_odds(
     assert message in error.message
 
 
-def test_another_activation_is_refused(source: Source, convert: Converter, tmp_path: Path) -> None:
-    """TensorRT-LLM takes the target's activation for the heads."""
-    target = tmp_path / "target"
-    shutil.copytree(source(TARGET), target)
-    config = json.loads((target / "config.json").read_text()) | {"hidden_act": "gelu"}
-    (target / "config.json").write_text(json.dumps(config))
-    error = convert.fail(model_dir=target, medusa_model_dir=str(source(HEADS)))
-    assert "gelu" in error.message
-
-
 def test_tp_size_that_does_not_divide(convert: Converter, tmp_path: Path) -> None:
     """Three heads of 24 over three ranks, but a hidden size of 64."""
     from tests.conftest import make_llama, make_medusa_heads
@@ -288,43 +255,3 @@ def test_tp_size_that_does_not_divide(convert: Converter, tmp_path: Path) -> Non
     heads = make_medusa_heads(tmp_path)
     error = convert.fail(model_dir=target, medusa_model_dir=str(heads), tp_size=3)
     assert "the Medusa heads' hidden_size=64 does not split over tp_size=3" in error.message
-
-
-# ---- An existing checkpoint as the target.
-
-
-MODULES = [
-    f"medusa_heads.{head}.{module}"
-    for head in (0, 1)
-    for module in ("medusa_layers.0.linear", "lm_head")
-]
-DEFAULTS = [
-    "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
-    "*shared_expert_gate",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("listed", "starts"), [(["lm_head"], ["lm_head"]), (None, DEFAULTS), ([], DEFAULTS)]
-)
-@pytest.mark.parametrize("name", ["llama-fp8-tp2", "qwen2-fp8-tp1"])
-def test_heads_beside_an_fp8_target_are_not_quantized(
-    name: str, listed: list[str] | None, starts: list[str], convert: Converter, tmp_path: Path
-) -> None:
-    """ModelOpt's checkpoints with its heads: the target's bytes stay, the heads are bfloat16."""
-    base = tmp_path / "base"
-    shutil.copytree(GOLDEN / "modelopt" / "trtllm" / name, base, copy_function=shutil.copyfile)
-    quantization = json.loads((base / "config.json").read_text())["quantization"]
-    set_config(base, quantization=quantization | {"exclude_modules": listed})
-    heads = GOLDEN / "medusa" / "modelopt_llama"
-    convert(base_model_checkpoint_dir=base, medusa_model_dir=str(heads))
-    config = read_config(convert.output)
-    assert config["quantization"]["exclude_modules"] == starts + MODULES
-    assert config["model_type"] == name.split("-")[0]
-    assert config.get("qwen_type") == ("qwen2" if name.startswith("qwen2") else None)
-    for path in base.glob("rank*.safetensors"):
-        before, after = summarize_rank(path), summarize_rank(convert.output / path.name)
-        assert before.items() <= after.items()
-        added = {name: info[0] for name, info in after.items() if name not in before}
-        assert {f"{module}.weight" for module in MODULES} <= set(added)
-        assert set(added.values()) == {"bfloat16"}

@@ -15,7 +15,6 @@ from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank
-from tests.engines import run_cli_here
 
 MEDUSA = GOLDEN / "medusa"
 MODELOPT = MEDUSA / "modelopt_llama"
@@ -172,19 +171,3 @@ def test_padding_at_a_tp_size_that_the_reference_gets_wrong(
         assert not parts[1].read(name)[65].any()
         assert parts[1].read(name)[64].any()
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 131
-
-
-def test_the_command_writes_the_same(source: Source, tmp_path: Path) -> None:
-    case = next(c for c in CASES if c["case"] == "llama_gqa+medusa_2x1__medusa__tp2__bf16")
-    done = run_cli_here(
-        "convert", "--model_dir", source("llama_gqa"), "--medusa_model_dir", source("medusa_2x1"),
-        "--output_dir", tmp_path / "out", "--dtype", "bfloat16", "--tp_size", 2,
-        "--num_medusa_heads", 2, "--num_medusa_layers", 1, "--max_medusa_token_len", 63,
-        "--trtllm-version", "0.14", "--json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    ranks = [summarize_rank(tmp_path / "out" / f"rank{rank}.safetensors") for rank in (0, 1)]
-    assert ranks == case["ranks"]
-    report = json.loads(done.stdout)
-    assert (report["method"], report["architecture"]) == ("medusa", "MedusaForCausalLM")
-    assert report["config"]["num_medusa_heads"] == 2

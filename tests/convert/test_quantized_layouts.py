@@ -371,17 +371,6 @@ def test_rows_are_held_out() -> None:
     assert calibration.hold_out(rows[:7], None, 12) == (rows[:7], [])
 
 
-def test_a_drafter_is_excluded(convert: Converter, tmp_path: Path) -> None:
-    target, data = make_target(tmp_path), make_rows(tmp_path / "rows.jsonl")
-    drafter = make_drafter(tmp_path, exit_dim=96, dtype="bfloat16")
-    convert(model_dir=target, drafter_model_dir=drafter, **get_flags("int4_awq", data))
-    excluded = read_config(convert.output)["quantization"]["exclude_modules"]
-    assert {"lm_head", "drafter.input_proj", "drafter.lm_head"} <= set(excluded)
-    tensors = load_file(convert.output / "rank0.safetensors")
-    assert tensors["drafter.input_proj.weight"].dtype == torch.bfloat16
-    assert tensors["transformer.layers.0.mlp.fc.weight"].dtype == torch.int8
-
-
 @pytest.mark.parametrize("quantization", FLAGS)
 def test_a_quantized_checkpoint_takes_a_drafter(
     quantization: str, convert: Converter, tmp_path: Path

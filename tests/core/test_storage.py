@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from specdec import __version__
@@ -228,68 +226,6 @@ def test_damaged_file_is_named_with_its_fault(tmp_path: Path, content: bytes, me
         TensorFile(path)
     assert caught.value.message.startswith(str(path))
     assert message in caught.value.message
-
-
-def open_and_read(path: Path) -> bool:
-    """Read every tensor of a file; False when it is refused, as damaged ones must be."""
-    try:
-        file = TensorFile(path)
-        for name, info in file.tensors.items():
-            assert file.read(name).shape == info.shape
-    except SpecDecError:
-        return False
-    return True
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=4
-        )
-    ),
-    max_leaves=6,
-)
-ENTRIES = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["F32", "BF16", "U8"]) | JSON_VALUES,
-        "shape": st.lists(st.integers(0, 3) | st.integers(0, 2**70), max_size=3) | JSON_VALUES,
-        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | JSON_VALUES,
-    }
-)
-FUZZ = settings(
-    max_examples=300,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-
-@FUZZ
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), ENTRIES), st.binary(max_size=12)
-)
-def test_fuzzed_headers_are_read_or_refused(
-    tmp_path: Path, header: dict[str, Any], data: bytes
-) -> None:
-    path = tmp_path / "fuzz"
-    path.write_bytes(pack(header, data))
-    open_and_read(path)
-
-
-@FUZZ
-@given(st.data())
-def test_flipped_and_cut_bytes_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    good = pack({"a": entry(0, 4), "b": entry(4, 8, [2, 1], "BF16")}, bytes(8))
-    path = tmp_path / "fuzz"
-    path.write_bytes(good)
-    assert open_and_read(path)
-    content = bytearray(good)
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content)
-    open_and_read(path)
-    path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1))])
-    assert not open_and_read(path)
 
 
 # --- output folders ------------------------------------------------------------------------------
@@ -571,30 +507,6 @@ def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path)
 
 
 # --- JSON and manifests --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "does not exist"),
-        (b"{", "is not JSON"),
-        (b"\xff", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[1]", "holds no JSON object"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
-    ],
-)
-def test_unreadable_json_names_the_file(
-    tmp_path: Path, content: bytes | None, message: str
-) -> None:
-    path = tmp_path / "config.json"
-    if content is not None:
-        path.write_bytes(content)
-    else:
-        with pytest.raises(SpecDecError, match=message):
-            TensorFile(path)
-    with pytest.raises(SpecDecError, match=f"{path}.* {message}"):
-        read_json(path)
 
 
 def test_manifest_describes_every_file_but_itself(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Losses of Medusa, EAGLE and DFlash, and soft labels, against slow ones of the formulas."""
+"""Losses of every method, and soft labels, against slow ones of the formulas."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from specdec.errors import SpecDecError
 from specdec.methods.eagle import Eagle3Params
 from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
-from specdec.train.features import Features, OutputHead
-from specdec.train.loss import Teacher, compute_loss
+from specdec.train.features import Features, OutputHead, TargetShape
+from specdec.train.loss import Measures, Teacher, compute_loss, measure_positions, rank_labels
 from specdec.train.methods.base import Drafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
 from specdec.train.methods.eagle import Eagle1, Eagle3, make_mask
 from specdec.train.methods.medusa import MedusaHeads
+from specdec.train.methods.redrafter import ReDrafter
 from specdec.train.settings import TrainSettings
 
 HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_SIZE, STEPS = 8, 11, 2, 1, 4, 3
@@ -37,7 +38,14 @@ NORMS: dict[str, dict[str, Any]] = {
     "eagle3-fc-norm": {"fc_norm": True},
     "p-eagle": {"fc_norm": True, "mask_token_id": 2},
 }
+REDRAFTERS: dict[str, dict[str, Any]] = {
+    "redrafter": dict(redrafter_num_layers=2),
+    "redrafter-sum": dict(redrafter_rnn=False, redrafter_num_layers=1),
+    "redrafter-projected": dict(redrafter_num_layers=1, redrafter_exit_dim=7),
+    "redrafter-decay": dict(redrafter_num_layers=0, redrafter_loss_decay=0.5),
+}
 DRAFTERS = (
+    *REDRAFTERS,
     "medusa",
     "medusa-2",
     "medusa-soft",
@@ -61,12 +69,16 @@ def make_recipe(**options: Any) -> TrainSettings:
 
 def make_drafter(kind: str) -> Drafter:
     torch.manual_seed(0)
-    if kind.startswith("medusa"):
+    drafter: Drafter
+    if kind in REDRAFTERS:
+        options = TrainSettings(redrafter_predict_n_tokens=STEPS, **REDRAFTERS[kind])
+        drafter = ReDrafter(options, TargetShape(hidden_size=HIDDEN, vocab_size=VOCAB))
+    elif kind.startswith("medusa"):
         options = TrainSettings(
             medusa_num_heads=STEPS, medusa_num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
         )  # fmt: skip
-        drafter: Drafter = MedusaHeads(options, make_head())
+        drafter = MedusaHeads(options, make_head())
     elif kind in ("dflash", "dspark"):
         rank = 3 if kind == "dspark" else 0
         options = TrainSettings(
@@ -260,14 +272,46 @@ def guess_medusa(weights: dict[str, Tensor], features: Features, row: int, place
     return logits
 
 
-def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Tensor) -> Tensor:
+def guess_redrafter(
+    weights: dict[str, Tensor], features: Features, row: int, place: int
+) -> list[Tensor]:
+    logits, state = [], torch.zeros(HIDDEN)
+    for e in features.embedded[row, place + 1 : place + 1 + STEPS]:
+        if "rnn_u.weight" in weights:
+            u = weights["rnn_u.weight"] @ state + weights["rnn_u.bias"]
+            state = weights["rnn_w.weight"] @ e + u
+            state = state / (1 + torch.exp(-state))
+        else:
+            state = state + e
+        x, layer = torch.cat([features.hidden[row, place], state]), 0
+        if "input_proj.weight" in weights:
+            x = weights["input_proj.weight"] @ x + weights["input_proj.bias"]
+        while f"lm_head.{layer}.linear.weight" in weights:
+            name = f"lm_head.{layer}.linear"
+            y = weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
+            x = x + y / (1 + torch.exp(-y))
+            layer += 1
+        logits.append(weights[f"lm_head.{layer}.weight"] @ x)
+    return logits
+
+
+Seen = dict[tuple[int, int, int], tuple[int, Tensor]]  # (step, row, place) -> label, logits
+
+
+def compute_reference(
+    kind: str, drafter: Drafter, features: Features, mask: Tensor
+) -> tuple[Tensor, Seen]:
+    """The loss, and the logits of every label."""
+    seen: Seen = {}
     weights = dict(drafter.named_parameters())
     head = features.head.weight
     is_normed = NORMS.get(kind, {}).get("norm_output", False)
     terms: list[list[Tensor]] = [[] for _ in range(STEPS)]
     for row in range(len(mask)):
         for place in range(mask.shape[1] - 2):
-            if kind.startswith("medusa"):
+            if kind in REDRAFTERS:
+                guesses = guess_redrafter(weights, features, row, place)
+            elif kind.startswith("medusa"):
                 guesses = guess_medusa(weights, features, row, place)
             elif kind in ("dflash", "dspark"):
                 guesses = draft_dflash(weights, features, row, place)
@@ -281,13 +325,15 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     normed = guess if is_normed else normalize(guess, weights["norm.weight"])
                     logits = weights["lm_head.weight"] @ normed
                 else:
-                    logits = guess if kind.startswith("medusa") else head @ guess
+                    is_whole = kind.startswith(("medusa", "redrafter"))
+                    logits = guess if is_whole else head @ guess
                 if kind == "dspark":
                     before = weights["markov_head.markov_w1.weight"][features.tokens[row, at - 1]]
                     logits = logits + weights["markov_head.markov_w2.weight"] @ before
+                seen[step, row, place] = int(features.tokens[row, at]), logits.detach()
                 logs = logits - logits.exp().sum().log()
                 share = 1.0 if kind in NORMS else {"medusa-soft": 0.4}.get(kind, 0.6)
-                share = 0.0 if kind in ("medusa", "medusa-2") else share
+                share = 0.0 if kind in ("medusa", "medusa-2", *REDRAFTERS) else share
                 wanted = (head @ features.hidden[row, at - 1]).softmax(0)
                 soft = (wanted * (wanted.log() - logs)).sum()
                 loss = (1 - share) * -logs[features.tokens[row, at]] + share * soft
@@ -297,18 +343,22 @@ def compute_reference(kind: str, drafter: Drafter, features: Features, mask: Ten
                     loss = 0.3 * loss + smooth
                 terms[step].append(loss)
     decay = 0.8 if kind.startswith(("medusa", "dflash", "dspark")) else 0.9
-    return sum(decay**i * torch.stack(t).mean() for i, t in enumerate(terms))  # type: ignore[return-value]
+    decay = REDRAFTERS[kind].get("redrafter_loss_decay", 1.0) if kind in REDRAFTERS else decay
+    total = torch.stack([decay**i * torch.stack(t).mean() for i, t in enumerate(terms)]).sum()
+    return total, seen
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_loss_and_gradients_match_the_formulas(kind: str) -> None:
     drafter = make_drafter(kind)
     features, mask = make_batch()
-    expected = compute_reference(kind, drafter, features, mask)
+    expected, seen = compute_reference(kind, drafter, features, mask)
     torch.autograd.backward(expected)
     gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad()
-    loss, _ = drafter(features, mask, drafter.count_labels(mask).float(), False)
+    num_labels = drafter.count_labels(mask)
+    assert num_labels.tolist() == [sum(at == step for at, *_ in seen) for step in range(STEPS)]
+    loss, _ = drafter(features, mask, num_labels.float(), False)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
     loss.backward()
     for name, parameter in drafter.named_parameters():
@@ -507,3 +557,68 @@ def test_a_reduced_vocabulary_learns_the_targets_choice_among_its_tokens() -> No
         divergence = (wanted.exp() * (wanted - own)).sum(-1)[mask[:, 2 + step :]]
         expected = expected + 0.9**step * divergence.sum() / num_labels[step]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_measures_match_counting_by_hand() -> None:
+    drafter = make_drafter("redrafter")
+    features, mask = make_batch(num_rows=6, length=12)
+    # Train a little, so that there are hits to count.
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=0.02)
+    for _ in range(30):
+        drafter(features, mask, drafter.count_labels(mask).float(), False)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _, seen = compute_reference("redrafter", drafter, features, mask)
+    _, packed = drafter(features, mask, drafter.count_labels(mask).float(), True)
+    summary = Measures.unpack(packed, STEPS).summarize()
+    for step in range(STEPS):
+        own = [found for (at, *_), found in seen.items() if at == step]
+        for k in range(1, 6):
+            hits = [label in logits.topk(k).indices.tolist() for label, logits in own]
+            assert summary["top_k_accuracy"][step][k - 1] == round(sum(hits) / len(hits), 4)
+        losses = [float(logits.logsumexp(0) - logits[label]) for label, logits in own]
+        assert abs(summary["loss_per_position"][step] - sum(losses) / len(losses)) < 1e-3
+    right = {place: int(logits.argmax()) == label for place, (label, logits) in seen.items()}
+    lengths = []
+    for row, place in {(row, place) for _, row, place in right}:
+        hits = [right.get((step, row, place)) for step in range(STEPS)]
+        if None not in hits:
+            lengths.append([*hits, False].index(False))
+    assert 0 < sum(lengths) < STEPS * len(lengths)
+    assert summary["chain_length"] == round(1 + sum(lengths) / len(lengths), 4)
+
+
+def test_equal_logits_rank_by_id() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    ranks = [int(rank_labels(logits, logits[:, i : i + 1], torch.tensor([[i]]))) for i in range(5)]
+    assert ranks == [3, 0, 1, 2, 4]
+
+
+def test_bfloat16_inputs_give_float32_gradients_of_the_weight() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=True)
+    labels, weights = torch.tensor([0, 6, 3, 3, 1]), torch.rand(5)
+    loss, losses, _ = compute_loss(x, weight, labels, weights, measure=False)
+    exact = torch.nn.functional.cross_entropy(
+        x.float() @ weight.detach().T, labels, reduction="none"
+    )
+    torch.testing.assert_close(losses, exact, rtol=0.03, atol=0.03)
+    loss.backward()
+    assert weight.grad is not None
+    assert x.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert x.grad.dtype == torch.bfloat16
+    assert weight.grad.any()
+
+
+def test_measures_survive_packing() -> None:
+    masks = [torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 3, dtype=torch.bool)]
+    ranks = torch.tensor([0, 0, 1, 4, 0, 2, 0])
+    measures = measure_positions(torch.arange(7.0), ranks, masks, 2)
+    again = Measures.unpack(measures.pack(), 2)
+    assert again.loss.tolist() == [6.0, 15.0]
+    assert again.num_labels.tolist() == [4.0, 3.0]
+    assert again.hits.tolist() == [[2.0, 3.0], [2.0, 2.0]]
+    # Three places have both labels: right+right, right+wrong, wrong.
+    assert (float(again.chain), float(again.num_chains)) == (3.0, 3.0)

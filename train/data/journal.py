@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 from specdec.errors import SpecDecError
 from specdec.files.staging import place_file
 
-from ..state import refuse_changes
-
 
 class Journal:
     """Open for one output file, by one process at a time."""
@@ -116,12 +114,7 @@ class Journal:
                 break
             entry = self._parse(line)
             if place == 0:
-                facts = entry.get("facts")
-                refuse_changes(
-                    f"{self.path} was made otherwise", facts if isinstance(facts, dict) else {},
-                    self.facts,
-                    hint="resume with the same input and options, or start over with --force",
-                )  # fmt: skip
+                self._compare(entry.get("facts"))
             elif "row" in entry:
                 self._places[entry["index"]] = place
                 self.num_truncated += bool(entry["row"].get("truncated"))
@@ -138,3 +131,15 @@ class Journal:
         raise SpecDecError(
             f"{self.path} is damaged: one of its lines is not a row", "start over with --force"
         )
+
+    def _compare(self, facts: Any) -> None:
+        known = facts if isinstance(facts, dict) else {}
+        different = sorted(k for k in known.keys() | self.facts.keys()
+                           if known.get(k) != self.facts.get(k))  # fmt: skip
+        if different:
+            named = ", ".join(f"{k} was {known.get(k)!r}, is {self.facts.get(k)!r}"
+                              for k in different[:3])  # fmt: skip
+            raise SpecDecError(
+                f"{self.path} was made otherwise: {named}",
+                "resume with the same input and options, or start over with --force",
+            )
