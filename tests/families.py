@@ -115,6 +115,15 @@ def make_family_model(
     config_class, model_class = (getattr(transformers, each) for each in CLASSES[family])
     # A copy: transformers 5 writes into the dictionaries that it is given.
     model = model_class(config_class(**values | copy.deepcopy(config)))
+    _randomize(model, family, hidden, seed)
+    folder = parent / name
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def _randomize(model: Any, family: str, hidden: int, seed: int) -> None:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -132,9 +141,6 @@ def make_family_model(
                     family in HYBRIDS and ".linear_attn." not in key
                 )
                 weight.copy_((0 if is_less else 1) + 0.1 * noise)
-    folder = parent / name
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
 
 
 def make_hybrid(parent: Path, *, vocab: int = 128, **config: Any) -> Path:

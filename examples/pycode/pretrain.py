@@ -195,7 +195,66 @@ def evaluate(model: LlamaForCausalLM, tokens: np.ndarray, device: str, float32: 
     return float(torch.stack(losses).mean())
 
 
-def main() -> None:
+class Optimizers:
+    """Muon for the layers' matrices, AdamW for the rest; their state on disk."""
+
+    def __init__(self, model: LlamaForCausalLM, learning_rate: float, path: Path) -> None:
+        self.model, self.learning_rate, self.path = model, learning_rate, path
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and ".layers." in name]
+        others = [p for name, p in named if not (p.ndim == 2 and ".layers." in name)]
+        self.each: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    def restore(self, device: str) -> int:
+        """Go on with what was saved; return its step, 0 where nothing was."""
+        if not self.path.is_file():
+            return 0
+        state = torch.load(self.path, map_location=device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.each, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return int(state["step"])
+
+    def save(self, step: int) -> None:
+        """Replace what was saved; a kill at any moment leaves the old or the new state."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.each],
+            "step": step,
+        }
+        torch.save(state, self.path.with_suffix(".tmp"))
+        self.path.with_suffix(".tmp").replace(self.path)
+
+    def step(self, step: int, num_steps: int) -> None:
+        """Clip the gradients and take a step: a short warm-up, then linearly down to zero."""
+        scale = min((step + 1) / min(100, 1 + num_steps // 6), (num_steps - step) / num_steps)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.each:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def sample_rows(
+    args: argparse.Namespace, step: int, train: np.ndarray, texts: np.ndarray | None,
+    beginnings: np.ndarray | None,
+) -> torch.Tensor:  # fmt: skip
+    """A batch of the corpus, or half of it and half of the texts, which begin at `beginnings`."""
+    seed, length = args.seed * 10**7 + step, args.sequence_length
+    num_texts = 0 if texts is None else args.batch_size // 2
+    rows = sample_batch(train, args.batch_size - num_texts, seed, length)
+    if texts is None:
+        return rows
+    return torch.cat((rows, sample_batch(texts, num_texts, seed, length, beginnings)))
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), required=True)
     parser.add_argument("--corpus-dir", type=Path, required=True)
@@ -215,7 +274,11 @@ def main() -> None:
     parser.add_argument(
         "--float32", action="store_true", help="no bfloat16: faster on a CPU without such units"
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     output_dir: Path = args.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -250,23 +313,8 @@ def main() -> None:
         teacher = load_model(args.teacher_dir, flag="--teacher-dir", dtype=torch.float32)
         teacher = teacher.to(device).eval()
     num_parameters = sum(p.numel() for p in model.parameters())
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
-    inside = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in inside]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(
-            matrices, lr=args.learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    start_step = 0
-    state_path = output_dir / "training_state.pt"
-    if state_path.is_file():
-        state = torch.load(state_path, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        start_step = state["step"]
+    optimizers = Optimizers(model, args.learning_rate, output_dir / "training_state.pt")
+    start_step = optimizers.restore(device)
     breaker = None
     if args.loop_prompts is not None:
         breaker = LoopBreaker(model, tokenizer, args.loop_prompts, args.seed)
@@ -277,28 +325,14 @@ def main() -> None:
 
     began, recent, num_looping = time.monotonic(), [], 0
     for step in range(start_step, args.steps):
-        scale = min((step + 1) / min(100, 1 + args.steps // 6), (args.steps - step) / args.steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * scale
-        seed = args.seed * 10**7 + step
-        num_texts = 0 if texts is None else args.batch_size // 2
-        rows = sample_batch(train, args.batch_size - num_texts, seed, args.sequence_length)
-        if texts is not None:
-            rows = torch.cat(
-                (rows, sample_batch(texts, num_texts, seed, args.sequence_length, beginnings))
-            )
-        rows = rows.to(device)
+        rows = sample_rows(args, step, train, texts, beginnings).to(device)
         loss = compute_loss(forward, rows, args.float32, teacher)
         torch.autograd.backward(loss)
         if breaker is not None:
             loop_loss, count = breaker.compute_loss(step, args.float32)
             torch.autograd.backward(loop_loss)
             num_looping += count
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizers.step(step, args.steps)
         recent.append(loss.item())
         done = step + 1
         if done % 20 == 0 or done == args.steps:
@@ -317,16 +351,10 @@ def main() -> None:
             log.write(json.dumps(line) + "\n")
             log.flush()
         if done % args.save_steps == 0 and done < args.steps:
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers],
-                "step": done,
-            }
-            torch.save(state, state_path.with_suffix(".tmp"))
-            state_path.with_suffix(".tmp").replace(state_path)
+            optimizers.save(done)
     model.to(torch.bfloat16).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
-    for path in (state_path, output_dir / "data.npy"):
+    for path in (optimizers.path, output_dir / "data.npy"):
         path.unlink(missing_ok=True)
 
 

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -308,15 +308,21 @@ def run_matrix(builds: list[Build], jobs: int) -> int:
                 print(f"          {line}", flush=True)
             for kernel, value in sums.items():
                 found[group(build, kernel)][build] = value
-    for key, values in found.items():
-        ((usual, _),) = Counter(values.values()).most_common(1)
-        for build, value in values.items():
-            if value != usual:
-                faults += 1
-                print(f"  fault {build}: other bits of {key[0]} than most")
+    faults += compare_bits(found)
     for (compiler, form), count in counts.items():
         print(f"{count:4} libraries: {describe_compiler(compiler)}, {form}")
     print(f"{sum(counts.values())} libraries, {len(found)} results compared, {faults} faults")
+    return faults
+
+
+def compare_bits(found: Mapping[tuple[object, ...], Mapping[Build, str]]) -> int:
+    """Print which builds have other bits than most; return how many."""
+    faults = 0
+    for key, values in found.items():
+        ((usual, _),) = Counter(values.values()).most_common(1)
+        for build in (build for build, value in values.items() if value != usual):
+            faults += 1
+            print(f"  fault {build}: other bits of {key[0]} than most")
     return faults
 
 
