@@ -30,7 +30,7 @@ TENSORRT_FIELDS = ("trtllm_version", "emit_script", "launcher", "emit_triton")
 # And those that say how it computes, not what: command lines from its pages have them.
 TENSORRT_MEANS = ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers")
 # And those that only the torch backend has a use for.
-TORCH_FIELDS = ("optimize", "packed_weights")
+TORCH_FIELDS = ("optimize", "packed_weights", "drafter_weights", "draft_vocab_file")
 
 
 def build_engine(settings: BuildSettings) -> dict[str, Any]:

@@ -133,11 +133,12 @@ def _check_networks(
     from specdec.trt.engine import (
         find_machine_problems,
         find_network_problems,
+        list_files,
         read_network_config,
     )
 
     _, networks = read_network_config(folder)
-    problems = find_network_problems(folder, networks)
+    problems = find_network_problems(folder, checkpoint)
     library = machine["tensorrt"]
     ranks = checkpoint.model.tp_size
     problems += Problems.where(
@@ -151,7 +152,7 @@ def _check_networks(
             gpu.compute_capability,
         )  # fmt: skip
     if here.gpus and not problems:
-        size = sum((folder / file).stat().st_size for file in networks.networks)
+        size = sum((folder / file).stat().st_size for file in list_files(checkpoint))
         problems += _check_memory(-(-size // ranks), here.gpus[0].memory_bytes, here.gpus[0].name)
     return problems, []
 

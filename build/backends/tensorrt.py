@@ -42,7 +42,7 @@ from specdec.trt.drafters import (
     name_unknown,
     write_drafter,
 )
-from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, name_networks
+from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, list_files, name_networks
 from specdec.trt.library import (
     OTHER,
     describe_library,
@@ -81,7 +81,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
     """Check and plan an engine of TensorRT's layers."""
     trt, folder = load_tensorrt(), settings.checkpoint_dir
     capabilities = choose_capabilities(settings, trt)
-    find_problems(checkpoint, settings, capabilities, trt).raise_all()
+    find_problems(checkpoint, capabilities, trt).raise_all()
     plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
     find_plan_problems(plan).raise_all()
     networks = plan_networks(checkpoint, limits, capabilities, describe_library(trt))
@@ -95,7 +95,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
         document = encode_engine_config(config, TENSORRT)
         document[f"{TENSORRT}_config"] |= dataclasses.asdict(networks)
         write_json(folder / "config.json", document)
-        size = sum((folder / name).stat().st_size for name in networks.networks)
+        size = sum((folder / name).stat().st_size for name in list_files(checkpoint))
         built_for = f"compute capability {', '.join(capabilities)}"
         told = f"{num_layers} layers, {size / 1e6:.1f} MB, {built_for}"
         return {}, {"num_layers": num_layers, "engine_bytes": size}, told
@@ -103,7 +103,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
     report = {
         "library": networks.library, "compute_capabilities": capabilities,
         "quantization": plan.quantization, "weights_bytes": plan.num_bytes,
-        "networks": networks.networks,
+        "networks": list_files(checkpoint),
     }  # fmt: skip
     return Work(plan, report, plan.num_bytes, write)
 
@@ -134,9 +134,7 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
     return sorted(wanted, key=float)
 
 
-def find_problems(
-    checkpoint: CheckpointConfig, settings: BuildSettings, capabilities: list[str], trt: Any
-) -> Problems:
+def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: Any) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
     model = checkpoint.model
     least = min(map(float, capabilities))
@@ -168,9 +166,6 @@ def find_problems(
         (model.dtype == "bfloat16" and least < FIRST_BFLOAT16,
          f"dtype=bfloat16: compute capability {least} does not have it",
          "convert with --dtype float16"),
-        (settings.drafter_weights != "same" or settings.draft_vocab_file is not None,
-         "--drafter-weights and --draft-vocab-file make drafters faster on a CPU",
-         "leave them out, or use --backend torch"),
     )  # fmt: skip
 
 
@@ -194,9 +189,8 @@ def find_plan_problems(plan: TorchPlan) -> Problems:
 def plan_networks(
     checkpoint: CheckpointConfig, limits: BuildConfig, capabilities: list[str], library: str
 ) -> NetworkConfig:
-    """The files to write, and the sizes of what their networks take."""
-    drafter, ranks = checkpoint.drafter, range(checkpoint.model.tp_size)
-    step = limits.max_draft_len + 1
+    """What the networks are built for, and the sizes of what they take."""
+    drafter, step = checkpoint.drafter, limits.max_draft_len + 1
     spare = max(step, SPARE_POSITIONS)
     positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
     tokens = max(step, min(PROMPT_TOKENS, limits.max_num_tokens))
@@ -210,8 +204,7 @@ def plan_networks(
         drafters = dataclasses.replace(
             sizes, tokens=max(sizes.tokens, width), usual=width, positions=positions + run
         )
-    names = [*(name for rank in ranks for name in name_networks(rank)), *list_networks(drafter)]
-    return NetworkConfig(library, capabilities, names, sizes, drafters)
+    return NetworkConfig(library, capabilities, sizes, drafters)
 
 
 def write_networks(

@@ -42,8 +42,8 @@ class MedusaHeads:
             return make_linear(weights, f"medusa_heads.{name}", prepack=prepack, kernels=kernels)
 
         self.params = params
-        self.vocab_size, self.hidden_size = first.shape
-        self.dtype, self.device = dtype or first.dtype, first.device
+        self.vocab_size = len(first)
+        self.like = first.new_empty(first.shape[1], dtype=dtype)  # a state that they read
         self.blocks = [
             [linear(f"{head}.medusa_layers.{layer}.linear") for layer in range(params.num_layers)]
             for head in range(params.num_heads)

@@ -1,13 +1,11 @@
 """A target that is networks: the part of a `Decoder` that the loop and drafters deal with.
 
-What runs a network is a `Runner`: TensorRT's runtime on a GPU.
 Legend: B rows in the step, T tokens per row, S cache positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,18 +25,11 @@ from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.trt.network import Sizes
+from specdec.trt.runtime import EngineRunner
 from specdec.trt.target import list_masks
 
 
-class Runner(Protocol):
-    """Something that runs a network."""
-
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the outputs, by name; what are caches is updated where it lies."""
-        ...
-
-
-def run_rows(runner: Runner, inputs: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
+def run_rows(runner: EngineRunner, inputs: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
     """Run a network whose inputs have a row each, at most so many rows at a time."""
     size = len(next(iter(inputs.values())))
     parts = [
@@ -56,8 +47,8 @@ class NetworkDecoder(Decoder):
     graphs: StepGraphs | None = None  # TensorRT records its own
 
     def __init__(  # the base class's would make layers
-        self, model: ModelConfig, body: Runner, head: Runner, *, sizes: Sizes, num_positions: int,
-        device: torch.device, group: Group | None = None,
+        self, model: ModelConfig, body: EngineRunner, head: EngineRunner, *, sizes: Sizes,
+        num_positions: int, device: torch.device, group: Group | None = None,
     ) -> None:  # fmt: skip
         """body, head: of the networks that `write_target` and `write_head` write."""
         self.model, self.device, self.sizes = model, device, sizes
@@ -120,7 +111,15 @@ class NetworkDecoder(Decoder):
                 f" {self.sizes.tokens}",
                 "draft fewer tokens, or build with a larger --max-num-tokens",
             )
-        given = dict(inputs) | self._place(step, cache, past + num_new - num_tokens)
+        if self.rotary is not None:
+            lines = find_lines(step, cache)
+        else:
+            lines = step.positions.clip(max=self.model.max_position_embeddings - 1)
+        places = (past + num_new - num_tokens).astype(np.int32)
+        given = {
+            **inputs, "positions": to_device(lines, self.device),
+            "write_indices": to_device(places, self.device),
+        }  # fmt: skip
         for name, window in self._masks.items():
             mask = build_full_mask(
                 past, step.tree_mask, step.positions, self.sizes.positions, window
@@ -128,30 +127,15 @@ class NetworkDecoder(Decoder):
             given[name] = to_device(mask, self.device)
         parts = []
         for first, last in _list_spans(step.rows, self.sizes.rows):
-            rows = step.rows[first:last]
+            row = int(step.rows[first])
             own = {name: each[first:last].contiguous() for name, each in given.items()}
-            parts.append(self._body.run(own | self._list_caches(cache, int(rows[0]), len(rows))))
+            for layer in range(self.model.num_hidden_layers):
+                for at, kind in enumerate(("key", "value")):  # views, not copies
+                    rows = cache.blocks[layer, at, row : row + last - first]
+                    own[f"past_{kind}_{layer}"] = rows
+            parts.append(self._body.run(own))
         kept = [name for name in parts[0] if not name.startswith("present_")]
         return {name: torch.cat([part[name] for part in parts]) for name in kept}
-
-    def _place(self, step: Step, cache: KVCache, places: IntArray) -> dict[str, Tensor]:
-        """Where a step's tokens stand: in the tables of positions, and in the cache."""
-        if self.rotary is not None:
-            lines = find_lines(step, cache)
-        else:
-            lines = step.positions.clip(max=self.model.max_position_embeddings - 1)
-        return {
-            "positions": to_device(lines, self.device),
-            "write_indices": to_device(places.astype(np.int32), self.device),
-        }
-
-    def _list_caches(self, cache: KVCache, row: int, num_rows: int) -> dict[str, Tensor]:
-        """The keys and values of rows that lie one behind the other: views, not copies."""
-        return {
-            f"past_{kind}_{layer}": cache.blocks[layer, at, row : row + num_rows]
-            for layer in range(self.model.num_hidden_layers)
-            for at, kind in enumerate(("key", "value"))
-        }
 
 
 def _list_spans(rows: IntArray, most: int) -> Iterator[tuple[int, int]]:

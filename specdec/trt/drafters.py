@@ -7,7 +7,8 @@ drafter's width, V drafted vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import name_decoder_tensors, rank_logits, take_offsets, take_own
-from specdec.engine.eagle import take_net
+from specdec.engine.eagle import EagleNet, take_net
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.redrafter import NUM_CANDIDATES
 from specdec.engine.step import Step
@@ -28,7 +29,7 @@ from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
-from specdec.trt.decoder import NetworkDecoder, Runner, run_rows
+from specdec.trt.decoder import NetworkDecoder, run_rows
 from specdec.trt.matrices import multiply
 from specdec.trt.network import NetworkWriter, Sizes
 from specdec.trt.runtime import EngineRunner
@@ -36,6 +37,7 @@ from specdec.trt.target import LayersWriter, write_head
 
 DRAFTER, DRAFTER_HEAD = "drafter0.engine", "drafter_head0.engine"
 DRAFTER_FEATURES, OFFSETS_FILE = "drafter_features0.engine", "drafter_tokens.safetensors"
+Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 # Where the tensor of drafted tokens stands.
 PREFIXES = {ReDrafterParams: "drafter.", MedusaParams: "medusa_heads.0.", EagleParams: EAGLE_NET}
 
@@ -233,79 +235,71 @@ def make_net_model(params: EagleParams, model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
 
 
+@dataclasses.dataclass
 class ReDrafterNetwork:
-    """What stands for a `ReDrafterHead` where its search is a network."""
+    """What stands for a `ReDrafterHead` where its search is a network.
 
-    def __init__(
-        self, params: ReDrafterParams, runner: Runner, num_rows: int, like: Tensor
-    ) -> None:
-        """like: [0, D], of the device and type of the target's states."""
-        self.params, self.embedding = params, like
-        self._runner, self._num_rows = runner, num_rows
+    run: the network, given its inputs. embedding: [0, D], of the device and type of the states.
+    """
+
+    params: ReDrafterParams
+    run: Run
+    embedding: Tensor
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Drafts [B, W, L] after `tokens` [B], which follow `hidden` [B, D]."""
-        inputs = {"states": hidden, "tokens": tokens.long()}
-        return run_rows(self._runner, inputs, self._num_rows)["drafts"].long()
+        return self.run({"states": hidden, "tokens": tokens.long()})["drafts"].long()
 
 
+@dataclasses.dataclass
 class MedusaNetwork:
     """What stands for `MedusaHeads` where these are a network."""
 
-    def __init__(
-        self, params: MedusaParams, runner: Runner, num_rows: int, like: Tensor, vocab_size: int,
-        offsets: Tensor | None,
-    ) -> None:  # fmt: skip
-        self.params, self.vocab_size = params, vocab_size
-        self.hidden_size, self.dtype, self.device = like.shape[1], like.dtype, like.device
-        self._runner, self._num_rows, self._offsets = runner, num_rows, offsets
+    params: MedusaParams
+    run: Run
+    like: Tensor
+    vocab_size: int
+    offsets: Tensor | None
 
     def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As `MedusaHeads.rank_tokens`."""
-        found = run_rows(self._runner, {"states": hidden}, self._num_rows)
+        found = self.run({"states": hidden})
         ranked = [
-            rank_logits(found[f"logits_{head}"], width, self._offsets)
+            rank_logits(found[f"logits_{head}"], width, self.offsets)
             for head, width in enumerate(widths)
         ]
         tokens, scores = (torch.cat(parts, dim=-1) for parts in zip(*ranked, strict=True))
         return tokens, scores
 
 
-class EagleNetworks:
-    """What stands for an `EagleNet` where it is networks."""
+class EagleNetworks(EagleNet):
+    """An `EagleNet` that is networks."""
 
-    mask_feature: Tensor | None = None  # drafters with one are refused by the build
-
-    def __init__(
-        self, params: EagleParams, decoder: NetworkDecoder, features: Runner | None,
+    def __init__(  # the base class's would make layers
+        self, params: EagleParams, decoder: NetworkDecoder, runners: Sequence[EngineRunner],
         offsets: Tensor | None,
     ) -> None:  # fmt: skip
-        """decoder: of the drafter's layers and head. features: what makes these of EAGLE-3."""
-        self.params, self.decoder = params, decoder
-        self._features, self._offsets = features, offsets
+        """decoder: of the drafter's layers and head. runners: one that makes EAGLE-3's features."""
+        self.params, self.offsets = params, offsets
+        self.decoder = self.networks = decoder
+        self.mask_feature = None  # drafters with one are refused by the build
+        self._runners = runners
 
-    @property
-    def hidden_size(self) -> int:
-        return self.params.net.hidden_size
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V]: the head's network scales and norms what it reads."""
+        return self.networks.compute_logits(hidden)
 
     def make_features(self, states: Tensor) -> Tensor:
         """Features [M, E] from what is read of the target [M, F]."""
-        if self._features is None:
-            return states
-        most = self.decoder.sizes.states
-        return run_rows(self._features, {"states": states}, most)["features"]
+        for runner in self._runners:
+            inputs = {"states": states}
+            states = run_rows(runner, inputs, self.networks.sizes.states)["features"]
+        return states
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run pairs of a feature [B, T, E] and the next token; return the next features."""
         inputs = {"tokens": to_device(step.tokens, features.device), "features": features}
-        return self.decoder.run_step(step, cache, inputs)["next_features"]
-
-    def rank_tokens(
-        self, hidden: Tensor, width: int, sharpness: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As `DraftNet.rank_tokens`."""
-        logits = self.decoder.compute_logits(hidden)
-        return rank_logits(logits, width, self._offsets, sharpness)
+        return self.networks.run_step(step, cache, inputs)["next_features"]
 
 
 def open_drafter(
@@ -313,23 +307,23 @@ def open_drafter(
 ) -> ReDrafterNetwork | MedusaNetwork | EagleNetworks:
     """What stands for the drafter of an engine folder."""
     runners = [EngineRunner(folder / name, device) for name in list_networks(drafter)]
-    runner, offsets = runners[0], None
+    run, offsets = functools.partial(run_rows, runners[0], most=sizes.rows), None
     if (folder / OFFSETS_FILE).exists():
         file = TensorFile(folder / OFFSETS_FILE)
         offsets = to_tensor(file.read(OFFSETS), file.tensors[OFFSETS].dtype).to(device)
     like = torch.empty((0, model.hidden_size), dtype=TORCH_DTYPES[model.dtype], device=device)
     vocab_size = model.vocab_size if offsets is None else len(offsets)
     if isinstance(drafter, ReDrafterParams):
-        return ReDrafterNetwork(drafter, runner, sizes.rows, like)
+        return ReDrafterNetwork(drafter, run, like)
     if isinstance(drafter, MedusaParams):
-        return MedusaNetwork(drafter, runner, sizes.rows, like, vocab_size, offsets)
+        return MedusaNetwork(drafter, run, like, vocab_size, offsets)
     assert isinstance(drafter, EagleParams)
     drafter = drafter.shorten(vocab_size if offsets is not None else drafter.draft_vocab_size)
     decoder = NetworkDecoder(
-        make_net_model(drafter, model), runner, runners[1], sizes=sizes,
+        make_net_model(drafter, model), *runners[:2], sizes=sizes,
         num_positions=sizes.positions, device=device,
     )  # fmt: skip
-    return EagleNetworks(drafter, decoder, next(iter(runners[2:]), None), offsets)
+    return EagleNetworks(drafter, decoder, runners[2:], offsets)
 
 
 def name_unknown(drafter: DrafterParams | None) -> str | None:

@@ -23,8 +23,9 @@ from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
+from specdec.model.checkpoint import CheckpointConfig
 from specdec.trt.decoder import NetworkDecoder
-from specdec.trt.drafters import list_observed, open_drafter
+from specdec.trt.drafters import list_networks, list_observed, open_drafter
 from specdec.trt.library import (
     OTHER,
     describe_library,
@@ -49,13 +50,12 @@ def name_networks(rank: int) -> tuple[str, str]:
 class NetworkConfig:
     """What an engine's networks were built for, as its config.json has it.
 
-    library: of `describe_library`. compute_capabilities: of GPUs that run it. networks: the files.
-    sizes, drafter_sizes: limits of the networks.
+    library: of `describe_library`. compute_capabilities: of GPUs that run it. sizes, drafter_sizes:
+    limits of the networks.
     """
 
     library: str
     compute_capabilities: list[str]
-    networks: list[str]
     sizes: Sizes
     drafter_sizes: Sizes
 
@@ -65,18 +65,14 @@ def read_network_config(folder: Path) -> tuple[EngineConfig, NetworkConfig]:
     config = read_engine_config(folder, TENSORRT)
     options = read_json(folder / "config.json")[f"{TENSORRT}_config"]
     try:
-        values = {field.name: options[field.name] for field in dataclasses.fields(NetworkConfig)}
-        for name in ("sizes", "drafter_sizes"):
-            values[name] = Sizes(**values[name])
-            if not all(type(n) is int and n > 0 for n in dataclasses.astuple(values[name])):
-                raise TypeError(name)
-        found = NetworkConfig(**values)
-        for names in ([found.library], found.networks, found.compute_capabilities):
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise TypeError(f"{names} is no list of names")
-        ranks = range(config.checkpoint.model.tp_size)
-        if not {name for rank in ranks for name in name_networks(rank)} <= set(found.networks):
-            raise TypeError("networks")
+        names = [options["library"], *options["compute_capabilities"]]
+        sizes = [Sizes(**options[name]) for name in ("sizes", "drafter_sizes")]
+        numbers = [number for each in sizes for number in dataclasses.astuple(each)]
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f"{wrong[0]!r} is no name")
+        if wrong := [number for number in numbers if type(number) is not int or number < 1]:
+            raise TypeError(f"{wrong[0]!r} is no size")
+        found = NetworkConfig(names[0], names[1:], *sizes)
     except (KeyError, TypeError) as error:
         raise SpecDecError(
             f"{folder}/config.json: {TENSORRT}_config is not what this version of specdec writes:"
@@ -86,11 +82,18 @@ def read_network_config(folder: Path) -> tuple[EngineConfig, NetworkConfig]:
     return config, found
 
 
-def find_network_problems(folder: Path, networks: NetworkConfig) -> Problems:
+def list_files(checkpoint: CheckpointConfig) -> list[str]:
+    """The files of an engine's networks."""
+    ranks = range(checkpoint.model.tp_size)
+    names = [name for rank in ranks for name in name_networks(rank)]
+    return names + list_networks(checkpoint.drafter)
+
+
+def find_network_problems(folder: Path, checkpoint: CheckpointConfig) -> Problems:
     """The files that an engine lacks."""
     return Problems(
         (f"{folder} lacks {name}", "copy the folder again, or build the engine again")
-        for name in networks.networks
+        for name in list_files(checkpoint)
         if not (folder / name).is_file()
     )
 
@@ -169,7 +172,7 @@ class TensorRTEngine(TorchEngine):
 
     def _read_config(self) -> None:
         self.config, self.networks = read_network_config(self.folder)
-        find_network_problems(self.folder, self.networks).raise_all()
+        find_network_problems(self.folder, self.config.checkpoint).raise_all()
 
     def _load(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
@@ -111,9 +110,7 @@ class MedusaProposer(StateProposer):
         self, heads: MedusaHeads, tree: Choices | int, graphs: Graphs | None = None
     ) -> None:
         """tree: a static one, or the number of tokens of a dynamic one."""
-        super().__init__(
-            torch.empty(heads.hidden_size, dtype=heads.dtype, device=heads.device), graphs
-        )
+        super().__init__(heads.like, graphs)
         self.heads = heads
         self.use_tree(tree)
 
