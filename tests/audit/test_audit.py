@@ -137,7 +137,7 @@ def test_faults_of_the_server(
 def knowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
     parent = tmp_path_factory.mktemp("knowing")
     drafter = make_knowing_drafter(parent, "layers", size=128)
-    engine = make_tree_engine("eagle", parent, parent / "counter", drafter, optimize="none")
+    engine = make_tree_engine("eagle", parent, parent / "counter", drafter)
     make_tokenizer(parent / "counter")
     with serve_here(engine, tokenizer_dir=str(parent / "counter"), draft_budget="fixed") as served:
         yield served
