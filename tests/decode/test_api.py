@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
     make_tokenizer(target)
     make_engine(
-        parent, target, drafter, beams=3, length=4, optimize="none", build=["--max-batch-size", 2]
+        parent, target, drafter, beams=3, length=4, build=["--max-batch-size", 2]
     ).rename(parent / "redrafter")  # fmt: skip
     call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
     external = (
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, flags in plain:
         call(
             "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / name,
-            "--optimize", "none", "--max-batch-size", 3, *flags,
+            "--max-batch-size", 3, *flags,
         )  # fmt: skip
     heads, eagle = make_medusa_heads(parent, scale=3.0), make_eagle_drafter(parent, scale=2.0)
     dflash = make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0)
@@ -72,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
         call(
             "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-engine",
-            "--optimize", "none",
         )  # fmt: skip
     return parent
 
@@ -264,7 +263,6 @@ def test_several_ranks_are_started_and_ended(folder: Path, tmp_path: Path) -> No
     call("convert", "--model-dir", target, "--output-dir", tmp_path / "ckpt", "--tp-size", 2)
     call(
         "build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine",
-        "--optimize", "none",
     )  # fmt: skip
     with load(folder, "plain") as one:
         expected = [o.token_ids for o in one.generate(PROMPTS, max_output_len=9, end_ids=())]

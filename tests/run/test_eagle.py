@@ -74,7 +74,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("target"), layers=3, seed=3)
 
 
-make_eagle_engine = functools.partial(make_tree_engine, "eagle", optimize="none")
+make_eagle_engine = functools.partial(make_tree_engine, "eagle")
 
 
 class Case:
@@ -431,5 +431,4 @@ def test_copies_that_differ_are_refused(target: Path, tmp_path: Path) -> None:
     ):
         call(
             "build", "--checkpoint-dir", tmp_path / "checkpoint", "--output-dir", tmp_path / "no",
-            "--optimize", "none",
         )  # fmt: skip

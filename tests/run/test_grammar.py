@@ -135,13 +135,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
     make_tokenizer(target)
     make_engine(
-        parent, target, drafter, beams=3, length=4, optimize="none",
+        parent, target, drafter, beams=3, length=4,
         build=["--max-batch-size", 4, "--tokenizer-dir", target],
     ).rename(parent / "redrafter")  # fmt: skip
     call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
     call(
         "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "lookahead",
-        "--optimize", "none", "--speculative-decoding-mode", "lookahead_decoding",
+        "--speculative-decoding-mode", "lookahead_decoding",
         "--max-draft-len", 11, "--tokenizer-dir", target,
     )  # fmt: skip
     return parent

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         call("convert", "--model-dir", parent / name, "--output-dir", checkpoint, "--tp-size", size)
         call(
             "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-tp{size}",
-            "--optimize", "none", "--max-batch-size", 4, *flags,
+            "--max-batch-size", 4, *flags,
         )  # fmt: skip
     return parent
 
@@ -219,7 +219,7 @@ def test_a_hybrid_drafts_for_a_hybrid(folder: Path, size: int, use_logits: bool)
 def test_methods_that_need_trees_are_refused(folder: Path, tmp_path: Path) -> None:
     checkpoint, engine = folder / "target-ckpt1", tmp_path / "engine"
     call(
-        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none",
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine,
         "--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 20,
     )  # fmt: skip
     with pytest.raises(UsageError, match="Qwen3_5ForCausalLM is a hybrid whose states follow one"):

@@ -100,7 +100,7 @@ def build(parent: Path, name: str, *flags: object, convert: Sequence[object] = (
     checkpoint = name_folder(parent, f"{name} ckpt")
     call("convert", "--model-dir", model, "--output-dir", checkpoint, *convert)
     call(
-        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none",
+        "build", "--checkpoint-dir", checkpoint, "--output-dir", engine,
         "--max-batch-size", 250, "--tokenizer-dir", model, *flags,
     )  # fmt: skip
     return engine

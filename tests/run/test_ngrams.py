@@ -183,7 +183,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags = ["--speculative-decoding-mode", mode, "--max-draft-len", length] if length else []
         call(
             "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / mode,
-            "--optimize", "none", *flags,
+            *flags,
         )  # fmt: skip
     return parent
 
@@ -240,7 +240,7 @@ def repeater(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
         for n in range(PERIOD):
             head[20 + (n + 1) % PERIOD] = embedding[20 + n]
     model.save_pretrained(folder)
-    return TorchEngine(make_engine(folder.parent, folder, optimize="none"), device="cpu")
+    return TorchEngine(make_engine(folder.parent, folder), device="cpu")
 
 
 def test_a_text_that_repeats_itself_is_drafted_in_full(repeater: TorchEngine) -> None:

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
         call(
             "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-engine",
-            "--optimize", "none", "--max-batch-size", 7,
+            "--max-batch-size", 7,
         )  # fmt: skip
     return parent
 

@@ -145,7 +145,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("typical")
     target = make_tokenizer(make_llama(parent, seed=3))
     convert = ["--medusa-model-dir", make_medusa_heads(parent)]
-    return make_engine(parent, target, optimize="none", convert=convert).rename(parent / "engine")
+    return make_engine(parent, target, convert=convert).rename(parent / "engine")
 
 
 def run(engine: Path, *flags: str) -> Any:
@@ -187,7 +187,7 @@ def test_what_would_have_no_effect_is_refused(engine: Path, flags: list[str], wo
 
 
 def test_plain_engines_have_nothing_to_accept(engine: Path) -> None:
-    plain = make_engine(engine.parent, engine.parent / "target", optimize="none")
+    plain = make_engine(engine.parent, engine.parent / "target")
     with pytest.raises(UsageError, match="no effect with an engine that runs plain"):
         run(engine, "--temperature", "1", "--acceptance", "typical", "--engine-dir", str(plain))
 

@@ -40,13 +40,13 @@ SAMPLED = {"sampling": True, "num_samples": 100, "num_alone": 0, "max_output_len
 
 @pytest.fixture(scope="module")
 def redrafter(parent: Path, drafter: Path) -> Path:
-    return make_engine(parent, parent / "target", drafter, beams=3, length=3, optimize="none")
+    return make_engine(parent, parent / "target", drafter, beams=3, length=3)
 
 
 def make_plain(parent: Path, name: str, *build: object) -> Path:
     """An engine of the target alone, in a folder of its own."""
     (parent / name).mkdir()
-    return make_engine(parent / name, parent / "target", optimize="none", build=build)
+    return make_engine(parent / name, parent / "target", build=build)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_a_budget_that_is_asked_for_is_kept(
 
 def test_an_engine_of_two_ranks_is_exact(parent: Path, drafter: Path) -> None:
     engine = make_engine(
-        parent, parent / "target", drafter, beams=3, length=3, optimize="none",
+        parent, parent / "target", drafter, beams=3, length=3,
         convert=["--tp-size", 2],
     )  # fmt: skip
     report = verify(engine, parent / "target", num_alone=0, max_output_len=6)
@@ -225,7 +225,7 @@ def test_tokenizers_of_a_pair_are_compared(draft_target: Path, plain: Path, pare
 
 def test_token_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
     target = make_llama(tmp_path, seed=4)
-    report = verify(make_engine(tmp_path, target, optimize="none"), target)
+    report = verify(make_engine(tmp_path, target), target)
     assert (report["verdict"], report["prompts"]) == ("exact", 6)
     path = tmp_path / "texts.txt"
     path.write_text("a text\n")
@@ -236,7 +236,7 @@ def test_token_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
 def test_near_ties_in_half_precision(parent: Path, drafter: Path) -> None:
     """Here bfloat16 rounds one of these texts to another; a CPU that sums otherwise may not."""
     engine = make_engine(
-        parent, parent / "target", drafter, beams=3, length=3, optimize="none",
+        parent, parent / "target", drafter, beams=3, length=3,
         dtype="bfloat16",
     )  # fmt: skip
     report = verify(engine, parent / "target", max_output_len=32, num_alone=0)
@@ -262,7 +262,7 @@ def test_prompts_of_a_file(plain: Path, parent: Path, tmp_path: Path) -> None:
 
 
 def test_one_changed_weight_is_found(parent: Path, tmp_path: Path) -> None:
-    engine = make_engine(tmp_path, parent / "target", optimize="none")
+    engine = make_engine(tmp_path, parent / "target")
     path = engine / "weights.safetensors"
     tensors = load_file(path)
     tensors["transformer.layers.1.attention.dense.weight"][5, 7] += 20
@@ -380,7 +380,7 @@ def test_a_model_of_another_shape(plain: Path, tmp_path: Path) -> None:
 
 
 def test_quantized_and_too_long_engines(parent: Path, tmp_path: Path) -> None:
-    engine = make_engine(tmp_path, parent / "target", optimize="none")
+    engine = make_engine(tmp_path, parent / "target")
     config = read_json(engine / "config.json")
     config["build_config"]["max_seq_len"] = 513
     write_json(engine / "config.json", config)
