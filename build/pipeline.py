@@ -11,7 +11,7 @@ from typing import Any
 from specdec import logs
 from specdec.command.settings import make_unknown_error, require, to_plain
 from specdec.errors import UsageError
-from specdec.files.folders import TENSORRT, TENSORRT_LLM
+from specdec.files.folders import TENSORRT, TENSORRT_LLM, TORCH
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.model.checkpoint import read_checkpoint_config
@@ -25,12 +25,15 @@ from .settings import BuildSettings
 logger = logs.get_logger(__name__)
 
 
-# Fields of BuildSettings that belong to the TensorRT-LLM backend.
-TENSORRT_FIELDS = ("trtllm_version", "emit_script", "launcher", "emit_triton")
-# And those that say how it computes, not what: command lines from its pages have them.
+# Fields that say how TensorRT-LLM computes, not what: command lines from its pages have them.
 TENSORRT_MEANS = ("gemm_plugin", "use_paged_context_fmha", "use_fp8_context_fmha", "workers")
-# And those that only the torch backend has a use for.
-TORCH_FIELDS = ("optimize", "packed_weights", "drafter_weights", "draft_vocab_file")
+# What one backend alone has a use for.
+OWN_FIELDS = {
+    TENSORRT_LLM: ("trtllm_version", "emit_script", "launcher", "emit_triton", *TENSORRT_MEANS),
+    TENSORRT: ("compute_capability",),
+    TORCH: ("optimize", "packed_weights", "drafter_weights", "draft_vocab_file",
+            "draft_vocab_size"),
+}  # fmt: skip
 
 
 def build_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -52,16 +55,11 @@ def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build with the backend that is asked for."""
     require(settings, "checkpoint_dir")
     backend = choose_backend(settings)
-    if backend != TENSORRT and settings.compute_capability is not None:
-        raise UsageError(
-            f"--compute-capability has no meaning for the {backend} backend",
-            "leave it out, or give --backend tensorrt",
-        )
+    refuse_foreign(settings, backend)
     if backend == TENSORRT_LLM:
         from .backends.tensorrt_llm.pipeline import build_tensorrt_engine
 
         return build_tensorrt_engine(settings)
-    refuse_foreign(settings, backend)
     return build_own_engine(settings, backend)
 
 
@@ -84,25 +82,25 @@ def refuse_foreign(settings: BuildSettings, backend: str) -> None:
     """
     from specdec.trtllm.facts import list_lines_with
 
-    flags, remedy = get_flags(BuildSettings), "leave {} out, or give --backend tensorrt-llm"
-    for name, other in settings.others.items():
+    flags, remedy = get_flags(BuildSettings), "leave {} out, or give --backend {}"
+    for name, other in settings.others.items() if backend != TENSORRT_LLM else ():
         if not list_lines_with(name):
             raise make_unknown_error(BuildSettings, "build", name, other)
         shown = name_flag(name)
         fact = f"{shown} is a flag of trtllm-build, which the {backend} backend has no use for"
-        raise UsageError(fact, remedy.format(shown))
-    names = (*TENSORRT_FIELDS, *TENSORRT_MEANS, *(TORCH_FIELDS if backend == TENSORRT else ()))
-    given = [name for name in names if getattr(settings, name) != flags[name][1]]
+        raise UsageError(fact, remedy.format(shown, TENSORRT_LLM))
+    given = {
+        name: taker for taker, names in OWN_FIELDS.items() for name in names
+        if taker != backend and getattr(settings, name) != flags[name][1]
+    }  # fmt: skip
     if settings.backend == "auto" and given and set(given) <= set(TENSORRT_MEANS):
         shown = ", ".join(name_flag(name) for name in given)
         logger.warning("no effect on the torch backend, which was chosen here: %s", shown)
     elif given:
-        shown = name_flag(given[0])
-        taker = "torch" if given[0] in TORCH_FIELDS else "tensorrt-llm"
-        raise UsageError(
-            f"{shown} has no meaning for the {backend} backend",
-            f"leave {shown} out, or give --backend {taker}",
-        )
+        name, taker = next(iter(given.items()))
+        shown = name_flag(name)
+        fact = f"{shown} has no meaning for the {backend} backend"
+        raise UsageError(fact, remedy.format(shown, taker))
 
 
 def build_own_engine(settings: BuildSettings, backend: str) -> dict[str, Any]:

@@ -121,15 +121,12 @@ def test_limits_are_reported_together(checkpoint: Path, tmp_path: Path) -> None:
             "--gemm-plugin has no meaning for the torch backend",
         ),
         (
-            ["--backend", "torch", "--use-paged-context-fmha", "enable"],
-            "no meaning for the torch backend",
-        ),
-        (
             ["--gemm-plugin", "float16", "--trtllm-version", "1.2"],
             "--trtllm-version has no meaning",
         ),
         (["--kv-cache-type", "paged"], "continuous KV cache only"),
         (["--backend", "tensorrt-llm"], "TensorRT-LLM is not installed here"),
+        (["--backend", "tensorrt-llm", "--optimize", "native"], "--optimize has no meaning"),
         (["--max-batch-size", 2, "--max-num-tokens", 25], r"3 x|= 26"),
     ],
 )

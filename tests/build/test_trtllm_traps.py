@@ -157,7 +157,6 @@ REFUSED: list[Row] = [
     )),
     row("plain", "--input-timing-cache .*absent.cache does not exist", gpus=(H100,),
         others={"input_timing_cache": "absent.cache"}),
-    row("plain", "--optimize native has no meaning", optimize="native"),
     row("plain", "--quantization int8 is of the torch", "--quantization fp8", quantization="int8"),
     # The checkpoint against the line.
     row("redrafter 0.14 for 1.2", "1.2 has no ReDrafterForCausalLM",

@@ -5,9 +5,7 @@ Each function lists (fact, remedy) pairs, so that all of them are told at once.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names
@@ -23,7 +21,10 @@ from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import Facts
 from specdec.trtllm.lacks import find_lack, find_layout_problems
 
-from .record import Record, deduce_max_seq_len
+from .record import deduce_max_seq_len
+
+if TYPE_CHECKING:
+    from .plan import TensorRTPlan
 
 LOOKAHEAD, EXTERNAL, REDRAFTER = (
     "lookahead_decoding", "draft_tokens_external", "explicit_draft_tokens",
@@ -31,29 +32,6 @@ LOOKAHEAD, EXTERNAL, REDRAFTER = (
 PLAIN_MODES = (EXTERNAL, LOOKAHEAD)  # of a checkpoint without a drafter
 MAX_EAGLE_BATCH, MAX_EAGLE_DRAFT = 512, 256
 NO_INTEGER_GPUS = ((10, 0), (12, 0))  # from, before: no INT8, INT4 or SmoothQuant
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Build:
-    """A build that is to be checked. given: the flags that were typed; record: what comes of it."""
-
-    facts: Facts
-    checkpoint: CheckpointConfig
-    mode: str | None
-    given: Mapping[str, Any]
-    record: Record
-
-    @property
-    def label(self) -> str:
-        return self.facts.label
-
-    @property
-    def num_ranks(self) -> int:
-        return self.checkpoint.model.tp_size * self.checkpoint.model.pp_size
-
-    @property
-    def values(self) -> dict[str, Any]:
-        return self.record.values
 
 
 def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Problems:
@@ -125,9 +103,10 @@ def find_mode_problems(
     )  # fmt: skip
 
 
-def find_method_problems(build: Build) -> Problems:
+def find_method_problems(build: TensorRTPlan) -> Problems:
     """What each mode of speculation needs as well."""
-    values, given, mode, model = build.values, build.given, build.mode, build.checkpoint.model
+    values, given, mode = build.record.values, build.given, build.mode
+    model = build.checkpoint.model
     paged = "use_paged_context_fmha"
     why = build.record.reasons.get(paged, f"the line {build.label} has it off by default")
     return Problems.where(
@@ -149,7 +128,7 @@ def find_method_problems(build: Build) -> Problems:
     )  # fmt: skip
 
 
-def find_quantization_problems(build: Build) -> Problems:
+def find_quantization_problems(build: TensorRTPlan) -> Problems:
     """Combinations of quantization and attention that 0.14 refuses; 1.x bends them instead."""
     quantization = build.checkpoint.quantization
     algorithm, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
@@ -166,18 +145,18 @@ def find_quantization_problems(build: Build) -> Problems:
     )  # fmt: skip
 
 
-def find_bent(build: Build) -> Problems:
+def find_bent(build: TensorRTPlan) -> Problems:
     """Typed flags that the engine would record otherwise."""
     return Problems(
-        (f"{name_flag(name)} {build.given[name]} would quietly become {build.values[name]}:"
+        (f"{name_flag(name)} {build.given[name]} would quietly become {build.record.values[name]}:"
          f" {reason}",
-         f"leave {name_flag(name)} out, or give {name_flag(name)} {build.values[name]}")
+         f"leave {name_flag(name)} out, or give {name_flag(name)} {build.record.values[name]}")
         for name, reason in build.record.reasons.items()
         if name in build.given and name != "max_seq_len"
     )  # fmt: skip
 
 
-def find_length_problems(build: Build) -> Problems:
+def find_length_problems(build: TensorRTPlan) -> Problems:
     """Lengths beyond what the model is for."""
     model, asked = build.checkpoint.model, build.given.get("max_seq_len")
     positions, deduced = count_positions(model), deduce_max_seq_len(model, build.label)
@@ -241,7 +220,7 @@ def find_head_problems(
     )  # fmt: skip
 
 
-def find_gpu_problems(build: Build, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:
+def find_gpu_problems(build: TensorRTPlan, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:
     """Whether the GPUs that are here can build the engine."""
     if not gpus:
         return Problems().add(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import Problems, UsageError, suggest
 from specdec.options import get_flags, name_flag
 from specdec.trtllm.facts import Facts, list_lines_with
 
 from ...settings import BuildSettings
-from .checks import Build
+
+if TYPE_CHECKING:
+    from .plan import TensorRTPlan
 
 # Fields of BuildSettings that trtllm-build has by the same name.
 SHARED = (
@@ -122,9 +124,9 @@ def _explain_unknown(name: str, facts: Facts) -> UsageError:
     )
 
 
-def find_flag_problems(build: Build) -> Problems:
+def find_flag_problems(build: TensorRTPlan) -> Problems:
     """Flags that the engine's reader, the run or trtllm-build itself would stumble over."""
-    values, given, mode = build.values, build.given, build.mode
+    values, given, mode = build.record.values, build.given, build.mode
     beams, ranks = values["max_beam_width"], build.num_ranks
     gathered = "context" if values["gather_context_logits"] else "all-token"
     gathers = values["gather_context_logits"] or values["gather_all_token_logits"]
@@ -163,7 +165,7 @@ def find_flag_problems(build: Build) -> Problems:
     return problems
 
 
-def find_path_problems(build: Build) -> Problems:
+def find_path_problems(build: TensorRTPlan) -> Problems:
     """Files that are to be read and are not on this machine."""
     problems = Problems()
     for name in READ_PATHS:
@@ -174,9 +176,9 @@ def find_path_problems(build: Build) -> Problems:
     return problems
 
 
-def _find_number_problems(build: Build) -> Problems:
+def _find_number_problems(build: TensorRTPlan) -> Problems:
     """Numbers that argparse takes and no engine does."""
-    size = build.values["tokens_per_block"]
+    size = build.record.values["tokens_per_block"]
     return Problems.where(
         *((build.facts.flags[name].kind == "int" and value < LEAST.get(name, 0),
            f"{name_flag(name)} {value}", f"give {LEAST.get(name, 0)} or more")
@@ -187,7 +189,7 @@ def _find_number_problems(build: Build) -> Problems:
     )  # fmt: skip
 
 
-def _find_idle_problems(build: Build) -> Problems:
+def _find_idle_problems(build: TensorRTPlan) -> Problems:
     """Flags that would do nothing for this checkpoint or alongside the others."""
     given = build.given
     loras = [
@@ -202,7 +204,7 @@ def _find_idle_problems(build: Build) -> Problems:
            f"leave {name_flag(name)} out") for name, kind in IDLE.items()),
         (given.get("pp_reduce_scatter") == "enable",
          "--pp-reduce-scatter is for Mixtral alone", "leave --pp-reduce-scatter out"),
-        (loras and build.values["lora_plugin"] == "disable",
+        (loras and build.record.values["lora_plugin"] == "disable",
          f"{', '.join(map(name_flag, loras))} without --lora-plugin has no effect",
          "add --lora-plugin auto, or leave them out"),
         (splits and given.get("auto_parallel", 1) == 1,
@@ -213,7 +215,7 @@ def _find_idle_problems(build: Build) -> Problems:
     )  # fmt: skip
 
 
-def _find_plugin_problems(build: Build) -> Problems:
+def _find_plugin_problems(build: TensorRTPlan) -> Problems:
     """Whether plugins' types and the checkpoint's go together."""
     checkpoint, given = build.checkpoint, build.given
     dtype, algorithm = checkpoint.model.dtype, checkpoint.quantization.quant_algo
@@ -233,7 +235,7 @@ def _find_plugin_problems(build: Build) -> Problems:
     for name, algorithms in FP8_PLUGINS.items():
         if given.get(name, "disable") == "disable":
             continue
-        shown, lacks_mlp = name_flag(name), build.values["use_fused_mlp"] == "disable"
+        shown, lacks_mlp = name_flag(name), build.record.values["use_fused_mlp"] == "disable"
         problems += Problems.where(
             (algorithm not in algorithms,
              f"{shown} {given[name]} for a checkpoint that is {is_a}: it is for"

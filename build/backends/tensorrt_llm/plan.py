@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import Problems, SpecDecError
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
 from specdec.model.checkpoint import CheckpointConfig
@@ -17,7 +17,7 @@ from specdec.trtllm.environment import BUILD_COMMAND, Environment
 from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
 from specdec.trtllm.lacks import list_defects
 
-from ...settings import SAME, BuildSettings
+from ...settings import BuildSettings
 from . import checks
 from .flags import collect_flags, find_flag_problems, find_path_problems, list_words
 from .record import Record, predict_record
@@ -33,7 +33,10 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}  # lines reach the log as they are print
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorRTPlan:
-    """A build that has passed every check. files: the checkpoint's, one a rank."""
+    """A build. given: the flags that were typed; record: what comes of it.
+
+    files: the checkpoint's, one a rank. notes: what the user should know although nothing is wrong.
+    """
 
     facts: Facts
     checkpoint: CheckpointConfig
@@ -43,7 +46,7 @@ class TensorRTPlan:
     given: dict[str, Any]
     record: Record
     files: list[TensorFile]
-    notes: list[str]
+    notes: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=lambda: dict(ENVIRONMENT))
 
     @property
@@ -52,7 +55,7 @@ class TensorRTPlan:
 
     @property
     def num_ranks(self) -> int:
-        return len(self.files)
+        return self.checkpoint.model.tp_size * self.checkpoint.model.pp_size
 
     @property
     def gpus_per_node(self) -> int:
@@ -136,58 +139,44 @@ def make_plan(
     gpus = here.gpus if here is not None else ()
     capability = gpus[0].capability if gpus else None
     record = predict_record(facts, checkpoint, mode, given, capability)
-    build = checks.Build(facts=facts, checkpoint=checkpoint, mode=mode, given=given, record=record)
+    model = checkpoint.model
+    because = f"tp_size {model.tp_size}"
+    if model.pp_size > 1:
+        because += f" x pp_size {model.pp_size}"
+    num_ranks = model.tp_size * model.pp_size
+    paths, missing = find_rank_files(settings.checkpoint_dir, num_ranks, because)
+    plan = TensorRTPlan(
+        facts=facts, checkpoint=checkpoint, checkpoint_dir=settings.checkpoint_dir,
+        output_dir=settings.output_dir, mode=mode, given=given, record=record,
+        files=[TensorFile(path) for path in paths],
+    )  # fmt: skip
     for find in (
         find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
         checks.find_length_problems, checks.find_bent,
     ):  # fmt: skip
-        problems += find(build)
-    problems += find_torch_settings(settings)
-    because = f"tp_size {checkpoint.model.tp_size}"
-    if checkpoint.model.pp_size > 1:
-        because += f" x pp_size {checkpoint.model.pp_size}"
-    paths, missing = find_rank_files(settings.checkpoint_dir, build.num_ranks, because)
+        problems += find(plan)
     problems += missing
-    files = [TensorFile(path) for path in paths]
-    problems += checks.find_tensor_problems(checkpoint, files)
-    problems += checks.find_head_problems(facts, checkpoint, files)
-    plan = TensorRTPlan(
-        facts=facts, checkpoint=checkpoint, checkpoint_dir=settings.checkpoint_dir,
-        output_dir=settings.output_dir, mode=mode, given=given, record=record, files=files,
-        notes=list_notes(build, here),
-    )  # fmt: skip
+    problems += checks.find_tensor_problems(checkpoint, plan.files)
+    problems += checks.find_head_problems(facts, checkpoint, plan.files)
+    if settings.quantization is not None:
+        problems.add(
+            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM builds"
+            " checkpoints that are quantized already",
+            "leave it out and convert with --quantization fp8, or build with --backend torch",
+        )
+    plan.notes.extend(list_notes(plan, here))
     if here is not None:
-        problems += find_path_problems(build)
+        problems += find_path_problems(plan)
         needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
-        problems += checks.find_gpu_problems(build, gpus, needed)
+        problems += checks.find_gpu_problems(plan, gpus, needed)
     problems.raise_all()
     return plan
 
 
-def find_torch_settings(settings: BuildSettings) -> Problems:
-    """List the settings that only the torch backend has."""
-    packed = {True: "enable", False: "disable", None: None}[settings.packed_weights]
-    return Problems.where(
-        (settings.quantization is not None,
-         f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM builds"
-         " checkpoints that are quantized already",
-         "leave it out and convert with --quantization fp8, or build with --backend torch"),
-        *((value != usual, f"{flag} {value} has no meaning for TensorRT-LLM",
-           f"leave {flag} out, or build with --backend torch")
-          for flag, value, usual in (
-              ("--optimize", settings.optimize, "auto"),
-              ("--packed-weights", packed, None),
-              ("--drafter-weights", settings.drafter_weights, SAME),
-              ("--draft-vocab-file", settings.draft_vocab_file, None),
-              ("--draft-vocab-size", settings.draft_vocab_size, None),
-          )),
-    )  # fmt: skip
-
-
-def list_notes(build: checks.Build, here: Environment | None) -> list[str]:
+def list_notes(build: TensorRTPlan, here: Environment | None) -> list[str]:
     """What the user should know although nothing is wrong."""
     notes = []
-    record, values = build.record, build.values
+    record, values = build.record, build.record.values
     if record.growth is not None:
         notes.append(
             f"the engine will record max_seq_len {values['max_seq_len']} = {record.growth};"
