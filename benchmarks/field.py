@@ -6,11 +6,12 @@
 
 All methods decode each request in turn, so that what drifts favours none: greedily, then at
 temperature 1. Without --model-dir the target is the chat model that examples/smollm2/get.py
-fetches. Every folder of --drafters with a config.json drafts for it, whatever its method; prompt
-lookup, suffix decoding and lookahead need none. Where the target is a GGUF file, llama.cpp decodes
-the same requests from the same file (greedily, by the llama-server that benchmarks/peers.py
-compiles). Prints tables of tokens per verify step and of speed over plain decoding, and writes them
-as JSON; fails where a greedy text differs from plain decoding's.
+fetches. Every folder of --drafters with a config.json drafts for it, whatever its method, and every
+GGUF file there is a draft model; prompt lookup, suffix decoding and lookahead need none. Where the
+target is a GGUF file, llama.cpp decodes the same requests from the same file (greedily, by the
+llama-server that benchmarks/peers.py compiles). Prints tables of tokens per verify step and of
+speed over plain decoding, and writes them as JSON; fails where a greedy text differs from plain
+decoding's.
 """
 
 from __future__ import annotations
@@ -162,8 +163,10 @@ def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     ]
     table: dict[str, list[dict[str, Any]]] = {t: [] for t in args.temperatures}
     drafters: dict[str | None, Path | None] = {None: None}
-    for config in sorted(args.drafters.glob("*/config.json")) if args.drafters else []:
-        drafters[config.parent.name] = config.parent
+    if args.drafters is not None:
+        folders = [config.parent for config in args.drafters.glob("*/config.json")]
+        found = sorted([*folders, *args.drafters.glob("*.gguf")])
+        drafters |= {path.stem if path.is_file() else path.name: path for path in found}
     for name, folder in drafters.items():
         print(f"{name or 'methods without a drafter'}:", file=sys.stderr, flush=True)
         with open_engine(args, folder) as bench, contextlib.ExitStack() as stack:
@@ -180,8 +183,8 @@ def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                     )  # fmt: skip
                     stack.callback(servers.end)
                     ways |= list_llama_ways(servers, args.num_tokens)
-                found = describe(measure(ways, bench.groups))
-                rows += found[1:] if rows else found  # plain decoding is told once
+                told = describe(measure(ways, bench.groups))
+                rows += told[1:] if rows else told  # plain decoding is told once
                 stack.close()
     return table
 
