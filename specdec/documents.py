@@ -19,7 +19,7 @@ def check_data_file(path: Path, flag: str) -> None:
     """Raise SpecDecError for a data file that is absent, empty or of another kind."""
     if path.suffix not in SUFFIXES:
         fact = f"{flag} {path} is none of {', '.join(SUFFIXES)}"
-        raise SpecDecError(fact, "name the file by what it holds")
+        raise SpecDecError(fact, "unpack or rewrite it as one of them, named by what it holds")
     if not path.is_file():
         raise SpecDecError(f"{flag} {path} does not exist", "check the path")
     if path.stat().st_size == 0:

@@ -193,7 +193,7 @@ def read_rows(
 
 
 def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
-    document = line.decode("utf-8") if is_text else read_document(parse_object(line))
+    document = line.decode("utf-8-sig") if is_text else read_document(parse_object(line))
     if isinstance(document, str):
         builder.add_text(document)
     else:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -863,3 +864,15 @@ def test_a_recipe_has_a_section_of_it(run_data: RunData, tmp_path: Path) -> None
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loopback needs none."""
     monkeypatch.setenv("no_proxy", "*")
+
+
+def test_a_full_disk_leaves_no_journal_without_rows(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(SpecDecError, match="out.jsonl.partial cannot be written") as caught:
+            Journal(tmp_path / "out.jsonl", {}, resume=False, force=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.hint == "free some space"
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -364,6 +365,15 @@ def test_rows_of_tables_have_fields_of_others(system: str) -> None:
     assert isinstance(conversation, Conversation)
     assert [m["content"] for m in conversation.messages] == ["Be brief.", "Rain?", "No."]
     assert read_document(row | {"conversations": None, "text": "Rain."}) == "Rain."
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "data.txt"
+    tokens = []
+    for mark in (b"", codecs.BOM_UTF8):
+        path.write_bytes(mark + b"As Windows writes it.")
+        tokens.append(read_rows(path, tokenizer, 100)[0].tokens.tolist())
+    assert tokens[0] == tokens[1]
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, tokenizer: Any) -> None:

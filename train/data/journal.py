@@ -6,6 +6,7 @@ their end: {"index", "row"} or {"index", "failure"}. A last line that was cut is
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -44,7 +45,9 @@ class Journal:
             if not self._read():
                 self._append({"facts": self.facts})
         except BaseException:
-            self._file.close()
+            if not exists:
+                self.path.unlink(missing_ok=True)
+            self._end()
             raise
 
     def __contains__(self, index: int) -> bool:
@@ -82,7 +85,11 @@ class Journal:
         """Let it go; a run that came to nothing leaves nothing to resume."""
         if not self._file.closed and not self._places and not self.failures:
             self.path.unlink(missing_ok=True)
-        self._file.close()
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # of what a full disk did not take, which has been told
+            self._file.close()
 
     def remove(self) -> None:
         """The work is done: forget it."""
@@ -100,8 +107,14 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> int:
         """Write a line, which is then the system's to keep, whatever happens to this process."""
         place = self._file.seek(0, os.SEEK_END)
-        self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise SpecDecError(
+                f"{self.path} cannot be written: {error.strerror}",
+                f"free some space{', and continue with --resume' * bool(self._places)}",
+            ) from None
         return place
 
     def _read(self) -> bool:
