@@ -116,7 +116,6 @@ def test_the_same_text_and_the_same_drafts(
     for parent in (small, tmp_path):
         engine = make_engine(
             tmp_path / parent.name, parent / "target", parent / "drafter", beams=2, length=3,
-            optimize="none",
         )  # fmt: skip
         outcome, results = decode(engine, parent / "target", monkeypatch)
         found.append((outcome, sum_stats(results)))
@@ -152,9 +151,7 @@ def test_the_same_drafts(
     write_drafter(drafter, tmp_path / "grown", shape)
     found: list[Any] = []
     for parent, own in ((small, drafter), (tmp_path, tmp_path / "grown")):
-        engine = make_tree_engine(
-            method, tmp_path / own.name / "engines", parent / "target", own, optimize="none"
-        )
+        engine = make_tree_engine(method, tmp_path / own.name / "engines", parent / "target", own)
         outcome, results = decode(engine, parent / "target", monkeypatch)
         found.append((outcome, sum_stats(results)))
     assert found[0] == found[1]

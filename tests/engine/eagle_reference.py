@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from specdec.engine.tree import Tree
 
 
 class EagleReference:
-    """A drafter as its folder has it, alongside its target; every call computes everything anew."""
+    """A drafter as its folder has it, alongside its target; every path is computed as a whole."""
 
     def __init__(self, target: Path, drafter: Path, *, version: int = 1) -> None:
         self.is_third = version == 3
@@ -43,6 +44,7 @@ class EagleReference:
             "eagle_aux_hidden_state_layer_ids"
         )
         self.norm_before_residual = self.document.get("norm_before_residual", False)
+        self.read = functools.cache(self._read)
 
     def _make_layer(self, index: int) -> Any:
         layer = LlamaDecoderLayer(self.config, index)
@@ -120,20 +122,24 @@ class EagleReference:
         return self.norm(x, "norm.weight") if self.document.get("norm_output") else x
 
     @torch.no_grad()
+    def _read(self, text: tuple[int, ...], path: tuple[int, ...]) -> tuple[list[int], Tensor, Any]:
+        """Tokens of pairs, their features, and what follows each: once for each text and path."""
+        is_parallel = "mask_hidden" in self.tensors  # P-EAGLE, whose places know the text only
+        if path and not is_parallel:
+            tokens, features, hidden = self.read(text, path[:-1])
+            tokens, features = [*tokens, path[-1]], torch.cat((features, hidden[-1:]))
+            return tokens, features, self.run(tokens, features)
+        tokens, features = list(text[1:]), self.make_features(text[:-1])
+        if is_parallel:
+            parts = self.tensors["mask_hidden"].reshape(1, -1).chunk(len(self.aux_layers), dim=-1)
+            features = torch.cat((features, *[self.narrow(list(parts))] * len(path)))
+            tokens += [self.document["pard_token"]] * len(path)
+        return tokens, features, self.run(tokens, features)
+
+    @torch.no_grad()
     def rank(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
         """Log-probabilities of the target's tokens after `text`, whose last is new, and `path`."""
-        features, tokens = self.make_features(text[:-1]), list(text[1:])
-        if "mask_hidden" in self.tensors:  # P-EAGLE, whose places know no token but the text's
-            parts = self.tensors["mask_hidden"].reshape(1, -1).chunk(len(self.aux_layers), dim=-1)
-            masks = [self.narrow(list(parts))] * len(path)
-            features = torch.cat((features, *masks))
-            tokens += [self.document["pard_token"]] * len(path)
-            path = ()
-        hidden = self.run(tokens, features)
-        for token in path:
-            features = torch.cat((features, hidden[-1:]))
-            tokens.append(token)
-            hidden = self.run(tokens, features)
+        _, _, hidden = self.read(tuple(text), tuple(path))
         last = hidden[-1]
         if self.is_third and not self.document.get("norm_output"):
             last = self.norm(last, "norm.weight")

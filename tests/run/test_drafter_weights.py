@@ -37,7 +37,7 @@ METHODS = {"redrafter": "drafter", "medusa": "medusa", "eagle": "eagle", "dflash
 ALL = METHODS | {"mtp": "mtp"}  # pycode has no head for it
 # Least draft tokens accepted, of those of the same drafter in bfloat16.
 LEAST = {"int8": 0.98, "int4": 0.95}
-NUM_PROMPTS, PROMPT, LIMIT = 6, 24, 32
+NUM_PROMPTS, PROMPT, LIMIT = 4, 24, 24
 
 
 def generate(folder: Path, *, samples: bool = False, speculate: bool = True) -> tuple[Any, int]:

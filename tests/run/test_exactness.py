@@ -119,7 +119,7 @@ def test_redrafter_equals_transformers(
 @pytest.mark.parametrize(
     ("target", "method", "optimize"),
     [
-        (shape, method, ("none", "auto")[(row + column) % 2])
+        (shape, method, "none" if row == column else "auto")
         for row, shape in enumerate(TARGETS)
         for column, method in enumerate(("medusa", "eagle", "eagle3", "mtp"))
     ],

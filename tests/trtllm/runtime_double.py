@@ -635,7 +635,7 @@ def get_engine(engine: EngineDouble) -> TorchEngine:
         if not folder.exists():
             call(
                 "build", "--backend", "torch", "--checkpoint-dir", checkpoint, "--output-dir",
-                folder, "--optimize", "none", "--max-batch-size", 16,
+                folder, "--max-batch-size", 16,
             )  # fmt: skip
         _engines[str(folder)] = TorchEngine(folder, device="cpu")
     return _engines[str(folder)]

@@ -116,7 +116,7 @@ class World:
         return self.build(name, checkpoint, *flags, backend="tensorrt-llm")
 
     def torch_engine(self, name: str, checkpoint: Path, *flags: object) -> Path:
-        return self.build(name, checkpoint, "--optimize", "none", *flags, backend="torch")
+        return self.build(name, checkpoint, *flags, backend="torch")
 
     def run(
         self,
