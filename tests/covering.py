@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import numpy as np
+
 Row = TypeVar("Row")
 TAKES_ALL = bool(os.environ.get("SPECDEC_TEST_ALL"))
 
@@ -24,15 +26,15 @@ def cover(
     rows = list(candidates)
     if TAKES_ALL:
         return rows
-    missing = []
+    numbers: dict[Any, int] = {}
+    combined = []
     for row in rows:
         values = key(row)
-        combined = itertools.combinations(enumerate(values), min(strength, len(values)))
-        missing.append(set(combined))
+        found = itertools.combinations(enumerate(values), min(strength, len(values)))
+        combined.append([numbers.setdefault(own, len(numbers)) for own in found])
     chosen: list[int] = []
-    while most := max(map(len, missing)):
-        chosen.append(next(at for at, own in enumerate(missing) if len(own) == most))
-        taken = set(missing[chosen[-1]])
-        for own in missing:
-            own -= taken
+    table, is_missing = np.array(combined), np.ones(len(numbers), np.bool_)
+    while is_missing.any():
+        chosen.append(int(is_missing[table].sum(1).argmax()))
+        is_missing[table[chosen[-1]]] = False
     return [rows[at] for at in sorted(chosen)]
