@@ -57,7 +57,7 @@ class HfFolder:
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
         present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
         if not present:
-            raise _refuse_folder(str(path), [entry.name for entry in path.iterdir()])
+            raise refuse_folder(str(path), [entry.name for entry in path.iterdir()])
         if len(present) > 1:
             logger.warning("%s: reading %s, not %s", path, present[0], join_names(present[1:]))
         if present[0].endswith(INDEX_SUFFIX):
@@ -257,7 +257,7 @@ def _open_weights(path: Path) -> TensorFile | TorchFile:
     return TensorFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
-def _refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
+def refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     """Return the error for a folder without weights, or none that can be read."""
     others = sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES))
     found = f"; it holds {join_names(others)}" if others else ""
@@ -288,15 +288,4 @@ def open_model(
         raise refuse_absent(path, f"{flag} {name}")
     from .hub import fetch_model
 
-    def choose(present: Sequence[str]) -> list[str]:
-        found = [known for known in (*weight_files, *WEIGHT_NAMES) if known in present]
-        if not found:
-            raise _refuse_folder(f"{flag} {name} on the Hub", present)
-        notes = [QUANTIZATION_NAME] if QUANTIZATION_NAME in present else []
-        return ["config.json", *notes, found[0]]
-
-    def list_shards(folder: Path, chosen: Sequence[str]) -> list[str]:
-        indexes = [known for known in chosen if known.endswith(INDEX_SUFFIX)]
-        return [shard for index in indexes for shard in read_index(folder / index)]
-
-    return HfFolder(fetch_model(name, flag, choose, list_shards), weight_files=weight_files)
+    return HfFolder(fetch_model(name, flag, weight_files), weight_files=weight_files)

@@ -13,7 +13,10 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
+from specdec.files.folders import INDEX_SUFFIX, WEIGHT_NAMES
 from specdec.hub import describe_answer, explain
+
+from .hf import QUANTIZATION_NAME, read_index, refuse_folder
 
 logger = logs.get_logger(__name__)
 
@@ -21,17 +24,8 @@ ATTEMPTS = 5  # of a download that is cut off
 TIMEOUT = 10.0  # seconds for an answer about a repository or a file; downloads have the library's
 
 
-def fetch_model(
-    hub_id: str,
-    flag: str,
-    choose: Callable[[Sequence[str]], list[str]],
-    list_shards: Callable[[Path, Sequence[str]], list[str]],
-) -> Path:
-    """Fetch a model, or find the cached copy where the Hub cannot be asked; return its folder.
-
-    `choose` picks the files to fetch out of the repository's; `list_shards` names those that they
-    ask for besides, once they are in a folder.
-    """
+def fetch_model(hub_id: str, flag: str, weight_files: Sequence[str]) -> Path:
+    """Fetch a model, or find the cached copy where the Hub cannot be asked; return its folder."""
     import huggingface_hub
 
     # Only the environment's token: one that lies about in a home folder is not ours to send.
@@ -64,12 +58,16 @@ def fetch_model(
             info = huggingface_hub.HfApi(token=token).model_info(hub_id, timeout=TIMEOUT)
         except Exception as error:  # noqa: BLE001 - the library raises many kinds, its HTTP client more
             return _find_cached(hub_id, flag, error, fetch)
-        names = choose([sibling.rfilename for sibling in info.siblings or ()])
+        present = [sibling.rfilename for sibling in info.siblings or ()]
+        weights = [known for known in (*weight_files, *WEIGHT_NAMES) if known in present][:1]
+        if not weights:
+            raise refuse_folder(f"{flag} {hub_id} on the Hub", present)
+        names = ["config.json", *{QUANTIZATION_NAME} & {*present}, *weights]
         logger.info("fetching %s from the Hugging Face Hub", hub_id)
         try:
             folder = fetch(names)
-            if shards := list_shards(folder, names):
-                before, folder = folder, fetch([*names, *shards])
+            if weights[0].endswith(INDEX_SUFFIX):
+                before, folder = folder, fetch([*names, *read_index(folder / weights[0])])
                 if folder != before:
                     raise SpecDecError(
                         f"{flag} {hub_id} was changed on the Hub while it was fetched",

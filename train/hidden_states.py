@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
 from specdec.logs import get_logger
 
 from .features import OutputHead
+from .job import list_inputs, load_target
 from .rows import Rows
 from .state import refuse_changes
 from .target import Batch, LiveTarget, Target, get_name, join_rows, make_batch, make_head
@@ -119,48 +120,29 @@ def hash_rows(rows: Rows) -> str:
     return digest.hexdigest()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """How the target is read. load: loads it. facts: hashes of its files and of the data's.
-
-    sources: what the manifest names. inputs: what the folder may not replace.
-    """
-
-    setup: Setup
-    load: Callable[[], LiveTarget]
-    facts: Mapping[str, str]
-    sources: list[dict[str, Any]]
-    inputs: Sequence[Path]
-
-    @property
-    def accelerator(self) -> Any:
-        return self.setup.accelerator
-
-    @property
-    def in_step(self) -> bool:
-        """Whether each process holds a part of the target, so that all must read equally often."""
-        return self.setup.settings.shard_target
-
-
-def write_states(folder: Path, plan: StatesPlan, work: Work) -> None:
+def write_states(
+    folder: Path, plan: StatesPlan, setup: Setup, sources: list[dict[str, Any]]
+) -> None:
     """Run the target over the data and write its hidden states into `folder`.
 
-    All processes call this and share the work.
+    All processes call this and share the work. sources: what the manifest names.
     """
-    wait = work.accelerator.wait_for_everyone
-    if not work.accelerator.is_main_process:
+    wait = setup.accelerator.wait_for_everyone
+    if not setup.accelerator.is_main_process:
         wait()  # until the folder is there
-        _write_share(get_partial(folder), plan, work.load(), work)
+        _write_share(get_partial(folder), plan, load_target(setup), setup)
         wait()  # until all files are
         wait()  # until the folder has its name
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise SpecDecError(f"{folder} holds no hidden states", "name an empty or a new folder")
-    with stage_folder(folder, force=False, inputs=work.inputs, resume=True) as partial:
+    with stage_folder(
+        folder, force=False, inputs=list_inputs(setup.settings), resume=True
+    ) as partial:
         _begin(folder, partial, plan)
         wait()
-        target = work.load()
-        _write_share(partial, plan, target, work)
+        target = load_target(setup)
+        _write_share(partial, plan, target, setup)
         _write_target(partial / TARGET_FILE, target)
         wait()
         marks = {shard.name: _get_mark(partial, shard) for shard in plan.shards}
@@ -168,7 +150,7 @@ def write_states(folder: Path, plan: StatesPlan, work: Work) -> None:
         for mark in marks.values():
             mark.unlink()
         write_manifest(
-            partial, kind=KIND, settings={}, sources=work.sources, hashes=hashes,
+            partial, kind=KIND, settings={}, sources=sources, hashes=hashes,
             **plan.describe(),
         )  # fmt: skip
     wait()
@@ -220,9 +202,10 @@ def _is_complete(folder: Path, plan: StatesPlan, shard: StatesFile) -> bool:
     return mark.is_file() and path.is_file() and path.stat().st_size == size
 
 
-def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, work: Work) -> None:
+def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setup) -> None:
     """Write this process's part of the files that are missing."""
-    accelerator = work.accelerator
+    accelerator = setup.accelerator
+    in_step = setup.settings.shard_target  # each holds a part of it: all must read equally often
     missing = [shard for shard in plan.shards if not _is_complete(folder, plan, shard)]
     accelerator.wait_for_everyone()  # so that all see the same ones
     for start in range(0, len(missing), accelerator.num_processes):
@@ -231,21 +214,20 @@ def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, work: Work)
         most = max(shard.stop - shard.first for shard in group)
         if mine < len(group):
             shard = group[mine]
-            arrays = _read_shard(plan, shard, target, work, most if work.in_step else 0)
+            arrays = _read_shard(plan, shard, target, setup, most if in_step else 0)
             partial = folder / f"{shard.name}.partial"
             sha256 = write_tensor_file(partial, plan.list_tensors(shard), arrays.__getitem__)
             partial.replace(folder / shard.name)
             _get_mark(folder, shard).write_text(sha256, encoding="utf-8")
-        elif work.in_step:
-            _read_shard(
-                plan, dataclasses.replace(group[0], stop=group[0].first), target, work, most
-            )
+        elif in_step:
+            empty = dataclasses.replace(group[0], stop=group[0].first)
+            _read_shard(plan, empty, target, setup, most)
         done = min(len(missing), start + accelerator.num_processes)
         logger.info("hidden states: %d of %d files", done, len(missing))
 
 
 def _read_shard(
-    plan: StatesPlan, shard: StatesFile, target: LiveTarget, work: Work, num_reads: int
+    plan: StatesPlan, shard: StatesFile, target: LiveTarget, setup: Setup, num_reads: int
 ) -> dict[str, Array]:
     """Return the states of a shard's rows; read some row over again up to `num_reads` in all."""
     rows = plan.parts[shard.part]
@@ -255,9 +237,9 @@ def _read_shard(
     indices = wanted + [shard.first] * (num_reads - len(wanted))
     start = int(rows.bounds[shard.first])
     with torch.no_grad():
-        size = work.setup.settings.batch_size
+        size = setup.settings.batch_size
         for at in range(0, len(indices), size):
-            batch = make_batch(rows, indices[at : at + size], work.accelerator.device)
+            batch = make_batch(rows, indices[at : at + size], setup.accelerator.device)
             states = target.find_states(batch)
             mine = zip(wanted[at : at + size], batch.lengths, strict=False)
             for i, (row, length) in enumerate(mine):
@@ -356,16 +338,18 @@ class StoredTarget(Target):
         return tuple(join_rows(read[name]).to(batch.tokens.device) for name in names)
 
 
-def open_states(work: Work, parts: Mapping[str, Rows], vocab_size: int) -> StoredTarget:
+def open_states(
+    setup: Setup, parts: Mapping[str, Rows], vocab_size: int,
+    sources: list[dict[str, Any]], facts: Mapping[str, str],
+) -> StoredTarget:  # fmt: skip
     """Return the target by its hidden states; where they are not on disk yet, compute them first.
 
-    `work.sources` count on the main process only.
+    facts: hashes of the target's files and the data's, `sources`; both of the main process only.
     """
-    setup = work.setup
     folder = need(setup.settings.hidden_states_dir)
     hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
     plan = StatesPlan(
-        facts={"--dtype": setup.dtype, **work.facts, **hashes},
+        facts={"--dtype": setup.dtype, **facts, **hashes},
         parts=parts,
         layers=setup.method.choose_layers(setup.settings, setup.config),
         vocab_size=vocab_size,
@@ -373,11 +357,11 @@ def open_states(work: Work, parts: Mapping[str, Rows], vocab_size: int) -> Store
         dtype=setup.dtype,
     )
     if not (folder / "manifest.json").is_file():
-        write_states(folder, plan, work)
+        write_states(folder, plan, setup, sources)
         gc.collect()  # the target, which may be large and full of cycles
-    elif work.accelerator.is_main_process:
+    elif setup.accelerator.is_main_process:
         check_states(folder, plan)
-    work.accelerator.wait_for_everyone()
+    setup.accelerator.wait_for_everyone()
     return StoredTarget(folder, plan, setup)
 
 

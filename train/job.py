@@ -106,13 +106,12 @@ def prepare_job(setup: Setup) -> Job:
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
     train, heldout = load_rows(setup, state, vocab_size)
     if target is None:
-        from .hidden_states import Work, open_states
+        from .hidden_states import open_states
 
-        work = Work(
-            setup=setup, load=lambda: load_target(setup), inputs=list_inputs(settings),
-            facts=name_hashes(target_files, data_files), sources=[*target_files, *data_files],
+        target = open_states(
+            setup, {"train": train, "heldout": heldout}, vocab_size,
+            [*target_files, *data_files], name_hashes(target_files, data_files),
         )  # fmt: skip
-        target = open_states(work, {"train": train, "heldout": heldout}, vocab_size)
     return Job(
         **vars(setup), state=state, target=target, train=train, heldout=heldout,
         target_files=target_files, data_files=data_files,

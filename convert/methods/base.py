@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import SpecDecError, join_names, shorten
@@ -14,13 +15,14 @@ from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.lacks import Pair, find_pair
 
 from ..families.base import ROTARY_BUFFERS
+from ..plan import Part
 
 if TYPE_CHECKING:
     from specdec.methods.base import DrafterParams, Method
     from specdec.methods.net import NetParams
 
+    from ..families.base import Family
     from ..hf import HfFolder
-    from ..plan import Part
     from ..settings import ConvertSettings
 
 
@@ -88,6 +90,27 @@ def ignore_net(params: NetParams) -> tuple[str, ...]:
     """What follows from the rest of such a drafter: rotary tables, and maps that were checked."""
     is_reduced = params.draft_vocab_size < params.net.vocab_size
     return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+
+
+def find_net_sources(
+    decoder: Family, names: Mapping[str, str], extras: Mapping[str, str]
+) -> dict[str, tuple[Part, ...]]:
+    """Map canonical names to a folder's that names a drafter's layers as a decoder's.
+
+    names: each tensor's, and the same without what stands for its net; extras: what no decoder has.
+    """
+    inner = {
+        name: f"transformer.{bare.removeprefix('drafter.')}"
+        for name, bare in names.items() if bare not in extras
+    }  # fmt: skip
+    found = decoder.find_sources(inner.values())
+    sources: dict[str, tuple[Part, ...]] = {
+        name: (Part(extras[bare]),) for name, bare in names.items() if bare in extras
+    }
+    for name, own in inner.items():
+        parts = found[own]
+        sources[name] = tuple(replace(p, name=p.name.removeprefix("model.")) for p in parts)
+    return sources
 
 
 def list_held(folder: HfFolder) -> str:
@@ -178,10 +201,10 @@ def exclude_modules(
 
 
 def name_own_architecture(
-    config: Mapping[str, Any], method: Method, params: DrafterParams, version: str, net: str, *,
+    method: Method, net: str, config: Mapping[str, Any], params: DrafterParams, version: str, *,
     is_head_quantized: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """A target's config.json with a drafter that TensorRT-LLM has for no target.
+    """`add_to_config` of a method that TensorRT-LLM has for no target.
 
     net: what the names of the drafter's tensors begin with.
     """

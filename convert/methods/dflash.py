@@ -6,9 +6,9 @@ DSpark's, which have a Markov head, as DeepSpec and specdec-train write them, an
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
@@ -30,7 +30,14 @@ from ..families import qwen
 from ..families.base import read_decoder
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_layouts, ignore_net, list_held, name_own_architecture, share_net
+from .base import (
+    check_layouts,
+    find_net_sources,
+    ignore_net,
+    list_held,
+    name_own_architecture,
+    share_net,
+)
 from .eagle import check_fixed, check_offsets, read_layers
 
 if TYPE_CHECKING:
@@ -261,24 +268,10 @@ def find_sources(
     folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
 ) -> dict[str, tuple[Part, ...]]:
     """Map canonical tensor names to the folder's."""
-    extras: dict[str, tuple[Part, ...]] = {
-        f"{DFLASH_NET}{name}": (Part(name.removeprefix("drafter.")),)
-        for name in ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
-    }
-    extras |= {f"{DFLASH_NET}{name}": (Part(other),) for name, other in MARKOV.items()}
-    names = {
-        name: name.removeprefix(DFLASH_NET).replace("drafter.", "transformer.", 1)
-        for name in canonical
-        if name not in extras
-    }
-    found = qwen.QWEN3.find_sources(names.values())
-    sources = {name: extras[name] for name in canonical if name in extras}
-    for name, other in names.items():
-        parts = found[other]
-        sources[name] = tuple(
-            dataclasses.replace(part, name=part.name.removeprefix("model.")) for part in parts
-        )
-    return sources
+    names = {name: name.removeprefix(DFLASH_NET) for name in canonical}
+    own = ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
+    extras = {name: name.removeprefix("drafter.") for name in own} | MARKOV
+    return find_net_sources(qwen.QWEN3, names, extras)
 
 
 def list_ignored(folder: HfFolder, params: DFlashParams) -> Sequence[str]:
@@ -287,10 +280,4 @@ def list_ignored(folder: HfFolder, params: DFlashParams) -> Sequence[str]:
     return (*ignore_net(params), *confidence)
 
 
-def add_to_config(
-    config: Mapping[str, Any], params: DFlashParams, version: str, *, is_head_quantized: bool
-) -> dict[str, Any]:
-    """Return a target's config.json with the drafter added."""
-    return name_own_architecture(
-        config, METHOD, params, version, DFLASH_NET, is_head_quantized=is_head_quantized
-    )
+add_to_config = functools.partial(name_own_architecture, METHOD, DFLASH_NET)

@@ -40,6 +40,7 @@ from .base import (
     check_layouts,
     choose_pair,
     exclude_modules,
+    find_net_sources,
     ignore_net,
     list_held,
     share_net,
@@ -332,33 +333,20 @@ def find_sources(
     folder: HfFolder, params: EagleParams, canonical: Sequence[str]
 ) -> dict[str, tuple[Part, ...]]:
     """Map canonical tensor names to the folder's; every net is made from the same ones."""
-    first = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
-    decoder = {name: f"transformer.{own.removeprefix('drafter.')}" for name, own in first.items()}
-    extras = {
-        "drafter.fc.weight": "fc.weight",
-        "drafter.fc.bias": "fc.bias",
-        "drafter.layers.0.hidden_norm.weight": "layers.0.hidden_norm.weight",
-        HEAD: HEAD,
-        HEAD_BIAS: HEAD_BIAS,
-        OFFSETS: OFFSETS,
-    }
+    bare = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
+    own = ["fc.weight", "fc.bias", "layers.0.hidden_norm.weight"]
     if params.eagle3 is not None:
-        extras |= {f"drafter.{name}": name for name in params.eagle3.list_read_norms()}
-        extras[MASK_HIDDEN] = MASK_HIDDEN.removeprefix("drafter.")
-    found = llama.LLAMA.find_sources(decoder[n] for n in canonical if first[n] not in extras)
-    is_only = any(name.startswith(ONLY_LAYER) for name in folder.tensors)
-
-    def rename(part: Part) -> Part:
-        name = part.name.removeprefix("model.")
-        if is_only and name.startswith(LAYER):
-            name = ONLY_LAYER + name.removeprefix(LAYER)
-        return dataclasses.replace(part, name=name)
-
-    sources = {}
-    for name in canonical:
-        is_row = first[name] == MASK_HIDDEN
-        parts = found.get(decoder[name]) or (Part(extras[first[name]], is_row=is_row),)
-        sources[name] = tuple(rename(part) for part in parts)
+        own += params.eagle3.list_read_norms()
+    own = [f"drafter.{name}" for name in own] + [HEAD, HEAD_BIAS, OFFSETS, MASK_HIDDEN]
+    extras = {name: name.removeprefix("drafter.") for name in own}
+    sources = find_net_sources(llama.LLAMA, bare, extras)
+    new = ONLY_LAYER if any(name.startswith(ONLY_LAYER) for name in folder.tensors) else LAYER
+    for name, (*parts,) in sources.items():
+        is_row = bare[name] == MASK_HIDDEN
+        sources[name] = tuple(
+            dataclasses.replace(part, name=part.name.replace(LAYER, new, 1), is_row=is_row)
+            for part in parts
+        )
     return sources
 
 

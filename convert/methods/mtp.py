@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -191,10 +192,4 @@ def list_ignored(folder: HfFolder, params: MtpParams) -> Sequence[str]:
     return ROTARY_BUFFERS
 
 
-def add_to_config(
-    config: Mapping[str, Any], params: MtpParams, version: str, *, is_head_quantized: bool
-) -> dict[str, Any]:
-    """Return a target's config.json with the head added."""
-    return name_own_architecture(
-        config, METHOD, params, version, MTP_NET, is_head_quantized=is_head_quantized
-    )
+add_to_config = functools.partial(name_own_architecture, METHOD, MTP_NET)
