@@ -104,7 +104,11 @@ class CheckpointFolder:
             for name, spec in specs.items()
         }
         found = compare_tensors(file.tensors, expected, self.quantization)
-        tensors = {name: pass_on(file, name) for name in (*found.kept, *found.scales)}
+        tensors = {}
+        for name in (*found.kept, *found.scales):  # copied as they are
+            info = file.tensors[name]
+            block = Block(0, info.num_rows) if info.shape else None
+            tensors[name] = PlannedTensor(info, (Piece(file, name, block),))
         missing = list(found.missing)
         if HEAD in missing and (shared := self._share_embedding(rank, file)):
             tensors[HEAD] = shared
@@ -135,10 +139,3 @@ class CheckpointFolder:
             return None
         pieces = tuple(Piece(file, EMBEDDING, block) for block in blocks)
         return PlannedTensor(TensorInfo(info.dtype, shape), pieces)
-
-
-def pass_on(file: TensorFile, name: str) -> PlannedTensor:
-    """Plan a tensor that is copied as it is."""
-    info = file.tensors[name]
-    block = Block(0, info.num_rows) if info.shape else None
-    return PlannedTensor(info, (Piece(file, name, block),))

@@ -403,6 +403,28 @@ def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -
         reader.refuse(f"{name} is {value!r}", remedy)
 
 
+def read_plain_heads(
+    reader: ConfigReader, heads: str, hidden: str, activation: str
+) -> dict[str, Any]:
+    """Read the sizes of a decoder whose heads are as many for keys as for queries.
+
+    heads, hidden: what their numbers are called; activation: the one of no field.
+    """
+    num_heads, hidden_size = reader.get_int(heads), reader.get_int(hidden)
+    if hidden_size % num_heads:
+        reader.refuse(
+            f"{hidden} {hidden_size} is not a multiple of {heads} {num_heads}", f"correct {heads}"
+        )
+    return {
+        "vocab_size": reader.get_int("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_size": max(1, hidden_size // num_heads),
+        "hidden_act": name_activation(reader, reader.get_text("activation_function", activation)),
+    }
+
+
 def name_activation(reader: ConfigReader, value: str) -> str:
     """Return TensorRT-LLM's name of a plain MLP's activation; warn where it computes another."""
     if value == "gelu":

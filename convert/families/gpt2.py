@@ -8,7 +8,7 @@ from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
 from ..plan import Part
-from .base import Family, Layout, add_keys, name_activation, refuse_unless
+from .base import Family, Layout, add_keys, read_plain_heads, refuse_unless
 
 _SELF = "transformer.h.{layer}."
 _OURS = "transformer.layers.{layer}."
@@ -30,28 +30,20 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 
 def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a GPT-2 config.json; an absent optional field has the value transformers gives it."""
-    num_heads, hidden_size = reader.get_int("n_head"), reader.get_int("n_embd")
-    if hidden_size % num_heads:
-        reader.refuse(
-            f"n_embd {hidden_size} is not a multiple of n_head {num_heads}", "correct n_head"
-        )
+    values = read_plain_heads(reader, "n_head", "n_embd", "gelu_new")
     remedy = "TensorRT-LLM's GPT-2 computes otherwise; this model is not supported"
     refuse_unless(reader, "scale_attn_weights", True, remedy=remedy)
-    refuse_unless(reader, "scale_attn_by_inverse_layer_idx", False, remedy=remedy)
-    refuse_unless(reader, "reorder_and_upcast_attn", False, remedy=remedy)
-    refuse_unless(reader, "add_cross_attention", False, remedy=remedy)
-    activation = reader.get_text("activation_function", "gelu_new")
-    return {
-        "vocab_size": reader.get_int("vocab_size"),
-        "hidden_size": hidden_size,
+    for key in (
+        "scale_attn_by_inverse_layer_idx",
+        "reorder_and_upcast_attn",
+        "add_cross_attention",
+    ):
+        refuse_unless(reader, key, False, remedy=remedy)
+    return values | {
         "num_hidden_layers": reader.get_int("n_layer"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "head_size": max(1, hidden_size // num_heads),
-        "intermediate_size": reader.get_int("n_inner", 4 * hidden_size),
+        "intermediate_size": reader.get_int("n_inner", 4 * values["hidden_size"]),
         "norm_epsilon": reader.get_float("layer_norm_epsilon", 1e-5),
         "max_position_embeddings": reader.get_int("n_positions", 1024),
-        "hidden_act": name_activation(reader, activation),
     }
 
 

@@ -18,7 +18,7 @@ from specdec.model.tensors import HEAD
 
 from ..hf import HfFolder
 from ..plan import Computed, Part
-from .base import Family, Layout, logger, name_activation, refuse_unless
+from .base import Family, Layout, logger, read_plain_heads, refuse_unless
 
 MIN_ROWS = 256
 _SELF = "model.decoder.layers.{layer}."
@@ -43,12 +43,7 @@ MODULES: dict[str, tuple[str | Part, ...]] = {
 
 def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read an OPT config.json; an absent optional field has the value transformers gives it."""
-    num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
-    if hidden_size % num_heads:
-        reader.refuse(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
-            "correct num_attention_heads",
-        )
+    values = read_plain_heads(reader, "num_attention_heads", "hidden_size", "relu")
     is_post_norm = not reader.get_bool("do_layer_norm_before", True)
     remedy = "this variant of OPT is not supported; the usual ones have all norms, with weights"
     if not is_post_norm:
@@ -57,10 +52,8 @@ def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     refuse_unless(
         reader, "enable_bias", True, remedy="OPT without biases (Galactica) is not supported"
     )
-    activation = reader.get_text("activation_function", "relu")
-    folded = {}
-    if reader.config.get("word_embed_proj_dim") not in (None, hidden_size):
-        folded["use_parallel_embedding"] = False  # as TensorRT-LLM's converter has it
+    if reader.config.get("word_embed_proj_dim") not in (None, values["hidden_size"]):
+        values["use_parallel_embedding"] = False  # as TensorRT-LLM's converter has it
         if layout.use_parallel_embedding:
             logger.warning(
                 "%s: --use-parallel-embedding has no effect: TensorRT-LLM's converter leaves"
@@ -68,17 +61,11 @@ def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
                 reader.path,
             )
     known = ARCHITECTURES["OPTForCausalLM"]
-    return folded | {
-        "vocab_size": reader.get_int("vocab_size"),
-        "hidden_size": hidden_size,
+    return values | {
         "num_hidden_layers": reader.get_int("num_hidden_layers"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "head_size": max(1, hidden_size // num_heads),
         "intermediate_size": reader.get_int("ffn_dim"),
         "norm_epsilon": 1e-5,  # torch's default, for which OPT has no field
         "max_position_embeddings": reader.get_int("max_position_embeddings", 2048),
-        "hidden_act": name_activation(reader, activation),
         "own_arithmetic": dataclasses.replace(known, is_post_norm=True) if is_post_norm else None,
     }
 

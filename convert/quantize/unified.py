@@ -172,7 +172,8 @@ def plan_kv_scales(
 ) -> tuple[RankPlan, bool]:
     """Plan the K/V scales of every layer; return them and whether the folder has any."""
     attentions = {
-        module.removesuffix("qkv"): _find_attention(parts[f"{module}.weight"])
+        module.removesuffix("qkv"):
+            parts[f"{module}.weight"][0].name.removesuffix(".weight").rpartition(".")[0] + "."
         for module in linears if module.endswith(".qkv")
     }  # fmt: skip
     cache = _read_kv_scales(folder, attentions, reader)
@@ -183,11 +184,6 @@ def plan_kv_scales(
         for kind in kv_scales
     }
     return planned, bool(cache)
-
-
-def _find_attention(parts: Sequence[Part]) -> str:
-    """The folder's attention module, with a dot, of which the projections are parts."""
-    return parts[0].name.removesuffix(".weight").rpartition(".")[0] + "."
 
 
 def _read_kv_scales(

@@ -164,16 +164,8 @@ def list_parts(path: Path) -> list[Path]:
     ]
 
 
-def identify_folder(folder: Path) -> str | None:
-    """Return the kind of a folder, or None where what it holds does not tell.
-
-    A target that was saved together with a drafter is a model.
-    """
-    return _look(folder).kind
-
-
-class _Look(NamedTuple):
-    """What a folder shows: its kind, its files, its config.json, and the names of its tensors.
+class Look(NamedTuple):
+    """What a folder shows: its kind or None, its files and config.json, and the tensors by name.
 
     The tensors are those of folders that Hugging Face's libraries write. error: why files or
     config.json cannot be read.
@@ -189,24 +181,27 @@ class _Look(NamedTuple):
         return find_signs(self.names, self.config, self.tensors)
 
 
-def _look(folder: Path) -> _Look:
-    """Look at a folder; each file is read once."""
+def look_at(folder: Path) -> Look:
+    """Look at a folder; each file is read once.
+
+    A target that was saved together with a drafter is a model.
+    """
     names: set[str] = set()
     try:
         names = set(os.listdir(folder))
         config = read_json(folder / "config.json") if "config.json" in names else None
     except (OSError, SpecDecError) as error:
-        return _Look(None, names, {}, (), error)
+        return Look(None, names, {}, (), error)
     if config is None:
-        return _Look(_identify_files(names), names, {}, _list_tensors(folder, names))
+        return Look(_identify_files(names), names, {}, _list_tensors(folder, names))
     if "build_config" in config:
-        return _Look(ENGINE, names, config, ())
+        return Look(ENGINE, names, config, ())
     if "mapping" in config or "rank0.safetensors" in names:
-        return _Look(CHECKPOINT, names, config, ())
+        return Look(CHECKPOINT, names, config, ())
     tensors = _list_tensors(folder, names)
     if "adapter_config.json" in names and not tensors:
-        return _Look(ADAPTER, names, config, tensors)
-    return _Look(_identify_model(names, config, tensors), names, config, tensors)
+        return Look(ADAPTER, names, config, tensors)
+    return Look(_identify_model(names, config, tensors), names, config, tensors)
 
 
 def _identify_files(names: Collection[str]) -> str | None:
@@ -275,7 +270,7 @@ def recognize_drafter(folder: Path, flag: str) -> str:
 
     Raises SpecDecError for any other, and where more than one kind shows.
     """
-    look = _look(folder)
+    look = look_at(folder)
     if look.error is not None:
         raise look.error
     found, signs = look.kind, look.find_signs()
@@ -355,7 +350,7 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
         return
     if not folder.is_dir():
         raise refuse_absent(folder, shown, MAKERS.get(wanted, ""))
-    look = _look(folder)
+    look = look_at(folder)
     found = look.kind
     if found is None or found == wanted:
         return

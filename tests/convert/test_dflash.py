@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from specdec.files.folders import DFLASH, identify_folder
+from specdec.files.folders import DFLASH, look_at
 from specdec.model.checkpoint import read_checkpoint_config
 from tests.conftest import make_dflash_drafter, make_llama, read_error_lines
 from tests.engines import call, run_cli_here
@@ -35,7 +35,7 @@ def test_every_tensor_is_where_the_page_says(
     form: str, tp_size: int, target: Path, tmp_path: Path
 ) -> None:
     drafter = make_dflash_drafter(tmp_path, form=form, vocab=131, layers=1, kv_heads=2, bias=True)
-    assert identify_folder(drafter) == DFLASH
+    assert look_at(drafter).kind == DFLASH
     folder = convert(target, drafter, tmp_path / "ckpt", "--tp-size", tp_size)
     own, base = load_file(drafter / "model.safetensors"), load_file(target / "model.safetensors")
     height = -(-131 // tp_size)

@@ -25,7 +25,7 @@ from specdec.files.folders import (
     REDRAFTER,
     TOKENIZER,
     expect_folder,
-    identify_folder,
+    look_at,
 )
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import call
@@ -57,7 +57,7 @@ KINDS = (ENGINE, CHECKPOINT, MODEL, REDRAFTER, MEDUSA, EAGLE, TOKENIZER, ADAPTER
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_known(store: Store, kind: str) -> None:
-    assert identify_folder(store(kind)) == kind
+    assert look_at(store(kind)).kind == kind
 
 
 @pytest.mark.parametrize("wanted", [ENGINE, CHECKPOINT, MODEL, REDRAFTER, MEDUSA, EAGLE, TOKENIZER])
@@ -109,7 +109,7 @@ def test_what_cannot_be_told_passes(tmp_path: Path) -> None:
         expect_folder(tmp_path, wanted)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    assert identify_folder(tmp_path) is None
+    assert look_at(tmp_path).kind is None
 
 
 def test_a_mistyped_path_is_told_its_neighbour(store: Store, tmp_path: Path) -> None:
