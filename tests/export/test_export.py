@@ -590,9 +590,7 @@ def test_a_dflash_drafter_is_told_as_each_runtime_counts(
         assert all(torch.equal(written[name], own[name]) for name in own)
 
 
-def test_a_drafter_of_one_pass_is_told(
-    checkpoints: dict[str, tuple[Path, Path]], write: Write, tmp_path: Path
-) -> None:
+def test_a_drafter_of_one_pass_is_told(write: Write, tmp_path: Path) -> None:
     reports = {to: write("p-eagle", to)[0] for to in PAIRS["p-eagle"]}
     config = read_json(tmp_path / "vllm" / "config.json")
     assert (config["mask_token_id"], config["pard_token"]) == (9, 9)
@@ -602,10 +600,6 @@ def test_a_drafter_of_one_pass_is_told(
     assert told["architectures"] == ["PEagleSpeculator"]
     assert told["speculators_config"]["algorithm"] == "peagle"
     assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 8
-    own = load_file(checkpoints["p-eagle"][0] / "model.safetensors")
-    for to in PAIRS["p-eagle"]:
-        written = load_file(tmp_path / to / "model.safetensors")
-        assert torch.equal(written["mask_hidden"], own["mask_hidden"])
 
 
 def test_a_markov_head_is_told(

@@ -132,22 +132,6 @@ def test_the_output_is_complete(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter"]
 
 
-def test_one_sample_is_learned_by_heart(run_train: Any, target_dir: Path, tmp_path: Path) -> None:
-    data = tmp_path / "one.jsonl"
-    words = "if (x==y): return [3*z, 'ab', 7-q] # done"
-    data.write_text(json.dumps({"text": words}) + "\n")
-    done = run_train(
-        "--model-dir", target_dir, "--data", data, "--output-dir", tmp_path / "out", *BASIC,
-        "--batch-size", 1, "--max-steps", 120, "--learning-rate", "0.01", "--json",
-        "--model-max-length", 64, "--logging-steps", 50, "--redrafter-num-layers", 1,
-    )  # fmt: skip
-    assert "the evaluation is on the training data" in done.err
-    evaluation = json.loads(done.out)["eval"]
-    assert evaluation["loss"] < 3
-    assert [row[0] for row in evaluation["top_k_accuracy"]] == [1.0] * 5
-    assert evaluation["chain_length"] == 6.0
-
-
 def test_learning_beats_guessing_on_held_out_rows(
     run_train: Any, inputs: Any, data_file: Path, tmp_path: Path
 ) -> None:
@@ -258,29 +242,46 @@ def test_a_loss_that_is_not_finite_stops_the_training(
 @pytest.mark.parametrize(
     ("changes", "status", "words"),
     [
-        (("--model-dir", "/no/where"), 1, "/no/where does not exist"),
-        (("--model-dir", "{tmp}"), 1, "{tmp} is an empty folder, not a Hugging Face model folder"),
-        (("--data", "/no/where.jsonl"), 1, "--data /no/where.jsonl does not exist"),
-        (("--eval-data", "/no/where.txt"), 1, "--eval-data /no/where.txt does not exist"),
-        (("--model-max-length", "65"), 1, "--model-max-length 65 is more than the 64 positions"),
-        (("--max-steps", "3", "--num-epochs", "1"), 2, "both --max-steps and --num-epochs"),
-        (("--num-epochs", "0"), 2, "--num-epochs is 0"),
-        (("--seed", "-1"), 2, "--seed: expected at least 0"),
-        (("--batch-size", "9" * 19), 2, "--batch-size: expected at most 65536"),
-        (("--learning-rate", "inf"), 2, "--learning-rate: expected a finite number"),
-        (("--redrafter-loss-decay", "2"), 2, "--redrafter-loss-decay: expected at most 1"),
-        (("--redrafter-exit-dim", "9" * 19), 2, "--redrafter-exit-dim: expected at most"),
-        (("--learning-rate", "nan"), 2, "--learning-rate: expected a finite number"),
-        (("--warmup-ratio", "1.5"), 2, "--warmup-ratio is 1.5"),
-        (("--method", "meduza"), 2, "meduza"),
-        (("--max-step", "3"), 2, "--max-step"),
+        ("--model-dir /no/where", 1, "/no/where does not exist"),
+        ("--model-dir {tmp}", 1, "{tmp} is an empty folder, not a Hugging Face model folder"),
+        ("--data /no/where.jsonl", 1, "--data /no/where.jsonl does not exist"),
+        ("--eval-data /no/where.txt", 1, "--eval-data /no/where.txt does not exist"),
+        ("--model-max-length 65", 1, "--model-max-length 65 is more than the 64 positions"),
+        ("--max-steps 3 --num-epochs 1", 2, "both --max-steps and --num-epochs"),
+        ("--num-epochs 0", 2, "--num-epochs is 0"),
+        ("--seed -1", 2, "--seed: expected at least 0"),
+        ("--batch-size 9999999999999999999", 2, "--batch-size: expected at most 65536"),
+        ("--learning-rate inf", 2, "--learning-rate: expected a finite number"),
+        ("--redrafter-loss-decay 2", 2, "--redrafter-loss-decay: expected at most 1"),
+        ("--redrafter-exit-dim 9999999999999999999", 2, "--redrafter-exit-dim: expected at most"),
+        ("--learning-rate nan", 2, "--learning-rate: expected a finite number"),
+        ("--warmup-ratio 1.5", 2, "--warmup-ratio is 1.5"),
+        ("--method meduza", 2, "meduza"),
+        ("--max-step 3", 2, "--max-step"),
+        ("--medusa-num-heads 2", 2, "--medusa-num-heads has no effect with --method redrafter"),
+        ("--method medusa --redrafter-num-layers 1", 2, "--redrafter-num-layers has no"),
+        ("--self-distillation 1.5", 2, "--self-distillation is 1.5"),
+        ("--stop-at-acceptance 2 --eval-prompts 0", 2, "--stop-at-acceptance without"),
+        ("--method eagle --eagle-norm-output", 2, "--eagle-norm-output is for EAGLE-3"),
+        ("--method eagle --eagle-version 3 --eagle-fc-norm --eagle-norm-before-fc", 2,
+         "--eagle-norm-before-fc and --eagle-fc-norm are both given"),
+        ("--method eagle --eagle-draft-vocab-size 9", 2, "--eagle-draft-vocab-size is for EAGLE-3"),
+        ("--method eagle --eagle-version 3 --eagle-draft-vocab-size 9 --self-distillation 0.5", 2,
+         "--eagle-draft-vocab-size with --self-distillation 0.5"),
+        ("--method eagle --eagle-version 3 --eagle-mask-token-id 4", 2,
+         "--eagle-mask-token-id is 4 without --eagle-parallel"),
+        ("--method eagle --eagle-version 2", 2, "--eagle-version: '2' is not one of 1, 3"),
+        ("--shard-target", 2, "--shard-target has no effect in a training of one process"),
+        ("--push-to-hub me/heads", 1, "--push-to-hub me/heads: HF_TOKEN is not set"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named(
-    run_train: Any, inputs: Any, tmp_path: Path, changes: tuple[str, ...], status: int, words: str
-) -> None:
-    changes = tuple(c.format(tmp=tmp_path) for c in changes)
-    done = run_train(*inputs, "--output-dir", tmp_path / "out", *changes, ends=status)
+    run_train: Any, inputs: Any, tmp_path: Path, changes: str, status: int, words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    given = changes.format(tmp=tmp_path).split()
+    done = run_train(*inputs, "--output-dir", tmp_path / "out", *given, ends=status)
     assert done.last_lines[0].startswith("error: ")
     assert words.format(tmp=tmp_path) in done.last_lines[0]
     assert done.last_lines[1].startswith("hint: ")

@@ -418,12 +418,16 @@ def test_about_two_percent_are_held_out_and_none_is_in_both(write: Any, tokenize
     assert all(f"text number {number - 1}<eos>" in text for number in list(chosen)[:-1])
 
 
-def test_a_single_document_gives_its_end_away(write: Any, tokenizer: Any) -> None:
+def test_a_single_document_gives_its_end_away(
+    write: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write("word " * 600, name="data.txt")
     whole, _ = read_rows(path, tokenizer, 16)
     train, heldout = prepare_rows(path, None, tokenizer, 16)
     assert len(heldout) == max(1, round(0.02 * len(whole)))
     assert get_rows(train) + get_rows(heldout) == get_rows(whole)
+    prepare_rows(write("word"), None, tokenizer, 16)
+    assert "the evaluation is on the training data" in caplog.text
 
 
 def test_data_without_labels_is_refused(write: Any, tokenizer: Any) -> None:
@@ -448,14 +452,6 @@ def test_batches_are_padded_at_the_end_without_labels(write: Any, tokenizer: Any
     assert tokens.shape == (2, 4)
     assert tokens[0].tolist() == last + [0] * (4 - len(last))
     assert mask[0].tolist() == [True] * len(last) + [False] * (4 - len(last))
-
-
-def test_rows_survive_saving(tmp_path: Path, write: Any, tokenizer: Any) -> None:
-    rows, _ = read_rows(write({"text": "some words to pack"}), tokenizer, 4)
-    rows.save(tmp_path, "x")
-    again = Rows.load(tmp_path, "x")
-    assert get_rows(again) == get_rows(rows)
-    assert again.mask.tolist() == rows.mask.tolist()
 
 
 def test_tokens_are_marked_by_where_they_start() -> None:
