@@ -426,7 +426,7 @@ def test_a_single_document_gives_its_end_away(
     train, heldout = prepare_rows(path, None, tokenizer, 16)
     assert len(heldout) == max(1, round(0.02 * len(whole)))
     assert get_rows(train) + get_rows(heldout) == get_rows(whole)
-    prepare_rows(write("word"), None, tokenizer, 16)
+    prepare_rows(write("word", name="one.txt"), None, tokenizer, 16)
     assert "the evaluation is on the training data" in caplog.text
 
 
