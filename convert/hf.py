@@ -15,6 +15,8 @@ from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.folders import (
     INDEX_SUFFIX,
+    MEDUSA,
+    MEDUSA_FILES,
     MODEL,
     MTP,
     WEIGHT_NAMES,
@@ -268,21 +270,20 @@ def refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     )
 
 
-def open_model(
-    name: str, flag: str, kind: str = MODEL, *, weight_files: Sequence[str] = ()
-) -> HfFolder:
+def open_model(name: str, flag: str, kind: str | None = MODEL) -> HfFolder:
     """Open a local folder, a GGUF file, or a Hub id whose files are fetched or already cached.
 
-    kind: what the folder has to be, of those in specdec/files/folders.py. `weight_files` are read
-    instead of the usual ones where a folder has them.
+    kind: what the folder has to be, of those in specdec/files/folders.py; None: any drafter's.
     """
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
     path = Path(name)
     if kind in (MODEL, MTP) and (file := find_gguf(path)) is not None:
         return GgufFolder(file)
+    weight_files = MEDUSA_FILES if kind in (MEDUSA, None) else ()
     if path.is_dir():
-        expect_folder(path, kind, flag)
+        if kind is not None:
+            expect_folder(path, kind, flag)
         return HfFolder(path, weight_files=weight_files)
     if path.exists() or not is_hub_id(name):
         raise refuse_absent(path, f"{flag} {name}")

@@ -169,7 +169,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
         converter = load_converter(FOLDERS[option])
         place, kind = getattr(settings, option), FOLDERS[option].name
         kind = MODEL if takes_own_head(settings) else kind
-        folder = open_model(place, name_flag(option), kind, weight_files=converter.WEIGHT_FILES)
+        folder = open_model(place, name_flag(option), kind)
         shapes = (spec.shape for spec in list_target_tensors(target.model).values())
         origin = read_origin(
             folder.path, folder.config, files, settings.model_dir, sum(map(math.prod, shapes))
@@ -468,8 +468,7 @@ def fetch_drafter(settings: ConvertSettings) -> Path | None:
     if given != [name] or Path(name).exists() or not is_hub_id(name):
         return None
     check_flags(settings)  # before anything is fetched
-    files = [file for method in FOLDERS.values() for file in load_converter(method).WEIGHT_FILES]
-    return open_model(name, "--drafter-model-dir", weight_files=files).path
+    return open_model(name, "--drafter-model-dir", kind=None).path
 
 
 def plan_drafter(

@@ -32,12 +32,10 @@ IS_DRAFTED = "t2d"  # published drafters' map of the vocabulary, alongside `OFFS
 class DrafterConverter(Protocol):
     """A module of this package: one method's drafter folders to tensors and keys of config.json.
 
-    WEIGHT_FILES: file names of weights that only this method's folders have.
     IN_TARGET: patterns of tensors that a target's folder may hold besides its own when the
     drafter is converted too.
     """
 
-    WEIGHT_FILES: tuple[str, ...]
     IN_TARGET: tuple[str, ...]
 
     def read_params(self, folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> Any:

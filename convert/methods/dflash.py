@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logs.get_logger(__name__)
 
-WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
 
 # The defaults of the drafter's layers; z-lab's drafters for any target have a Qwen3's.

@@ -49,7 +49,6 @@ from .base import (
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
-WEIGHT_FILES: tuple[str, ...] = ()
 # As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
 WITH_TARGET = "eagle_module."
 IN_TARGET = (f"{WITH_TARGET}*",)

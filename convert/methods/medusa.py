@@ -23,7 +23,6 @@ from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
-WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 # Before `H.L.linear.weight`, `H.L.linear.bias` and the head's `H.N.weight` stand: nothing in the
 # heads that FasterDecoding publishes alone, a name where trainers save the target with its heads

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logs.get_logger(__name__)
 
-WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()  # what is left out of a target is told by `list_head`
 
 FINAL_NORM = "transformer.ln_f.weight"

@@ -19,7 +19,6 @@ from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
-WEIGHT_FILES: tuple[str, ...] = ()
 IN_TARGET: tuple[str, ...] = ()
 share_tensors = share_nothing
 
