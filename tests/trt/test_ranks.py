@@ -12,12 +12,14 @@ import pytest
 from specdec.decode.drafters import read_drafting
 from specdec.decode.engine import TorchEngine
 from specdec.decode.settings import DecodeSettings
+from specdec.engine import loading
 from specdec.trt import target
 from specdec.trt.network import NetworkWriter
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call, run_cli_here
 from tests.parity.models import make_model
 from tests.parity.test_families import check_logits
+from tests.run.test_fp8_engine import make_rows
 from tests.trt.networks import NEEDS_TENSORRT, load_here
 from tests.trt.test_modes import EXTERNAL, build_torch, compare
 
@@ -37,10 +39,10 @@ FAMILIES: dict[str, Sequence[object]] = {
 
 def load_both(
     target: Path, parent: Path, *flags: object, drafter: Path | None = None,
-    build: Sequence[object] = BATCH, **options: Any,
+    convert: Sequence[object] = (), build: Sequence[object] = BATCH, **options: Any,
 ) -> Iterator[TorchEngine]:  # fmt: skip
-    """Torch's engine of one rank, and networks of two."""
-    words = [] if drafter is None else ["--drafter-model-dir", drafter]
+    """Torch's engine of one rank, and networks of two, whose conversion has `flags` as well."""
+    words = [*convert, *([] if drafter is None else ["--drafter-model-dir", drafter])]
     for name, more in {"one": [], "two": ["--tp-size", 2, *flags]}.items():
         call("convert", "--model-dir", target, "--output-dir", parent / name, *words, *more)
     folder = build_torch(parent / "one", parent / "torch", *build)
@@ -73,9 +75,15 @@ def test_drafters(method: str, flags: Sequence[object], tmp_path: Path) -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("way", [{"prompt_lookup_num_tokens": 5}, {"suffix_max_tokens": 6}])
+@pytest.mark.parametrize(
+    "way", [{"prompt_lookup_num_tokens": 5}, {"suffix_max_tokens": 6}, {"draft_len": "4"}]
+)
 def test_drafts_without_weights(way: dict[str, Any], tmp_path: Path) -> None:
     target = make_llama(tmp_path, layers=3, seed=3)
+    if "draft_len" in way:  # by a model of one rank
+        call("convert", "--model-dir", target, "--output-dir", tmp_path / "plain")
+        draft = build_torch(tmp_path / "plain", tmp_path / "draft", *BATCH)
+        way = way | {"draft_engine_dir": draft}
     settings: dict[str, Any] = {"engine_dir": tmp_path / "torch", "draft_budget": "fixed", **way}
     build = (*EXTERNAL, *BATCH)
     drafting = read_drafting(DecodeSettings(**settings), None)
@@ -85,11 +93,18 @@ def test_drafts_without_weights(way: dict[str, Any], tmp_path: Path) -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("flags", [("int8",), ("int4", "--group-size", 32)])
-def test_quantized_weights(flags: Sequence[object], tmp_path: Path) -> None:
-    """Whole rows have one int8 scale, and groups lie within a rank's columns."""
+@pytest.mark.parametrize("flags", [("int8",), ("int4", "--group-size", 32), ("fp8",)])
+def test_quantized_weights(
+    flags: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows have one int8 scale, and groups lie within a rank's columns; FP8 has one scale."""
     target = make_llama(tmp_path, layers=2, seed=3, intermediate=128)
-    theirs, ours = load_both(target, tmp_path, *ROWS, build=(*BATCH, "--quantization", *flags))
+    options: dict[str, Any] = {"build": (*BATCH, "--quantization", *flags)}
+    if flags == ("fp8",):
+        rows = make_rows(tmp_path / "rows.jsonl", 128)
+        options = {"convert": ("--quantization", *flags, "--calibration-data", rows)}
+        monkeypatch.setattr(loading, "can_multiply", lambda weight, device: True)
+    theirs, ours = load_both(target, tmp_path, *ROWS, **options)
     compare(theirs, ours)
     ours.close()
 
