@@ -224,15 +224,6 @@ def test_installed_release_of_an_unknown_line_is_refused(
     assert "--trtllm-version" in caught.value.hint
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "1.2.0rc2", "1.2.1", "1.3.0rc5"])
-def test_releases_of_the_1_x_line_are_one_line(
-    store: CheckpointStore, install: Any, tmp_path: Path, version: str
-) -> None:
-    install("1.2", version=version)
-    build(store.get("plain"), tmp_path / "engine")
-    assert read_json(tmp_path / "engine" / "config.json")["version"] == version
-
-
 def test_stated_version_must_be_the_installed_one(
     store: CheckpointStore, install: Any, tmp_path: Path
 ) -> None:

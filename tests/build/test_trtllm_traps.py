@@ -205,14 +205,6 @@ def test_what_is_taken(store: CheckpointStore) -> None:
     assert plan(plain, max_seq_len=100).kv_cache_bytes == 1024 * 100
 
 
-@pytest.mark.parametrize("label", ["1.2", "0.14"])
-def test_medusa_must_be_named_in_1_x_and_is_forced_in_0_14(
-    store: CheckpointStore, label: str
-) -> None:
-    argv = plan(store.get("medusa", label), label).make_argv(Path("c"), Path("e"))
-    assert argv[argv.index("--speculative_decoding_mode") + 1] == "medusa"
-
-
 def test_eagle_3_and_deep_drafts_are_not_in_the_engines(
     store: CheckpointStore, tmp_path: Path
 ) -> None:

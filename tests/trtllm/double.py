@@ -51,11 +51,6 @@ READ_PLUGINS = (
     "gpt_attention_plugin", "remove_input_padding", "paged_kv_cache", "tokens_per_block",
     "context_fmha", "use_paged_context_fmha", "lora_plugin",
 )  # fmt: skip
-# Flags of parts that no decoder has: taken, and forgotten.
-WITHOUT_EFFECT = (
-    "bert_attention_plugin", "bert_context_fmha_fp32_acc", "lookup_plugin", "mamba_conv1d_plugin",
-    "max_encoder_input_len", "moe_plugin", "paged_state",
-)  # fmt: skip
 
 
 class Refusal(Exception):
@@ -310,58 +305,6 @@ def rewrite_plugins(command: Command) -> None:
         command.rewrite(paged, "disable")
     if command.tp_size == 1 or "ReDrafter" in command.config["architecture"]:
         command.rewrite("reduce_fusion", "disable")
-    command.refuse(
-        *((values.get(name, wanted) != wanted, f"--{name} {values.get(name)}")
-          for name, wanted in (("remove_input_padding", "enable"), ("streamingllm", "disable"),
-                               ("pp_reduce_scatter", "disable"), ("fuse_fp4_quant", "disable"))),
-        (values["gpt_attention_plugin"] == "disable", "no attention plugin"),
-        (values["kv_cache_type"] not in (None, "paged"), "no in-flight batching"),
-    )  # fmt: skip
-    check_plugin_types(command)
-    has_no_lora = values["lora_plugin"] == "disable"
-    for name in command.given:
-        is_loras = name.startswith("lora_") or name in ("max_lora_rank", "dora_plugin")
-        command.refuse(
-            (is_loras and name != "lora_plugin" and has_no_lora, f"--{name} without --lora_plugin"),
-            (name in WITHOUT_EFFECT, f"--{name} does nothing for a decoder"),
-            (name in ("model_config", "build_config", "strip_plan", "paged_kv_cache", "dry_run"),
-             f"--{name} is not for specdec-build"),
-        )  # fmt: skip
-    command.refuse_if(
-        values["multiple_profiles"] == "enable" and values["opt_num_tokens"] is not None,
-        "RuntimeError: multiple_profiles is enabled, while opt_num_tokens is set.",
-    )
-
-
-def check_plugin_types(command: Command) -> None:
-    """A plugin computes in the type of what it is given."""
-    values, dtype = command.values, command.config["dtype"]
-    weights = command.config["quantization"].get("quant_algo")
-    for name in command.given:
-        flag, value = command.facts.flags[name], values[name]
-        is_on, types = value != "disable", ("float16", "bfloat16", "float32", "int32")
-        is_other = value in types and value != dtype or value == "fp8" and weights != "FP8"
-        command.refuse(
-            (flag.is_plugin and is_other, f"{name.replace('_', ' ')} {value} for {dtype}"),
-            (name == "fp8_rowwise_gemm_plugin" and is_on, f"{name} without scales of rows"),
-            (name == "gemm_allreduce_plugin" and is_on and command.tp_size == 1,
-             f"{name} of one rank"),
-        )  # fmt: skip
-
-
-def check_numbers(command: Command) -> None:
-    """argparse takes any whole number."""
-    values = command.values
-    for name, flag in command.facts.flags.items():
-        number = values[name]
-        command.refuse_if(flag.kind == "int" and number is not None and number < 0, f"--{name} < 0")
-    for name in ("max_batch_size", "max_input_len", "max_num_tokens", "opt_num_tokens", "workers"):
-        command.refuse_if(values[name] == 0, f"--{name} 0")
-    size = values["tokens_per_block"]
-    command.refuse_if(size < 1 or size & (size - 1), "tokensPerBlock must be power of 2")
-    command.refuse_if(values["workers"] > command.world_size, "more workers than ranks")
-    for name in ("auto_parallel", "gpus_per_node", "cluster_key"):
-        command.refuse_if(name in command.given, f"--{name}: the checkpoint has its ranks")
 
 
 def make_engine_config(command: Command, version: str) -> dict[str, Any]:
@@ -427,7 +370,6 @@ def build_engine(facts: Facts, version: str, words: Sequence[str]) -> None:
     )
     check_checkpoint(command)
     check_matrices(command)
-    check_numbers(command)
     check_mode(command)
     rewrite_lengths(command)
     rewrite_plugins(command)
