@@ -40,5 +40,5 @@ def open_streams() -> None:
 
 def end_by_sigint() -> None:
     """Let SIGINT end this process at once, unless it is ignored, as behind `nohup` and `&`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.SIG_DFL)

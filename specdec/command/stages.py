@@ -256,20 +256,32 @@ class Terminated(KeyboardInterrupt):
 def raise_at_sigint() -> None:
     """Undo `end_by_sigint` of entry.py: from here on Ctrl-C is an exception."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, make_handler(KeyboardInterrupt))
+
+
+def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
+    """Return a signal's handler that raises `kind`, once torch is imported if that has begun.
+
+    An exception within the import of torch's C++ would abort the process.
+    """
+
+    def handle(*_: object) -> None:
+        spec = getattr(sys.modules.get("torch"), "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            raise kind
+        signal.signal(signal.SIGALRM, handle)  # a thread could wait for a lock that is held here
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    return handle
 
 
 @contextlib.contextmanager
 def take_sigterm() -> Iterator[None]:
     """Let SIGTERM end the body as Ctrl-C does, so that it leaves nothing half-written behind."""
-
-    def end(*_: object) -> None:
-        raise Terminated
-
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, make_handler(Terminated))
     try:
         yield
     finally:

@@ -9,7 +9,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -26,7 +28,14 @@ from specdec.command.help import (
     list_sections,
     name_option,
 )
-from specdec.command.stages import STAGES, group, load_command, print_error, stage_command
+from specdec.command.stages import (
+    STAGES,
+    group,
+    load_command,
+    make_handler,
+    print_error,
+    stage_command,
+)
 from specdec.methods import METHODS
 from specdec.options import get_flags
 from tests.conftest import ROOT, read_error_lines, run_cli
@@ -426,3 +435,17 @@ def test_a_wrong_folder_is_told_before_torch_is_imported() -> None:
     assert len(errors) == len(lines)
     for error in errors:
         assert "/nowhere does not exist" in error
+
+
+def test_ctrl_c_waits_until_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception within that import made its C++ abort the process."""
+    spec = SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=spec))
+    before = signal.signal(signal.SIGINT, make_handler(KeyboardInterrupt))
+    try:
+        signal.raise_signal(signal.SIGINT)
+        spec._initializing = False
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
