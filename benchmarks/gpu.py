@@ -43,7 +43,7 @@ from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
-from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
+from specdec.engine.graphs import CudaRecorder, Graphs, StepGraphs
 from specdec.engine.layout import list_engine_tensors
 from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
@@ -93,7 +93,7 @@ def make_model(shape: Shape) -> ModelConfig:
 class Bench:
     """One shape on a device: its weights, decoder, drafter and transformers' model of it."""
 
-    def __init__(self, shape: Shape, device: torch.device, recorder: GraphRecorder | None) -> None:
+    def __init__(self, shape: Shape, device: torch.device, recorder: CudaRecorder | None) -> None:
         self.shape, self.device = shape, device
         self.model = make_model(shape)
         self.params = ReDrafterParams(
@@ -361,7 +361,7 @@ def list_kernels(bench: Bench) -> dict[str, Any]:
 
 
 def measure_shape(
-    shape: Shape, device: torch.device, recorder: GraphRecorder | None, repeat: int, *, static: bool
+    shape: Shape, device: torch.device, recorder: CudaRecorder | None, repeat: int, *, static: bool
 ) -> dict[str, Any]:
     """Everything of one shape."""
     bench = Bench(shape, device, recorder)
@@ -394,7 +394,7 @@ def measure_shape(
     }
 
 
-def measure(args: argparse.Namespace, recorder: GraphRecorder | None = None) -> dict[str, Any]:
+def measure(args: argparse.Namespace, recorder: CudaRecorder | None = None) -> dict[str, Any]:
     """Run what was asked for; recorder: of graphs, on a device that has none of its own."""
     name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -447,7 +447,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(words: list[str] | None = None, recorder: GraphRecorder | None = None) -> dict[str, Any]:
+def main(words: list[str] | None = None, recorder: CudaRecorder | None = None) -> dict[str, Any]:
     args = make_parser().parse_args(words)
     report = measure(args, recorder)
     print(json.dumps(report, indent=2))

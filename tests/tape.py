@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specdec.engine.graphs import Graphs, Outputs
+from specdec.engine.graphs import CudaRecorder, Graphs, Outputs
 
 # Operators whose result is a value on the host, or whose shape depends on one.
 WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
@@ -59,11 +59,13 @@ class _Tape(Mode):  # type: ignore[misc]
                     place.copy_(tensor)
 
 
-class TapeRecorder:
+class TapeRecorder(CudaRecorder):
     """Records on the CPU."""
 
-    device = torch.device("cpu")
     num_starts = 0
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
 
     def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
         return compute()

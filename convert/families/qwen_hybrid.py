@@ -7,6 +7,7 @@ are stored less one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,11 +102,6 @@ def read_hybrid(
     }  # fmt: skip
 
 
-def read_config(reader: ConfigReader, _: Layout) -> dict[str, Any]:
-    """Read a dense model's config.json."""
-    return read_hybrid(reader)
-
-
 def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a mixture's config.json, which need not tell the size of a dense MLP."""
     refuse_unless(
@@ -142,6 +138,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     sizes = read_linear(reader)
     reader.finish()
     sources: dict[str, tuple[str, Runs]] = {}
+    infos: dict[str, TensorInfo] = {}
     replaced = []
     for name, info in folder.tensors.items():
         stem, _, kind = name.rpartition(".")
@@ -163,14 +160,11 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
             )
         replaced.append(name)
         for part, runs in found.items():
-            sources[f"{stem.rpartition('.')[0]}.{part}.{kind}"] = name, runs
-    infos = {}
-    for name, (own, runs) in sources.items():
-        info = folder.tensors[own]
-        shape = (sum(count for _, count in runs), *info.shape[1:])
-        if len(shape) == 3:  # [channels, 1, taps]
-            shape = (shape[0] * shape[1] * shape[2],)
-        infos[name] = TensorInfo(info.dtype, shape)
+            own = f"{stem.rpartition('.')[0]}.{part}.{kind}"
+            shape = (sum(count for _, count in runs), *info.shape[1:])
+            # A convolution's is [channels, 1, taps].
+            shape = (math.prod(shape),) if len(shape) == 3 else shape
+            sources[own], infos[own] = (name, runs), TensorInfo(info.dtype, shape)
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
         own, runs = sources[name]
@@ -230,16 +224,16 @@ def describe_linear(model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 _COMMON: Mapping[str, Any] = {
-    "prefixes": ("model.", "model.language_model.", ""),
-    "prepare": prepare,
-}
+    "prefixes": ("model.", "model.language_model.", ""), "prepare": prepare
+}  # fmt: skip
 _MIXTURE_MODULES = BESIDE_MLP | HEAD_NORMS | EXPERTS | SHARED | _SHARED_MODULES
 _describe_mixture = add_keys(base=lambda model, config: (
     describe_linear(model, config) | describe_sizes(model)
 ))  # fmt: skip
 QWEN3_5 = Family(
     name="qwen3_5", model_type="qwen3_5_text", architectures=("Qwen3_5ForCausalLM",),
-    modules=MODULES | HEAD_NORMS | _SHARED_MODULES, read_config=read_config,
+    modules=MODULES | HEAD_NORMS | _SHARED_MODULES,
+    read_config=lambda reader, _: read_hybrid(reader),
     describe=describe_linear, **_COMMON,
 )  # fmt: skip
 QWEN3_5_MOE = Family(

@@ -28,7 +28,7 @@ from specdec.decode.requests import Request, Result, find_problems
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
-from specdec.engine.graphs import CudaRecorder, GraphRecorder, Graphs, StepGraphs
+from specdec.engine.graphs import CudaRecorder, Graphs, StepGraphs
 from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
@@ -54,7 +54,7 @@ class TorchEngine:
         devices: Sequence[int] | None = None,
         speculate: bool = True,
         drafting: Drafting | None = None,
-        recorder: GraphRecorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         """speculate: False decodes one token per step. recorder: of graphs on devices without one.
 
@@ -98,7 +98,7 @@ class TorchEngine:
     def _load(
         self,
         folder: Path,
-        recorder: GraphRecorder | None,
+        recorder: CudaRecorder | None,
         drafting: Drafting | None,
         *,
         speculate: bool,

@@ -5,6 +5,7 @@ Legend: B rows in the step, T tokens per row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -98,8 +99,8 @@ class Decoder:
             root = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
             self.embedding_scale *= float(root)
         parts = _Parts(
-            model, weights, self.rank, tables=(self.rotary, local), prepack=prepack,
-            kernels=kernels,
+            model=model, weights=weights, rank=self.rank, tables=(self.rotary, local),
+            prepack=prepack, kernels=kernels,
         )  # fmt: skip
         layers = [parts.make_layer(index) for index in range(model.num_hidden_layers)]
         self.stack = Stack(
@@ -214,7 +215,7 @@ class Decoder:
             tokens = to_device(step.tokens, self.device)
         x = self._embed(tokens, to_device(step.positions, self.device))
         way = self._choose_way(step)
-        normed, self.observed = way.run_normed(x, step, cache, self.observed_layers)
+        normed, self.observed = way.run(x, step, cache, self.observed_layers, is_normed=True)
         return normed
 
     def run_layers(
@@ -293,43 +294,41 @@ def cut_head(
     return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """Makes a decoder's parts of its weights, laid out for the machine."""
+    """Makes a decoder's parts of its weights, laid out for the machine.
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        weights: Mapping[str, Tensor],
-        rank: int,
-        *,
-        tables: tuple[RotaryTable | None, RotaryTable | None],
-        prepack: bool,
-        kernels: NativeKernels | None,
-    ) -> None:
-        self._model, self._weights, self._rank = model, weights, rank
-        self._tables, self._prepack, self._kernels = tables, prepack, kernels
+    tables: of rotations, the second one that of layers with a window.
+    """
+
+    model: ModelConfig
+    weights: Mapping[str, Tensor]
+    rank: int
+    tables: tuple[RotaryTable | None, RotaryTable | None]
+    prepack: bool
+    kernels: NativeKernels | None
 
     def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
         """is_summed: its products are summed over the ranks, of which the first adds the bias."""
-        weights, prepack, kernels = self._weights, self._prepack, self._kernels
+        weights, prepack, kernels = self.weights, self.prepack, self.kernels
         weight = weights[name + ".weight"]
-        bias = None if is_summed and self._rank else weights.get(name + ".bias")
+        bias = None if is_summed and self.rank else weights.get(name + ".bias")
         if weight.dtype is torch.float8_e4m3fn:
             weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
         return lay_out(take_matrix(weights, name), bias, prepack=prepack, kernels=kernels)
 
     def make_norm(self, name: str) -> Norm:
-        has_bias = self._model.arithmetic.norm == "layer"
-        bias = self._weights[name + ".bias"] if has_bias else None
-        arithmetic = self._model.arithmetic
+        has_bias = self.model.arithmetic.norm == "layer"
+        bias = self.weights[name + ".bias"] if has_bias else None
+        arithmetic = self.model.arithmetic
         return Norm(
-            self._weights[name + ".weight"], bias, self._model.norm_epsilon,
+            self.weights[name + ".weight"], bias, self.model.norm_epsilon,
             arithmetic.norm_offset,
         )  # fmt: skip
 
     def make_layer(self, index: int) -> Layer:
-        prefix, arithmetic = f"transformer.layers.{index}.", self._model.arithmetic
+        prefix, arithmetic = f"transformer.layers.{index}.", self.model.arithmetic
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
         dense_norm = down_norm = None
         if arithmetic.inner_norms:
@@ -354,7 +353,7 @@ class _Parts:
         )
 
     def _make_linear_attention(self, index: int, prefix: str) -> DeltaNet | None:
-        model, weights = self._model, self._weights
+        model, weights = self.model, self.weights
         if (sizes := model.get_linear(index)) is None:
             return None
         own = sizes.split(model.tp_size)
@@ -370,26 +369,26 @@ class _Parts:
             decay=-weights[prefix + "A_log"].exp(),
             bias=weights[prefix + "dt_bias"],
             norm=Norm(weights[prefix + "norm.weight"], None, model.norm_epsilon),
-            kernels=self._kernels,
+            kernels=self.kernels,
         )
 
     def make_attention(self, index: int, prefix: str, *, has_norms: bool = True) -> Attention:
-        model, norms = self._model, []
+        model, norms = self.model, []
         is_sliding = model.is_sliding(index)
         is_rotated = index not in model.arithmetic.layers_without_positions
         for part in "qk" if model.arithmetic.qk_norm and has_norms else "":
-            weight = self._weights[f"{prefix}{part}_layernorm.weight"]
+            weight = self.weights[f"{prefix}{part}_layernorm.weight"]
             offset = model.arithmetic.norm_offset
             norms.append(Norm(weight, None, model.norm_epsilon, offset))
         q_norm, k_norm = norms or (None, None)
         return Attention(
             scale=model.attention_scale, cap=model.attn_logit_softcapping,
             window=model.sliding_window if is_sliding else None,
-            rotary=self._tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            rotary=self.tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip
 
     def _make_experts(self, prefix: str) -> ExpertLayer:
-        sizes, weights = self._model.experts, self._weights
+        sizes, weights = self.model.experts, self.weights
         assert sizes is not None
         up, down = (self._make_matrices(f"{prefix}mlp.{name}") for name in ("fc", "proj"))
         shared = None
@@ -398,13 +397,13 @@ class _Parts:
             gate = weights[f"{name}_gate.weight"].clone()  # not in a file that may be let go
             shared = self.make_linear(f"{name}.fc"), self.make_linear(f"{name}.proj"), gate
         return ExpertLayer(
-            sizes, self._rank, name_activation(self._model), weights[prefix + ROUTER],
-            up, down, shared, self._kernels,
+            sizes, self.rank, name_activation(self.model), weights[prefix + ROUTER],
+            up, down, shared, self.kernels,
         )  # fmt: skip
 
     def _make_matrices(self, name: str) -> list[Linear]:
         """Those of experts, which lie in one tensor."""
         return [
-            lay_out(matrix, prepack=self._prepack, kernels=self._kernels)
-            for matrix in list_matrices(self._weights, name)
+            lay_out(matrix, prepack=self.prepack, kernels=self.kernels)
+            for matrix in list_matrices(self.weights, name)
         ]

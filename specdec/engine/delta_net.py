@@ -89,7 +89,8 @@ class DeltaNet:
         decays = torch.where(is_folded, log[2], 1.0)
         deltas = torch.where(is_folded[..., None], log[1], 0.0)
         for at in range(folds):
-            state = _update(state, decays[:, at], self._share(log[0][:, at]), deltas[:, at])
+            key, delta = self._share(log[0][:, at]), deltas[:, at]
+            state = state * decays[:, at, :, None, None] + key[..., None] * delta[:, :, None]
         # Tokens that are not there change nothing.
         strength, rate = ba.float().chunk(2, dim=-1)
         strength = strength.sigmoid() * mask[..., None]
@@ -137,11 +138,6 @@ class DeltaNet:
         scale = torch.rsqrt(outputs.square().mean(-1, keepdim=True) + self.norm.epsilon)
         normed = self.norm.weight.float() * (outputs * scale)
         return (normed * torch.nn.functional.silu(gate.float())).to(gate.dtype)
-
-
-def _update(state: Tensor, decay: Tensor, key: Tensor, delta: Tensor) -> Tensor:
-    """A state [n, V, I, J] after a token whose delta is known."""
-    return state * decay[..., None, None] + key[..., None] * delta[:, :, None]
 
 
 def _norm(x: Tensor) -> Tensor:

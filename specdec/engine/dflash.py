@@ -30,7 +30,6 @@ from specdec.engine.integers import join_rows, lay_out, make_linear, take_matrix
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels
 from specdec.engine.rotary import rotate
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
@@ -51,15 +50,13 @@ class DFlashNet(DraftNet):
         params: DFlashParams,
         weights: Mapping[str, Tensor],
         model: ModelConfig,
-        *,
-        kernels: NativeKernels | None = None,
         **options: Any,
     ) -> None:
         own = take_own(weights, DFLASH_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         self.params = params = dataclasses.replace(params, draft_vocab_size=len(own[HEAD]))
         net = params.make_net_model(model)
-        super().__init__(own, weights, net, model, kernels=kernels, **options)
+        super().__init__(own, weights, net, model, **options)
         self.hidden_norm = Norm(own["drafter.hidden_norm.weight"], None, net.norm_epsilon)
         # The rows of every layer's projections that make keys and values, as one matrix.
         first = net.num_attention_heads * net.head_size
@@ -68,13 +65,12 @@ class DFlashNet(DraftNet):
         if net.has_qkv_bias:
             bias = torch.cat([own[f"{name}.bias"][first:] for name in names])
         rows = join_rows([take_matrix(own, name) for name in names], first)
-        prepack = self.decoder.is_prepacked
-        self.context = lay_out(rows, bias, prepack=prepack, kernels=kernels)
+        self.context = lay_out(rows, bias, **self.layout)
         self.markov: Linear | None = None
         if params.markov_rank:
             self.rows_before = own[MARKOV_EMBEDDING]
             name = MARKOV_HEAD.removesuffix(".weight")
-            self.markov = make_linear(own, name, prepack=prepack, kernels=kernels)
+            self.markov = make_linear(own, name, **self.layout)
 
     def write_context(self, cache: KVCache, rows: Tensor, places: Tensor, states: Tensor) -> None:
         """Write keys and values of what the target's layers yielded: states [N, F].

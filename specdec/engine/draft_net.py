@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from specdec.engine.decoder import Decoder
 from specdec.engine.integers import make_linear
 from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
@@ -41,25 +41,23 @@ class DraftNet:
         net: ModelConfig,
         model: ModelConfig,
         *,
-        num_positions: int,
-        device: torch.device,
-        prepack: bool = True,
-        kernels: NativeKernels | None = None,
         head: Linear | None = None,
+        **options: Any,
     ) -> None:
         """own: of `take_own`. weights: an engine's, the target's embedding and head among them.
 
         net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
+        options: the others of `Decoder`.
         """
         net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
         named = name_decoder_tensors(own, weights, net)
-        self.decoder = Decoder(
-            net, named, num_positions=num_positions,
-            device=device, prepack=prepack, kernels=kernels,
-            head=head if head is not None and _is_head(own, weights) else None,
-        )  # fmt: skip
-        prepack = self.decoder.is_prepacked
-        self.fc = make_linear(own, "drafter.fc", prepack=prepack, kernels=kernels)
+        head = head if head is not None and _is_head(own, weights) else None
+        self.decoder = Decoder(net, named, head=head, **options)
+        self.layout: dict[str, Any] = {
+            "prepack": self.decoder.is_prepacked,
+            "kernels": self.decoder.kernels,
+        }
+        self.fc = make_linear(own, "drafter.fc", **self.layout)
         # Logits are multiplied as the target's are, by which most drafters learn (Granite).
         self.head_scale = model.output_multiplier_scale
         self.offsets = take_offsets(own, model.vocab_size)

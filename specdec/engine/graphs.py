@@ -19,7 +19,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,21 +41,6 @@ LEAST_POSITIONS = 64  # that attention goes over
 CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
-class GraphRecorder(Protocol):
-    """Records calls on one device."""
-
-    device: torch.device
-
-    def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
-        """Make a call that will be recorded later; its results count."""
-
-    def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
-        """Return where results will lie, and what makes the call once more; it may not be made."""
-
-    def start_over(self) -> None:
-        """Take note that nothing that was recorded is there any more."""
-
-
 class CudaRecorder:
     """Records CUDA graphs. They share one pool of memory: only one is replayed at a time."""
 
@@ -66,7 +51,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, compute: Callable[[], Outputs]) -> Outputs:
-        """Make a call on the stream that it will be recorded on: libraries set themselves up."""
+        """Make a call that will be recorded later; its results count.
+
+        It is made on the stream that it will be recorded on: libraries set themselves up.
+        """
         own = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(own)
         with torch.cuda.stream(self._stream):
@@ -75,7 +63,7 @@ class CudaRecorder:
         return outputs
 
     def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
-        """Record a graph; nothing is computed."""
+        """Return where results will lie, and what makes the call again; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self.device),
@@ -87,7 +75,7 @@ class CudaRecorder:
         return outputs, graph.replay
 
     def start_over(self) -> None:
-        """Use another pool: one without graphs is torch's to free."""
+        """Take note that no graph is left, and use another pool: that one is torch's to free."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -120,7 +108,7 @@ class Graphs:
     is not recorded. The first replay is held against the computation that it stands for.
     """
 
-    def __init__(self, recorder: GraphRecorder, *, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, recorder: CudaRecorder, *, max_graphs: int = MAX_GRAPHS) -> None:
         self.recorder = recorder
         self.max_graphs = max_graphs
         self.is_enabled = True
@@ -378,25 +366,22 @@ class StepGraphs:
 
     def find_shape(self, step: Step, cache: KVCache) -> StepShape | None:
         """The shape of the graph for a step; None for steps that are computed without one."""
-        if not self.graphs.is_enabled:
-            self.graphs.num_eager["switched off"] += 1
-            return None
-        if self._borrower is None or self._borrower() is not cache:
-            self.graphs.num_eager["another cache"] += 1
-            return None
-        assert self._blocks is not None
         num_rows, num_tokens, num_new = step.tree_mask.shape
-        if num_tokens > MAX_STEP_TOKENS:
-            self.graphs.num_eager[f"over {MAX_STEP_TOKENS} tokens a row"] += 1
-            return None
         is_prefix = bool((step.rows == np.arange(num_rows)).all())
         # Rows in their place cannot be others' copies as well: no more than there are.
         rows = num_rows if is_prefix else round_tokens(num_rows)
         tokens = round_tokens(num_tokens)
         new = tokens if num_new == num_tokens else round_tokens(num_new)
-        if rows * tokens > MAX_ALL_TOKENS:
-            self.graphs.num_eager[f"over {MAX_ALL_TOKENS} tokens"] += 1
+        reasons = {
+            "switched off": not self.graphs.is_enabled,
+            "another cache": self._borrower is None or self._borrower() is not cache,
+            f"over {MAX_STEP_TOKENS} tokens a row": num_tokens > MAX_STEP_TOKENS,
+            f"over {MAX_ALL_TOKENS} tokens": rows * tokens > MAX_ALL_TOKENS,
+        }
+        if reason := next((reason for reason, is_so in reasons.items() if is_so), None):
+            self.graphs.num_eager[reason] += 1
             return None
+        assert self._blocks is not None
         used = int(cache.past_lens[step.rows].max()) + num_new
         positions = min(round_positions(used), self._blocks.shape[4])
         return StepShape(rows, tokens, new, positions, is_prefix)

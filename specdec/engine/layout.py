@@ -60,6 +60,12 @@ DRAFTER_GROUP = 32
 KEPT = (ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight")
 
 
+# What an engine's config.json has of the backend, by the fields of `EngineConfig`.
+OPTIONS = (
+    "prepack", "kernels", "quantization", "drafter_weights", "draft_vocab_size", "build_id",
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildConfig:
     """Limits fixed at build time; lengths in tokens."""
@@ -136,14 +142,6 @@ def name_weight_file(model: ModelConfig, rank: int) -> str:
     return WEIGHTS_NAME if model.tp_size == 1 else f"rank{rank}.safetensors"
 
 
-def name_engine_files(model: ModelConfig, drafter: DrafterParams | None) -> list[str]:
-    """The weight files of an engine."""
-    if model.tp_size == 1:
-        return [WEIGHTS_NAME]
-    names = [name_weight_file(model, rank) for rank in range(model.tp_size)]
-    return names if drafter is None else [*names, DRAFTER_NAME]
-
-
 def list_engine_files(
     model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -191,14 +189,7 @@ def encode_engine_config(config: EngineConfig, backend: str = TORCH) -> dict[str
         "backend": backend,
         "pretrained_config": config.checkpoint.raw,
         "build_config": dataclasses.asdict(config.build),
-        f"{backend}_config": {
-            "prepack": config.prepack,
-            "kernels": config.kernels,
-            "quantization": config.quantization,
-            "drafter_weights": config.drafter_weights,
-            "draft_vocab_size": config.draft_vocab_size,
-            "build_id": config.build_id,
-        },
+        f"{backend}_config": {name: getattr(config, name) for name in OPTIONS},
     }
 
 
@@ -243,13 +234,8 @@ def read_engine_config(folder: Path, wanted: str = TORCH) -> EngineConfig:
         version=document["version"],
         checkpoint=checkpoint,
         build=build,
-        build_id=options["build_id"],
-        prepack=options["prepack"],
-        kernels=kernels,
-        quantization=options.get("quantization"),
-        drafter_weights=options.get("drafter_weights"),
-        draft_vocab_size=size,
         vocabulary=read_recorded(folder),
+        **dict[str, Any]((name, options.get(name)) for name in OPTIONS),
     )
 
 
@@ -352,7 +338,7 @@ def find_engine_problems(folder: Path, config: EngineConfig) -> Problems:
         if problems:
             return problems
     problems = Problems()
-    for name in name_engine_files(model, config.checkpoint.drafter):
+    for name in list_engine_files(model, config.checkpoint.drafter):
         try:
             open_engine_file(folder, config, name)
             open_packed_file(folder, config, name)
@@ -431,12 +417,12 @@ def describe_tensors(
     if name in (WEIGHTS_NAME, DRAFTER_NAME):
         shapes |= drafters
     tensors = _describe_quantized(config, shapes, stored)
-    if config.drafter_weights is None is config.draft_vocab_size:
-        return tensors
     own = {
         n: TensorInfo(get_stored_dtype(n, model.dtype), drafters[n])
         for n in drafters if n in shapes
     }  # fmt: skip
+    if not own or config.drafter_weights is None is config.draft_vocab_size:
+        return tensors
     planned = plan_drafter(own, config.drafter_weights, config.draft_vocab_size)
     return tensors | planned
 

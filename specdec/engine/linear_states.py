@@ -23,6 +23,9 @@ from specdec.engine.tree import IntArray
 from specdec.model.linear_attention import LinearAttention
 
 MAX_PLACES = 3  # kept of a row, each as large as the row's state
+# A row's state after a token of its text: how many tokens are in it, the state [L, V, I, J], the
+# window [L, taps - 1, C], and of each kind what is logged of the tokens behind those.
+Place = tuple[int, Tensor, Tensor, list[Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +68,6 @@ def find_runs(
         kept=np.add.reduceat(kept, starts),
         folded=past[starts] - lens[rows[starts]],
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A row's state after a token of its text: lens tokens are in it, others are logged.
-
-    state: [L, V, I, J]; window: [L, taps - 1, C]; log: of each kind, its first tokens.
-    """
-
-    lens: int
-    state: Tensor
-    window: Tensor
-    log: tuple[Tensor, ...]
 
 
 class LinearStates:
@@ -161,7 +151,8 @@ class LinearStates:
     def keep(self, row: int, place: int) -> None:
         """Keep a row's state behind `place` tokens; what was used longest ago makes room."""
         places = self._places[row]
-        places[place] = self._take(row, place, is_copied=True)
+        lens, state, window, log = self._take(row, place)
+        places[place] = lens, state.clone(), window.clone(), [part.clone() for part in log]
         if len(places) > MAX_PLACES:
             del places[next(iter(places))]
         self.moves += [-1, row, place]
@@ -179,12 +170,12 @@ class LinearStates:
         is_live = self.lens[source] <= place <= self.lens[source] + self.num_logged[source]
         if not is_live:
             places[place] = places.pop(place)  # used last
-        found = self._take(source, place) if is_live else places[place]
+        lens, state, window, log = self._take(source, place) if is_live else places[place]
         if source != row or not is_live:
-            self.state[:, row], self.window[:, row] = found.state, found.window
-            for log, own in zip(self.log, found.log, strict=True):
-                log[:, row, : own.shape[1]] = own
-        self.lens[row], self.num_logged[row] = found.lens, place - found.lens
+            self.state[:, row], self.window[:, row] = state, window
+            for whole, part in zip(self.log, log, strict=True):
+                whole[:, row, : part.shape[1]] = part
+        self.lens[row], self.num_logged[row] = lens, place - lens
         self._places[row] = {p: kept for p, kept in places.items() if p <= place}
 
     def repeat(self, moves: Sequence[int]) -> None:
@@ -195,24 +186,22 @@ class LinearStates:
             else:
                 self.copy(source, row, place)
 
-    def _take(self, row: int, place: int, *, is_copied: bool = False) -> Place:
-        count = place - int(self.lens[row])
-        parts = self.state[:, row], self.window[:, row], *(log[:, row, :count] for log in self.log)
-        state, window, *log = (part.clone() for part in parts) if is_copied else parts
-        return Place(int(self.lens[row]), state, window, tuple(log))
+    def _take(self, row: int, place: int) -> Place:
+        lens = int(self.lens[row])
+        log = [part[:, row, : place - lens] for part in self.log]
+        return lens, self.state[:, row], self.window[:, row], log
 
     def _make_log(self, num_tokens: int) -> None:
         """Make room for more logged tokens; what is logged stays."""
-        sizes, shape = self.sizes, (*self.state.shape[:2], num_tokens)
+        sizes, before = self.sizes, self.log
         kinds = (
-            ((sizes.num_key_heads, sizes.key_size), torch.float32),
-            ((sizes.num_value_heads, sizes.value_size), torch.float32),
-            ((sizes.num_value_heads,), torch.float32),
-            ((sizes.num_channels,), self.window.dtype),
-        )
-        device, before = self.state.device, self.log
+            (sizes.num_key_heads, sizes.key_size), (sizes.num_value_heads, sizes.value_size),
+            (sizes.num_value_heads,), (sizes.num_channels,),
+        )  # fmt: skip
+        shape = (*self.state.shape[:2], num_tokens)
+        like = (self.state, self.state, self.state, self.window)
         self.log = tuple(
-            torch.zeros((*shape, *rest), dtype=dtype, device=device) for rest, dtype in kinds
+            own.new_zeros((*shape, *rest)) for own, rest in zip(like, kinds, strict=True)
         )
         for new, old in zip(self.log, before, strict=False):
             new[:, :, : old.shape[2]] = old

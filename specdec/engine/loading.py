@@ -16,8 +16,8 @@ from specdec.engine.int8 import check_scales
 from specdec.engine.layout import (
     DRAFTER_NAME,
     EngineConfig,
+    list_engine_files,
     list_engine_tensors,
-    name_engine_files,
     name_int8_scales,
     name_offsets,
     name_weight_file,
@@ -141,7 +141,7 @@ def load_weights(
         wanted.add(name_offsets(wanted))
     names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
     weights: dict[str, Tensor] = {}
-    for name in name_engine_files(model, drafter):
+    for name in list_engine_files(model, drafter):
         if name in names:
             file = open_engine_file(folder, config, name)
             packed = find_packed(folder, config, name, kernels) if kernels is not None else None

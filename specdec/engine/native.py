@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,10 @@ from specdec.errors import SpecDecError
 from specdec.model.blocks import TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
+
+if TYPE_CHECKING:  # which import this
+    from specdec.engine.linear import Linear
+    from specdec.engine.torch_layers import Stack
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
@@ -290,8 +294,8 @@ class NativeKernels:
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
         self._library = _load_library(library)
         _check_interface(library, self._library)
-        suffix = _SUFFIXES[dtype]
         self.dtype = dtype
+        self._functions: dict[str, Any] = {}
         use_amx = self._ask_for_amx() if dtype is torch.bfloat16 else -1
         self.uses_amx = use_amx == 1
         if use_amx == 0:
@@ -301,38 +305,27 @@ class NativeKernels:
             )
         # Weights that are mapped, by their address, and what they were packed into.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        self._add_norm = self._bind(f"specdec_add_norm_{suffix}")
-        self._cap_logits = self._bind(f"specdec_cap_logits_{suffix}")
-        self._gate_muls = {
-            name: self._bind(f"specdec_{kernel}_mul_{suffix}") for name, kernel in GATES.items()
-        }
-        self._attend = self._bind(f"specdec_attend_{suffix}")
-        self._set_num_threads = self._bind("specdec_set_num_threads")
-        self._ask_for_huge_pages = self._bind("specdec_ask_for_huge_pages")
-        self._pack_matrix = self._bind(f"specdec_pack_matrix_{suffix}")
-        self._multiply = self._bind(f"specdec_multiply_{suffix}")
-        self._measure_integers = self._bind("specdec_measure_integers")
-        self._pack_integers = self._bind("specdec_pack_integers")
-        self._measure_blocks = self._bind("specdec_measure_blocks")
-        self._pack_blocks = self._bind("specdec_pack_blocks")
-        self._multiply_integers = self._bind(f"specdec_multiply_integers_{suffix}")
-        self._run_layers = self._bind(f"specdec_run_layers_{suffix}")
-        self._pack_router = self._bind("specdec_pack_matrix_f32")
-        self._mix_experts = self._bind(f"specdec_mix_experts_{suffix}")
-        self._rank_outputs = self._bind(f"specdec_rank_outputs_{suffix}")
-        self._run_delta_net = self._bind(f"specdec_run_delta_net_{suffix}")
-        self._search = self._bind(f"specdec_search_{suffix}")
 
     def _ask_for_amx(self) -> int:
         """1 where products use AMX, 0 where the system refuses it, else -1."""
-        return int(self._bind("specdec_use_amx")())
+        return int(self._call("use_amx"))
 
-    def _bind(self, name: str) -> Any:
-        """A function, with the types that the library tells of it."""
-        letters = ctypes.c_char_p.in_dll(self._library, f"{name}_types").value or b""
-        function = getattr(self._library, name)
-        function.restype, *function.argtypes = [_LETTERS[letter] for letter in letters.decode()]
-        return function
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the library, that of our dtype where there is one for each."""
+        if name not in self._functions:
+            whole = f"specdec_{name}_{_SUFFIXES[self.dtype]}"
+            whole = whole if hasattr(self._library, whole) else f"specdec_{name}"
+            # The library tells the types that a function returns and takes.
+            letters = ctypes.c_char_p.in_dll(self._library, f"{whole}_types").value or b""
+            function = getattr(self._library, whole)
+            function.restype, *function.argtypes = [_LETTERS[at] for at in letters.decode()]
+            self._functions[name] = function
+        return self._functions[name](*arguments)
+
+    def _call_crew(self, name: str, *arguments: Any) -> Any:
+        """The same of one that threads share, as many as torch has."""
+        self._call("set_num_threads", torch.get_num_threads())
+        return self._call(name, *arguments)
 
     def plan_step(
         self,
@@ -380,7 +373,7 @@ class NativeKernels:
     def lend_blocks(self, cache: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros for a cache, in large pages where there are some: long ones are read faster."""
         blocks = torch.zeros(tuple(shape), dtype=dtype)
-        self._ask_for_huge_pages(blocks.data_ptr(), blocks.nbytes)
+        self._call("ask_for_huge_pages", blocks.data_ptr(), blocks.nbytes)
         return blocks
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -407,7 +400,8 @@ class NativeKernels:
             _check("a norm's weight or bias", tensor, self.dtype, size)
         first, first_bias, last, last_bias = map(_get_pointer, weights)
         out = torch.empty_like(x)
-        self._add_norm(
+        self._call(
+            "add_norm",
             x.data_ptr(), _get_pointer(delta), first, first_bias, share, last, last_bias,
             out.data_ptr(), x.numel() // size, size, norm.epsilon, norm.offset,
         )  # fmt: skip
@@ -416,8 +410,7 @@ class NativeKernels:
     def cap_logits(self, logits: Tensor, scale: float, limit: float) -> Tensor:
         """Turn logits x in place into limit tanh(scale x / limit), with one rounding."""
         _check("logits", logits, self.dtype, *logits.shape)
-        self._set_num_threads(torch.get_num_threads())
-        self._cap_logits(logits.data_ptr(), logits.numel(), scale, limit)
+        self._call_crew("cap_logits", logits.data_ptr(), logits.numel(), scale, limit)
         return logits
 
     def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -425,7 +418,8 @@ class NativeKernels:
         _check("gate_up", gate_up, self.dtype, *gate_up.shape)
         inner = gate_up.shape[-1] // 2
         out = gate_up.new_empty((*gate_up.shape[:-1], inner))
-        self._gate_muls[activation](gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
+        kernel = f"{GATES[activation]}_mul"
+        self._call(kernel, gate_up.data_ptr(), out.data_ptr(), out.numel() // inner, inner)
         return out
 
     def attend(
@@ -453,7 +447,8 @@ class NativeKernels:
         self._check_step(plan, num_rows, num_positions, how.rotary)
         out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
         cos, sin = (how.rotary.cos, how.rotary.sin) if how.rotary else (None, None)
-        self._attend(
+        self._call(
+            "attend",
             qkv.data_ptr(), cache.data_ptr(), *map(_get_pointer, (*norms, cos, sin)),
             *plan.pointers, out.data_ptr(),
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
@@ -495,7 +490,8 @@ class NativeKernels:
         record = DeltaSizes(
             sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps, room
         )
-        self._run_delta_net(
+        self._call(
+            "run_delta_net",
             qkvz.data_ptr(), ba.data_ptr(), out.data_ptr(), table.ctypes.data, len(table),
             *(part.data_ptr() for part in (*parts, *weights, norm.weight)), norm.epsilon,
             ctypes.addressof(record),
@@ -536,7 +532,7 @@ class NativeKernels:
 
     def measure_integers(self, sizes: Sequence[int]) -> int:
         """Bytes of a packed matrix with these sizes, see `Integers` in kernels/integers.h."""
-        return int(self._measure_integers(np.array(sizes, np.int64).ctypes.data))
+        return int(self._call("measure_integers", np.array(sizes, np.int64).ctypes.data))
 
     def pack_matrix(self, weight: Tensor) -> Tensor:
         """Lay out a matrix [N, depth] by tiles of outputs, see kernels/gemm.h.
@@ -544,13 +540,13 @@ class NativeKernels:
         float32: [ceil(N / TILE), depth, TILE]; half precision: [ceil(N / TILE), ceil(depth / 2),
         TILE, 2]. The order within is the kernels' own.
         """
-        return self._pack("a matrix", weight, self.dtype, self._pack_matrix)
+        return self._pack("a matrix", weight, self.dtype, "pack_matrix")
 
     def pack_router(self, weight: Tensor) -> Tensor:
         """Lay out a float32 matrix [N, depth] with weights of any type, as `pack_matrix` does."""
-        return self._pack("a router", weight, torch.float32, self._pack_router)
+        return self._pack("a router", weight, torch.float32, "pack_matrix_f32")
 
-    def _pack(self, what: str, weight: Tensor, dtype: torch.dtype, lay_out: Any) -> Tensor:
+    def _pack(self, what: str, weight: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
         if (known := self._find_known(weight)) is not None:
             return known
         weight = weight.contiguous()
@@ -559,8 +555,7 @@ class NativeKernels:
         packed = weight.new_empty(get_packed_shape(num_outputs, depth, dtype))
         if num_outputs % TILE:
             packed[-1].zero_()  # kernels of narrow vectors end before it does
-        self._set_num_threads(torch.get_num_threads())
-        lay_out(weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        self._call_crew(kernel, weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
 
     def mix_experts(self, x: Tensor, experts: PackedExperts) -> Tensor:
@@ -568,8 +563,8 @@ class NativeKernels:
         x = x.contiguous()
         _check("x", x, self.dtype, *x.shape[:-1], experts.hidden)
         out = torch.empty_like(x)
-        self._set_num_threads(torch.get_num_threads())
-        self._mix_experts(
+        self._call_crew(
+            "mix_experts",
             x.data_ptr(), x.numel() // experts.hidden, experts.hidden, ctypes.byref(experts.record),
             out.data_ptr(), experts.is_integer,
         )  # fmt: skip
@@ -609,22 +604,16 @@ class NativeKernels:
             raise ValueError(f"an order of {depth} inputs has others")
         given = [t is not None for t in (zeros, input_scales, order)]
         sizes = np.array([num_outputs, depth, bits, group, by_row, *given], np.int64)
+        num_bytes = self.measure_integers(sizes.tolist())
         # An order is among what is packed, and is checked here only.
-        if (
-            order is None
-            and (
-                known := self._find_known(
-                    codes, sizes.tolist(), self.measure_integers(sizes.tolist())
-                )
-            )
-            is not None
-        ):
+        known = self._find_known(codes, sizes.tolist(), num_bytes) if order is None else None
+        if known is not None:
             return known
-        packed = codes.new_empty(self._measure_integers(sizes.ctypes.data), dtype=torch.uint8)
+        packed = codes.new_empty(num_bytes, dtype=torch.uint8)
         if any(given[1:]):
             packed.zero_()  # what is between lists
-        self._set_num_threads(torch.get_num_threads())
-        self._pack_integers(
+        self._call_crew(
+            "pack_integers",
             codes.data_ptr(), scales.data_ptr(), _get_pointer(zeros), _get_pointer(input_scales),
             _get_pointer(order), sizes.ctypes.data, packed.data_ptr(),
         )  # fmt: skip
@@ -637,7 +626,8 @@ class NativeKernels:
         heads = []
         for kind, start, stop in parts:
             head = np.array([parts[-1][2], depth, 0, kind, stop - start, 0, 0, 0], np.int64)
-            head[5] = -(-int(self._measure_blocks(head.ctypes.data)) // ALIGNMENT) * ALIGNMENT
+            num_bytes = self._call("measure_blocks", head.ctypes.data)
+            head[5] = -(-num_bytes // ALIGNMENT) * ALIGNMENT
             heads.append(head)
         return heads
 
@@ -665,11 +655,9 @@ class NativeKernels:
         if (known := self._find_known(rows, heads[0].tolist(), ends[-1])) is not None:
             return known
         packed = rows.new_zeros(ends[-1])
-        self._set_num_threads(torch.get_num_threads())
         for head, (_, start, _), place in zip(heads, parts, [0, *ends], strict=False):
-            self._pack_blocks(
-                rows[start].data_ptr(), rows.shape[1], head.ctypes.data, packed.data_ptr() + place
-            )
+            given = rows[start].data_ptr(), rows.shape[1], head.ctypes.data
+            self._call_crew("pack_blocks", *given, packed.data_ptr() + place)
         return packed
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
@@ -685,9 +673,8 @@ class NativeKernels:
         _check_packed("a packed matrix", packed, self.dtype, num_outputs, depth)
         _check("a bias", bias, self.dtype, num_outputs)
         y = x.new_empty((*x.shape[:-1], num_outputs))
-        self._set_num_threads(torch.get_num_threads())
-        run = self._multiply_integers if packed.dtype is torch.uint8 else self._multiply
-        run(
+        self._call_crew(
+            "multiply_integers" if packed.dtype is torch.uint8 else "multiply",
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, y.data_ptr(),
         )  # fmt: skip
@@ -743,8 +730,8 @@ class NativeKernels:
             num_rows, num_positions, layers.rotated, layers.num_layers,
             layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
         )  # fmt: skip
-        self._set_num_threads(torch.get_num_threads())
-        self._run_layers(
+        self._call_crew(
+            "run_layers",
             x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.records,
             layers.final_pointers.ctypes.data, cache.data_ptr(), *plan.pointers, chosen.ctypes.data,
             _get_pointer(observed), None if wanted is None else wanted.ctypes.data,
@@ -770,8 +757,8 @@ class NativeKernels:
             raise ValueError(f"the best {width} of {num_outputs} outputs")
         tokens = x.new_empty((*x.shape[:-1], width), dtype=torch.int64)
         scores = torch.empty_like(tokens, dtype=torch.float32)
-        self._set_num_threads(torch.get_num_threads())
-        self._rank_outputs(
+        self._call_crew(
+            "rank_outputs",
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), _get_pointer(bias),
             num_outputs, width, tokens.data_ptr(), scores.data_ptr(), packed.dtype is torch.uint8,
         )  # fmt: skip
@@ -826,8 +813,8 @@ class NativeKernels:
                 f"{width} beams of {length} tokens, of {drafter.num_candidates} candidates"
             )
         sizes = SearchShape(batch, *shape, *drafter.sizes)
-        self._set_num_threads(torch.get_num_threads())
-        num_levels: int = self._search(
+        num_levels: int = self._call_crew(
+            "search",
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
             drafter.matrices.ctypes.data, drafter.biases.ctypes.data, drafter.blocks.ctypes.data,
             len(drafter.blocks) // 2, _get_pointer(drafter.tokens),
@@ -887,24 +874,27 @@ class PackedExperts:
 class PackedLayers:
     """A decoder's layers as `NativeKernels.run_layers` takes them.
 
-    weights: of each layer its tensors by the names of `Layer`, absent ones left out or None. final:
-    weight and bias of the last norm. The tensors are kept alive. The matrices are of one type,
-    integers or that of all else. attending: of each layer, alike but for window and table; its
-    norms are among the weights. share: of what attention and MLP yield, in what is added to the
-    layer's input. experts: of each layer, which has no up and down then.
+    weights: of each layer its tensors by the names of `Layer`, absent ones left out or None. The
+    tensors are kept alive. The matrices are of one type, integers or that of all else. The layers
+    attend alike but for window and table. activation: its number. experts: of each layer, which has
+    no up and down then.
     """
 
     def __init__(
-        self, weights: Sequence[Mapping[str, Tensor | None]], final: Sequence[Tensor | None],
-        *, hidden: int, num_heads: int, num_kv_heads: int, head_size: int, inner: int,
-        activation: int, is_gated: bool, attending: Sequence[Attention], epsilon: float,
-        share: float = 1.0, experts: Sequence[PackedExperts] = (),
+        self, weights: Sequence[Mapping[str, Tensor | None]], stack: Stack, activation: int,
+        experts: Sequence[PackedExperts] = (),
     ) -> None:  # fmt: skip
+        assert stack.final_norm is not None
+        final = stack.final_norm.weight, stack.final_norm.bias
+        hidden, head_size, up = len(final[0]), stack.head_size, stack.layers[0].up
+        num_heads, num_kv_heads, is_gated = stack.num_heads, stack.num_kv_heads, stack.is_gated
+        inner = 0 if up is None else up.num_outputs // (2 if is_gated else 1)
+        attending = [layer.attention for layer in stack.layers]
         self._kept, self._experts = (weights, final), experts
         self.tables = list(dict.fromkeys(how.rotary for how in attending))
         self.rotated = next((table.cos.shape[1] for table in self.tables if table), 0)
         scale, cap = attending[0].scale, attending[0].cap
-        self.scalars = Scalars(epsilon, scale, cap or 0.0, share)
+        self.scalars = Scalars(stack.final_norm.epsilon, scale, cap or 0.0, stack.share)
         norm, qkv = weights[0]["norm"], weights[0]["qkv"]
         assert norm is not None
         assert qkv is not None
@@ -961,14 +951,6 @@ class PackedLayers:
                 _check_packed(what, tensor, self.dtype, *shapes[name])
 
 
-class Part(Protocol):
-    """A linear that is laid out for the kernels."""
-
-    packed: Tensor | None
-    bias: Tensor | None
-    num_outputs: int
-
-
 @dataclasses.dataclass(frozen=True)
 class FoundTrees:
     """Dynamic trees of rows without their roots, which are node 0 of each.
@@ -991,7 +973,7 @@ class PackedDrafter:
     """
 
     def __init__(
-        self, parts: Mapping[str, Part], embedding: Tensor, *, num_layers: int, exit_dim: int,
+        self, parts: Mapping[str, Linear], embedding: Tensor, *, num_layers: int, exit_dim: int,
         num_candidates: int, kernels: NativeKernels, tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = kernels.dtype

@@ -22,10 +22,8 @@ from specdec.engine.torch_layers import (
     Outcome,
     Stack,
     TorchLayers,
-    begin_runs,
     find_lines,
     find_past,
-    finish_runs,
 )
 
 
@@ -36,53 +34,40 @@ class KernelLayers(TorchLayers):
         super().__init__(stack)
         self.kernels = kernels
 
-    def run_normed(
-        self, x: Tensor, step: Step, cache: KVCache, observed_layers: tuple[int, ...]
+    def run(
+        self,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        observed_layers: tuple[int, ...],
+        first_input: Tensor | None = None,
+        *,
+        is_normed: bool = False,
     ) -> Outcome:
-        """`run`, the last output normed; x [B, T, D] is overwritten."""
-        stack, kernels = self.stack, self.kernels
-        plan, runs = plan_step(kernels, step, cache), begin_runs(step, cache)
-        norm = stack.final_norm
-        h = x if norm is None else kernels.norm(x, stack.layers[0].input_norm)
-        seen = []
-        for index, (layer, at) in enumerate(zip(stack.layers, stack.places, strict=True)):
-            if layer.linear is None:
-                attended = self._attend_by_kernel(layer, h, cache.blocks[at], plan)
-            else:
-                assert cache.states is not None
-                assert runs is not None
-                attended = layer.linear.run(layer.qkv(h), layer.linear.ba(h), cache.states, runs)
-            mixed = layer.dense(attended)
-            if norm is None:
-                assert layer.post_norm is not None
-                x = kernels.add_norm(x, stack.sum(mixed), layer.input_norm)
-                x = h = kernels.add_norm(x, stack.sum(self._run_mlp(layer, x)), layer.post_norm)
-                if index in observed_layers:
-                    seen.append(h.clone())  # which the next layer overwrites
-                continue
-            if layer.post_norm is None:
-                mixed = mixed + self._run_mlp(layer, h)
-            else:
-                h = kernels.add_norm(
-                    x, stack.sum(mixed), layer.post_norm, layer.dense_norm, stack.share
-                )
-                mixed = self._run_mlp(layer, h)
-            following = stack.layers[index + 1 :]
-            h = kernels.add_norm(
-                x, stack.sum(mixed), following[0].input_norm if following else norm,
-                layer.down_norm, stack.share,
-            )  # fmt: skip
-            if index in observed_layers:
-                seen.append(x.clone())
-        finish_runs(runs, cache)
-        return h, torch.cat(seen, dim=-1) if seen else None
+        """Run the layers as `TorchLayers.run` does."""
+        x = x if is_normed else x.clone(memory_format=torch.contiguous_format)
+        plan, norm = plan_step(self.kernels, step, cache), self.stack.final_norm
+        x, h, seen = self._compute(
+            x, step, cache, cache.blocks, plan, observed_layers, first_input, norm
+        )
+        return h if is_normed else x, seen
 
-    def _attend_by_kernel(self, layer: Layer, h: Tensor, block: Tensor, plan: StepPlan) -> Tensor:
-        stack, product = self.stack, layer.qkv(h)
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.kernels.norm(x, norm)
+
+    def _add(
+        self, x: Tensor, partial: Tensor, own_norm: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        assert norm is not None
+        added = self.stack.sum(partial)
+        return x, self.kernels.add_norm(x, added, norm, own_norm, self.stack.share)
+
+    def _attend(self, layer: Layer, product: Tensor, block: Tensor, place: StepPlan) -> Tensor:
+        stack = self.stack
         width = (stack.num_heads + 2 * stack.num_kv_heads) * stack.head_size
         qkv = product[..., :width].contiguous() if stack.has_gates else product
         out = self.kernels.attend(
-            qkv, block, layer.attention, plan, stack.num_heads, stack.num_kv_heads, stack.head_size
+            qkv, block, layer.attention, place, stack.num_heads, stack.num_kv_heads, stack.head_size
         )
         return out * product[..., width:].sigmoid() if stack.has_gates else out
 
@@ -105,12 +90,6 @@ class NativeLayers:
         self.stack, self.kernels = stack, kernels
         self._packed = _pack(stack, activation)
 
-    def run_normed(
-        self, x: Tensor, step: Step, cache: KVCache, observed_layers: tuple[int, ...]
-    ) -> Outcome:
-        """`run`, the last output normed; x [B, T, D] is overwritten."""
-        return self._call(x, step, cache, observed_layers, None)
-
     def run(
         self,
         x: Tensor,
@@ -118,25 +97,17 @@ class NativeLayers:
         cache: KVCache,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None = None,
+        *,
+        is_normed: bool = False,
     ) -> Outcome:
         """Run the layers as `TorchLayers.run` does."""
-        x = x.clone(memory_format=torch.contiguous_format)  # which the call overwrites
-        _, observed = self._call(x, step, cache, observed_layers, first_input)
-        return x, observed
-
-    def _call(
-        self,
-        x: Tensor,
-        step: Step,
-        cache: KVCache,
-        observed_layers: tuple[int, ...],
-        first_input: Tensor | None,
-    ) -> Outcome:
+        x = x if is_normed else x.clone(memory_format=torch.contiguous_format)
         is_last_observed = len(self.stack.layers) - 1 in observed_layers
-        return self.kernels.run_layers(
+        normed, seen = self.kernels.run_layers(
             x, self._packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
             first_input, None if is_last_observed else step.wanted,
         )  # fmt: skip
+        return normed if is_normed else x, seen
 
 
 def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | KernelLayers:
@@ -170,8 +141,6 @@ def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
 
 
 def _pack(stack: Stack, activation: int) -> PackedLayers:
-    final = stack.final_norm
-    assert final is not None
     weights = []
     for layer in stack.layers:
         parts: dict[str, Linear | Norm | None] = {
@@ -187,13 +156,6 @@ def _pack(stack: Stack, activation: int) -> PackedLayers:
         for name, norm in (("q_norm", layer.attention.q_norm), ("k_norm", layer.attention.k_norm)):
             row[name] = norm.weight if norm is not None else None
         weights.append(row)
-    up, experts = stack.layers[0].up, [layer.experts for layer in stack.layers]
-    return PackedLayers(
-        weights, (final.weight, final.bias), hidden=len(final.weight), num_heads=stack.num_heads,
-        num_kv_heads=stack.num_kv_heads, head_size=stack.head_size,
-        inner=up.num_outputs // (2 if stack.is_gated else 1) if up is not None else 0,
-        experts=[e.packed for e in experts if e is not None and e.packed is not None],
-        activation=activation, is_gated=stack.is_gated,
-        attending=[layer.attention for layer in stack.layers], share=stack.share,
-        epsilon=final.epsilon,
-    )  # fmt: skip
+    experts = [layer.experts for layer in stack.layers]
+    packed = [e.packed for e in experts if e is not None and e.packed is not None]
+    return PackedLayers(weights, stack, activation, packed)

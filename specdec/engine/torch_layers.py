@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,11 +82,6 @@ class Stack:
         """Add up what the ranks computed of a product."""
         return partial if self.group is None else self.group.sum(partial)
 
-    def add(self, x: Tensor, partial: Tensor, norm: Norm | None) -> Tensor:
-        """A layer's input and what the ranks computed of what is added to it, normed if so."""
-        added = self.sum(partial)
-        return torch.add(x, added if norm is None else norm(added), alpha=self.share)
-
     def list_windows(self) -> set[int | None]:
         """The windows that its layers have."""
         return {layer.attention.window for layer in self.layers if layer.linear is None}
@@ -97,6 +93,7 @@ class _Placement:
 
     rows: [B], 0 ... B - 1 where is_prefix; slots, lines: [B, T]; views: by a layer's window, the
     first cache position that any token sees and the mask [B, 1, T, S] from there to end - 1.
+    angles: of the tables that were used before.
     """
 
     rows: Tensor
@@ -105,7 +102,7 @@ class _Placement:
     lines: Tensor
     views: dict[int | None, tuple[int, Tensor]]
     end: int
-    runs: Runs | None = None
+    angles: dict[RotaryTable, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
 
 class TorchLayers:
@@ -115,14 +112,6 @@ class TorchLayers:
         self.stack = stack
         self.graphs: StepGraphs | None = None
 
-    def run_normed(
-        self, x: Tensor, step: Step, cache: KVCache, observed_layers: tuple[int, ...]
-    ) -> Outcome:
-        """`run`, the last output normed; x [B, T, D] may be overwritten."""
-        x, observed = self.run(x, step, cache, observed_layers)
-        norm = self.stack.final_norm
-        return (x if norm is None else norm(x)), observed
-
     def run(
         self,
         x: Tensor,
@@ -130,21 +119,27 @@ class TorchLayers:
         cache: KVCache,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None = None,
+        *,
+        is_normed: bool = False,
     ) -> Outcome:
-        """Run the layers over [B, T, D] and write keys and values; the result is not normed.
+        """Run the layers over [B, T, D] and write keys and values.
 
-        first_input: what the first layer's attention reads instead of its normed input.
+        first_input: what the first layer's attention reads instead of its normed input. is_normed:
+        the result is normed, and x may be overwritten.
         """
+        found = self._replay(x, step, cache, observed_layers, first_input)
+        if found is None:
+            place = self._place(step, cache, x.device)
+            x, _, seen = self._compute(
+                x, step, cache, cache.blocks, place, observed_layers, first_input
+            )
+        else:
+            x, seen = found
+        norm = self.stack.final_norm
+        return (norm(x) if is_normed and norm is not None else x), seen
+
+    def _place(self, step: Step, cache: KVCache, device: torch.device) -> _Placement:
         past = find_past(step, cache)
-        if (
-            self.graphs is not None
-            and step.past is None
-            and (shape := self.graphs.find_shape(step, cache))
-        ):
-            found = self._replay(self.graphs, shape, x, step, cache, observed_layers, first_input)
-            if found is not None:
-                return found
-        device = x.device
         num_tokens, num_new = step.tree_mask.shape[1:]
         used = int(past.max()) + num_new
         used = min(-(-used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
@@ -156,7 +151,7 @@ class TorchLayers:
             mask = build_full_mask(past, step.tree_mask, step.positions, used, window)
             views[window] = first, to_device(mask[..., first:], device)
         newest = np.arange(num_new - num_tokens, num_new)
-        place = _Placement(
+        return _Placement(
             rows=to_device(step.rows, device),
             # Rows are sorted and distinct, but where a text goes on in several.
             is_prefix=step.past is None and len(step.rows) == cache.blocks.shape[2],
@@ -164,24 +159,22 @@ class TorchLayers:
             lines=to_device(find_lines(step, cache), device),
             views=views,
             end=used,
-            runs=begin_runs(step, cache),
         )
-        found = self._compute(x, cache, cache.blocks, place, observed_layers, first_input)
-        finish_runs(place.runs, cache)
-        return found
 
     def _replay(
         self,
-        graphs: StepGraphs,
-        shape: StepShape,
         x: Tensor,
         step: Step,
         cache: KVCache,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
     ) -> Outcome | None:
-        """`run` from a graph; None where there is no room for it."""
-        stack = self.stack
+        """`run` from a graph; None where there is none."""
+        stack, graphs = self.stack, self.graphs
+        if graphs is None or step.past is not None:
+            return None
+        if (found_shape := graphs.find_shape(step, cache)) is None:
+            return None
 
         def compute(
             shape: StepShape, packed: PackedStep, blocks: Tensor, inputs: Sequence[Tensor]
@@ -200,11 +193,13 @@ class TorchLayers:
                 end=size,
             )
             first = inputs[1] if len(inputs) > 1 else None
-            out, observed = self._compute(inputs[0], cache, blocks, place, observed_layers, first)
-            return (out,) if observed is None else (out, observed)
+            out, _, seen = self._compute(
+                inputs[0], step, cache, blocks, place, observed_layers, first
+            )
+            return (out,) if seen is None else (out, seen)
 
         found = graphs.run(
-            shape,
+            found_shape,
             (observed_layers, None if first_input is None else first_input.shape[2:]),
             (step, cache.past_lens[step.rows], find_lines(step, cache)),
             [x] if first_input is None else [x, first_input],
@@ -217,52 +212,72 @@ class TorchLayers:
     def _compute(
         self,
         x: Tensor,
+        step: Step,
         cache: KVCache,
         blocks: Tensor,
-        place: _Placement,
+        place: Any,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
-    ) -> Outcome:
-        """The layers on the device alone."""
-        stack = self.stack
-        angles: dict[RotaryTable, tuple[Tensor, Tensor]] = {}
-        seen = []
+        last_norm: Norm | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The layers on the device alone: the last output, the same normed, those observed.
+
+        place: where keys go and what is seen, for `_attend`. last_norm: None where nothing is
+        normed behind the last layer.
+        """
+        stack, runs, seen = self.stack, begin_runs(step, cache), []
+        is_post_norm = stack.final_norm is None
+        if first_input is not None:
+            h = first_input
+        else:
+            h = x if is_post_norm else self._norm(x, stack.layers[0].input_norm)
         for index, (layer, at) in enumerate(zip(stack.layers, stack.places, strict=True)):
-            if first_input is not None and index == 0:
-                h = first_input
-            else:
-                h = x if stack.final_norm is None else layer.input_norm(x)
+            product = layer.qkv(h)
             if layer.linear is None:
-                mixed = self._attend(layer, layer.qkv(h), blocks[at], place, angles)
+                mixed = self._attend(layer, product, blocks[at], place)
             else:
                 assert cache.states is not None
-                assert place.runs is not None
-                mixed = layer.linear.run(layer.qkv(h), layer.linear.ba(h), cache.states, place.runs)
-            attended = layer.dense(mixed)
-            if stack.final_norm is None:
-                assert layer.post_norm is not None
-                x = layer.input_norm(stack.add(x, attended, None))
-                x = layer.post_norm(stack.add(x, self._run_mlp(layer, x), None))
-            elif layer.post_norm is None:
-                x = stack.add(x, attended + self._run_mlp(layer, h), layer.down_norm)
+                assert runs is not None
+                mixed = layer.linear.run(product, layer.linear.ba(h), cache.states, runs)
+            mixed = layer.dense(mixed)
+            if is_post_norm:
+                _, x = self._add(x, mixed, None, layer.input_norm)
+                _, x = self._add(x, self._run_mlp(layer, x), None, layer.post_norm)
+                h = x
             else:
-                x = stack.add(x, attended, layer.dense_norm)
-                x = stack.add(x, self._run_mlp(layer, layer.post_norm(x)), layer.down_norm)
+                if layer.post_norm is None:
+                    mixed = mixed + self._run_mlp(layer, h)
+                else:
+                    x, h = self._add(x, mixed, layer.dense_norm, layer.post_norm)
+                    mixed = self._run_mlp(layer, h)
+                following = stack.layers[index + 1 :]
+                norm = following[0].input_norm if following else last_norm
+                x, h = self._add(x, mixed, layer.down_norm, norm)
             if index in observed_layers:
-                seen.append(x)
-        return x, torch.cat(seen, dim=-1) if seen else None
+                seen.append(x.clone())  # kernels add to it in place
+        if cache.states is not None and runs is not None:
+            cache.states.finish(runs)
+        return x, h, torch.cat(seen, dim=-1) if seen else None
 
-    def _attend(
-        self,
-        layer: Layer,
-        product: Tensor,
-        block: Tensor,
-        place: _Placement,
-        angles: dict[RotaryTable, tuple[Tensor, Tensor]],
-    ) -> Tensor:
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return norm(x)
+
+    def _add(
+        self, x: Tensor, partial: Tensor, own_norm: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's input and what the ranks computed of what is added to it: the sum, and normed.
+
+        own_norm: of what is added, before it is.
+        """
+        added = self.stack.sum(partial)
+        added = added if own_norm is None else own_norm(added)
+        x = torch.add(x, added, alpha=self.stack.share)
+        return x, x if norm is None else norm(x)
+
+    def _attend(self, layer: Layer, product: Tensor, block: Tensor, place: Any) -> Tensor:
         """Write keys and values into a layer's part of the cache, [2, R, N, S, H], and attend.
 
-        product: [B, T, heads of all parts * H]. angles: of the tables that were used before.
+        product: [B, T, heads of all parts * H]. place: a `_Placement`.
         """
         stack, rows, slots = self.stack, place.rows, place.slots
         num_rows, num_tokens = slots.shape
@@ -276,10 +291,10 @@ class TorchLayers:
             q, k = turned[:, :, :num_heads], turned[:, :, num_heads:]
             turned = torch.cat((how.q_norm(q), how.k_norm(k)), dim=2)
         if (table := how.rotary) is not None:
-            if table not in angles:  # [B, T, 1, R]
-                lines = place.lines
-                angles[table] = table.cos[lines].unsqueeze(2), table.sin[lines].unsqueeze(2)
-            turned = rotate(turned, *angles[table])
+            if table not in place.angles:  # [B, T, 1, R]
+                cos, sin = (half[place.lines].unsqueeze(2) for half in (table.cos, table.sin))
+                place.angles[table] = cos, sin
+            turned = rotate(turned, *place.angles[table])
         queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
         keys, values = block[0], block[1]  # [R, N, S, H]
         keys[rows[:, None], :, slots] = new_keys
@@ -323,12 +338,6 @@ def begin_runs(step: Step, cache: KVCache) -> Runs | None:
     offsets = step.positions - find_past(step, cache)[:, None] - np.arange(size)
     assert not (offsets * (np.arange(size) < counts[:, None])).any(), "a state follows one text"
     return cache.states.begin(step.rows, find_past(step, cache), counts, kept, size)
-
-
-def finish_runs(runs: Runs | None, cache: KVCache) -> None:
-    """Note what a step has written of the linear layers' states."""
-    if cache.states is not None and runs is not None:
-        cache.states.finish(runs)
 
 
 def find_lines(step: Step, cache: KVCache) -> IntArray:

@@ -16,7 +16,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
 from specdec.decode.ranks.processes import Ranks
 from specdec.engine.decoder import Decoder
-from specdec.engine.graphs import GraphRecorder
+from specdec.engine.graphs import CudaRecorder
 from specdec.engine.group import Group
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.engine.verification import Verification
@@ -177,7 +177,7 @@ class TensorRTEngine(TorchEngine):
     def _load(
         self,
         folder: Path,
-        recorder: GraphRecorder | None,
+        recorder: CudaRecorder | None,
         drafting: Drafting | None,
         *,
         speculate: bool,

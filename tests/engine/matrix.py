@@ -12,18 +12,18 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
-import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from specdec.engine import native
+from tests.covering import cover
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("kernel_bits.cpp")
@@ -218,30 +218,16 @@ def list_builds(compilers: list[str], is_full: bool = False) -> list[Build]:
         for freedom in FREEDOMS
     ]
     choices = [build for build in choices if can_compile(build)]
-    return list(dict.fromkeys([*builds, *(choices if is_full else cover_pairs(choices, builds))]))
+    choices = choices if is_full else cover(choices, key=list_choices)
+    return list(dict.fromkeys([*builds, *choices]))
 
 
-def list_pairs(build: Build) -> set[tuple[tuple[int, str], ...]]:
-    """Any two of a build's choices: form, compiler, level, tuning, what is left to the compiler."""
+def list_choices(build: Build) -> tuple[str, ...]:
+    """A build's choices: form, compiler, level, tuning, what is left to the compiler."""
     level, *others = build.extra
     tuning = [flag for flag in others if flag.startswith("-mtune=")]
     freedom = [flag for flag in others if flag not in tuning]
-    chosen = [build.form.name, build.compiler, level, " ".join(tuning), " ".join(freedom)]
-    return set(itertools.combinations(enumerate(chosen), 2))
-
-
-def cover_pairs(choices: list[Build], builds: list[Build]) -> Iterator[Build]:
-    """A few builds that have every pair of choices between them, alongside what `builds` have."""
-    pairs = {build: list_pairs(build) for build in choices}
-    missing = set[tuple[tuple[int, str], ...]]().union(*pairs.values())
-    for build in builds:
-        missing -= list_pairs(build)
-    while missing:
-        found = {build: pairs[build] & missing for build in choices}
-        # Pairs with a form first.
-        best = max(found, key=lambda b: (sum(p[0][0] == 0 for p in found[b]), len(found[b])))
-        missing -= pairs[best]
-        yield best
+    return build.form.name, build.compiler, level, " ".join(tuning), " ".join(freedom)
 
 
 def list_chosen_builds(compiler: str) -> list[Build]:
@@ -265,7 +251,7 @@ def list_cross_builds(compilers: list[str], is_full: bool = False) -> list[Build
         for freedom in FREEDOMS[:2]
     ]
     builds = [build for build in builds if can_compile(build)]
-    return builds if is_full else list(cover_pairs(builds, []))
+    return builds if is_full else cover(builds, key=list_choices)
 
 
 def run_matrix(builds: list[Build], jobs: int) -> int:

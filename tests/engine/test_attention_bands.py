@@ -13,7 +13,7 @@ import torch
 
 from specdec.engine import layers, native
 from specdec.engine.torch_layers import build_full_mask
-from specdec.engine.tree import BoolArray
+from specdec.engine.tree import BoolArray, Tree, build_tree_mask
 from tests.engine.kernels import FORMS, needs_compiler
 
 pytestmark = needs_compiler
@@ -21,7 +21,8 @@ pytestmark = needs_compiler
 PLAIN_AND_OWN = [form for form in ("own", "bands") if form in FORMS]
 # Of the largest value: weights and results are rounded to bfloat16.
 TOLERANCE = 1e-2
-PARENTS = [-1, 0, 0, 1, 3, 3, 4, 4, 7, 2, 8, 10]
+PARENTS = np.array([-1, 0, 0, 1, 3, 3, 4, 4, 7, 2, 8, 10])
+TREE = Tree(tokens=PARENTS, parents=PARENTS, depths=PARENTS)  # for its mask alone
 # heads, K/V heads, size, window, cap
 SHAPES = [
     (4, 1, 64, None, None),
@@ -32,16 +33,6 @@ SHAPES = [
     (2, 1, 7, 4, None),
 ]
 LENGTHS = [0, 1, 31, 32, 33, 500, 511, 512, 513, 1030]
-
-
-def make_tree() -> BoolArray:
-    mask = np.zeros((len(PARENTS), len(PARENTS)), bool)
-    for node in range(len(PARENTS)):
-        at = node
-        while at >= 0:
-            mask[node, at] = True
-            at = PARENTS[at]
-    return mask
 
 
 class Text:
@@ -93,7 +84,7 @@ class Text:
 
 # A tree, a prompt's chunk, and a block of which every token sees all.
 STEPS = {
-    "tree": make_tree(), "chunk": np.tri(40, dtype=bool), "block": np.ones((16, 16), bool)
+    "tree": build_tree_mask(TREE), "chunk": np.tri(40, dtype=bool), "block": np.ones((16, 16), bool)
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -173,6 +174,17 @@ def test_a_full_disk_leaves_nothing(
     assert f"cannot be kept in {cache}: No space left on device" in caplog.text
 
 
+def test_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("SPECDEC_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    assert kernel_cache.find_cache() is None
+    kernel_cache.keep(tmp_path / "library", INFO)
+    assert "cannot be kept in a home folder: there is none" in caplog.text
+
+
 def test_a_folder_in_place_of_what_is_kept(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     put_folder(get_entry(cache))
     kernel_cache.keep(cache.parent / "library", INFO)
@@ -255,9 +267,6 @@ def test_a_compiler_that_hangs_is_ended(
 def test_arguments_in_cxx(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, expected: Any
 ) -> None:
-    import shlex
-    import shutil
-
     (tmp_path / "a b").mkdir()
     write_compiler(tmp_path / "a b", "exit 0")
     names = {"folder": tmp_path, "sh": shutil.which("sh")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,14 @@ def make_layers(
         "down_bias": None, "q_norm": zeros(SIZE, dtype=dtype), "k_norm": zeros(SIZE, dtype=dtype),
         "dense_norm": norm, "dense_norm_bias": None, "down_norm": norm, "down_norm_bias": None,
     }  # fmt: skip
-    return PackedLayers(
-        [row, row | changed], (norm, None), hidden=HIDDEN,
-        num_heads=HEADS, num_kv_heads=HEADS, head_size=SIZE, inner=INNER, activation=0,
-        is_gated=True, attending=[Attention(**HOW | {"rotary": table})] * 2, epsilon=1e-5,
+    layer = SimpleNamespace(
+        attention=Attention(**HOW | {"rotary": table}), up=SimpleNamespace(num_outputs=2 * INNER)
+    )
+    stack: Any = SimpleNamespace(
+        final_norm=Norm(norm, None, 1e-5), num_heads=HEADS, num_kv_heads=HEADS, head_size=SIZE,
+        is_gated=True, layers=[layer, layer], share=1.0,
     )  # fmt: skip
+    return PackedLayers([row, row | changed], stack, 0)
 
 
 def run_layers(kernels: NativeKernels, **changed: Any) -> None:

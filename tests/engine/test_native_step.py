@@ -171,20 +171,20 @@ def test_a_state_has_the_same_bits_in_every_step(
 
 
 @in_every_form
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "window", "changes"),
+    [
+        ("bfloat16", 7, EVERYTHING),
+        ("float16", 7, EVERYTHING),
+        # Attention and MLP read one norm.
+        ("bfloat16", None, {"architecture": "PhiForCausalLM", "hidden_act": "gelu_new"}),
+    ],
+)
 @torch.inference_mode()
-def test_all_arithmetic_has_the_same_bits(library: Path, dtype: str) -> None:
-    check_bits(make_decoder(library, dtype, 6, 2, 7, is_int8=False, **EVERYTHING))
-
-
-@in_every_form
-@torch.inference_mode()
-def test_attention_beside_an_mlp_has_the_same_bits(library: Path) -> None:
-    """Both read one norm."""
-    check_bits(make_decoder(
-        library, "bfloat16", 6, 2, None, is_int8=False, architecture="PhiForCausalLM",
-        hidden_act="gelu_new",
-    ))  # fmt: skip
+def test_all_arithmetic_has_the_same_bits(
+    library: Path, dtype: str, window: int | None, changes: dict[str, Any]
+) -> None:
+    check_bits(make_decoder(library, dtype, 6, 2, window, is_int8=False, **changes))
 
 
 @in_every_form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -112,41 +113,50 @@ def search_slowly(params: ReDrafterParams, step: Stepper, token: int) -> list[li
     return [tokens for _, tokens, _ in beams]
 
 
-@pytest.mark.parametrize("rnn", [True, False])
-@pytest.mark.parametrize("exit_dim", [2 * HIDDEN, 24])
+@dataclasses.dataclass
+class Case:
+    """A head, by torch or by the kernels, and three rows to draft for."""
+
+    head: ReDrafterHead
+    weights: dict[str, torch.Tensor]
+    embedding: torch.Tensor
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+
+    def make_stepper(self, row: int, num_kept: int) -> Stepper:
+        exact = {name: w.double().numpy() for name, w in self.weights.items()}
+        hidden, embedding = self.hidden[row].double().numpy(), self.embedding.double().numpy()
+        return make_stepper(self.head.params, exact, embedding, hidden, num_kept)
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "native"])
+def make_case(request: pytest.FixtureRequest) -> Callable[..., Case]:
+    def make(**shape: Any) -> Case:
+        kernels = request.getfixturevalue("kernels") if request.param else None
+        head, weights, embedding = make_head(**shape, kernels=kernels)
+        assert (head.packed is not None) == request.param
+        hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+        return Case(head, weights, embedding, hidden, torch.tensor([4, 80, 33]))
+
+    return make
+
+
+in_every_shape = pytest.mark.parametrize(
+    ("rnn", "exit_dim"), [(True, 2 * HIDDEN), (True, 24), (False, 2 * HIDDEN), (False, 24)]
+)
+
+
+@in_every_shape
 @pytest.mark.parametrize(("beams", "length"), [(1, 1), (1, 4), (3, 3), (5, 5)])
-@pytest.mark.parametrize("is_native", [False, True])
 def test_search_equals_the_slow_reference(
-    rnn: bool,
-    exit_dim: int,
-    beams: int,
-    length: int,
-    is_native: bool,
-    request: pytest.FixtureRequest,
+    rnn: bool, exit_dim: int, beams: int, length: int, make_case: Callable[..., Case]
 ) -> None:
-    head, weights, embedding = make_head(
-        beams=beams,
-        length=length,
-        rnn=rnn,
-        exit_dim=exit_dim,
-        kernels=request.getfixturevalue("kernels") if is_native else None,
-    )
-    assert (head.packed is not None) == is_native
-    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
-    tokens = torch.tensor([4, 80, 33])
-    found = head.search_beams(hidden, tokens)
+    case = make_case(beams=beams, length=length, rnn=rnn, exit_dim=exit_dim)
+    found = case.head.search_beams(case.hidden, case.tokens)
     assert found.shape == (3, beams, length)
-    exact = {name: w.double().numpy() for name, w in weights.items()}
-    for row in range(3):
-        expected = search_slowly(
-            head.params,
-            make_stepper(
-                head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(),
-                NUM_CANDIDATES,
-            ),
-            int(tokens[row]),
-        )  # fmt: skip
-        assert found[row].tolist() == expected
+    for row, token in enumerate(case.tokens.tolist()):
+        step = case.make_stepper(row, NUM_CANDIDATES)
+        assert found[row].tolist() == search_slowly(case.head.params, step, token)
 
 
 def grow_slowly(
@@ -196,39 +206,25 @@ def list_paths(candidates: Candidates) -> list[tuple[int, ...]]:
     return paths
 
 
-@pytest.mark.parametrize("rnn", [True, False])
-@pytest.mark.parametrize("exit_dim", [2 * HIDDEN, 24])
+@in_every_shape
 @pytest.mark.parametrize(("beams", "length", "size"), [(1, 4, 3), (3, 3, 7), (5, 5, 12)])
-@pytest.mark.parametrize("is_native", [False, True])
 def test_a_dynamic_tree_equals_the_slow_reference(
-    rnn: bool,
-    exit_dim: int,
-    beams: int,
-    length: int,
-    size: int,
-    is_native: bool,
-    request: pytest.FixtureRequest,
+    rnn: bool, exit_dim: int, beams: int, length: int, size: int, make_case: Callable[..., Case]
 ) -> None:
-    kernels = request.getfixturevalue("kernels") if is_native else None
-    shape = {"beams": beams, "length": length, "rnn": rnn, "exit_dim": exit_dim}
-    head, weights, embedding = make_head(**shape, kernels=kernels)  # type: ignore[arg-type]
-    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
-    tokens = np.array([4, 80, 33])
-    exact = {name: w.double().numpy() for name, w in weights.items()}
-    temperatures = np.array([1.0, 0.4, 1.7])
-    found, num_levels = grow(head, hidden, tokens, size, temperatures)
+    case = make_case(beams=beams, length=length, rnn=rnn, exit_dim=exit_dim)
+    head, tokens, temperatures = case.head, case.tokens.numpy(), np.array([1.0, 0.4, 1.7])
+    found, num_levels = grow(head, case.hidden, tokens, size, temperatures)
     for row, candidates in enumerate(found):
         assert candidates.confidence is not None
         chances = follow_chances(candidates.tree, candidates.confidence)
         found_paths = dict(zip(list_paths(candidates)[1:], chances[1:], strict=True))
-        step = make_stepper(
-            head.params, exact, embedding.double().numpy(), hidden[row].double().numpy(), VOCAB
-        )
+        step = case.make_stepper(row, VOCAB)
         expected = grow_slowly(head.params, step, int(tokens[row]), size, temperatures[row])
         assert found_paths.keys() == expected.keys()
         for path, score in expected.items():
             assert found_paths[path] == pytest.approx(np.exp(score), rel=1e-3)
     # By torch, levels end where none of their nodes could enter the tree.
+    is_native = head.packed is not None
     assert num_levels == length if is_native else 1 <= num_levels <= length
 
 

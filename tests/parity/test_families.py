@@ -20,7 +20,6 @@ from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.tree import Tree, build_tree_mask
 from specdec.errors import SpecDecError
-from tests.conftest import make_drafter
 from tests.engines import continue_greedily, list_paths, make_engine
 from tests.parity.models import (
     FIRST_NAMES,
@@ -37,10 +36,6 @@ TOLERANCE = 2e-5
 LIMIT = 24
 # Prompt tokens of the two rows: beyond a vector's lanes, WINDOW and SWITCH.
 CHUNKS = ((5, 3), (80, 13, 1))
-DRAFTED = (
-    "LlamaForCausalLM-plain", "LlamaForCausalLM-yarn", "MistralForCausalLM-window",
-    "Qwen2ForCausalLM-window_tied", "Gemma2ForCausalLM-caps", "Gemma3ForCausalLM-windows",
-)  # fmt: skip
 # Root 9; two beams that share their first token, and one that does not.
 TREE = Tree(
     np.array([9, 4, 7, 5, 6, 8, 11]),
@@ -214,21 +209,6 @@ def test_greedy_text_equals_transformers(
     lengths = (5, SWITCH - LIMIT, 1, 70)
     outputs = generate(get_engine(name, optimize), lengths)
     assert sum(len(set(output)) for output in outputs) > LIMIT, "the text varies"
-    assert outputs == check_reference(get_target(name), lengths, outputs)
-
-
-@pytest.mark.parametrize(
-    ("name", "optimize"), zip(DRAFTED, itertools.cycle(["none", "auto"]))
-)  # fmt: skip
-def test_redrafter_text_equals_transformers(
-    name: str, optimize: str, get_target: Callable[[str], Path], tmp_path: Path
-) -> None:
-    drafter = make_drafter(tmp_path, vocab=VOCAB, exit_dim=96, scale=3.0)
-    folder = make_engine(tmp_path, get_target(name), drafter, beams=3, length=4, optimize=optimize)
-    engine = TorchEngine(folder, device="cpu")
-    assert engine.method == "redrafter"
-    lengths = (5, 30, 1, 70)
-    outputs = generate(engine, lengths)
     assert outputs == check_reference(get_target(name), lengths, outputs)
 
 

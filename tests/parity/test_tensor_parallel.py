@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from specdec.decode.engine import TorchEngine
-from tests.conftest import make_drafter
 from tests.engines import OracleProposer, make_engine
-from tests.parity.models import SWITCH, VOCAB, make_model
+from tests.parity.models import SWITCH, make_model
 from tests.parity.test_families import LIMIT, generate, generate_reference
 
 NAMES = [
@@ -41,13 +40,3 @@ def test_greedy_text_of_two_ranks_equals_transformers(
     engine.proposer = oracle
     assert generate(engine, LENGTHS) == expected
     assert 0 < oracle.observed_rows < len(LENGTHS) * LIMIT, "several tokens were accepted at once"
-
-
-@pytest.mark.parametrize("flags", [[], ["--use-parallel-embedding"]])
-def test_redrafter_text_of_two_ranks_equals_transformers(flags: list[str], tmp_path: Path) -> None:
-    target = make_model(tmp_path / "hf", "Qwen2ForCausalLM-plain")
-    drafter = make_drafter(tmp_path, vocab=VOCAB, exit_dim=96, scale=3.0)
-    folder = make_engine(tmp_path, target, drafter, convert=["--tp-size", 2, *flags])
-    engine = TorchEngine(folder, device="cpu")
-    assert engine.method == "redrafter"
-    assert generate(engine, LENGTHS) == generate_reference(target, LENGTHS)

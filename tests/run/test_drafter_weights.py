@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
-from specdec.engine.layout import DRAFTER_NAME, WEIGHTS_NAME
+from specdec.engine.layout import (
+    DRAFTER_NAME,
+    WEIGHTS_NAME,
+    find_engine_problems,
+    read_engine_config,
+)
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from tests.conftest import (
@@ -196,6 +201,7 @@ def test_a_shortened_vocabulary_without_kernels(method: str, tp_size: int, tmp_p
         rows = slice(21, 128) if name.endswith(".lm_head.weight") else slice(None)
         if not name.endswith("d2t"):
             assert torch.equal(stored[name], whole[name][rows]), name
+    assert not find_engine_problems(engine, read_engine_config(engine))
     if tp_size > 1:
         return
     requests = [Request(index=0, input_ids=[5, 17, 30], max_output_len=12, end_ids=frozenset())]
