@@ -78,23 +78,21 @@ def read_hybrid(
     )  # fmt: skip
     refuse_unless(reader, "hidden_act", "silu", remedy="hybrids are supported with silu")
     bias, num_layers = reader.get_bool("attention_bias", False), values["num_hidden_layers"]
-    types: Sequence[Any] = [
-        LINEAR if kind != FULL else FULL
-        for kind in list_layer_types(num_layers, reader.get_int("full_attention_interval", 4))
-    ]
-    listed = reader.config.get("layer_types")
-    if isinstance(listed, list):
-        types = listed
+    types: tuple[Any, ...] = list_layer_types(
+        num_layers, reader.get_int("full_attention_interval", 4), kind=LINEAR
+    )
+    if isinstance(listed := reader.config.get("layer_types"), list):
+        types = tuple(listed)
     if not {LINEAR} <= set(types) <= {LINEAR, FULL} or len(types) != num_layers:
         reader.refuse(
             f"layer_types is {shorten(list(types))} for {num_layers} layers",
             f"hybrids are supported whose layers are {LINEAR} or {FULL}",
         )
-        types = [LINEAR] * num_layers
+        types = (LINEAR,) * num_layers
     return {
         **values,
         "linear_attention": read_linear(reader),
-        "layer_types": tuple(types),
+        "layer_types": types,
         "own_arithmetic": Architecture(
             qk_norm=True, adds_one=True, qkv_bias=bias, dense_bias=bias, gates_attention=True,
             activations=(activation,), mlp="gated" if activation == "silu" else "experts",

@@ -43,32 +43,6 @@ class Runs:
     kept: IntArray
     folded: IntArray
 
-    @property
-    def num_logged(self) -> int:
-        """The most tokens of a run that are not certain."""
-        return int((self.counts - self.kept).max(initial=0))
-
-
-def find_runs(
-    rows: IntArray, past: IntArray, counts: IntArray, kept: IntArray, size: int, lens: IntArray
-) -> Runs:
-    """Join the rows of a step, [B], of `size` tokens, in which one text goes on.
-
-    lens: tokens that each row's state has seen, [R].
-    """
-    is_first = np.ones(len(rows), np.bool_)
-    is_first[1:] = rows[1:] != rows[:-1]
-    starts = np.flatnonzero(is_first)
-    assert len(set(rows[starts].tolist())) == len(starts), "a text's parts lie side by side"
-    last = np.append(starts[1:], len(rows)) - 1
-    return Runs(
-        rows=rows[starts],
-        firsts=starts * size,
-        counts=(last - starts) * size + counts[last],
-        kept=np.add.reduceat(kept, starts),
-        folded=past[starts] - lens[rows[starts]],
-    )
-
 
 class LinearStates:
     """The states of all rows, what the convolutions still read, and what was drafted last.
@@ -107,13 +81,25 @@ class LinearStates:
     def begin(
         self, rows: IntArray, past: IntArray, counts: IntArray, kept: IntArray, size: int
     ) -> Runs:
-        """The runs of a step, which may now be computed."""
+        """The runs of a step of rows [B] of `size` tokens, which may now be computed.
+
+        Rows in which one text goes on are joined. past: [B], as in `Step`.
+        """
         self.moves.clear()
-        runs = find_runs(rows, past, counts, kept, size, self.lens)
+        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+        assert len(set(rows[starts].tolist())) == len(starts), "a text's parts lie side by side"
+        last = np.append(starts[1:], len(rows)) - 1
+        runs = Runs(
+            rows=rows[starts],
+            firsts=starts * size,
+            counts=(last - starts) * size + counts[last],
+            kept=np.add.reduceat(kept, starts),
+            folded=past[starts] - self.lens[rows[starts]],
+        )
         assert (0 <= runs.folded).all()
         assert (runs.folded <= self.num_logged[runs.rows]).all(), "no state for what is committed"
-        if runs.num_logged > self.num_log_tokens:
-            self._make_log(runs.num_logged)
+        if (most := int((runs.counts - runs.kept).max(initial=0))) > self.num_log_tokens:
+            self._make_log(most)
         return runs
 
     def finish(self, runs: Runs) -> None:

@@ -360,7 +360,7 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     interval = data.count("full_attention_interval", 4)
     data.used.add("attention.recurrent_layers")
     told = data.values.get(f"{data.name}.attention.recurrent_layers")
-    types = [FULL if kind == FULL else LINEAR for kind in list_layer_types(num_layers, interval)]
+    types = [*list_layer_types(num_layers, interval, kind=LINEAR)]
     if isinstance(told, list):
         types = [LINEAR if one else FULL for one in told[:num_layers]]
     own = {

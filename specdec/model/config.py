@@ -28,13 +28,15 @@ def positive(**default: Any) -> Any:
     return dataclasses.field(metadata={"is_number": True}, **default)
 
 
-def list_layer_types(num_layers: int, pattern: int | None, first_layer: int = 0) -> tuple[str, ...]:
-    """SLIDING for each layer from `first_layer` on, but FULL for every `pattern`-th and before.
+def list_layer_types(
+    num_layers: int, pattern: int | None, first_layer: int = 0, kind: str = SLIDING
+) -> tuple[str, ...]:
+    """`kind` for each layer from `first_layer` on, but FULL for every `pattern`-th and before.
 
     There are none for a number of layers that no model has.
     """
     return tuple(
-        SLIDING if at > first_layer and (pattern is None or at % pattern) else FULL
+        kind if at > first_layer and (pattern is None or at % pattern) else FULL
         for at in range(1, num_layers + 1 if num_layers <= MAX_MODULES else 1)
     )
 
