@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.engine.eagle_reference import read_layers
+
 
 class DFlashReference:
     """A drafter as its folder has it, alongside its target; every call computes everything anew."""
@@ -69,17 +71,7 @@ class DFlashReference:
     @torch.no_grad()
     def read_context(self, text: Sequence[int]) -> Tensor:
         """What the drafter makes of the target's layers at every token, [T, D]."""
-        outputs: list[Tensor] = []
-        hooks = [
-            self.target.model.layers[layer].register_forward_hook(
-                lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
-            )
-            for layer in self.layers
-        ]
-        self.target.model(torch.tensor([list(text)]))
-        for hook in hooks:
-            hook.remove()
-        read = torch.cat([out.reshape(len(text), -1) for out in outputs], dim=-1).double()
+        read = torch.cat(read_layers(self.target, text, self.layers)[1], dim=-1).double()
         return self.norm(self.multiply(read, "fc"), "hidden_norm.weight")
 
     def sees(self, layer: int, query: int, key: int) -> bool:

@@ -63,19 +63,8 @@ class EagleReference:
     @torch.no_grad()
     def make_features(self, text: Sequence[int]) -> Tensor:
         """Features [T, D] of a text."""
-        outputs: list[Tensor] = []
-        hooks = [
-            self.target.model.layers[layer].register_forward_hook(
-                lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
-            )
-            for layer in self.aux_layers or ()
-        ]
-        hidden = self.target.model(torch.tensor([list(text)])).last_hidden_state[0]
-        for hook in hooks:
-            hook.remove()
-        if not self.is_third:
-            return hidden
-        return self.narrow([out.reshape(len(text), -1) for out in outputs])
+        hidden, outputs = read_layers(self.target, text, self.aux_layers or ())
+        return self.narrow(outputs) if self.is_third else hidden
 
     def narrow(self, parts: list[Tensor]) -> Tensor:
         """What `fc` makes of the outputs of some layers, [T, D]."""
@@ -182,6 +171,23 @@ class EagleReference:
             drafted |= below
             level = dict(sorted(below.items(), key=lambda item: -item[1])[:top_k])
         return set(sorted(drafted, key=lambda path: -drafted[path])[:num_tokens])
+
+
+def read_layers(
+    target: Any, text: Sequence[int], layers: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """The last hidden states of a text and the outputs of some layers, all [T, D]."""
+    outputs: list[Tensor] = []
+    hooks = [
+        target.model.layers[layer].register_forward_hook(
+            lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for layer in layers
+    ]
+    hidden: Tensor = target.model(torch.tensor([list(text)])).last_hidden_state[0]
+    for hook in hooks:
+        hook.remove()
+    return hidden, [out.reshape(len(text), -1) for out in outputs]
 
 
 def list_token_paths(tree: Tree) -> set[tuple[int, ...]]:

@@ -17,8 +17,8 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.step import Step
-from specdec.engine.tree import Tree, build_tree_mask
+from specdec.engine.step import Step, pack_segments, place_tree
+from specdec.engine.tree import Tree
 from specdec.errors import SpecDecError
 from tests.engines import continue_greedily, list_paths, make_engine
 from tests.parity.models import (
@@ -144,6 +144,12 @@ def run_step(decoder: Decoder, cache: KVCache, row: int, tokens: list[int]) -> t
     return logits[0]
 
 
+def run_tree(decoder: Decoder, cache: KVCache, tree: Tree) -> torch.Tensor:
+    """Logits [2, T, V] of a tree behind each of two rows."""
+    step = pack_segments([place_tree(tree, row, cache) for row in range(2)], cache)
+    return decoder.compute_logits(decoder.forward(step, cache))
+
+
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     error = (actual.float() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE, f"{what}: {error:.2e} of the largest logit"
@@ -170,15 +176,8 @@ def check_logits(decoder: Decoder, target: Path) -> None:
         texts.append(text)
     is_hybrid = decoder.model.linear_attention is not None
     tree = CHAIN if is_hybrid else TREE
-    count = tree.num_nodes
-    step = Step(
-        rows=np.arange(2),
-        tokens=np.tile(tree.tokens, (2, 1)),
-        positions=cache.past_lens[:, None] + tree.depths,
-        tree_mask=np.stack([build_tree_mask(tree)] * 2),
-    )
-    of_tree = decoder.compute_logits(decoder.forward(step, cache))
-    assert of_tree.shape == (2, count, VOCAB)
+    of_tree = run_tree(decoder, cache, tree)
+    assert of_tree.shape == (2, tree.num_nodes, VOCAB)
     for row, text in enumerate(texts):
         for path in list_paths(tree):
             expected = compute_reference(target, text + tree.tokens[path].tolist())

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,12 +17,10 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.layout import read_engine_config
 from specdec.engine.loading import load_weights
-from specdec.engine.step import Step
-from specdec.engine.tree import build_tree_mask
 from tests.conftest import ROOT, make_llama
 from tests.engines import call, make_engine
 from tests.parity.models import FIRST_NAMES, NAMES, VOCAB, make_model
-from tests.parity.test_families import CHAIN, TREE, assert_near, run_step
+from tests.parity.test_families import CHAIN, TREE, assert_near, run_step, run_tree
 
 GOLDEN = ROOT / "tests/golden/modelopt/trtllm"
 CPU = torch.device("cpu")
@@ -127,14 +124,7 @@ def compute_rank(decoder: Decoder) -> torch.Tensor:
         for size in CHUNKS[row:]:
             logits.append(run_step(decoder, cache, row, [text.pop() for _ in range(size)]))
     shape = TREE if decoder.model.linear_attention is None else CHAIN
-    step = Step(
-        rows=np.arange(2),
-        tokens=np.tile(shape.tokens, (2, 1)),
-        positions=cache.past_lens[:, None] + shape.depths,
-        tree_mask=np.stack([build_tree_mask(shape)] * 2),
-    )
-    tree = decoder.compute_logits(decoder.forward(step, cache))
-    return torch.cat([*logits, *tree])
+    return torch.cat([*logits, *run_tree(decoder, cache, shape)])
 
 
 @pytest.mark.parametrize(("name", "optimize"), zip(NAMES, itertools.cycle(["auto", "none"])))
