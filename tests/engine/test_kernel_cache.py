@@ -71,14 +71,6 @@ def test_what_is_kept_is_the_users_alone(cache: Path) -> None:
     assert modes == [0o700, 0o700, 0o600]
 
 
-def spoil_bytes(entry: Path) -> None:
-    entry.write_bytes(b"cod")
-
-
-def allow_group(entry: Path) -> None:
-    entry.chmod(0o660)
-
-
 def put_folder(entry: Path) -> None:
     entry.unlink()
     entry.mkdir()
@@ -98,18 +90,17 @@ def put_link(entry: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "fault"),
     [
-        (spoil_bytes, "is damaged: its sum is not the one in its name"),
-        (allow_group, "can be written by other users"),
+        (lambda entry: entry.write_bytes(b"cod"), "is damaged: its sum is not the one in its name"),
+        (lambda entry: entry.chmod(0o660), "can be written by other users"),
         (put_folder, "is not a file"),
         (put_pipe, "is not a file"),
         (put_link, "is a link"),
     ],
 )
 def test_entries_that_are_refused(
-    cache: Path, caplog: pytest.LogCaptureFixture, spoil: object, fault: str
+    cache: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object], fault: str
 ) -> None:
     entry = get_entry(cache)
-    assert callable(spoil)
     spoil(entry)
     for _ in range(2):
         assert kernel_cache.find_kept(INFO) is None
