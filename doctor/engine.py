@@ -106,11 +106,9 @@ def _check_tensorrt_llm(
     if not isinstance(recorded, dict):
         notes.append("it has no record of the machine that built it: only its version is compared")
         recorded = {"tensorrt_llm": document.get("version")}
-    for difference in compare_environments(recorded, here, num_ranks=num_ranks):
-        if difference.stops:
-            problems.add(difference.fact, difference.remedy)
-        else:
-            notes.append(f"{difference.fact}: {difference.remedy}")
+    stops, others = compare_environments(recorded, here, num_ranks=num_ranks)
+    problems += stops
+    notes += [f"{fact}: {remedy}" for fact, remedy in others]
     mode = list_mode_names().get(document["build_config"].get("speculative_decoding_mode"))
     notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
     problems += Problems.where(

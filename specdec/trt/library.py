@@ -9,8 +9,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError
 
-# The first of full TensorRT with attention, cache and rotary layers.
-LEAST_VERSION = (10, 15)
+# 10.15 is the first full TensorRT with attention, cache and rotary layers.
 OTHER = "use tensorrt 10.15 or newer, which builds for its machine's GPU, in place of tensorrt_rtx"
 INSTALL = "pip install 'specdec-toolchain[tensorrt]', or tensorrt 10.15 or newer"
 
@@ -38,7 +37,7 @@ def load_tensorrt() -> Any:
     if not hasattr(trt.INetworkDefinition, "add_kv_cache_update"):
         raise SpecDecError(
             f"{name} {trt.__version__} has no layer that updates a cache of keys and values",
-            f"install tensorrt {'.'.join(map(str, LEAST_VERSION))} or newer, or tensorrt_rtx",
+            "install tensorrt 10.15 or newer, or tensorrt_rtx",
         )
     return trt
 

@@ -109,7 +109,10 @@ class NetworkWriter:
         return self.combine("PROD", first, second)
 
     def scale(self, x: Any, factor: float) -> Any:
-        return x if factor == 1 else self.multiply(x, self._like(factor, x))
+        if factor == 1:
+            return x
+        dtype = next(own for own, kind in self.types.items() if kind == x.dtype)
+        return self.multiply(x, self.number(factor, len(x.shape), dtype))
 
     def cast(self, x: Any, dtype: torch.dtype) -> Any:
         kind = self.types[dtype]
@@ -258,10 +261,6 @@ class NetworkWriter:
             layer.num_ranks = num_ranks
         self.meets_ranks = True
         return self._take(layer)
-
-    def _like(self, value: float, x: Any) -> Any:
-        dtype = next(own for own, kind in self.types.items() if kind == x.dtype)
-        return self.number(value, len(x.shape), dtype)
 
     def _take(self, layer: Any) -> Any:
         """A layer's first output; SpecDecError where TensorRT has refused the layer."""

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from specdec.errors import Problems
+
 from .facts import explain_unknown, find_facts
 
 BUILD_COMMAND = "trtllm-build"
@@ -57,15 +59,6 @@ class Environment:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"gpus": [dataclasses.asdict(gpu) for gpu in self.gpus]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """What differs between the machine of a build and this one; whether it stops the engine."""
-
-    fact: str
-    remedy: str
-    stops: bool
 
 
 def parse_capability(text: str) -> tuple[int, int]:
@@ -173,14 +166,15 @@ def read_cuda_driver() -> str | None:
 
 def compare_environments(
     recorded: Mapping[str, Any], present: Environment, *, num_ranks: int = 1
-) -> list[Difference]:
+) -> tuple[Problems, Problems]:
     """Compare the machine that an engine's manifest records with this one, before it is loaded.
+
+    What stops the engine, and what differs besides.
 
     A serialized engine loads only under the TensorRT that wrote it, and on the compute capability
     that it was made for; TensorRT-LLM's plugins are part of it.
     """
-    found: list[Difference] = []
-    rebuild = "build the engine again here"
+    stops, others, rebuild = Problems(), Problems(), "build the engine again here"
     for key, name in (("tensorrt_llm", "TensorRT-LLM"), ("tensorrt", "TensorRT")):
         built, here = recorded.get(key), getattr(present, key)
         is_known = key == "tensorrt" or here is None or find_facts(here) is not None
@@ -188,42 +182,38 @@ def compare_environments(
             fact = f"the engine was built with {name} {built or 'of an unknown version'},"
             package = f"tensorrt-llm{f'=={built}' if built else ''}"
             remedy = f"install {package}, in NVIDIA's container for instance"
-            found.append(Difference(f"{fact} which is not installed here", remedy, stops=True))
+            stops.add(f"{fact} which is not installed here", remedy)
         elif here is not None and built not in (None, here):
             remedy = f"install {name.lower()}=={built}" + (f", or {rebuild}" if is_known else "")
-            fact = f"the engine was built with {name} {built}, here is {here}"
-            found.append(Difference(fact, remedy, stops=True))
+            stops.add(f"the engine was built with {name} {built}, here is {here}", remedy)
         elif not is_known:
-            found.append(Difference(*explain_unknown(here), stops=True))
+            stops.add(*explain_unknown(here))
     built_cuda = recorded.get("cuda")
     if None not in (built_cuda, present.cuda) and built_cuda != present.cuda:
         fact = f"the engine was built under CUDA {built_cuda}, here is {present.cuda}"
-        found.append(Difference(fact, f"if it does not load, {rebuild}", stops=False))
-    return found + _compare_gpus(recorded.get("gpus") or [], present.gpus, num_ranks)
+        others.add(fact, f"if it does not load, {rebuild}")
+    stopping, further = _compare_gpus(recorded.get("gpus") or [], present.gpus, num_ranks)
+    return Problems(stops + stopping), Problems(others + further)
 
 
 def _compare_gpus(
     recorded: list[Mapping[str, Any]], present: tuple[Gpu, ...], num_ranks: int
-) -> list[Difference]:
+) -> tuple[Problems, Problems]:
     if not present:
-        return [Difference("no GPU is visible", "run it where nvidia-smi lists one", stops=True)]
-    found = []
-    if len(present) < num_ranks:
-        fact = f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible"
-        remedy = f"make {num_ranks} GPUs visible, or convert and build for fewer ranks"
-        found.append(Difference(fact, remedy, stops=True))
+        return Problems().add("no GPU is visible", "run it where nvidia-smi lists one"), Problems()
     built = {str(gpu.get("compute_capability")) for gpu in recorded}
     here = {gpu.compute_capability for gpu in present[:num_ranks]}
     names = {str(gpu.get("name")) for gpu in recorded}
     shown, own = ", ".join(sorted(names)), present[0].name
-    if built and not here <= built:
-        fact = (
-            f"the engine was built for compute capability {', '.join(sorted(built))} ({shown}),"
-            f" this GPU has {', '.join(sorted(here - built))} ({own})"
-        )
-        remedy = "build the engine on a GPU of the kind that runs it"
-        found.append(Difference(fact, remedy, stops=True))
-    elif built and own not in names:
-        fact = f"the engine was tuned on {shown}, here is {own}"
-        found.append(Difference(fact, "build it again here for full speed", stops=False))
-    return found
+    stops = Problems.where(
+        (len(present) < num_ranks,
+         f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible",
+         f"make {num_ranks} GPUs visible, or convert and build for fewer ranks"),
+        (built and not here <= built,
+         f"the engine was built for compute capability {', '.join(sorted(built))} ({shown}),"
+         f" this GPU has {', '.join(sorted(here - built))} ({own})",
+         "build the engine on a GPU of the kind that runs it"),
+    )  # fmt: skip
+    is_other = built and here <= built and own not in names
+    fact = f"the engine was tuned on {shown}, here is {own}"
+    return stops, Problems.where((is_other, fact, "build it again here for full speed"))

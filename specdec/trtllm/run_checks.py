@@ -283,11 +283,10 @@ def check_machine(folder: EngineFolder, draft: EngineFolder | None, *, must_run:
         for defect in list_defects(engine.version, engine.mode, engine.pretrained):
             logger.warning("%s", defect)
         ranks = engine.world_size
-        for difference in compare_environments(engine.environment, present, num_ranks=ranks):
-            if difference.stops and must_run:
-                stops.add(difference.fact, difference.remedy)
-            else:
-                logger.warning("%s: %s", difference.fact, difference.remedy)
+        stopping, others = compare_environments(engine.environment, present, num_ranks=ranks)
+        stops += stopping if must_run else []
+        for difference in others if must_run else [*stopping, *others]:
+            logger.warning("%s: %s", *difference)
     if present.tensorrt_llm is None:
         del stops[1:]  # without it nothing else matters, and it is told first
     stops.raise_all()
