@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -158,23 +159,42 @@ def make_llama(
     return folder
 
 
+def save_folder(
+    folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any],
+    file: str = "model.safetensors",
+) -> Path:  # fmt: skip
+    """Write a folder with a file of tensors and a config.json, and return it."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    save_file(dict(tensors), folder / file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+@contextlib.contextmanager
+def change_tensors(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a folder's model.safetensors, which is written again with what they became."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def save_random(
     folder: Path, shapes: dict[str, tuple[int, ...]], file: str, config: dict[str, Any], *,
     dtype: str, seed: int, scale: float,
 ) -> Path:  # fmt: skip
     """Write a folder of random tensors, scaled by the width of each, and return it."""
     import torch
-    from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for key, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         tensors[key] = (scale * noise / shape[-1] ** 0.5).to(getattr(torch, dtype))
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / file, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return folder
+    return save_folder(folder, tensors, config, file)
 
 
 def make_drafter(
@@ -313,8 +333,6 @@ def make_eagle_drafter(
     the target whose outputs it reads. A reduced vocabulary has every other token, then the rest.
     mask_token_id: P-EAGLE's, as vLLM reads it.
     """
-    from safetensors.torch import save_file
-
     head_dim = hidden // heads
     width = {1: 2 * hidden, 3: len(aux_layers) * hidden}[version]
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, width)}
@@ -380,11 +398,7 @@ def make_eagle_drafter(
                 "use_aux_hidden_state": True,
             },
         }
-    folder = parent / name
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(document | config, indent=2) + "\n")
-    return folder
+    return save_folder(parent / name, tensors, document | config)
 
 
 def make_dflash_drafter(
@@ -419,8 +433,6 @@ def make_dflash_drafter(
     rest. markov_rank: of DSpark's Markov head, with a confidence head with it. net: fields of its
     layers, config: others.
     """
-    from safetensors.torch import save_file
-
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(aux_layers) * hidden),
         "hidden_norm.weight": (hidden,),
@@ -518,11 +530,7 @@ def make_dflash_drafter(
             },
             "torch_dtype": dtype,
         }  # fmt: skip
-    folder = parent / name
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(document | config, indent=2) + "\n")
-    return folder
+    return save_folder(parent / name, tensors, document | config)
 
 
 def make_mtp_head(
@@ -537,7 +545,7 @@ def make_mtp_head(
     import re
 
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     from specdec.methods.mtp import FORMS
 
@@ -569,11 +577,7 @@ def make_mtp_head(
             "lm_head": tensors.get("lm_head.weight", embedding),
         }  # fmt: skip
         head[f"{prefix}{theirs}.weight"] = draw(like.get(module, norm)).to(norm.dtype)
-    folder = parent / name
-    folder.mkdir(parents=True)
-    save_file(head, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_folder(parent / name, head, config)
 
 
 def make_tokenizer(folder: Path, *, vocab: int = 128, add_bos: bool = False) -> Path:

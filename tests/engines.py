@@ -28,7 +28,14 @@ from specdec.files.manifest import describe_file, list_block_sums
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
-from tests.conftest import SEARCH_PATH
+from tests.conftest import (
+    SEARCH_PATH,
+    change_tensors,
+    make_dflash_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_mtp_head,
+)
 
 
 def call(stage: str, *args: object) -> None:
@@ -233,21 +240,21 @@ def make_counter(parent: Path, size: int = 32) -> int:
     Its layers add nothing, its embedding of token n is a unit vector, of as many dimensions as
     there are tokens, and its head maps that to token n + 1.
     """
-    from safetensors.torch import load_file, save_file
-
-    from tests.conftest import make_llama
-
     folder = make_llama(parent, hidden=size, vocab=size, heads=2, kv_heads=2, name="counter")
-    tensors = load_file(folder / "model.safetensors")
+    with change_tensors(folder) as tensors:
+        silence(tensors)
+        tensors["model.embed_tokens.weight"] = torch.eye(size)
+        tensors["lm_head.weight"] = torch.eye(size).roll(1, 0).contiguous()
+    return size
+
+
+def silence(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let layers add nothing to what they read, and norms have weights of one."""
     for name, weight in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.zero_()
-        elif name.endswith("norm.weight"):
+        elif name.endswith("norm.weight") or ".pre_fc_norm_" in name:
             weight.fill_(1.0)
-    tensors["model.embed_tokens.weight"] = torch.eye(size)
-    tensors["lm_head.weight"] = torch.eye(size).roll(1, 0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return size
 
 
 def make_knowing_drafter(
@@ -262,24 +269,16 @@ def make_knowing_drafter(
     """
     from safetensors.torch import load_file, save_file
 
-    from tests.conftest import make_eagle_drafter, make_mtp_head
-
     make_counter(parent, size)
     if kind.startswith("mtp"):
         drafter = make_mtp_head(parent, parent / "counter")
-        own = load_file(drafter / "model.safetensors")
-        for name, weight in own.items():
-            if name.endswith("norm.weight") or ".pre_fc_norm_" in name:
-                weight.fill_(1.0)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.zero_()
-        known = torch.zeros(size, 2 * size)
-        if kind == "mtp-feature":
-            known[:, size:] = torch.eye(size).roll(step, 0)
-        else:
-            known[:, :size] = torch.eye(size)
-        own["mtp.fc.weight"] = known
-        save_file(own, drafter / "model.safetensors", metadata={"format": "pt"})
+        with change_tensors(drafter) as own:
+            silence(own)
+            known = own["mtp.fc.weight"] = torch.zeros(size, 2 * size)
+            if kind == "mtp-feature":
+                known[:, size:] = torch.eye(size).roll(step, 0)
+            else:
+                known[:, :size] = torch.eye(size)
         return drafter
     unit = torch.eye(size)
     following = unit.roll(1, 0).contiguous()  # maps n to n + 1
@@ -324,25 +323,19 @@ def make_constant_pair(parent: Path, token: int | None = 7) -> Path:
     token: None for a target that counts upwards, of which the same drafter knows nothing: its
     layers add nothing, so that the target's head reads the mask token's embedding.
     """
-    from safetensors.torch import load_file, save_file
-
-    from tests.conftest import make_dflash_drafter
-
     size = make_counter(parent)
     folder = (parent / "counter").rename(parent / "target")
     if token is not None:
-        tensors = load_file(folder / "model.safetensors")
-        tensors["lm_head.weight"] = torch.zeros(size, size)
-        tensors["lm_head.weight"][token] = 1.0
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with change_tensors(folder) as tensors:
+            tensors["lm_head.weight"] = torch.zeros(size, size)
+            tensors["lm_head.weight"][token] = 1.0
     drafter = make_dflash_drafter(
         parent, hidden=size, vocab=size, heads=2, target_layers=2, aux_layers=(0,)
     )
-    own = load_file(drafter / "model.safetensors")
-    for name, weight in own.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
-    save_file(own, drafter / "model.safetensors", metadata={"format": "pt"})
+    with change_tensors(drafter) as own:
+        for name, weight in own.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
     return drafter
 
 

@@ -27,7 +27,7 @@ from specdec.audit.settings import CHECKS, AuditSettings
 from specdec.errors import SpecDecError
 from tests.audit.faults import FAULTS, Spoil, mix_columns
 from tests.audit.test_doubles import find_wrong, get
-from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.conftest import ROOT, change_tensors, make_llama, make_tokenizer
 from tests.engines import call, make_engine, make_knowing_drafter, make_tree_engine
 from tests.serve.servers import MODEL, make_served_engine, serve_here
 
@@ -323,15 +323,12 @@ def test_clean_runs(way: str, plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("way", "name"), SPOILED)
 def test_spoiled_drafters(way: str, name: str, tmp_path: Path) -> None:
     """The text stays right, acceptance does not, and the same drafter as it was tells so."""
-    from safetensors.torch import load_file, save_file
-
     option = WAYS[way][0]
     reference = make_pycode_engine(tmp_path / "reference", option)
     shutil.copytree(PYCODE / way, tmp_path / way)
     config = json.loads((tmp_path / way / "config.json").read_text())
-    tensors = load_file(tmp_path / way / "model.safetensors")
-    SPOILED[way, name](config, tensors)
-    save_file(tensors, tmp_path / way / "model.safetensors", metadata={"format": "pt"})
+    with change_tensors(tmp_path / way) as tensors:
+        SPOILED[way, name](config, tensors)
     (tmp_path / way / "config.json").write_text(json.dumps(config))
     engine = make_pycode_engine(tmp_path, option, tmp_path)
     with serve_here(engine, draft_budget="fixed") as (_, url):

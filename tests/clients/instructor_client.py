@@ -1,20 +1,12 @@
 """instructor: objects by tools, by JSON schema and by JSON, whole and partial."""
 
-from typing import Literal
-
 import instructor
 from common import BASE_URL, MODEL, PROMPT, check_city, check_stream, run
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from typed import City
 
 server = OpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
 asked = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
-
-
-class City(BaseModel):
-    name: str = Field(max_length=12)
-    is_large: bool
-    river: Literal["Seine", "Thames"]
 
 
 def make(mode):

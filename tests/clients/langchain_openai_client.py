@@ -1,24 +1,12 @@
 """langchain-openai: ChatOpenAI, over chats and over responses."""
 
-from typing import Literal
-
 from common import BASE_URL, MODEL, PROMPT, check_arguments, check_city, check_stream, run
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool as as_tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
+from typed import City, get_weather
 
-
-class City(BaseModel):
-    name: str = Field(max_length=12)
-    is_large: bool
-    river: Literal["Seine", "Thames"]
-
-
-@as_tool
-def get_weather(city: Literal["Paris", "London"]) -> str:
-    """The weather."""
-    return "rain"
+weather = as_tool(get_weather)
 
 
 def make(**more):
@@ -42,12 +30,12 @@ def streamed():
 def tool():
     for responses in (False, True):
         model = make(use_responses_api=responses, max_tokens=100)
-        bound = model.bind_tools([get_weather], tool_choice="any")
+        bound = model.bind_tools([weather], tool_choice="any")
         asked = HumanMessage(PROMPT)
         message = bound.invoke([asked])
         (call, *_) = message.tool_calls
         check_arguments(call["args"])
-        result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+        result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
         assert model.invoke([asked, message, result]).text
         merged = None
         for chunk in bound.stream([asked]):

@@ -1,25 +1,10 @@
 """llama-index: OpenAILike as a chat model that calls functions."""
 
-from typing import Literal
-
 from common import BASE_URL, MODEL, PROMPT, check_arguments, check_city, check_stream, run
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, Field
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str = Field(max_length=12)
-    is_large: bool
-    river: Literal["Seine", "Thames"]
-
-
-def get_weather(city: Literal["Paris", "London"]) -> str:
-    """The weather."""
-    return "rain"
+from typed import City, get_weather
 
 
 def make(**more):

@@ -13,17 +13,11 @@ from agents import (
 )  # fmt: skip
 from common import BASE_URL, MODEL, PROMPT, check_city, check_stream, run
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from typed import City
 
 set_tracing_disabled(True)
 KINDS = (OpenAIResponsesModel, OpenAIChatCompletionsModel)
 called = []
-
-
-class City(BaseModel):
-    name: str = Field(max_length=12)
-    is_large: bool
-    river: Literal["Seine", "Thames"]
 
 
 @function_tool

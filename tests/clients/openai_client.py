@@ -1,7 +1,5 @@
 """openai: chats, completions and responses."""
 
-from typing import Literal
-
 from common import (
     BASE_URL,
     CITY,
@@ -14,16 +12,10 @@ from common import (
     run,
 )
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from typed import City
 
 client = OpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
 chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
-
-
-class City(BaseModel):
-    name: str = Field(max_length=12)
-    is_large: bool
-    river: Literal["Seine", "Thames"]
 
 
 def plain():

@@ -3,19 +3,13 @@
 from typing import Literal
 
 from common import BASE_URL, MODEL, PROMPT, check_city, check_stream, run
-from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from typed import City
 
 KINDS = (OpenAIChatModel, OpenAIResponsesModel)
 called = []
-
-
-class City(BaseModel):
-    name: str = Field(max_length=12)
-    is_large: bool
-    river: Literal["Seine", "Thames"]
 
 
 def make(kind, max_tokens=40, **more):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, change_tensors
 
 PYCODE = ROOT / "examples" / "pycode"
 HEADS = (32, 64)  # head sizes that vLLM's attention has on a CPU, of those that pycode needs
@@ -65,11 +65,10 @@ def add_mask(drafter: Path, folder: Path) -> Path:
     """A copy of an EAGLE-3 drafter as one of P-EAGLE's: right in its first place, seldom later."""
     shutil.copytree(drafter, folder)
     config = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
-    mask = torch.randn(1, 1, tensors["fc.weight"].shape[1], generator=generator)
-    tensors["mask_hidden"] = mask.to(tensors["fc.weight"].dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with change_tensors(folder) as tensors:
+        mask = torch.randn(1, 1, tensors["fc.weight"].shape[1], generator=generator)
+        tensors["mask_hidden"] = mask.to(tensors["fc.weight"].dtype)
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     config |= {
         "mask_token_id": 1, "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
@@ -81,9 +80,8 @@ def add_mask(drafter: Path, folder: Path) -> Path:
 def drop_bias(source: Path, folder: Path) -> Path:
     """Copy an EAGLE-1 drafter without its fc.bias, which vLLM has no room for."""
     shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["fc.bias"].zero_()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with change_tensors(folder) as tensors:
+        tensors["fc.bias"].zero_()
     return folder
 
 

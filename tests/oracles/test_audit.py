@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.under_load.servers import VLLM_ENVIRONMENT, Server, Setting
 from specdec.audit.checks import FAILED, OK
 from specdec.audit.pipeline import audit_server
 from specdec.audit.settings import CHECKS, AuditSettings
 from tests.audit.faults import Spoil, mix_columns
+from tests.conftest import change_tensors
 from tests.engines import call
 from tests.oracles.models import PYCODE, pad_heads
 from tests.oracles.ours import make_engine
@@ -53,10 +53,9 @@ def export(work: Path, kind: str, name: str, spoil: Spoil | None = None) -> Path
     shutil.copytree(work / "eagle3", drafter)
     if spoil is not None:
         config = json.loads((drafter / "config.json").read_text())
-        tensors = load_file(drafter / "model.safetensors")
-        spoil(config, tensors)
+        with change_tensors(drafter) as tensors:
+            spoil(config, tensors)
         (drafter / "config.json").write_text(json.dumps(config))
-        save_file(tensors, drafter / "model.safetensors", metadata={"format": "pt"})
     call(
         "export", "--model-dir", PYCODE / "target", "--eagle-model-dir", drafter,
         "--dtype", "float32", "--to", "vllm" if kind == "vllm" else "gguf", "--output-dir", out,
@@ -67,9 +66,8 @@ def export(work: Path, kind: str, name: str, spoil: Spoil | None = None) -> Path
 def shift(kind: str, folder: Path) -> None:
     """Every drafted token becomes the one after it, as by a d2t that is off by one."""
     if kind == "vllm":
-        tensors = load_file(folder / "model.safetensors")
-        tensors["d2t"][:-1] += 1  # the last one may be the last of all
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with change_tensors(folder) as tensors:
+            tensors["d2t"][:-1] += 1  # the last one may be the last of all
         return
     import gguf
 
