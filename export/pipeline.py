@@ -72,7 +72,10 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
         return
     parent = settings.output_dir.resolve().parent
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".specdec-export-", dir=parent) as temporary:
+    temporary = tempfile.mkdtemp(prefix=".specdec-export-", dir=parent)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):  # Ctrl-C may come within the first
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         folder = Path(temporary) / "checkpoint"
         command = load_command("convert")
         options: dict[str, Any] = dict(settings.drafters)

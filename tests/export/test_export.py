@@ -688,6 +688,27 @@ def test_flags_without_effect(flags: dict[str, Any], message: str, tmp_path: Pat
         export(tmp_path / "out", **flags)
 
 
+def test_ctrl_c_while_all_is_tidied_up(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint that lies between was left behind."""
+    real: Callable[..., None] = shutil.rmtree
+    interrupted: list[Any] = []
+
+    def remove(path: Any, *args: Any, **options: Any) -> None:
+        if Path(path).name.startswith(".specdec-export-") and not interrupted:
+            interrupted.append(path)
+            raise KeyboardInterrupt
+        real(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    settings = ExportSettings(model_dir=str(target), to="hf", output_dir=tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        export_model(settings)
+    assert interrupted
+    assert not list(tmp_path.glob(".specdec-export-*"))
+
+
 def test_the_drafter_keeps_its_type(target: Path, tmp_path: Path) -> None:
     drafter = make_eagle_drafter(tmp_path, vocab=VOCAB, dtype="bfloat16", **DRAFTERS["eagle3"])
     flags: dict[str, Any] = {"model_dir": str(target), "eagle_model_dir": str(drafter)}
