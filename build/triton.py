@@ -7,7 +7,6 @@ A variable that is left out stays as it is in a text, which the backend takes as
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import shutil
@@ -106,14 +105,6 @@ FIELDS = ("triton_templates", "triton_draft_engine_dir", "triton_parameters")
 FRACTION = "kv_cache_free_gpu_mem_fraction"
 
 
-@dataclasses.dataclass(frozen=True)
-class Templates:
-    """Triton's folder of models, and the text of each config.pbtxt."""
-
-    folder: Path
-    texts: dict[str, str]
-
-
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     (
         lambda s: s.emit_triton is None
@@ -139,8 +130,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 )  # fmt: skip
 
 
-def read_templates(settings: BuildSettings) -> Templates:
-    """Read Triton's templates; raise SpecDecError for variables that are missing or unknown."""
+def read_templates(settings: BuildSettings) -> dict[str, str]:
+    """The text of each config.pbtxt; raise SpecDecError for variables that lack or are unknown."""
     folder = settings.triton_templates or CONTAINER
     texts, problems = {}, Problems()
     for model in MODELS:
@@ -169,7 +160,7 @@ def read_templates(settings: BuildSettings) -> Templates:
         fact = f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}"
         problems.add(fact, "leave it out")
     problems.raise_all()
-    return Templates(folder, texts)
+    return texts
 
 
 def parse_parameters(settings: BuildSettings) -> tuple[dict[str, str], dict[str, str]]:
@@ -361,16 +352,16 @@ def escape(value: str) -> str:
     )
 
 
-def write_repository(settings: BuildSettings, templates: Templates) -> dict[str, Any]:
+def write_repository(settings: BuildSettings, templates: Mapping[str, str]) -> dict[str, Any]:
     """Write the model repository of the engine in output_dir; return what was written."""
-    output = need(settings.emit_triton)
-    given = (settings.output_dir, settings.triton_draft_engine_dir, templates.folder)
+    output, folder = need(settings.emit_triton), settings.triton_templates or CONTAINER
+    given = (settings.output_dir, settings.triton_draft_engine_dir, folder)
     inputs = [path for path in given if path is not None]
     models = plan_models(settings)
     texts = {}
     for model, values in models.items():
         source = TARGET if model == DRAFT else model
-        text = fill(templates.texts[source], values, templates.folder / source / CONFIG)
+        text = fill(templates[source], values, folder / source / CONFIG)
         texts[model] = text.replace(f'name: "{TARGET}"', f'name: "{model}"', 1)
     check_output_dir(output, force=settings.force, inputs=inputs)
     report = {"triton_dir": str(output), "models": list(models), "launch": make_launch(settings)}
@@ -379,7 +370,7 @@ def write_repository(settings: BuildSettings, templates: Templates) -> dict[str,
     with stage_folder(output, force=settings.force, inputs=inputs) as staged:
         for model, text in texts.items():
             source = TARGET if model == DRAFT else model
-            shutil.copytree(templates.folder / source, staged / model)
+            shutil.copytree(folder / source, staged / model)
             (staged / model / CONFIG).write_text(text, encoding="utf-8")
             (staged / model / "1").mkdir(exist_ok=True)
     logger.info("model repository %s; serve it with: %s", output, report["launch"])

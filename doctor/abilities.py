@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 
 from specdec.errors import name_extra
 from specdec.trt.library import explain_capability
-from specdec.trtllm.environment import (
-    MIN_CAPABILITY,
-    MIN_CAPABILITY_FP8,
-    Environment,
-    parse_capability,
-)
+from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Environment
 from specdec.trtllm.facts import (
     LABELS,
     Facts,
@@ -118,7 +113,7 @@ def _find_tensorrt_reasons(machine: dict[str, Any], here: Environment) -> list[s
     reasons = _choose((version is None, "TensorRT-LLM is not installed"))
     if version is not None and find_facts(version) is None:
         reasons.append(explain_unknown(version)[0])
-    is_old = runtime and driver and parse_capability(driver) < parse_capability(runtime)
+    is_old = runtime and driver and order_release(driver) < order_release(runtime)
     return [
         *reasons,
         *_choose(

@@ -584,11 +584,9 @@ def write_engine(
     kernels = write_kernels(plan, checkpoint, folder) if plan.compile_kernels else None
     hashes = {}
     for name, tensors in plan.files.items():
-        reader, metadata = (
-            EngineReader(plan, checkpoint, name).read,
-            make_metadata(name, build_id, tensors),
-        )
-        hashes[name] = write_tensor_file(folder / name, tensors, reader, metadata)
+        metadata = make_metadata(name, build_id, tensors)
+        reader = EngineReader(plan, checkpoint, name)
+        hashes[name] = write_tensor_file(folder / name, tensors, reader.read, metadata)
     config = EngineConfig(
         version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
         prepack=plan.prepack, kernels=kernels, quantization=plan.quantization,

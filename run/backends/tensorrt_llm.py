@@ -78,7 +78,7 @@ class TensorRTEngine:
         self.timing = Timing()
         self.load_seconds = 0.0
         self.num_reused_tokens = None  # the runtime does not tell
-        check_settings(settings)
+        check_settings(settings, settings.kv_cache_free_gpu_memory_fraction)
         check_devices(self.folder, self.draft, options, self._lookup)
         problems = find_engine_problems(
             settings, options, self.folder, self.draft, has_lookup=self._lookup is not None
@@ -135,7 +135,7 @@ class TensorRTEngine:
         began = time.perf_counter()
         runtime = import_runtime()
         folder, draft, settings = self.folder, self.draft, self._settings
-        shared = make_shared_options(settings)
+        shared = make_shared_options(settings.kv_cache_free_gpu_memory_fraction)
         rank, size = find_rank()
         placement: list[dict[str, Any]] = [{"rank": rank}, {"rank": rank}]
         if draft is None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from specdec.errors import Problems
 
-from .facts import explain_unknown, find_facts
+from .facts import explain_unknown, find_facts, order_release
 
 BUILD_COMMAND = "trtllm-build"
 SMI_QUERY = "index,name,compute_cap,memory.total,driver_version,uuid"
@@ -39,7 +39,7 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        return parse_capability(self.compute_capability)
+        return order_release(self.compute_capability)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,6 @@ class Environment:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"gpus": [dataclasses.asdict(gpu) for gpu in self.gpus]}
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    """Read a compute capability such as "8.9"; (0, 0) where it is none."""
-    match = re.fullmatch(r"(\d+)\.(\d+)", text.strip())
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def find_version(*names: str) -> str | None:

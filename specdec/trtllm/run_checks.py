@@ -6,13 +6,13 @@ Its runtime refuses some of it after minutes, and silently bends or ignores the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from specdec import logs
 from specdec.decode.devices import check_count
 from specdec.decode.prompts import SHAPING
 from specdec.decode.requests import Request, find_problems
 from specdec.decode.sampling import GREEDY
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import Problems, UsageError
 from specdec.methods import METHODS, list_starters
 from specdec.methods.chain import ChainDraft
@@ -25,23 +25,6 @@ from specdec.trtllm.environment import compare_environments, read_environment
 from specdec.trtllm.lacks import list_defects
 
 logger = logs.get_logger(__name__)
-
-
-class RuntimeSettings(Protocol):
-    """What is read here of the settings of specdec-run, or of a server."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def no_speculation(self) -> bool: ...
-
-    @property
-    def kv_cache_enable_block_reuse(self) -> bool: ...
-
-    @property
-    def kv_cache_free_gpu_memory_fraction(self) -> float | None: ...
-
 
 MAX_TOP_K = 1024  # the sampling kernels' own limit, to which they cut a larger one
 # Drafted by its runtime, or by our loop around it.
@@ -114,7 +97,7 @@ def find_growth_problems(
 
 
 def find_engine_problems(
-    settings: RuntimeSettings, options: DraftOptions | None, folder: EngineFolder,
+    settings: DecodeSettings, options: DraftOptions | None, folder: EngineFolder,
     draft: EngineFolder | None, *, has_lookup: bool,
 ) -> Problems:  # fmt: skip
     """List what the two engines and the flags have against one another."""
@@ -176,7 +159,7 @@ def find_build_problems(engine: EngineFolder) -> Problems:
     )  # fmt: skip
 
 
-def find_flag_problems(settings: RuntimeSettings, folder: EngineFolder) -> Problems:
+def find_flag_problems(settings: DecodeSettings, folder: EngineFolder) -> Problems:
     """List the flags that an engine of this mode ignores or cannot honour."""
     return Problems.where(
         (settings.no_speculation and folder.mode not in (None, EXTERNAL),
@@ -201,8 +184,11 @@ def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
     )  # fmt: skip
 
 
-def check_settings(settings: RuntimeSettings) -> None:
-    """Raise UsageError for flags that have no meaning with any TensorRT-LLM engine."""
+def check_settings(settings: DecodeSettings, fraction: float | None) -> None:
+    """Raise UsageError for flags that have no meaning with any TensorRT-LLM engine.
+
+    fraction: of the GPU's free memory that a KV cache takes.
+    """
     if settings.device == "cpu":
         raise UsageError(
             "--device cpu: a TensorRT-LLM engine runs on the GPU it was built for",
@@ -220,7 +206,6 @@ def check_settings(settings: RuntimeSettings) -> None:
                 " for TensorRT-LLM",
                 "leave it out, or build the checkpoint with --backend torch",
             )
-    fraction = settings.kv_cache_free_gpu_memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise UsageError(
             f"--kv-cache-free-gpu-memory-fraction is {fraction:g}",

@@ -8,6 +8,7 @@ from typing import Any
 from specdec.decode.drafters import eagle, medusa
 from specdec.decode.drafters.lookahead import choose_lookahead, fit_lookahead
 from specdec.decode.drafters.trees import grow_choices
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftOptions
@@ -19,17 +20,16 @@ from specdec.methods.medusa import MedusaDraft, MedusaParams
 from specdec.methods.medusa import read_options as read_medusa_tree
 from specdec.options import list_given, name_flag
 from specdec.trtllm.engine_folder import EngineFolder
-from specdec.trtllm.run_checks import EAGLE, MEDUSA, RuntimeSettings
+from specdec.trtllm.run_checks import EAGLE, MEDUSA
 from specdec.trtllm.runner import has_orchestrator
 
 
-def make_shared_options(settings: RuntimeSettings) -> dict[str, Any]:
+def make_shared_options(fraction: float | None) -> dict[str, Any]:
     """Arguments of from_dir that every engine of a run has in common."""
-    fraction = settings.kv_cache_free_gpu_memory_fraction
     return {} if fraction is None else {"kv_cache_free_gpu_memory_fraction": fraction}
 
 
-def make_method_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[str, Any]:
+def make_method_options(settings: DecodeSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
     chosen = read_medusa_tree(settings)
@@ -63,7 +63,7 @@ def make_method_options(settings: RuntimeSettings, folder: EngineFolder) -> dict
     return options
 
 
-def make_window(settings: RuntimeSettings, folder: EngineFolder) -> LookaheadConfig | None:
+def make_window(settings: DecodeSettings, folder: EngineFolder) -> LookaheadConfig | None:
     """The window of a lookahead engine, None of another: it must fill the engine's drafts."""
     config = read_lookahead_config(settings)
     if config is None and folder.mode == METHODS["lookahead"].mode:
@@ -79,7 +79,7 @@ def make_window(settings: RuntimeSettings, folder: EngineFolder) -> LookaheadCon
     return window
 
 
-def make_eagle_options(settings: RuntimeSettings, folder: EngineFolder) -> dict[str, Any]:
+def make_eagle_options(settings: DecodeSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir for the tree of an EAGLE engine: static, or dynamic as EAGLE-2's.
 
     The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static

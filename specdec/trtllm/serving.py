@@ -92,7 +92,7 @@ class ExecutorEngine(Engine):
         check_acceptance(settings.acceptance)
         for method in METHODS.values():
             method.read(settings)  # what is written wrong is told before anything is loaded
-        check_settings(settings)
+        check_settings(settings, settings.kv_cache_free_gpu_memory_fraction)
         drafts_itself = read_lookup_options(settings) is None and not adapts_drafts(settings)
         has_draft = as_options(settings, DraftTargetDraft).draft_engine_dir is not None
         if has_draft or folder.mode == EXTERNAL or not drafts_itself:
@@ -172,7 +172,8 @@ class ExecutorCore:
                     "use release 1.0 or later, or an engine of one rank",
                 )
             placement |= {"is_orchestrator_mode": True, "device_ids": [*range(folder.world_size)]}
-        options = make_shared_options(settings) | placement | dict(method_options)
+        fraction = settings.kv_cache_free_gpu_memory_fraction
+        options = make_shared_options(fraction) | placement | dict(method_options)
         options["kv_cache_enable_block_reuse"] = settings.kv_cache_enable_block_reuse
         self._runner: TensorRTRunner | None = TensorRTRunner(folder, options)
         with call_runtime("to load its bindings"):
