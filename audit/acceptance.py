@@ -79,8 +79,8 @@ def _judge(
         grave.append(f"the acceptance length is {shown}, less than {least:g}")
     verdict = FAILED if grave else SUSPECT if faults else OK
     evidence: dict[str, Any] = {
-        "source": source, **total.to_json(), "acceptance_length": length,
-        "rounds": [before.to_json(), after.to_json()], "output_tokens": num_tokens,
+        "source": source, **dataclasses.asdict(total), "acceptance_length": length,
+        "rounds": [*map(dataclasses.asdict, (before, after))], "output_tokens": num_tokens,
     }  # fmt: skip
     summary = f"{total.accepted} of {total.drafted} drafted tokens accepted"
     summary += "" if length is None else f", {length:.2f} tokens per draft"

@@ -59,9 +59,6 @@ class Counts:
         drafted = self.drafted + sign * other.drafted
         return Counts(drafts, drafted, self.accepted + sign * other.accepted, positions)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def add_counts(counts: Sequence[Counts]) -> Counts:
     """The sum of at least one."""

@@ -35,9 +35,6 @@ class Check:
     faults: list[str] = dataclasses.field(default_factory=list)
     evidence: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class Round:
@@ -111,7 +108,7 @@ def make_check(
     told = summary + (f", {num_ties} near-ties" if num_ties else "")
     gravest = sorted(differences, key=lambda d: d.cause == UNKNOWN)
     wrong = [*faults, *(str(d) for d in gravest if d.cause != NEAR_TIE)]
-    evidence |= {"differences": [d.to_json() for d in differences]}
+    evidence |= {"differences": [dataclasses.asdict(d) for d in differences]}
     return Check(name, verdict, told, wrong, evidence)
 
 

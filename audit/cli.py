@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 from specdec.errors import SpecDecError
 
 from .settings import AuditSettings
@@ -39,9 +36,7 @@ def command(settings: AuditSettings) -> None:
     from .pipeline import audit_server
 
     report = audit_server(settings)
-    click.echo(json.dumps(report) if settings.json else format_report(report))
-    if error := find_error(report):
-        raise error
+    show_report(report, settings, format_report, find_error(report))
 
 
 def format_report(report: dict[str, Any]) -> str:

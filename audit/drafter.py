@@ -46,12 +46,6 @@ class Pair:
         """
         return max(self.server.drafts or 0, self.num_tokens - 1 - self.server.accepted)
 
-    @property
-    def num_known(self) -> int:
-        """The reference's."""
-        assert self.reference.drafts is not None
-        return self.reference.drafts
-
 
 def check_drafter(audit: Audit) -> Check:
     """Let both sides write the same texts, and compare their verify steps."""
@@ -73,7 +67,8 @@ def check_drafter(audit: Audit) -> Check:
             if refusal.is_fault:
                 raise
             continue  # longer than the server takes
-        if counts is not None and _is_cut(known) and _is_same(answer, known):
+        is_cut = known.finish_reason == "length"
+        if counts is not None and is_cut and _is_same(answer, known):
             pairs.append(Pair(len(known.token_ids), counts, count_drafts(known.stats)))
     if len(pairs) < LEAST_PIECES:
         return Check(
@@ -114,13 +109,9 @@ def _write(audit: Audit, reference: EngineReference) -> Iterator[Output]:
         written = reference.draft(prompts[:left], PIECE)
         yield from written
         left -= len(written)
-        longer = [[*piece.prompt_ids, *piece.token_ids] for piece in written if _is_cut(piece)]
+        cut = [piece for piece in written if piece.finish_reason == "length"]
+        longer = [[*piece.prompt_ids, *piece.token_ids] for piece in cut]
         prompts = [ids for ids in longer if reference.can_continue(ids, PIECE)]
-
-
-def _is_cut(output: Output) -> bool:
-    """Whether a text was ended by the number of its tokens."""
-    return output.finish_reason == "length"
 
 
 def _is_same(answer: Answer, known: Output) -> bool:
@@ -154,10 +145,10 @@ def judge(
 
     is_exact: both compute in float32, in which the same drafter drafts the same tokens.
     """
-    own = sum(pair.num_steps for pair in pairs)
-    expected = sum(pair.num_known for pair in pairs)
+    own, known = sum(pair.num_steps for pair in pairs), [p.reference.drafts or 0 for p in pairs]
+    expected = sum(known)
     num_tokens = sum(pair.num_tokens - 1 for pair in pairs)
-    differences = [pair.num_steps - pair.num_known for pair in pairs]
+    differences = [pair.num_steps - steps for pair, steps in zip(pairs, known, strict=True)]
     margin = find_margin(differences)
     most = expected + max(margin - 1, math.floor(TOLERANCE * expected))
     server = add_counts([pair.server for pair in pairs])
@@ -168,14 +159,14 @@ def judge(
         "chain": length, "steps": own, "reference_steps": expected, "most_steps": most,
         "tokens_per_step": num_tokens / own, "reference_tokens_per_step": num_tokens / expected,
         "least_tokens_per_step": num_tokens / most, "false_alarms": FALSE_ALARMS,
-        "server": server.to_json(), "reference": reference.to_json(),
+        "server": dataclasses.asdict(server), "reference": dataclasses.asdict(reference),
     }  # fmt: skip
-    rate, known = server.drafted / own, reference.drafted / expected
-    if _drafts_less(server, own, length, len(pairs), known):
+    rate, wanted = server.drafted / own, reference.drafted / expected
+    if _drafts_less(server, own, length, len(pairs), wanted):
         return Check(
             "drafter", SKIPPED,
-            f"the server drafts {rate:.2f} tokens a step, the reference {known:.2f}: let both draft"
-            " alike", [], evidence,
+            f"the server drafts {rate:.2f} tokens a step, the reference {wanted:.2f}: let both"
+            " draft alike", [], evidence,
         )  # fmt: skip
     summary = (
         f"{num_tokens / own:.2f} tokens a step in {len(pairs)} texts, the reference"

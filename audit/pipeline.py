@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
         "reference": None if reference is None else reference.name,
         "prompts": len(prompts),
         "requests": len(server.answers),
-        "checks": [check.to_json() for check in done],
+        "checks": [dataclasses.asdict(check) for check in done],
     }
 
 

@@ -120,11 +120,9 @@ class EngineReference:
         return [self._describe(prompt, output, max_tokens) for prompt, output in pairs]
 
     def _describe(self, prompt: AnyPrompt, output: Any, max_tokens: int) -> Answer:
-        from specdec.decode.text import TextStream, decode_text
+        from specdec.decode.text import decode_text, read_stream
 
-        stream = TextStream(self._engine.tokenizer)
-        for token in output.token_ids:
-            stream.add(token)
+        stream = read_stream(self._engine.tokenizer, output.token_ids)
         ends = [min(end, len(output.text)) for end in stream.ends]
         starts = [0, *ends]
 

@@ -148,23 +148,22 @@ class Server:
             asked["stream_options"] = {"include_usage": True}
         response = self._post(prompt, asked)
         chunks, faults = read_events(response.data)
-        is_chat = self._is_conversation(prompt)
+        is_chat = "messages" in self._name(prompt)
         answer = join_events(chunks, prompt, max_tokens)
         self.answers.append(answer)
         return answer, chunks, faults + find_faults(chunks, is_chat=is_chat, has_usage=has_usage)
 
-    def _is_conversation(self, prompt: AnyPrompt) -> bool:
+    def _name(self, prompt: AnyPrompt) -> dict[str, Any]:
+        """A prompt as a body has it: a text for chats becomes a user's message."""
         is_listed = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-        return is_listed or self.offer.is_chat
+        if is_listed or not self.offer.is_chat:
+            return {"messages" if is_listed else "prompt": prompt}
+        is_text = isinstance(prompt, str)
+        return {"messages": [{"role": "user", "content": prompt}] if is_text else prompt}
 
     def _post(self, prompt: AnyPrompt, body: Mapping[str, Any]) -> Response:
-        asked = {"model": self.model, **body}
-        if not self._is_conversation(prompt):
-            path, asked["prompt"] = "completions", prompt
-        else:
-            path = "chat/completions"
-            is_text = isinstance(prompt, str)
-            asked["messages"] = [{"role": "user", "content": prompt}] if is_text else prompt
+        asked = {"model": self.model, **body, **self._name(prompt)}
+        path = "chat/completions" if "messages" in asked else "completions"
         response = self._exchange(f"{self.base}/{path}", json.dumps(asked).encode())
         if not response.is_success:
             refusal = Refused(response.status, self.http.find_message(response.data))
@@ -209,11 +208,7 @@ class Server:
 
     def count_prompt_tokens(self, prompt: AnyPrompt) -> int | None:
         """The tokens of a prompt by /tokenize; None where that is not offered."""
-        name = "prompt" if isinstance(prompt, str) and not self.offer.is_chat else "messages"
-        asked: Any = prompt
-        if name == "messages" and isinstance(prompt, str):
-            asked = [{"role": "user", "content": prompt}]
-        body = json.dumps({"model": self.model, name: asked}).encode()
+        body = json.dumps({"model": self.model, **self._name(prompt)}).encode()
         response = self._exchange(f"{self.root}/tokenize", body)
         count = _parse(response.data).get("count") if response.is_success else None
         return count if isinstance(count, int) else None

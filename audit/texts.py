@@ -33,9 +33,6 @@ class Difference:
     bound: float
     cause: str
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def __str__(self) -> str:
         least = "at least " if self.is_least else ""
         margin = "not known" if self.margin is None else f"{least}{self.margin:.3g}"

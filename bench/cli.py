@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
 
@@ -20,7 +16,7 @@ def command(settings: BenchSettings) -> None:
     from .report import format_report, write_report
 
     report = run_bench(settings)
-    click.echo(json.dumps(report) if settings.json else format_report(report))
+    show_report(report, settings, format_report)
     if settings.output is not None:
         write_report(report, settings.output, force=settings.force)
     if error := find_error(report, as_options(settings, DraftTargetDraft).use_logits):

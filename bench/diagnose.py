@@ -24,8 +24,7 @@ from .causes import (
     find_wrong_tokenizer,
     rank_causes,
 )
-from .engine import Bench, open_bench
-from .machine import LoadMeter, describe_load, describe_machine
+from .engine import Bench, measure_engine
 from .measure import measure_batch
 from .prompts import Prompt, read_prompt_set
 from .settings import DiagnoseSettings, read_counts
@@ -54,42 +53,30 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
     require(run_settings, "tokenizer_dir")
     batch_sizes = sorted(read_counts("--batch-sizes", settings.batch_sizes))
     prompts = read_prompt_set(settings.prompts, max(batch_sizes), settings.prompts_per_category)
-    meter = LoadMeter()
-    bench = open_bench(run_settings)
-    bench.take_prompts(prompts, run_settings)
-    bench.check_batch_sizes(batch_sizes)
-    observed = observe_run(bench, max(batch_sizes))
-    suspects = list_suspects(bench, prompts, observed, run_settings.tokenizer_dir)
     batches = []
     smallest = None
-    for size in batch_sizes:
-        measured = measure_batch(bench, size, settings.repeat)
-        smallest = smallest or (size, measured["ratio"]["median"])
-        facts = collect_facts(bench, measured, observed, smallest, settings.repeat)
-        batches.append(
-            {
-                "batch_size": size,
-                "ratio": measured["ratio"],
-                "acceptance_length": facts.acceptance_length,
-                "break_even": round(facts.break_even, 4),
-                "step_ms": {"speculation": facts.speculation, "plain": facts.plain},
-                "step_ms_by_tokens": facts.step_ms,
-                "causes": [cause.to_json() for cause in rank_causes(facts, suspects)],
-            }
-        )
-    others = meter.measure()
-    return {
-        **describe_machine(),
-        "processors_used_by_others": others,
+    with measure_engine(run_settings, prompts, batch_sizes) as (bench, report):
+        observed = observe_run(bench, max(batch_sizes))
+        suspects = list_suspects(bench, prompts, observed, run_settings.tokenizer_dir)
+        for size in batch_sizes:
+            measured = measure_batch(bench, size, settings.repeat)
+            smallest = smallest or (size, measured["ratio"]["median"])
+            facts = collect_facts(bench, measured, observed, smallest, settings.repeat)
+            batches.append(
+                {
+                    "batch_size": size,
+                    "ratio": measured["ratio"],
+                    "acceptance_length": facts.acceptance_length,
+                    "break_even": round(facts.break_even, 4),
+                    "step_ms": {"speculation": facts.speculation, "plain": facts.plain},
+                    "step_ms_by_tokens": facts.step_ms,
+                    "causes": [cause.to_json() for cause in rank_causes(facts, suspects)],
+                }
+            )
+    return report | {
         "engine_dir": str(settings.engine_dir),
-        "method": bench.engine.method,
-        "device": str(bench.engine.device),
-        "dtype": bench.dtype,
-        "num_prompts": len(bench.requests),
-        "max_output_len": settings.max_output_len,
         "experts": describe_experts(bench, observed, max(batch_sizes)),
         "batches": batches,
-        "warnings": describe_load(others),
     }
 
 

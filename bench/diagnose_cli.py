@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .settings import DiagnoseSettings
 
@@ -17,8 +14,7 @@ def command(settings: DiagnoseSettings) -> None:
     """Tell why speculation is not faster, the weightiest cause first."""
     from .diagnose import diagnose
 
-    report = diagnose(settings)
-    click.echo(json.dumps(report) if settings.json else format_report(report))
+    show_report(diagnose(settings), settings, format_report)
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from specdec.decode.api import Engine
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.requests import Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
 from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 
+from .machine import LoadMeter, describe_load, describe_machine
 from .prompts import Prompt, group_requests
 
 PARTS = ("draft", "verify", "accept", "other")  # of a step
@@ -31,7 +33,7 @@ class Pass:
     """One decoding of all requests, category after category."""
 
     seconds: dict[str, float]  # by category
-    results: dict[str, list[Result]]
+    results: dict[str, list[ActiveRequest]]
     timing: Timing
 
     @property
@@ -97,15 +99,14 @@ class Bench:
 
     def decode(
         self, requests: Sequence[Request], proposer: Drafter, batch_size: int, timing: Timing
-    ) -> list[Result]:
+    ) -> list[ActiveRequest]:
         """Decode requests with an empty cache; nothing of an earlier call is used again."""
         options = Options(
             max_num_tokens=self.engine.config.build.max_num_tokens,
             max_batch_size=batch_size,
             tokenizer=self.tokenizer,
         )
-        results: list[Result] = generate(self.engine.decoder, proposer, requests, options, timing)
-        return results
+        return generate(self.engine.decoder, proposer, requests, options, timing)
 
     def read_states(self, tokens: Sequence[int]) -> Tensor:
         """The target's last hidden states [T, D] after each token of a text, read at once."""
@@ -134,11 +135,35 @@ class Bench:
         return done
 
 
-def open_bench(settings: DecodeSettings, *, needs_drafter: bool = True) -> Bench:
+@contextlib.contextmanager
+def measure_engine(
+    run_settings: DecodeSettings, prompts: Sequence[Prompt], batch_sizes: Sequence[int]
+) -> Iterator[tuple[Bench, dict[str, Any]]]:
+    """An engine with its prompts, and a report, to which the end adds the head of all reports."""
+    meter = LoadMeter()
+    bench = open_bench(run_settings)
+    bench.take_prompts(prompts, run_settings)
+    bench.check_batch_sizes(batch_sizes)
+    report: dict[str, Any] = {}
+    yield bench, report
+    others = meter.measure()
+    report |= {
+        **describe_machine(),
+        "processors_used_by_others": others,
+        "method": bench.engine.method,
+        "device": str(bench.engine.device),
+        "dtype": bench.dtype,
+        "num_prompts": len(bench.requests),
+        "max_output_len": run_settings.max_output_len,
+        "warnings": describe_load(others),
+    }
+
+
+def open_bench(settings: DecodeSettings) -> Bench:
     """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
     engine = Engine.open(settings)
     core, tokenizer = engine.core, engine.tokenizer
-    if needs_drafter and core.method == "plain":
+    if core.method == "plain":
         core.close()
         raise SpecDecError(
             f"{settings.engine_dir} is a plain engine: there is no speculation to measure",

@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec import logs
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.requests import Result, sum_stats
+from specdec.decode.requests import ActiveRequest, sum_stats
 
 from .engine import PARTS, Bench, Pass
 from .repetition import is_looping
@@ -120,12 +120,12 @@ def measure_batch(bench: Bench, batch_size: int, repeat: int) -> dict[str, Any]:
     }
 
 
-def list_results(done: Pass) -> list[Result]:
+def list_results(done: Pass) -> list[ActiveRequest]:
     """Those of all categories."""
     return [result for results in done.results.values() for result in results]
 
 
-def describe_acceptance(results: Sequence[Result]) -> dict[str, Any]:
+def describe_acceptance(results: Sequence[ActiveRequest]) -> dict[str, Any]:
     """Acceptance over all verify steps of some requests.
 
     accepted_by_position[n]: the share of steps in which more than n draft tokens were accepted.
@@ -148,7 +148,7 @@ def describe_acceptance(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def describe_loops(results: Sequence[Result]) -> dict[str, Any]:
+def describe_loops(results: Sequence[ActiveRequest]) -> dict[str, Any]:
     """How many texts run in circles, and what acceptance is over the others."""
     others = [result for result in results if not is_looping(result.output_ids)]
     length = sum_stats(others)["acceptance_length"] if others else None

@@ -11,7 +11,7 @@ from specdec.files.staging import check_output_dir
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
 
-from .machine import LoadMeter, describe_load, describe_machine, measure_memory
+from .machine import describe_load, measure_memory
 from .settings import BenchSettings, read_counts
 
 logger = logs.get_logger(__name__)
@@ -25,39 +25,27 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
     if settings.output is not None:
         check_output_dir(settings.output, force=settings.force, inputs=[])
-    from .engine import open_bench
+    from .engine import measure_engine
     from .measure import measure_batch
     from .prompts import read_prompt_set
 
     prompts = read_prompt_set(settings.prompts, max(batch_sizes), settings.prompts_per_category)
     pair = as_options(settings, DraftTargetDraft)
-    meter = LoadMeter()
-    bench = open_bench(run_settings)
-    bench.take_prompts(prompts, run_settings)
-    bench.check_batch_sizes(batch_sizes)
     batches = []
-    for size in batch_sizes:
-        rounds = f"{count(settings.repeat, 'round')} of {count(len(prompts), 'prompt')}"
-        logger.info("batch size %d: %s, with and without speculation", size, rounds)
-        batches.append(measure_batch(bench, size, settings.repeat))
-    others = meter.measure()
-    report: dict[str, Any] = {
-        **describe_machine(),
-        "processors_used_by_others": others,
+    with measure_engine(run_settings, prompts, batch_sizes) as (bench, report):
+        for size in batch_sizes:
+            rounds = f"{count(settings.repeat, 'round')} of {count(len(prompts), 'prompt')}"
+            logger.info("batch size %d: %s, with and without speculation", size, rounds)
+            batches.append(measure_batch(bench, size, settings.repeat))
+    report |= {
         "engine_dir": str(settings.engine_dir),
         "draft_engine_dir": str(pair.draft_engine_dir) if pair.draft_engine_dir else None,
-        "method": bench.engine.method,
-        "device": str(bench.engine.device),
-        "dtype": bench.dtype,
         "quantization": bench.engine.describe()["quantization"],
         "load_seconds": round(bench.engine.load_seconds, 3),
         "prompts": str(settings.prompts) if settings.prompts else None,
-        "num_prompts": len(bench.requests),
-        "max_output_len": settings.max_output_len,
         "repeat": settings.repeat,
         "memory": measure_memory(),
         "batches": batches,
-        "warnings": [],
     }
     report["warnings"] = list_warnings(report, pair.use_logits)
     return report

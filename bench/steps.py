@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from specdec.engine.step import Step
 WARM_UPS = 2
 # Written into a cache first: memory that nothing was written to is read faster than any other.
 FILLING = 0.01
-COUNTED = 10  # steps that experts are counted in
 
 
 def list_sizes(largest: int) -> list[int]:
@@ -68,22 +66,6 @@ def draw_steps(decoder: Decoder, past_len: int, size: int, batch_size: int) -> I
     while True:
         tokens = generator.integers(decoder.model.vocab_size, size=step.tokens.shape)
         yield dataclasses.replace(step, tokens=tokens)
-
-
-@torch.inference_mode()
-def count_experts(
-    decoder: Decoder, sizes: Sequence[int], *, past_len: int, batch_size: int = 1
-) -> dict[int, float]:
-    """Experts a layer that a step of so many random tokens a request reads; nothing without any."""
-    cache = decoder.make_cache(batch_size, past_len + max(sizes))
-    cache.fill(past_len)
-    counts = {}
-    for size in sizes if decoder.count_experts() else ():
-        before = decoder.count_experts()[2]
-        for step in itertools.islice(draw_steps(decoder, past_len, size, batch_size), COUNTED):
-            decoder.forward(step, cache)
-        counts[size] = (decoder.count_experts()[2] - before) / COUNTED
-    return counts
 
 
 def take_turns(calls: dict[int, Callable[[], object]], repeat: int) -> dict[int, float]:

@@ -27,8 +27,7 @@ from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.options import list_given, name_flag, refuse_contradictions
 
 from .combine import list_combined
-from .engine import Bench, Pass, open_bench
-from .machine import LoadMeter, describe_load, describe_machine
+from .engine import Bench, Pass, measure_engine
 from .measure import alternate, divide, list_results, summarize
 from .methods import load_tuning
 from .methods.base import Candidate, Tuning, call_build
@@ -52,31 +51,23 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     methods = find_methods(settings, checkpoint)
     tunings = [load_tuning(method) for method in methods]
     prompts = read_prompt_set(settings.prompts, max(batch_sizes), settings.prompts_per_category)
-    meter = LoadMeter()
-    with build_engine(settings, tunings) as run_settings:
-        bench = open_bench(run_settings)
-        bench.take_prompts(prompts, run_settings)
-        bench.check_batch_sizes(batch_sizes)
+    with (
+        build_engine(settings, tunings) as run_settings,
+        measure_engine(run_settings, prompts, batch_sizes) as (bench, report),
+    ):
         candidates = [
             dataclasses.replace(c, run=c.run | {"draft_budget": "fixed"})
             for tuning in tunings
             for c in tuning.list_candidates(bench, settings)
         ]
         found = [tune_batch(bench, candidates, size, settings, methods) for size in batch_sizes]
-        others = meter.measure()
-        report: dict[str, Any] = {
-            **describe_machine(),
-            "processors_used_by_others": others,
-            "checkpoint_dir": str(settings.checkpoint_dir),
-            "method": " and ".join(method.name for method in methods),
-            "device": str(bench.engine.device),
-            "dtype": bench.dtype,
-            "num_prompts": len(bench.requests),
-            "max_output_len": settings.max_output_len,
-            "repeat": settings.repeat,
-            "batches": [batch for batch, _ in found],
-            "warnings": describe_load(others) + describe_doubts([batch for batch, _ in found]),
-        }
+    report |= {
+        "checkpoint_dir": str(settings.checkpoint_dir),
+        "method": " and ".join(method.name for method in methods),
+        "repeat": settings.repeat,
+        "batches": [batch for batch, _ in found],
+    }
+    report["warnings"] += describe_doubts(report["batches"])
     report |= describe_best(found[0][1], settings, batch_sizes[0])
     if settings.output_file is not None:
         write_recipe(settings.output_file, report, force=settings.force)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .settings import TuneSettings
 
@@ -19,8 +16,7 @@ def command(settings: TuneSettings) -> None:
     """Find the fastest setting of a drafter on this machine."""
     from .tune import tune
 
-    report = tune(settings)
-    click.echo(json.dumps(report) if settings.json else format_report(report))
+    show_report(tune(settings), settings, format_report)
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -55,18 +51,14 @@ def format_report(report: dict[str, Any]) -> str:
                     "-" if found is None else format_spread(found["ratio"]),
                 ]
             )
+        rest = len(batch["settings"]) - MAX_ROWS
         lines += [
             "",
             f"batch size {batch['batch_size']}",
             *format_table(head, rows),
-            *describe_rest(len(batch["settings"]) - MAX_ROWS),
+            *([f"{rest} more fell in earlier rounds; --json lists them"] if rest > 0 else []),
             f"best: {batch['best']}" + (", doubtful" if report["warnings"] else ""),
         ]
     lines += ["", *report["commands"], *(f"note: {note}" for note in report["notes"])]
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)
-
-
-def describe_rest(count: int) -> list[str]:
-    """What a table leaves out."""
-    return [f"{count} more fell in earlier rounds; --json lists them"] if count > 0 else []

@@ -21,10 +21,12 @@ stand the experts a layer that its tokens read, and the bytes of all that is rea
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.steps import count_experts, make_step, time_steps
+from specdec.bench.steps import draw_steps, make_step, time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
@@ -47,6 +49,21 @@ from specdec.model.tensors import get_stored_dtype
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 PAST_LEN = 256
+COUNTED = 10  # steps that experts are counted in
+
+
+@torch.inference_mode()
+def count_experts(decoder: Decoder, sizes: Sequence[int], *, past_len: int) -> dict[int, float]:
+    """Experts a layer that a step of so many random tokens reads; nothing without any."""
+    cache = decoder.make_cache(1, past_len + max(sizes))
+    cache.fill(past_len)
+    counts = {}
+    for size in sizes if decoder.count_experts() else ():
+        before = decoder.count_experts()[2]
+        for step in itertools.islice(draw_steps(decoder, past_len, size, 1), COUNTED):
+            decoder.forward(step, cache)
+        counts[size] = (decoder.count_experts()[2] - before) / COUNTED
+    return counts
 
 
 def make_decoder(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .settings import DoctorSettings
 
@@ -17,6 +13,4 @@ def command(settings: DoctorSettings) -> None:
     from .report import examine, find_error, format_report
 
     report = examine(settings)
-    click.echo(json.dumps(report) if settings.json else format_report(report))
-    if error := find_error(report):
-        raise error
+    show_report(report, settings, format_report, find_error(report))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.decode.requests import Result
-from specdec.decode.text import TextStream, decode_text
+from specdec.decode.requests import ActiveRequest
+from specdec.decode.text import decode_text, read_stream
 
 CONTEXT = 8  # tokens that rejected ones are decoded behind
 REJECTED = "rejected"
@@ -29,13 +30,12 @@ NAMES = {
 Piece = tuple[str, list[str]]  # a kind, and the texts of its tokens
 
 
-def split_pieces(result: Result, text: str, tokenizer: Any) -> list[Piece]:
+def split_pieces(result: ActiveRequest, text: str, tokenizer: Any) -> list[Piece]:
     """Cut an output's text into accepted drafts, bonus and plain tokens, with rejected drafts.
 
     Their texts without the rejected ones make up `text`. A character of several tokens stands with
     the last of them.
     """
-    assert result.origins is not None
     ids, pieces, left = result.output_ids, list[Piece](), len(text)
     for at, (origin, token_text) in enumerate(
         zip(result.origins, split_text(tokenizer, ids), strict=True)
@@ -56,15 +56,9 @@ def split_pieces(result: Result, text: str, tokenizer: Any) -> list[Piece]:
 
 def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each token adds to a text."""
-    stream = TextStream(tokenizer)
-    texts = []
-    for token in ids:
-        stream.add(token)
-        texts.append(stream.take())
-    stream.finish()
-    if texts:
-        texts[-1] += stream.take()
-    return texts
+    stream = read_stream(tokenizer, ids)
+    text = stream.finish()
+    return [text[start:end] for start, end in itertools.pairwise([0, *stream.ends])]
 
 
 def format_pieces(pieces: Sequence[Piece], *, in_colour: bool) -> str:

@@ -25,7 +25,7 @@ from .settings import RunSettings
 if TYPE_CHECKING:
     from specdec import Engine, Prompt
     from specdec.decode.engine import TorchEngine
-    from specdec.decode.requests import ActiveRequest, Request, Result
+    from specdec.decode.requests import ActiveRequest, Request
 
     from .backends.tensorrt_llm import TensorRTEngine
 
@@ -199,7 +199,7 @@ def generate(
     requests: Sequence[Request],
     settings: RunSettings,
     write: Callable[[str], None] | None,
-) -> tuple[list[Result], bool]:
+) -> tuple[list[ActiveRequest], bool]:
     """Return the results, and whether Ctrl-C came before they were complete."""
     from specdec.decode.loop import Interrupted
 
@@ -227,7 +227,7 @@ def generate(
 
 
 def describe_stats(
-    core: Core, results: Sequence[Result], seconds: float, settings: RunSettings
+    core: Core, results: Sequence[ActiveRequest], seconds: float, settings: RunSettings
 ) -> dict[str, Any]:
     """The counts and times of `stats`."""
     from specdec.decode.requests import sum_stats
@@ -254,7 +254,7 @@ def describe_stats(
     return stats
 
 
-def describe_result(result: Result, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
+def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
     """One entry of `outputs`; with --show-drafts, the text in pieces too where it is not JSON."""
     from specdec.decode.text import decode_text
 
@@ -285,7 +285,9 @@ def name_logits(output_file: Path) -> Path:
     return output_file.with_suffix(".logits.safetensors")
 
 
-def write_logits(settings: RunSettings, results: Sequence[Result], report: dict[str, Any]) -> None:
+def write_logits(
+    settings: RunSettings, results: Sequence[ActiveRequest], report: dict[str, Any]
+) -> None:
     """Write each output's logits [tokens, V] in float32, and name the file in the report."""
     from specdec.files.tensor_file import TensorInfo, write_tensor_file
     from specdec.files.torch_tensors import to_array

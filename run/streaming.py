@@ -22,10 +22,10 @@ class StreamPrinter:
     def show(self, requests: Sequence[ActiveRequest]) -> None:
         """Take what a step has added to these requests."""
         for request in requests:
-            assert request.text is not None
-            self._texts[request.request.index] = request.text
+            assert request.text_stream is not None
+            self._texts[request.request.index] = request.text_stream
             if request.finish_reason is not None:
-                request.text.finish()
+                request.text_stream.finish()
                 self._finished.add(request.request.index)
         self._write_turns()
 
@@ -67,19 +67,19 @@ class JsonPrinter:
     def show(self, requests: Sequence[ActiveRequest]) -> None:
         """Take what a step has added to these requests."""
         for request in requests:
-            assert request.text is not None
+            assert request.text_stream is not None
             index = request.request.index
             if index in self._ended:
                 continue
             if request.finish_reason is not None:
-                request.text.finish()
+                request.text_stream.finish()
                 self._ended.add(index)
             at = self._num_shown.get(index, 0)
             tokens, origins = request.output_ids[at:], request.origins[at:]
             self._num_shown[index] = at + len(tokens)
             event = {
                 "index": index,
-                "text": request.text.take(),
+                "text": request.text_stream.take(),
                 "token_ids": tokens,
                 "origins": origins if len(origins) == len(tokens) else None,
                 "finish_reason": request.finish_reason,

@@ -33,7 +33,7 @@ from .metrics import Metrics
 from .parsing import Parser
 from .protocol import EVENTS, BadRequest, make_error
 from .responses import RESPONSE, ResponseAnswer, read_response
-from .scheduler import Closing, Job, QueueFull, Scheduler
+from .scheduler import Job, Scheduler
 from .schema import (
     CHAT,
     COMPLETION,
@@ -131,7 +131,7 @@ class Front:
         ]
         if PAGE.is_file():
             routes.append(Route("/", self._show_page))
-        kinds = (BadRequest, QueueFull, Closing, ClientDisconnect, Failed, SpecDecError, Exception)
+        kinds = (BadRequest, ClientDisconnect, Failed, SpecDecError, Exception)
         handlers = {HTTPException: _answer_http} | dict.fromkeys(kinds, _answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False  # to wherever the Host header says
@@ -443,11 +443,7 @@ def explain(error: Exception) -> Response:
     if isinstance(error, Failed):
         error = error.cause
     if isinstance(error, BadRequest):
-        return make_error(error.message, error.status, error.param, error.code)
-    if isinstance(error, QueueFull):
-        return make_error(str(error), 429, headers={"Retry-After": str(error.seconds)})
-    if isinstance(error, Closing):
-        return make_error("the server is about to end", 503, headers={"Retry-After": "5"})
+        return make_error(error.message, error.status, error.param, error.code, error.headers)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, SpecDecError):

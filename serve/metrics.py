@@ -90,7 +90,7 @@ class Metrics:
         self._gauges["num_requests_waiting"].set(num_waiting)
         return generate_latest(self.registry)
 
-    def note_step(self, seconds: float, jobs: Sequence[tuple[Job, Event]]) -> None:
+    def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None:
         """Count what a step gave."""
         num_read = filled = 0
         drafts = drafted = accepted = generated = 0

@@ -19,13 +19,15 @@ STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its a
 
 
 class BadRequest(Exception):
-    """The request cannot be served as it is; status is 4xx."""
+    """The request cannot be served as it is, or not now: what `make_error` makes the answer of."""
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ) -> None:
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
+        self.headers = headers
 
 
 def refuse(where: str, reason: str, **more: Any) -> BadRequest:

@@ -16,22 +16,12 @@ from specdec import Engine, Event, RequestStats, SpecDecError, Stream, logs
 from specdec.decode.ranks.processes import leave_silent_ranks, list_stopped_ranks
 from specdec.decode.requests import Request
 
+from .protocol import BadRequest
+
 logger = logs.get_logger(__name__)
 # That other ranks may be silent when nothing more is wanted of them; and when told to end twice.
 SILENT_SECONDS, HURRIED_SECONDS = 10.0, 2.0
 IDLE_SECONDS = 1.0  # between two steps of an idle engine, which look after its other ranks
-
-
-class QueueFull(Exception):
-    """So many requests wait that no more are taken; `seconds` is when to try again."""
-
-    def __init__(self, waiting: int, seconds: int) -> None:
-        super().__init__(f"{waiting} request{'s wait' if waiting != 1 else ' waits'} already")
-        self.seconds = seconds
-
-
-class Closing(Exception):
-    """The server is about to end, and takes no more requests."""
 
 
 class Job:
@@ -105,7 +95,7 @@ class Job:
 class Watcher(Protocol):
     """Is told what happens, in the engine's thread; for metrics."""
 
-    def note_step(self, seconds: float, jobs: Sequence[tuple[Job, Event]]) -> None: ...
+    def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None: ...
 
     def note_end(self, job: Job, reason: str) -> None: ...
 
@@ -155,17 +145,23 @@ class Scheduler:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Let requests wait for their rows, all or none.
 
-        Raises QueueFull, Closing, or SpecDecError where the engine is lost.
+        Raises BadRequest where too many wait, or the server is about to end, and SpecDecError
+        where the engine is lost.
         """
         with self._changed:
             if self.lost is not None:
                 raise self.lost
             if self._is_draining:
-                raise Closing
+                later = {"Retry-After": "5"}
+                raise BadRequest("the server is about to end", status=503, headers=later)
             free = self.engine.max_batch_size - len(self._running)
-            if len(self._waiting) + len(jobs) > self.max_queue + max(0, free):
-                turns = len(self._waiting) / self.engine.max_batch_size
-                raise QueueFull(len(self._waiting), max(1, round(self._seconds * turns)))
+            waiting = len(self._waiting)
+            if waiting + len(jobs) > self.max_queue + max(0, free):
+                seconds = max(1, round(self._seconds * waiting / self.engine.max_batch_size))
+                raise BadRequest(
+                    f"{waiting} request{'s wait' if waiting != 1 else ' waits'} already",
+                    status=429, headers={"Retry-After": str(seconds)},
+                )  # fmt: skip
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -213,13 +209,12 @@ class Scheduler:
                 if self._is_stopped:
                     break
                 self._admit()
-            began = time.perf_counter()
             try:
                 self.engine.step()
             except Exception as error:  # noqa: BLE001 - whatever it was, the server goes on
                 self._fail(error)
                 continue
-            self._deliver(began)
+            self._deliver()
         with self._changed:
             reason = self.lost or SpecDecError("the server was stopped", "ask again later")
             self._fail_all([*self._running, *self._waiting], reason)
@@ -247,7 +242,7 @@ class Scheduler:
             self._end(job, "cancelled")
         return job.is_cancelled
 
-    def _deliver(self, began: float) -> None:
+    def _deliver(self) -> None:
         """Hand on what the step gave."""
         given = []
         with self._changed:
@@ -258,7 +253,7 @@ class Scheduler:
                     job.note(event, job.stream.stats)
                     given.append((job, event))
             if self._watcher is not None:
-                self._watcher.note_step(time.perf_counter() - began, given)
+                self._watcher.note_step(given)
             for job, event in given:
                 if event.finish_reason is not None:
                     self._end(job, event.finish_reason)

@@ -14,7 +14,7 @@ from specdec.decode.encoding import render_chat
 from specdec.decode.grammar import SPACING, space_schema, write_choice
 from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check
 from specdec.decode.requests import ONLY, Request
-from specdec.decode.text import TextStream
+from specdec.decode.text import read_stream
 from specdec.errors import shorten, suggest, summarize
 from specdec.files.reading import parse_json
 
@@ -524,9 +524,7 @@ def _explain(error: SpecDecError, source: str, names: Mapping[str, str]) -> BadR
 
 def find_starts(engine: Engine, request: Request) -> list[int]:
     """Where in a prompt's text each of its tokens begins."""
-    stream = TextStream(engine.tokenizer)
-    for token in request.input_ids:
-        stream.add(token)
+    stream = read_stream(engine.tokenizer, request.input_ids)
     # The text of a prompt of ids has special tokens as well.
     before = max(0, request.input_text.find(stream.finish()))
     return [0, *(before + end for end in stream.ends[:-1])]

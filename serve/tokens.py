@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.vocabulary import BYTE_TOKEN, SPACE, list_byte_letters
+from specdec.vocabulary import list_byte_letters, read_piece
 
 
 class TokenTable:
@@ -26,11 +26,7 @@ class TokenTable:
             return b""
         if token in self._special:
             return str(piece).encode()
-        if self._letters is not None and all(letter in self._letters for letter in piece):
-            return bytes(self._letters[letter] for letter in piece)
-        if found := BYTE_TOKEN.fullmatch(piece):
-            return bytes([int(found[1], 16)])
-        return str(piece).replace(SPACE, " ").encode()
+        return read_piece(piece, self._letters)
 
     def get_text(self, token: int) -> str:
         """The bytes as text; those that are no character are escaped, as OpenAI does."""

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,19 @@ def read_recorded(folder: Path) -> dict[str, Any] | None:
         return None
     recorded = read_json(path).get(KEY)
     return recorded if isinstance(recorded, dict) else None
+
+
+def read_piece(piece: str, letters: Mapping[str, int] | None) -> bytes:
+    """The bytes that a token stands for, which may be a part of a character.
+
+    letters: of `list_byte_letters` for byte-level BPE; None for SentencePiece's way of writing.
+    """
+    if letters is not None and all(letter in letters for letter in piece):
+        return bytes(letters[letter] for letter in piece)
+    if letters is None and (found := BYTE_TOKEN.fullmatch(piece)):
+        return bytes([int(found[1], 16)])
+    text = piece if letters is not None else piece.replace(SPACE, " ")
+    return text.encode("utf-8", "surrogatepass")
 
 
 @functools.cache

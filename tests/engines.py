@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.requests import ActiveRequest
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.step import States
 from specdec.engine.tree import Tree, pack_beams
@@ -206,6 +206,24 @@ def renew_sums(folder: Path) -> None:
         if (folder / name).exists()
     ]
     write_json(folder / "manifest.json", document)
+
+
+def continue_by_transformers(
+    target: Path, prompts: Sequence[Sequence[int]], limit: int, dtype: torch.dtype = torch.float32
+) -> list[list[int]]:
+    """The same by the model in a folder."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    return continue_greedily(model, prompts, limit)
+
+
+def list_requests(prompts: Iterable[Sequence[int]], limit: int) -> list[Request]:
+    """Greedy requests of prompts, which no token ends."""
+    return [
+        Request(index=at, input_ids=list(prompt), max_output_len=limit, end_ids=frozenset())
+        for at, prompt in enumerate(prompts)
+    ]
 
 
 def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:

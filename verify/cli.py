@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 from specdec.errors import SpecDecError
 
 from .settings import VerifySettings
@@ -22,20 +19,18 @@ def command(settings: VerifySettings) -> None:
         from .report import format_report as format_engine_report
 
         found = verify_engine(settings)
-        click.echo(json.dumps(found) if settings.json else format_engine_report(found))
-        if error := find_error(found):
-            raise error
-        return
+        return show_report(found, settings, format_engine_report, find_error(found))
     from .pipeline import verify_checkpoint
 
     report = verify_checkpoint(settings)
-    click.echo(json.dumps(report) if settings.json else format_report(report))
+    error = None
     if problems := report["problems"]:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise SpecDecError(
+        error = SpecDecError(
             f"{report['checkpoint_dir']} is damaged: {problems[0]}{more}",
             "copy it again from where it is intact, or convert it again",
         )
+    show_report(report, settings, format_report, error)
 
 
 def format_report(report: dict[str, Any]) -> str:

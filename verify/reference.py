@@ -91,7 +91,8 @@ class Reference:
             cache = {self._cache_name: DynamicCache(config=self.model.config)}
             tokens = list(prompt)
             while len(known) < length:
-                output = self.model(input_ids=self._pack(tokens), use_cache=True, **cache)
+                ids = torch.tensor([tokens], device=self.device)
+                output = self.model(input_ids=ids, use_cache=True, **cache)
                 tokens = [int(output.logits[0, -1].argmax())]
                 known += tokens
         return known[:length]
@@ -99,21 +100,19 @@ class Reference:
     @torch.inference_mode()
     def score(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
         """Return the logits [N, V], float32, by which each token of `output` would be chosen."""
-        keep: dict[str, Any] = {"logits_to_keep": len(output)} if self._takes_count else {}
-        ids = self._pack([*prompt, *output[:-1]])
-        logits: Tensor = self.model(input_ids=ids, use_cache=False, **keep).logits
-        return logits[0, -len(output) :].float().cpu()
+        return self._compute([[*prompt, *output[:-1]]], len(output))[0]
 
-    @torch.inference_mode()
     def score_next(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits [R, V], float32, after each of R texts of one length."""
-        keep: dict[str, Any] = {"logits_to_keep": 1} if self._takes_count else {}
+        return self._compute(texts, 1)[:, 0]
+
+    @torch.inference_mode()
+    def _compute(self, texts: Sequence[Sequence[int]], count: int) -> Tensor:
+        """Logits [R, count, V], float32, after the last tokens of R texts of one length."""
+        keep: dict[str, Any] = {"logits_to_keep": count} if self._takes_count else {}
         ids = torch.tensor([list(text) for text in texts], device=self.device)
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **keep).logits
-        return logits[:, -1].float().cpu()
-
-    def _pack(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], device=self.device)
+        return logits[:, -count:].float().cpu()
 
 
 def load_reference(model_dir: str, dtype: str, device: str) -> Reference:

@@ -7,11 +7,10 @@ from typing import Any
 
 from specdec.methods import Method
 
-from .base import Tuning
+from .base import Tuning, take_checkpoint
 
 
 def load_tuning(method: Method) -> Tuning:
-    """Return the module that tunes a method."""
+    """How a method is tuned, by its module: `list_candidates`, and `prepare` if it needs one."""
     module: Any = importlib.import_module(f"{__name__}.{method.name}")
-    tuning: Tuning = module
-    return tuning
+    return Tuning(module.list_candidates, getattr(module, "prepare", take_checkpoint))

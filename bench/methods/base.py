@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from specdec.decode.drafters.base import Drafter
 from specdec.methods import Method
 from specdec.processes import call_stage
 
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
+from ..engine import Bench
+from ..settings import TuneSettings
 
 TREE_SIZES = (1, 3, 7, 15, 31, 63)
 
@@ -38,14 +38,19 @@ class Trial:
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Tuning(Protocol):
-    """A module of this package."""
+Prepare = Callable[[TuneSettings, Path], Trial]
 
-    def prepare(self, settings: TuneSettings, folder: Path) -> Trial:
-        """Say what to build; files that are only for the trial go into `folder`."""
 
-    def list_candidates(self, bench: Bench, settings: TuneSettings) -> list[Candidate]:
-        """Every setting to consider, as a proposer on the trial's engine."""
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a method is tuned.
+
+    list_candidates: every setting to consider, as a proposer on the trial's engine. prepare: says
+    what to build; files that are only for the trial go into the folder that it is given.
+    """
+
+    list_candidates: Callable[[Bench, TuneSettings], list[Candidate]]
+    prepare: Prepare
 
 
 def take_checkpoint(settings: TuneSettings, folder: Path) -> Trial:
@@ -53,11 +58,16 @@ def take_checkpoint(settings: TuneSettings, folder: Path) -> Trial:
     return Trial(checkpoint=settings.checkpoint_dir)
 
 
-def take_plain(settings: TuneSettings, method: Method, max_draft_len: int, **run: Any) -> Trial:
+def take_plain(method: Method, max_draft_len: int, **run: Any) -> Prepare:
     """The trial of a method for any plain target: with room for the longest draft."""
-    return Trial(
+    return lambda settings, folder: Trial(
         checkpoint=settings.checkpoint_dir, mode=method.mode, max_draft_len=max_draft_len, run=run
     )
+
+
+def make_room(method: Method, num_tokens: int) -> dict[str, Any]:
+    """The options of a build whose engine takes drafts of so many tokens from outside."""
+    return {"speculative_decoding_mode": method.mode, "max_draft_len": num_tokens}
 
 
 def call_build(checkpoint: Path, engine: Path, *flags: str) -> None:

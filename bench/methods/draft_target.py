@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from specdec.decode.drafters.draft_model import DraftModel
+from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.engine.decoder import Decoder
 from specdec.errors import count
 from specdec.methods.draft_target import METHOD, DraftTargetTokens, DraftTargetTune
 from specdec.options import as_options, list_given
 
-from .base import Candidate, Trial, call_build
-
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
-
+from ..engine import Bench
+from ..settings import TuneSettings
+from .base import Candidate, Trial, call_build, make_room
 
 TREE_SIZES = (7, 15, 31)
 
@@ -57,12 +53,12 @@ def list_lengths(
     bench: Bench, max_length: int, run: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
     """Every draft length, of one draft model. run: further options of a run with it."""
-    decoder, limits = _find_model(bench)
+    model = _find_model(bench)
     return [
         Candidate(
             name=count(length, "token"),
-            proposer=DraftTargetProposer(decoder, length, use_logits=False, **limits),
-            build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": length},
+            proposer=DraftTargetProposer(model, length, use_logits=False),
+            build=make_room(METHOD, length),
             run={"draft_len": str(length), **(run or {})},
         )
         for length in range(1, max_length + 1)
@@ -73,21 +69,18 @@ def list_trees(
     bench: Bench, sizes: Sequence[int], run: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
     """Trees of so many tokens, of one draft model. run: further options of a run with it."""
-    decoder, limits = _find_model(bench)
+    model = _find_model(bench)
     return [
         Candidate(
             name=f"tree of {size}",
-            proposer=DraftTreeProposer(decoder, num_tokens=size, depth=None, **limits),
-            build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": size},
+            proposer=DraftTreeProposer(model, size, None),
+            build=make_room(METHOD, size),
             run={"draft_tree_tokens": size, **(run or {})},
         )
         for size in sizes
     ]
 
 
-def _find_model(bench: Bench) -> tuple[Decoder, dict[str, Any]]:
-    """The draft model of an engine, and what every proposer of its drafts is told of it."""
+def _find_model(bench: Bench) -> LoadedModel:
     proposer = bench.engine.proposer
-    model = cast(DraftModel, proposer.members[0] if proposer.members else proposer)
-    names = ("tokens", "max_num_tokens", "max_seq_len")
-    return model.decoder, {name: getattr(model, name) for name in names}
+    return cast(DraftModel, proposer.members[0] if proposer.members else proposer).model

@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from specdec.decode.drafters.eagle import EagleProposer, count_top_k
 from specdec.decode.drafters.trees import grow_choices
 
+from ..engine import Bench
+from ..settings import TuneSettings
 from .base import TREE_SIZES, Candidate
-from .base import take_checkpoint as prepare
-
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
-
-__all__ = ["list_candidates", "prepare"]
 
 TOP_KS = (2, 4, 8)  # branches of dynamic trees
 NUM_RANKS = 10  # of each level's tokens, that static trees are made of
@@ -25,12 +20,9 @@ NUM_RANKS = 10  # of each level's tokens, that static trees are made of
 
 def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     """Static trees, then dynamic ones, each down to half of the depth and to the whole depth."""
-    depths = list_depths(cast(EagleProposer, bench.engine.proposer).params.max_draft_depth)
+    most = cast(EagleProposer, bench.engine.proposer).params.max_draft_depth
+    depths = sorted({max(1, most // 2), most})
     return [*list_static(bench, depths), *list_dynamic(bench, depths)]
-
-
-def list_depths(most: int) -> list[int]:
-    return sorted({max(1, most // 2), most})
 
 
 def guess_accuracy(depth: int, rank: int) -> float:

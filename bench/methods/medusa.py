@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,15 +12,10 @@ from specdec.decode.drafters.medusa import MedusaProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.files.reading import Array
 
+from ..engine import Bench
 from ..measure import list_results
+from ..settings import TuneSettings
 from .base import TREE_SIZES, Candidate
-from .base import take_checkpoint as prepare
-
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
-
-__all__ = ["list_candidates", "measure_accuracies", "prepare"]
 
 NUM_RANKS = 10  # of each head's tokens, that static trees are made of
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from specdec.decode.drafters.mtp import MtpProposer
 from specdec.methods.mtp import MtpOptions
 
+from ..engine import Bench
+from ..settings import TuneSettings
 from .base import Candidate
-from .base import take_checkpoint as prepare
-
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
-
-__all__ = ["list_candidates", "prepare"]
 
 
 def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.errors import count
@@ -14,14 +14,11 @@ from specdec.files.reading import read_json, write_json
 from specdec.methods.redrafter import ReDrafterTune
 from specdec.options import as_options
 
-from ..settings import read_counts
+from ..engine import Bench
+from ..settings import TuneSettings, read_counts
 from .base import Candidate, Trial
 
 TREE_SIZES = (7, 15)  # of dynamic trees
-
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
 
 
 def read_beams(settings: TuneSettings) -> list[int]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.methods.suffix import METHOD, SuffixOptions
 
-from .base import Candidate, Trial, take_plain
-
-if TYPE_CHECKING:
-    from ..engine import Bench
-    from ..settings import TuneSettings
+from ..engine import Bench
+from ..settings import TuneSettings
+from .base import Candidate, make_room, take_plain
 
 NUM_TOKENS = (2, 3, 5, 8, 15, 31)
 FACTORS = (1.0, 4.0, 16.0)
 
 
-def prepare(settings: TuneSettings, folder: Path) -> Trial:
-    """Build the target with room for the largest tree."""
-    most = max(NUM_TOKENS)
-    return take_plain(settings, METHOD, most, suffix_max_tokens=most)
+prepare = take_plain(METHOD, max(NUM_TOKENS), suffix_max_tokens=max(NUM_TOKENS))
 
 
 def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
@@ -30,7 +22,7 @@ def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
         Candidate(
             f"suffix of {most}, factor {factor:g}",
             SuffixProposer(SuffixOptions(max_tokens=most, max_factor=factor)),
-            build={"speculative_decoding_mode": METHOD.mode, "max_draft_len": most},
+            build=make_room(METHOD, most),
             run={"suffix_max_tokens": most, "suffix_max_factor": factor},
         )
         for most in NUM_TOKENS

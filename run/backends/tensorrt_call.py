@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.decode.loop import Options
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.trtllm.engine_folder import EngineFolder
@@ -40,12 +40,14 @@ def group_requests(
             yield group[start : start + max_batch_size]
 
 
-def fill_results(requests: Sequence[Request], results: Mapping[int, Result]) -> list[Result]:
+def fill_results(
+    requests: Sequence[Request], results: Mapping[int, ActiveRequest]
+) -> list[ActiveRequest]:
     """Results in the order of the requests; those that never ran have no tokens."""
     return [
         results[place]
         if place in results
-        else ActiveRequest(request, 0, max_depth=0, text=None).make_result()
+        else ActiveRequest(request, 0, max_depth=0, text_stream=None)
         for place, request in enumerate(requests)
     ]
 
@@ -74,7 +76,7 @@ class Call:
         }
         self._texts = [request.input_ids for request in requests]
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[ActiveRequest]:
         """Run to the end and return the results."""
         outputs = self._runner.generate(
             self._texts, keep_logits=self._options.keep_logits, **self._arguments
@@ -83,7 +85,7 @@ class Call:
             followed.take(output.tokens)
         return self._end(outputs)
 
-    def stream(self) -> list[Result]:
+    def stream(self) -> list[ActiveRequest]:
         """Report tokens as they come, then return the results."""
         tokens: list[list[int]] = [[] for _ in self._followed]
         for tokens in self._runner.stream(self._texts, **self._arguments):
@@ -100,7 +102,7 @@ class Call:
         ]
         return self._end(outputs)
 
-    def _end(self, outputs: Sequence[RowOutput]) -> list[Result]:
+    def _end(self, outputs: Sequence[RowOutput]) -> list[ActiveRequest]:
         """Settle how each request ended, and what is known of its steps."""
         ended = []
         for followed, output in zip(self._followed, outputs, strict=True):
@@ -112,7 +114,7 @@ class Call:
         reported = ended if self._options.follow_text else active
         if reported and self._options.on_progress is not None:
             self._options.on_progress(reported)
-        return [one.make_result() for one in active]
+        return active
 
     def _keep_logits(self, active: ActiveRequest, output: RowOutput) -> None:
         """Keep a row of logits for every token; where decoding is greedy, the token is the best."""
@@ -128,4 +130,4 @@ class Call:
                 f" to its {count} tokens",
                 "leave --output-generation-logits out for this engine",
             )
-        active.logits.append(logits)
+        active.kept_logits.append(logits)

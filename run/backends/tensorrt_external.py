@@ -7,21 +7,24 @@ call ends after the drafted tokens that the target agrees with and one token of 
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.pace import Pace
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options
-from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request, Result
+from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request
 from specdec.decode.requests import DRAFT as DRAFTED
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.timing import Timing
+from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError
 from specdec.trtllm.runner import RowOutput, TensorRTRunner
 
@@ -30,52 +33,12 @@ from .tensorrt_call import fill_results
 TARGET, DRAFT = range(2)  # whose random numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftedTokens:
-    """Tokens for one request, perhaps none, and the logits [tokens, V] they were drawn from."""
-
-    tokens: list[int]
-    logits: Tensor | None = None
-
-
-class Drafter:
-    """Where drafts come from; this one drafts nothing, so that every step emits one token."""
-
-    max_draft_tokens = 0
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """These requests' rows now belong to them."""
-
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
-        """Return what is drafted for each request."""
-        return [DraftedTokens([]) for _ in requests]
-
-    def observe(
-        self,
-        drafts: Sequence[DraftedTokens],
-        num_accepted: Sequence[int],
-        seconds: tuple[float, float],
-    ) -> None:
-        """Take how much of each draft was accepted, and what drafting and verifying took."""
-
-
-class LookupDrafter(Drafter):
-    """Drafts of prompt lookup."""
-
-    def __init__(self, proposer: PromptLookupProposer) -> None:
-        self._proposer = proposer
-        self.max_draft_tokens = proposer.max_draft_tokens
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        self._proposer.start(requests)
-
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
-        found = self._proposer.propose(requests)
-        return [DraftedTokens(candidates.tree.tokens[1:].tolist()) for candidates in found]
-
-
 class EngineDrafter(Drafter):
-    """A second engine drafts, at most up to the token before each request's limit."""
+    """A second engine drafts, at most up to the token before each request's limit.
+
+    pace: what chooses the length; None drafts `max_draft_tokens` always. The `draft_probs` of what
+    it proposes are logits, of which the runtime makes probabilities itself.
+    """
 
     def __init__(
         self,
@@ -86,25 +49,24 @@ class EngineDrafter(Drafter):
         use_logits: bool,
         target_vocab_size: int,
     ) -> None:
-        self._runner = runner
-        self._pace = pace  # None drafts `max_draft_tokens` always
+        self._runner, self.pace = runner, pace
         self.max_draft_tokens = max_draft_tokens
         self._use_logits = use_logits
         self._vocab_size = min(target_vocab_size, runner.folder.vocab_size)
 
-    def draft(self, requests: Sequence[ActiveRequest], seed: int) -> list[DraftedTokens]:
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Run the draft model for all requests at once that have room for a draft."""
         texts = [get_text(request) for request in requests]
         remaining = [request.remaining for request in requests]
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
         planned = self.max_draft_tokens
-        if self._pace is not None:
-            planned = self._pace.max_levels if self._pace.plan(remaining) else 0
+        if self.pace is not None:
+            planned = self.pace.max_levels if self.pace.plan(remaining) else 0
         counts = [
             min(planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
             for room, text in zip(remaining, texts, strict=True)
         ]
-        drafts = [DraftedTokens([])] * len(requests)
+        drafts = super().propose(requests)
         rows = [row for row, count in enumerate(counts) if count > 0]
         if not rows:
             return drafts
@@ -112,35 +74,19 @@ class EngineDrafter(Drafter):
             [texts[row] for row in rows],
             max_new_tokens=max(counts),
             sampling=requests[0].request.sampling,
-            seed=seed,
+            seed=self.seed,
             keep_logits=self._use_logits,
         )
         for row, output in zip(rows, outputs, strict=True):
-            drafts[row] = self._cut(output, counts[row])
+            # Up to what the target's vocabulary does not have.
+            known = itertools.takewhile(
+                lambda t: t < self._vocab_size, output.tokens[: counts[row]]
+            )
+            if tokens := [*known]:
+                tree = pack_beams(requests[row].output_ids[-1], np.array([tokens]))
+                logits = None if output.logits is None else [*output.logits[: len(tokens)]]
+                drafts[row] = Candidates(tree, logits)
         return drafts
-
-    def observe(
-        self,
-        drafts: Sequence[DraftedTokens],
-        num_accepted: Sequence[int],
-        seconds: tuple[float, float],
-    ) -> None:
-        """Let the draft length follow what steps cost and bring."""
-        if self._pace is None:
-            return
-        length, num_rows = max(len(draft.tokens) for draft in drafts), len(drafts)
-        self._pace.record_drafts(
-            seconds[0] if length else None, length + 1, [n + 1 for n in num_accepted], length
-        )
-        self._pace.record_step(num_rows, num_rows * (length + 1), 0, seconds[1])
-
-    def _cut(self, output: RowOutput, count: int) -> DraftedTokens:
-        """Take the first `count` tokens, and none that the target's vocabulary does not have."""
-        tokens = output.tokens[:count]
-        foreign = [at for at, token in enumerate(tokens) if token >= self._vocab_size]
-        tokens = tokens[: foreign[0]] if foreign else tokens
-        logits = None if output.logits is None else output.logits[: len(tokens)]
-        return DraftedTokens(tokens, logits)
 
 
 def get_text(request: ActiveRequest) -> list[int]:
@@ -170,18 +116,18 @@ class ExternalLoop:
         self._sampling: SamplingParams = requests[0].sampling
         self._waiting = deque(enumerate(requests))
         self._active: dict[int, ActiveRequest] = {}  # by place in `requests`
-        self._results: dict[int, Result] = {}  # by place in `requests`
+        self._begun: dict[int, ActiveRequest] = {}  # the same, with those that are over
         self._num_calls = 0
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[ActiveRequest]:
         """Return the results in the order of the requests; Interrupted on Ctrl-C."""
         try:
             while self._waiting or self._active:
                 self._admit()
                 self._step()
         except KeyboardInterrupt as error:
-            raise Interrupted(self._collect()) from error
-        return self._collect()
+            raise Interrupted(fill_results(self._requests, self._begun)) from error
+        return fill_results(self._requests, self._begun)
 
     def _admit(self) -> None:
         """Give free rows to waiting requests and run their prompts, which yield a token each."""
@@ -198,10 +144,11 @@ class ExternalLoop:
             options = self._options
             text = request.make_text(options.tokenizer, is_followed=options.follow_text)
             admitted[place] = ActiveRequest(
-                request, next(rows), max_depth=self._drafter.max_draft_tokens, text=text
+                request, next(rows), max_depth=self._drafter.max_draft_tokens, text_stream=text
             )
         started = list(admitted.values())
         self._active |= admitted
+        self._begun |= admitted
         self._drafter.start(started)
         for active, output in zip(started, self._verify(started, None), strict=True):
             self._emit(active, output, [])
@@ -215,42 +162,53 @@ class ExternalLoop:
             return
         clock = time.perf_counter
         began = clock()
-        drafts = self._drafter.draft(requests, self._next_seed(DRAFT))
+        self._drafter.seed = self._next_seed(DRAFT)
+        found = self._drafter.propose(requests)
+        drafts = [candidates.tree.tokens[1:].tolist() for candidates in found]
         drafted = clock()
         outputs: dict[int, RowOutput] = {}
         # The runtime refuses empty drafts, and a call has drafts for all of its rows or for none.
         for has_draft in (True, False):
-            rows = [at for at, draft in enumerate(drafts) if bool(draft.tokens) == has_draft]
+            rows = [at for at, draft in enumerate(drafts) if bool(draft) == has_draft]
             if rows:
                 chosen = [drafts[at] for at in rows] if has_draft else None
-                found = self._verify([requests[at] for at in rows], chosen)
-                outputs |= zip(rows, found, strict=True)
+                drawn = [found[at].draft_probs for at in rows]
+                logits = [torch.stack([*each]) for each in drawn if each is not None]
+                emitted = self._verify([requests[at] for at in rows], chosen, logits)
+                outputs |= zip(rows, emitted, strict=True)
         verified = clock()
         num_accepted = []
         for at, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
             output = outputs[at]
             num_accepted.append(len(output.tokens) - 1)
-            taken = self._emit(request, output, draft.tokens)
+            taken = self._emit(request, output, draft)
             request.stats.count_step(
-                num_draft_tokens=len(draft.tokens),
-                depth=len(draft.tokens),
+                num_draft_tokens=len(draft),
+                depth=len(draft),
                 num_accepted=min(taken, num_accepted[-1]),
             )
-        self._drafter.observe(drafts, num_accepted, (drafted - began, verified - drafted))
+        if (pace := self._drafter.pace) is not None:  # the length follows what steps cost and bring
+            length, num_rows = max(map(len, drafts)), len(drafts)
+            seconds = drafted - began if length else None
+            pace.record_drafts(seconds, length + 1, [n + 1 for n in num_accepted], length)
+            pace.record_step(num_rows, num_rows * (length + 1), 0, verified - drafted)
         self._finish(requests)
         self._timing.draft += drafted - began
         self._timing.verify += verified - drafted
         self._timing.other += clock() - verified
 
     def _verify(
-        self, requests: Sequence[ActiveRequest], drafts: Sequence[DraftedTokens] | None
-    ) -> list[RowOutput]:
-        """Return what the target emits for each request; a draft's agreeing part comes first."""
-        longest = max((len(draft.tokens) for draft in drafts), default=0) if drafts else 0
-        logits = [draft.logits for draft in drafts if draft.logits is not None] if drafts else []
+        self, requests: Sequence[ActiveRequest], drafts: Sequence[list[int]] | None,
+        logits: Sequence[Tensor] = (),
+    ) -> list[RowOutput]:  # fmt: skip
+        """Return what the target emits for each request; a draft's agreeing part comes first.
+
+        logits: [tokens, V], that each draft was drawn from, where it was.
+        """
+        longest = max(map(len, drafts), default=0) if drafts else 0
         outputs = self._target.generate(
             [get_text(request) for request in requests],
-            drafts=[draft.tokens for draft in drafts] if drafts else None,
+            drafts=drafts,
             draft_logits=logits or None,
             keep_logits=self._options.keep_logits,
             max_new_tokens=longest + 1,
@@ -259,8 +217,7 @@ class ExternalLoop:
             # Without an end id the runtime counts every token; where a text ends is decided here.
         )
         for at, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            draft = drafts[at].tokens if drafts else []
-            check_step(request.request.index, draft, output.tokens)
+            check_step(request.request.index, drafts[at] if drafts else [], output.tokens)
         return outputs
 
     def _emit(self, request: ActiveRequest, output: RowOutput, draft: Sequence[int]) -> int:
@@ -270,25 +227,19 @@ class ExternalLoop:
         if self._options.keep_rejected and taken > num_accepted:
             request.note_rejected(list(draft[num_accepted:]))
         if output.logits is not None:
-            request.logits.append(self._target.widen(output.logits[:taken]))
+            request.kept_logits.append(self._target.widen(output.logits[:taken]))
         return taken
 
     def _finish(self, moved: Sequence[ActiveRequest]) -> None:
         """Report progress, and let finished requests leave."""
         if self._options.on_progress is not None:
             self._options.on_progress(moved)
-        for place, request in list(self._active.items()):
-            if request.finish_reason is not None:
-                self._results[place] = self._active.pop(place).make_result()
+        running = self._active.items()
+        self._active = {place: one for place, one in running if one.finish_reason is None}
 
     def _next_seed(self, stream: int) -> int:
         self._num_calls += 1
         return derive_seed(self._sampling.seed, self._num_calls, stream)
-
-    def _collect(self) -> list[Result]:
-        """Results so far."""
-        active = {place: one.make_result() for place, one in self._active.items()}
-        return fill_results(self._requests, active | self._results)
 
 
 def check_step(index: int, draft: Sequence[int], emitted: Sequence[int]) -> None:

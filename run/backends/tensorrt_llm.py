@@ -11,11 +11,11 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import need
-from specdec.decode.drafters.base import check_room
+from specdec.decode.drafters.base import Drafter, check_room
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options
-from specdec.decode.requests import Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.timing import Timing
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, UsageError
@@ -40,7 +40,7 @@ from specdec.trtllm.runner import TensorRTRunner, find_rank, import_runtime
 
 from ..settings import RunSettings
 from .tensorrt_call import Call, fill_results, group_requests
-from .tensorrt_external import Drafter, EngineDrafter, ExternalLoop, LookupDrafter
+from .tensorrt_external import EngineDrafter, ExternalLoop
 
 logger = logs.get_logger(__name__)
 
@@ -165,7 +165,7 @@ class TensorRTEngine:
             self._drafter = self._make_drafter(shared | placement[1] | gathers)
         self.load_seconds = time.perf_counter() - began
 
-    def run(self, requests: Sequence[Request], **kept: Any) -> list[Result]:
+    def run(self, requests: Sequence[Request], **kept: Any) -> list[ActiveRequest]:
         """Decode all requests, those of equal settings together: a call takes one setting.
 
         kept: fields of the loop's `Options`.
@@ -175,7 +175,7 @@ class TensorRTEngine:
         assert self._runner is not None
         limits = [self.folder.max_batch_size] + ([self.draft.max_batch_size] if self.draft else [])
         options = Options(max_batch_size=min(limits), tokenizer=self._tokenizer, **kept)
-        results: dict[int, Result] = {}
+        results: dict[int, ActiveRequest] = {}
         groups = list(group_requests(requests, self.folder.mode == EXTERNAL, min(limits)))
         if len(groups) > 1:
             logger.info(
@@ -194,7 +194,7 @@ class TensorRTEngine:
             raise Interrupted(fill_results(requests, results)) from error
         return fill_results(requests, results)
 
-    def _run(self, requests: Sequence[Request], options: Options) -> list[Result]:
+    def _run(self, requests: Sequence[Request], options: Options) -> list[ActiveRequest]:
         assert self._runner is not None
         if self._drafter is not None:
             return ExternalLoop(self._runner, self._drafter, requests, options, self.timing).run()
@@ -203,7 +203,7 @@ class TensorRTEngine:
 
     def _make_drafter(self, options: Mapping[str, Any]) -> Drafter:
         if self._lookup is not None:
-            return LookupDrafter(PromptLookupProposer(self._lookup))
+            return PromptLookupProposer(self._lookup)
         if self.draft is None:
             return Drafter()
         pair, longest = need(self._options), self.folder.max_draft_len

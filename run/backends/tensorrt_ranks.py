@@ -55,15 +55,10 @@ def run_ranks(settings: RunSettings) -> bool:
         )
     if world is None or world.rank == 0:
         return False
-    join_rank_0(settings)
-    return True
-
-
-def join_rank_0(settings: RunSettings) -> None:
-    """Load this rank's part: the runtime then works for rank 0, and ends when that does."""
     from .tensorrt_llm import TensorRTEngine
 
-    TensorRTEngine(settings, None).load()
+    TensorRTEngine(settings, None).load()  # the runtime works for rank 0, and ends when that does
+    return True
 
 
 def start_ranks(settings: RunSettings, size: int) -> None:

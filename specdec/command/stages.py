@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -178,6 +179,16 @@ def stage_command(
         return command
 
     return decorate
+
+
+def show_report(
+    report: dict[str, Any], settings: Any, format_report: Callable[[dict[str, Any]], str],
+    error: SpecDecError | None = None,
+) -> None:  # fmt: skip
+    """Print a report, as JSON where that is asked for; then raise the error that it comes to."""
+    click.echo(json.dumps(report) if settings.json else format_report(report))
+    if error is not None:
+        raise error
 
 
 def _check_folders(settings: Any, flags: Mapping[str, tuple[Flag, Any]]) -> None:

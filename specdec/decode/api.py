@@ -27,7 +27,6 @@ from specdec.decode.requests import (
     Origin,
     Request,
     RequestStats,
-    Result,
     TokenLogprob,
     name_prompt,
 )
@@ -327,14 +326,13 @@ class Engine:
                     "streams are open, whose steps keep no logits", "close them first"
                 )
             else:
-                active = [batch.submit(request) for request in requests]
-                for request in active:
+                results = [batch.submit(request) for request in requests]
+                for request in results:
                     while request.finish_reason is None:
                         self._step(batch)
-                results = [request.make_result() for request in active]
         return [_describe(result, self.tokenizer) for result in results]
 
-    def run(self, requests: Sequence[Request], **kept: Any) -> list[Result]:
+    def run(self, requests: Sequence[Request], **kept: Any) -> list[ActiveRequest]:
         """Decode prepared requests while no stream is open; `generate` for commands.
 
         kept: fields of the loop's `Options`. Raises Interrupted on Ctrl-C, with what there is.
@@ -515,17 +513,17 @@ class Stream:
             trees_at, self._num_trees = self._num_trees, len(active.trees)
             if at == self._num_taken and reason is None:
                 return None
-            text = ""
-            if active.text is not None:
+            text, stream = "", active.text_stream
+            if stream is not None:
                 if reason is not None:
-                    active.text.finish()
-                text = active.text.take()
+                    stream.finish()
+                text = stream.take()
             self._is_over = reason is not None
             return Event(
                 text=text,
                 token_ids=active.output_ids[at:],
                 origins=active.origins[at:],
-                ends=active.text.ends[at:] if active.text is not None else [],
+                ends=stream.ends[at:] if stream is not None else [],
                 logprobs=active.logprobs[at:],
                 trees=active.trees[trees_at:],
                 prompt_logprobs=active.prompt_logprobs if at == 0 else [],
@@ -541,7 +539,7 @@ class Stream:
     @property
     def output(self) -> Output:
         """All that the stream has given so far."""
-        return _describe(self._active.make_result(), self._engine.tokenizer)
+        return _describe(self._active, self._engine.tokenizer)
 
     def close(self) -> None:
         """Cancel the stream if it goes on."""
@@ -592,19 +590,18 @@ def _to_prompt(prompt: AnyPrompt) -> Prompt:
     return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
 
 
-def _describe(result: Result, tokenizer: Any) -> Output:
+def _describe(result: ActiveRequest, tokenizer: Any) -> Output:
     text = result.text
     if text is None:
         text = "" if tokenizer is None else decode_text(tokenizer, result.output_ids)
-    assert result.origins is not None
     return Output(
         prompt=result.request.input_text,
         prompt_ids=result.request.input_ids,
         text=text,
         token_ids=list(result.output_ids),
         origins=list(result.origins),
-        logprobs=result.logprobs,
-        prompt_logprobs=result.prompt_logprobs,
+        logprobs=list(result.logprobs),
+        prompt_logprobs=list(result.prompt_logprobs),
         logits=result.logits,
         finish_reason=result.finish_reason,
         stats=result.stats,

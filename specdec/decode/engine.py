@@ -24,7 +24,7 @@ from specdec.decode.loop import Options, generate
 from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
 from specdec.decode.ranks.processes import open_ranks
-from specdec.decode.requests import Request, Result, find_problems
+from specdec.decode.requests import ActiveRequest, Request, find_problems
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
@@ -169,7 +169,9 @@ class TorchEngine:
         if draft is not None:
             self.load_seconds += draft.load_seconds
 
-    def generate(self, requests: Sequence[Request], options: Options | None = None) -> list[Result]:
+    def generate(
+        self, requests: Sequence[Request], options: Options | None = None
+    ) -> list[ActiveRequest]:
         """Decode all requests, at most the engine's max_batch_size at once.
 
         The engine's own limits take the place of those in `options`.

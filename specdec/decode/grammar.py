@@ -11,7 +11,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,26 +27,11 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
-class Matcher(Protocol):
-    """What llguidance's LLMatcher does."""
-
-    def validate_tokens(self, tokens: list[int]) -> int: ...
-
-    def consume_token(self, sampled_token: int) -> bool: ...
-
-    def rollback(self, num_tokens: int) -> bool: ...
-
-    def compute_bitmask(self) -> bytes: ...
-
-    def is_error(self) -> bool: ...
-
-    def deep_copy(self) -> Matcher: ...
-
-
 class Grammar:
     """A grammar, ready to be followed by any number of requests."""
 
-    def __init__(self, matcher: Matcher, end_ids: Collection[int]) -> None:
+    def __init__(self, matcher: Any, end_ids: Collection[int]) -> None:
+        """matcher: an LLMatcher of llguidance."""
         self._matcher, self._end_ids = matcher, frozenset(end_ids)
 
     def follow(self, output_ids: Sequence[int]) -> GrammarState:
@@ -57,9 +42,7 @@ class Grammar:
 class GrammarState:
     """Where a request is in its grammar; a Shaper."""
 
-    def __init__(
-        self, matcher: Matcher, end_ids: frozenset[int], output_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, matcher: Any, end_ids: frozenset[int], output_ids: Sequence[int]) -> None:
         self._matcher, self._end_ids, self._output_ids = matcher, end_ids, output_ids
         self._num_read = 0
         self.is_cut = False  # before its end, for being too complex to follow

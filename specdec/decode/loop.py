@@ -17,7 +17,7 @@ from specdec.decode.accept import Accepted, Candidates, accept_batch
 from specdec.decode.ahead import PlainAhead, draft_ahead
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.prefill import Reading
-from specdec.decode.requests import NO_ROW, ActiveRequest, Request, Result
+from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.schedule import Pass, Scheduler
 from specdec.decode.timing import Stopwatch, Timing
 from specdec.engine.decoder import Decoder
@@ -29,7 +29,7 @@ from specdec.engine.tree import make_root
 class Interrupted(KeyboardInterrupt):
     """Raised by `generate` on Ctrl-C; `results` hold what there is."""
 
-    def __init__(self, results: list[Result]) -> None:
+    def __init__(self, results: list[ActiveRequest]) -> None:
         super().__init__()
         self.results = results
 
@@ -62,7 +62,7 @@ class Options:
 def generate(
     decoder: Decoder, proposer: Drafter, requests: Sequence[Request], options: Options,
     timing: Timing | None = None,
-) -> list[Result]:  # fmt: skip
+) -> list[ActiveRequest]:  # fmt: skip
     """Decode requests, a finished one's row going to the next; results are in their order.
 
     Raises Interrupted on Ctrl-C.
@@ -77,8 +77,8 @@ def generate(
         while batch.is_busy:
             batch.step()
     except KeyboardInterrupt as error:
-        raise Interrupted([request.make_result() for request in active]) from error
-    return [request.make_result() for request in active]
+        raise Interrupted(active) from error
+    return active
 
 
 class Batch:
@@ -118,7 +118,8 @@ class Batch:
         """Let a request wait for a row; what it becomes can be read from what is returned."""
         assert len(request.input_ids) + request.max_output_len <= self.max_seq_len
         text = request.make_text(self.options.tokenizer, is_followed=self.options.follow_text)
-        active = ActiveRequest(request, NO_ROW, max_depth=self.proposer.max_draft_depth, text=text)
+        depth = self.proposer.max_draft_depth
+        active = ActiveRequest(request, NO_ROW, max_depth=depth, text_stream=text)
         self.scheduler.waiting.append(active)
         return active
 

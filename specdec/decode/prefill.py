@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Segment, States, Step, pack_segments
 from specdec.engine.transfers import to_device
@@ -19,47 +19,32 @@ from specdec.engine.tree import IntArray
 ROW_POSITIONS = 2048
 
 
-class StepRunner(Protocol):
-    """What runs prompts: a decoder, or something that is called like one."""
-
-    @property
-    def max_chunk_tokens(self) -> int: ...
-
-    @property
-    def max_joined_tokens(self) -> int | None: ...
-
-    @property
-    def observed(self) -> Tensor | None: ...
-
-    def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None: ...
-
-    def forward(self, step: Step, cache: KVCache) -> Tensor: ...
-
-
 # Takes what a pass was about: rows, the first token of each, their number, states [B, T, D].
 Follow = Callable[[Sequence[int], Sequence[int], Sequence[int], States], None]
 
 
 def fill_cache(
-    decoder: StepRunner,
+    decoder: Decoder,
     cache: KVCache,
     rows: Sequence[int],
     prompts: Sequence[Sequence[int]],
     max_num_tokens: int,
     follow: Follow | None = None,
+    forward: Callable[[Step, KVCache], Tensor] | None = None,
 ) -> Tensor:
     """Run the part of each prompt that its row does not hold yet.
 
     Returns the hidden states [B, D] of the prompts' last tokens, so at least that one must be left
-    to run. follow: called after every pass.
+    to run. follow: called after every pass. forward: what runs a pass; None is the decoder's.
     """
+    forward = forward or decoder.forward
     reader = PromptReader(decoder, cache, max_num_tokens)
     for row, prompt in zip(rows, prompts, strict=True):
         reader.add(row, prompt)
     hidden: dict[int, Tensor] = {}
     while reader.is_busy:
         reading = reader.plan(reads_all=follow is not None)
-        states = decoder.forward(pack_segments(reading.segments, cache, reading.size), cache)
+        states = forward(pack_segments(reading.segments, cache, reading.size), cache)
         hidden |= dict(zip(reading.ended, reading.pick_last(states), strict=True))
         reader.commit(reading)
         if follow is not None:
@@ -119,7 +104,7 @@ class PromptReader:
     So short ones overtake long ones, and none waits forever.
     """
 
-    def __init__(self, decoder: StepRunner, cache: KVCache, max_num_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, max_num_tokens: int) -> None:
         """max_num_tokens: of a pass."""
         self._decoder, self._cache, self._max_num_tokens = decoder, cache, max_num_tokens
         self._prompts: dict[int, Sequence[int]] = {}  # by row, the one that is due first first

@@ -151,49 +151,31 @@ class RequestStats:
         return {key: None if key in self.unknown else value for key, value in values.items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a request produced.
+class ActiveRequest:
+    """A request that waits for a cache row, occupies one, or is over; and what it has produced.
 
-    output_ids: new tokens only; the last is the one that ended it. finish_reason: None where the
-    run was interrupted. text: the text without the stop word, where it was followed on the way.
-    logits: [output tokens, V] in float32, those that each token was chosen by, if asked for.
-    logprobs: one a token, if asked for. prompt_logprobs: the same of the prompt; None of its first.
-    origins: one a token; None where the backend does not tell. rejected: by the place of the token
-    that the target emitted instead, the drafted tokens that were not accepted there (of a tree, its
-    first branch), if asked for.
+    output_ids: new tokens only; the last is the one that ended it. finish_reason: None where it
+    goes on, or was interrupted. logprobs: one a token, if asked for. prompt_logprobs: the same of
+    the prompt; None of its first. origins: one a token; fewer where the backend does not tell.
+    rejected: by the place of the token that the target emitted instead, the drafted tokens that
+    were not accepted there (of a tree, its first branch), if asked for.
     """
 
-    request: Request
-    output_ids: list[int]
-    finish_reason: FinishReason | None
-    stats: RequestStats
-    text: str | None = None
-    logits: Tensor | None = None
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
-    origins: list[Origin] | None = None
-    rejected: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-
-
-class ActiveRequest:
-    """A request that occupies a cache row, or waits for one."""
-
     def __init__(
-        self, request: Request, row: int, *, max_depth: int, text: TextStream | None
+        self, request: Request, row: int, *, max_depth: int, text_stream: TextStream | None
     ) -> None:
         self.request = request
         self.row = row
         self.stats = RequestStats(accepted_histogram=[0] * (max_depth + 1))
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.text = text
-        self.logits: list[Tensor] = []
+        self.text_stream = text_stream
+        self.kept_logits: list[Tensor] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * request.wants_prompt_logprobs
         self.trees: list[DraftTree] = []
-        self.origins: list[Origin] = []  # as many as are known, from the first token on
-        self.rejected: dict[int, list[int]] = {}  # see Result
+        self.origins: list[Origin] = []
+        self.rejected: dict[int, list[int]] = {}
         self._max_depth = max_depth
 
     @functools.cached_property
@@ -214,6 +196,16 @@ class ActiveRequest:
         """Where the output is in the grammar that it keeps to."""
         grammar = self.request.grammar
         return None if grammar is None else grammar.follow(self.output_ids)
+
+    @property
+    def text(self) -> str | None:
+        """The text of a request that is over, without the stop word, where it was followed."""
+        return self.text_stream.finish() if self.text_stream is not None else None
+
+    @property
+    def logits(self) -> Tensor | None:
+        """[output tokens, V] in float32, those that each token was chosen by, if asked for."""
+        return torch.cat(self.kept_logits) if self.kept_logits else None
 
     @property
     def needs_only_best(self) -> bool:
@@ -261,7 +253,7 @@ class ActiveRequest:
         for token in tokens:
             self.output_ids.append(token)
             taken += 1
-            is_stopped = self.text.add(token) if self.text is not None else False
+            is_stopped = self.text_stream is not None and self.text_stream.add(token)
             if token in self.request.end_ids:
                 is_cut = self.grammar is not None and self.grammar.is_cut
                 self.finish_reason = "length" if is_cut else "eos"
@@ -302,7 +294,7 @@ class ActiveRequest:
             if self.request.num_logprobs is not None:
                 self.logprobs += self._describe(chosen, self.output_ids[-taken:])
             if keep_logits:
-                self.logits.append(torch.from_numpy(to_host(chosen.float())[0]))
+                self.kept_logits.append(torch.from_numpy(to_host(chosen.float())[0]))
         if is_step:  # the first token comes by the prompt's own pass
             self.stats.count_step(
                 num_draft_tokens=tree.num_draft_tokens,
@@ -314,21 +306,6 @@ class ActiveRequest:
         """Keep what was drafted where the newest token was emitted instead."""
         if tokens:
             self.rejected[len(self.output_ids) - 1] = tokens
-
-    def make_result(self) -> Result:
-        """Return what the request has produced so far."""
-        return Result(
-            request=self.request,
-            output_ids=self.output_ids,
-            finish_reason=self.finish_reason,
-            stats=self.stats,
-            text=self.text.finish() if self.text is not None else None,
-            logits=torch.cat(self.logits) if self.logits else None,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            origins=self.origins if len(self.origins) == len(self.output_ids) else None,
-            rejected=self.rejected,
-        )
 
 
 def find_problems(

@@ -123,3 +123,12 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return decode_text(self._tokenizer, ids, self._form) if ids else ""
+
+
+def read_stream(tokenizer: Any, ids: Sequence[int]) -> TextStream:
+    """The text of tokens, whole, and where each of them ends in it."""
+    stream = TextStream(tokenizer)
+    for token in ids:
+        stream.add(token)
+    stream.finish()
+    return stream

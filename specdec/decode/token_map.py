@@ -23,7 +23,7 @@ from specdec.decode.text import INCOMPLETE, decode_text
 from specdec.engine.transfers import Array, to_device
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
-from specdec.vocabulary import BYTE_TOKEN, SPACE, list_byte_letters
+from specdec.vocabulary import BYTE_TOKEN, list_byte_letters, read_piece
 
 logger = logs.get_logger(__name__)
 LEAST_SHARE = 0.1  # of the smaller vocabulary, that both must have
@@ -69,14 +69,12 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
             continue
         if number in added and added[number].special:
             special[token] = number
-        elif letters is not None and number not in added:
-            texts[number] = _read_letters(token, letters)
-        elif letters is None and (found := BYTE_TOKEN.fullmatch(token)):
-            texts[number] = bytes([int(found[1], 16)])
+            continue
+        is_spelled = letters is not None and number in added  # as it is
+        own = token.encode("utf-8", "surrogatepass")
+        texts[number] = own if is_spelled else read_piece(token, letters)
+        if letters is None and BYTE_TOKEN.fullmatch(token):
             singles.add(number)
-        else:
-            text = token if letters is not None else token.replace(SPACE, " ")
-            texts[number] = text.encode("utf-8", "surrogatepass")
     for role in ROLES:
         number = getattr(tokenizer, role)
         if number is not None and number < num_tokens:
@@ -101,12 +99,6 @@ def _list_kinds(component: Any) -> Iterable[str]:
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
-
-
-def _read_letters(token: str, letters: dict[str, int]) -> bytes:
-    if all(letter in letters for letter in token):
-        return bytes(letters[letter] for letter in token)
-    return token.encode("utf-8", "surrogatepass")
 
 
 def split_bytes(text: bytes, words: Words) -> list[int]:

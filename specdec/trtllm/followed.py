@@ -27,7 +27,7 @@ class Followed:
         follows_text: bool,
     ) -> None:  # fmt: skip
         text = request.make_text(tokenizer, is_followed=follows_text)
-        self.active = ActiveRequest(request, row, max_depth=0, text=text)
+        self.active = ActiveRequest(request, row, max_depth=0, text_stream=text)
         self.end_id = min(request.end_ids, default=NO_END)
         self.stop_ids = self._list_stops(request, tokenizer)
         self._folder = folder

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.verify_cost import count_experts
 from specdec.bench.causes import (
     BatchFacts,
     Cause,
@@ -25,7 +26,6 @@ from specdec.bench.diagnose_cli import format_report
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.settings import DiagnoseSettings
-from specdec.bench.steps import count_experts
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import sum_stats
 from tests.conftest import make_drafter, make_tokenizer

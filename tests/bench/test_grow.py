@@ -20,7 +20,7 @@ from benchmarks.under_load.compare import DRAFT_SHAPE, SHAPES
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.decode.accept import Candidates
-from specdec.decode.requests import ActiveRequest, Result, sum_stats
+from specdec.decode.requests import ActiveRequest, sum_stats
 from specdec.run.settings import RunSettings
 from tests.conftest import (
     ROOT,
@@ -82,7 +82,7 @@ def make_markov_drafter(parent: Path, **options: Any) -> Path:
 
 def decode(
     engine: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[Any], list[Result]]:
+) -> tuple[list[Any], list[ActiveRequest]]:
     """Texts, drafts and statistics, and the results that they are of."""
     settings = RunSettings(
         engine_dir=engine, tokenizer_dir=str(target), device="cpu", max_output_len=30,

@@ -16,7 +16,7 @@ from specdec.pretrained import load_model
 from tests.conftest import make_llama
 from tests.convert.checkpoints import join_checkpoint, read_config
 from tests.convert.conftest import Converter
-from tests.engines import continue_greedily, make_engine
+from tests.engines import continue_greedily, list_requests, make_engine
 from tests.families import make_family_model, make_hybrid
 
 NAMES = {family.name: family for family in FAMILIES.values()}
@@ -269,7 +269,6 @@ def test_a_wrapper_writes_what_transformers_writes(name: str, tmp_path: Path) ->
     import transformers
 
     from specdec.decode.engine import TorchEngine
-    from specdec.decode.requests import Request
 
     torch.manual_seed(5)
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
@@ -282,10 +281,7 @@ def test_a_wrapper_writes_what_transformers_writes(name: str, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "target")
     prompts = [[5, 9, 77], [3] * 20]
     engine = TorchEngine(make_engine(tmp_path, tmp_path / "target"), device="cpu")
-    requests = [
-        Request(index=i, input_ids=p, max_output_len=16, end_ids=frozenset())
-        for i, p in enumerate(prompts)
-    ]
+    requests = list_requests(prompts, 16)
     outputs = [result.output_ids for result in engine.generate(requests)]
     assert outputs == continue_greedily(model, prompts, 16)
     assert len(set(outputs[0])) > 3, "the text varies"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from specdec.decode.accept import Candidates
+from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.levels import LEAST_TEMPERATURE
+from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree
 
 
@@ -188,6 +192,30 @@ def read_layers(
     for hook in hooks:
         hook.remove()
     return hidden, [out.reshape(len(text), -1) for out in outputs]
+
+
+Drafts = dict[int, list[tuple[list[int], set[tuple[int, ...]]]]]
+
+
+@contextlib.contextmanager
+def record_drafts(proposer: Drafter) -> Iterator[Drafts]:
+    """What is proposed in the body: by request, (text so far, paths of the tree) of every step."""
+    drafts: Drafts = {}
+    propose = proposer.propose
+
+    def keep(requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        candidates = propose(requests)
+        for request, one in zip(requests, candidates, strict=True):
+            text = [*request.request.input_ids, *request.output_ids]
+            own = drafts.setdefault(request.request.index, [])
+            own.append((text, list_token_paths(one.tree)))
+        return candidates
+
+    proposer.propose = keep  # type: ignore[method-assign]
+    try:
+        yield drafts
+    finally:
+        del proposer.propose
 
 
 def list_token_paths(tree: Tree) -> set[tuple[int, ...]]:

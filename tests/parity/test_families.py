@@ -14,13 +14,12 @@ import torch
 
 from specdec.convert.families import FAMILIES
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step, pack_segments, place_tree
 from specdec.engine.tree import Tree
 from specdec.errors import SpecDecError
-from tests.engines import continue_greedily, list_paths, make_engine
+from tests.engines import continue_greedily, list_paths, list_requests, make_engine
 from tests.parity.models import (
     FIRST_NAMES,
     SWITCH,
@@ -123,10 +122,7 @@ def make_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def generate(engine: TorchEngine, lengths: tuple[int, ...], limit: int = LIMIT) -> list[list[int]]:
-    requests = [
-        Request(index=i, input_ids=prompt, max_output_len=limit, end_ids=frozenset())
-        for i, prompt in enumerate(make_prompts(lengths))
-    ]
+    requests = list_requests(make_prompts(lengths), limit)
     return [result.output_ids for result in engine.generate(requests)]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decode.accept import accept
-from specdec.decode.requests import Request, RequestStats, Result, sum_stats
+from specdec.decode.requests import RequestStats, sum_stats
 from specdec.engine.tree import make_root, pack_beams
 from tests.engines import list_paths
 
@@ -45,9 +47,7 @@ def test_statistics_of_known_steps() -> None:
     assert stats.acceptance_rate == 2 / 6
     assert stats.accepted_histogram == [1, 0, 1, 0]
     assert stats.num_drafted_steps == 2
-    request = Request(index=0, input_ids=[1], max_output_len=5, end_ids=frozenset())
-    result = Result(request=request, output_ids=[1] * 5, finish_reason="length", stats=stats)
-    totals = sum_stats([result, result])
+    totals = sum_stats([SimpleNamespace(stats=stats)] * 2)
     assert totals["num_output_tokens"] == 10
     assert totals["num_verify_steps"] == totals["num_drafted_steps"] == 4
     stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)

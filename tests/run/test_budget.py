@@ -277,7 +277,7 @@ def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
     drafter.allocate(2, 8)
     request = ActiveRequest(
         Request(index=0, input_ids=[5], max_output_len=9, end_ids=frozenset()), 1,
-        max_depth=5, text=None,
+        max_depth=5, text_stream=None,
     )  # fmt: skip
     request.output_ids.append(6)
     (candidates,) = drafter.propose([request])

@@ -128,7 +128,7 @@ def test_the_text_is_that_of_plain_decoding(
         return chosen[-1]
 
     if "," in chain:
-        monkeypatch.setattr(PacedDrafter, "_is_best", choose)
+        monkeypatch.setattr(Pace, "is_best", choose)
     for limits in (Options(max_batch_size=3), Options(max_batch_size=2, reuse_blocks=True)):
         results = [r.output_ids for r in engine.generate(requests, limits)]
         assert results == expected

@@ -11,19 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decode.accept import Candidates
 from specdec.decode.drafters import base
 from specdec.decode.drafters.dflash import DFlashProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.requests import ActiveRequest, Request
+from specdec.decode.requests import Request
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 from tests.conftest import make_dflash_drafter, make_llama
 from tests.engine.dflash_reference import DFlashReference
-from tests.engine.eagle_reference import list_token_paths
-from tests.engines import continue_greedily, make_constant_pair, make_tree_engine
+from tests.engine.eagle_reference import Drafts, record_drafts
+from tests.engines import (
+    continue_by_transformers,
+    list_requests,
+    make_constant_pair,
+    make_tree_engine,
+)
 
 PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
 LIMIT = 24
@@ -82,41 +86,16 @@ def case(
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[list[int]]:
     """What transformers continues the prompts with, no end token."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
-    return continue_greedily(model, PROMPTS, LIMIT)
+    return continue_by_transformers(target, PROMPTS, LIMIT)
 
 
 def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
-    return [
-        Request(index=i, input_ids=list(p), max_output_len=limit, end_ids=frozenset())
-        for i, p in enumerate(prompts)
-    ]
-
-
-Drafts = dict[int, list[tuple[list[int], set[tuple[int, ...]]]]]
+    return list_requests(prompts, limit)
 
 
 def record(case: Case, requests: Sequence[Request], **options: Any) -> Drafts:
-    """What is proposed: by request, (text so far, paths) of every step."""
-    drafts: Drafts = {}
-    propose = case.proposer.propose
-
-    def keep(active: Sequence[ActiveRequest]) -> list[Candidates]:
-        candidates = propose(active)
-        for request, one in zip(active, candidates, strict=True):
-            text = [*request.request.input_ids, *request.output_ids]
-            own = drafts.setdefault(request.request.index, [])
-            own.append((text, list_token_paths(one.tree)))
-        return candidates
-
-    case.proposer.propose = keep  # type: ignore[assignment,method-assign]
-    try:
-        with torch.inference_mode():
-            generate(case.engine.decoder, case.proposer, requests, Options(**options))
-    finally:
-        del case.proposer.propose
+    with record_drafts(case.proposer) as drafts, torch.inference_mode():
+        generate(case.engine.decoder, case.proposer, requests, Options(**options))
     return drafts
 
 

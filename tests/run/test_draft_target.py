@@ -20,6 +20,7 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
 from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
 from specdec.decode.drafters.levels import DynamicTree
+from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options, generate
@@ -355,7 +356,7 @@ def test_ratio_keeps_the_first_tokens_distribution(
     if chain:
         proposer = PacedDrafter([[Guesses()], [proposer]], is_fixed=True)
         turns = itertools.cycle([True, False])
-        monkeypatch.setattr(PacedDrafter, "_is_best", lambda *_: next(turns))
+        monkeypatch.setattr(Pace, "is_best", lambda *_: next(turns))
     p_value, kept = check_first_tokens(engine, proposer, [5, 9, 40])
     assert 150 < kept < 2850, "some drafts are kept, some are not"
     if draft == "sharp":

@@ -33,7 +33,7 @@ from tests.conftest import (
     make_mtp_head,
 )
 from tests.engine.kernels import needs_compiler
-from tests.engines import run_cli_here, save_weights
+from tests.engines import list_requests, run_cli_here, save_weights
 from tests.families import make_family_model
 from tests.run.test_int8_engine import build, change_config, convert
 
@@ -278,10 +278,7 @@ def test_text_without_kernels(method: str, weights: str, tp_size: int, tmp_path:
     split = ("--tp-size", 2) if tp_size > 1 else ()
     checkpoint = make_checkpoints(tmp_path, method, "--dtype", "float32", *split)
     engine = build(checkpoint, "engine", "--drafter-weights", weights, "--optimize", "none")
-    requests = [
-        Request(index=at, input_ids=ids, max_output_len=12, end_ids=frozenset())
-        for at, ids in enumerate([[5, 17, 30], list(range(3, 17))])
-    ]
+    requests = list_requests([[5, 17, 30], list(range(3, 17))], 12)
     drafted, plain = (
         [result.output_ids for result in loaded.generate(requests)]
         for loaded in (

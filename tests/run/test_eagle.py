@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.eagle import (
     PUBLISHED_CHOICES,
     EagleProposer,
@@ -24,15 +22,21 @@ from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.requests import ActiveRequest, Request
+from specdec.decode.requests import Request
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
 from specdec.methods.base import parse_paths
 from specdec.methods.eagle import EagleParams
 from specdec.model.config import ModelConfig
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
-from tests.engine.eagle_reference import EagleReference, list_token_paths
-from tests.engines import call, continue_greedily, make_knowing_drafter, make_tree_engine
+from tests.engine.eagle_reference import Drafts, EagleReference, record_drafts
+from tests.engines import (
+    call,
+    continue_by_transformers,
+    list_requests,
+    make_knowing_drafter,
+    make_tree_engine,
+)
 
 PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
 LIMIT = 24
@@ -104,45 +108,17 @@ def case(
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[list[int]]:
     """What transformers continues the prompts with, no end token."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
-    return continue_greedily(model, PROMPTS, LIMIT)
+    return continue_by_transformers(target, PROMPTS, LIMIT)
 
 
 def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
-    return [
-        Request(index=i, input_ids=list(p), max_output_len=limit, end_ids=frozenset())
-        for i, p in enumerate(prompts)
-    ]
+    return list_requests(prompts, limit)
 
 
-class ProposalRecorder(Drafter):
-    """An EAGLE proposer that keeps what it proposes: by request, (text so far, tree) a step."""
-
-    def __init__(self, proposer: EagleProposer) -> None:
-        self.proposer = proposer
-        self.max_draft_tokens = proposer.max_draft_tokens
-        self.max_draft_depth = proposer.max_draft_depth
-        self.follows_prompts, self.follows_last = True, proposer.follows_last
-        self.drafts: dict[int, list[tuple[list[int], set[tuple[int, ...]]]]] = {}
-        for name in ("allocate", "start", "observe", "follow", "copy_prefix"):
-            setattr(self, name, getattr(proposer, name))
-
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        candidates = self.proposer.propose(requests)
-        for request, one in zip(requests, candidates, strict=True):
-            text = [*request.request.input_ids, *request.output_ids]
-            drafts = self.drafts.setdefault(request.request.index, [])
-            drafts.append((text, list_token_paths(one.tree)))
-        return candidates
-
-
-def record(case: Case, requests: Sequence[Request], **options: Any) -> ProposalRecorder:
-    recorder = ProposalRecorder(case.proposer)
-    with torch.inference_mode():
-        generate(case.engine.decoder, recorder, requests, Options(**options))
-    return recorder
+def record(case: Case, requests: Sequence[Request], **options: Any) -> Drafts:
+    with record_drafts(case.proposer) as drafts, torch.inference_mode():
+        generate(case.engine.decoder, case.proposer, requests, Options(**options))
+    return drafts
 
 
 # ---- What is drafted.
@@ -153,8 +129,7 @@ def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
     """Every path of the trees of a whole generation, computed anew from the folder, no cache."""
     case.use(tree)
     reference = EagleReference(case.target, case.drafter, version=case.version)
-    recorder = record(case, make_requests(PROMPTS[:2], limit=6))
-    for drafts in recorder.drafts.values():
+    for drafts in record(case, make_requests(PROMPTS[:2], limit=6)).values():
         for text, paths in drafts[:1] + drafts[-1:]:
             if tree == "static":
                 wanted = reference.draft_static(text, PUBLISHED_CHOICES[:-2])
@@ -170,12 +145,12 @@ def test_drafts_depend_on_the_text_alone(case: Case) -> None:
     stem = [7, 3, 9, 22, 41, 13, 6, 80]
     prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
     requests = make_requests(prompts, limit=8)
-    alone = [record(case, [request]).drafts[request.index] for request in requests]
+    alone = [record(case, [request])[request.index] for request in requests]
     for options in (
         {"max_batch_size": 3}, {"max_batch_size": 3, "max_num_tokens": 9},
         {"max_batch_size": 2, "reuse_blocks": True},
     ):  # fmt: skip
-        drafts = record(case, requests, **options).drafts
+        drafts = record(case, requests, **options)
         assert [drafts[request.index] for request in requests] == alone, options
 
 
@@ -235,11 +210,10 @@ def test_native_kernels(
     for folder in folders:
         engine = TorchEngine(folder, device="cpu")
         assert isinstance(engine.proposer, EagleProposer)
-        recorder: Any = ProposalRecorder(engine.proposer)
-        with torch.inference_mode():
-            results = generate(engine.decoder, recorder, make_requests(), Options())
+        with record_drafts(engine.proposer) as recorded:
+            results = engine.generate(make_requests())
         assert [r.output_ids for r in results] == expected
-        drafts.append(recorder.drafts)
+        drafts.append(recorded)
     assert drafts[0] == drafts[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,9 +91,14 @@ def make_small_cache(num_rows: int, num_positions: int) -> KVCache:
     )  # fmt: skip
 
 
+def make_reader(cache: KVCache) -> PromptReader:
+    recorder: Any = PassRecorder(512)
+    return PromptReader(recorder, cache, 512)
+
+
 def test_short_prompts_overtake_long_ones_which_are_not_starved() -> None:
     """Row 0 has 100 tokens and should be read when 100 were; at every pass a short one comes."""
-    reader = PromptReader(PassRecorder(512), make_small_cache(30, 128), 512)
+    reader = make_reader(make_small_cache(30, 128))
     reader.add(0, [1] * 100)
     order: list[int] = []
     for row in range(1, 30):
@@ -106,7 +112,7 @@ def test_short_prompts_overtake_long_ones_which_are_not_starved() -> None:
 @pytest.mark.parametrize("least", [1, 5])
 def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
     cache = make_small_cache(8, 128)
-    reader = PromptReader(PassRecorder(512), cache, 512)
+    reader = make_reader(cache)
     for row in range(8):
         reader.add(row, [row] * (row * 9 + 1))
     reading = reader.plan(None, num_others=8, min_size=least)
@@ -124,7 +130,7 @@ def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
 
 def test_of_prompts_that_nobody_follows_the_last_tokens_are_wanted() -> None:
     cache = make_small_cache(3, 128)
-    reader = PromptReader(PassRecorder(512), cache, 512)
+    reader = make_reader(cache)
     for row, size in enumerate((30, 9, 90)):
         reader.add(row, [row] * size)
     for reads_all, positions in ((False, [29, 8]), (True, [*range(30), *range(9), *range(11)])):
@@ -150,7 +156,7 @@ def test_rows_share_a_pass_only_inside_of_the_cache(
     cache = make_small_cache(2, num_positions)
     cache.past_lens[0] = num_positions - room
     prompts = [list(range(num_positions - room + 2)), list(range(4))]
-    recorder = PassRecorder()
+    recorder: Any = PassRecorder()
     fill_cache(recorder, cache, [0, 1], prompts, max_num_tokens=64)
     assert recorder.passes == passes
 

@@ -18,7 +18,7 @@ from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.requests import Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.engine import native
 from specdec.engine.tree import Tree
 from specdec.methods.lookahead import LookaheadConfig
@@ -84,7 +84,7 @@ def make_requests(
     ]
 
 
-def outputs_of(results: list[Result]) -> list[list[int]]:
+def outputs_of(results: list[ActiveRequest]) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 

@@ -16,13 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.engine import native
 from specdec.engine.float8 import Float8Linear, round_input, widen
 from specdec.engine.layout import WEIGHTS_NAME
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_llama
-from tests.engines import call, continue_greedily, renew_sums
+from tests.engines import call, continue_by_transformers, list_requests, renew_sums
 from tests.families import make_family_model
 
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64]]
@@ -79,19 +78,9 @@ def round_target(target: Path, checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def continue_with_transformers(target: Path, dtype: torch.dtype) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
-    return continue_greedily(model, PROMPTS, LIMIT)
-
-
 def generate(folder: Path, **options: Any) -> list[list[int]]:
     engine = TorchEngine(folder, device="cpu", **options)
-    requests = [
-        Request(index=i, input_ids=p, max_output_len=LIMIT, end_ids=frozenset())
-        for i, p in enumerate(PROMPTS)
-    ]
+    requests = list_requests(PROMPTS, LIMIT)
     return [result.output_ids for result in engine.generate(requests)]
 
 
@@ -106,8 +95,8 @@ def test_greedy_text_is_that_of_the_rounded_weights(
     drafter = make_drafter(tmp_path, exit_dim=96, scale=3.0)
     checkpoint = quantize(tmp_path, target, drafter)
     rounded = round_target(target, checkpoint, tmp_path / "rounded")
-    expected = continue_with_transformers(rounded, torch.float32)
-    assert expected != continue_with_transformers(target, torch.float32)
+    expected = continue_by_transformers(rounded, PROMPTS, LIMIT)
+    assert expected != continue_by_transformers(target, PROMPTS, LIMIT)
     plain = build(checkpoint)
     assert generate(plain) == expected
     assert generate(plain, speculate=False) == expected
@@ -184,7 +173,7 @@ def test_checkpoints_of_older_and_newer_writers(checkpoint: Path, tmp_path: Path
         quantized["lm_head.weight"].float() * quantized["lm_head.weights_scaling_factor"]
     )
     save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
-    expected = continue_with_transformers(rounded, torch.float32)
+    expected = continue_by_transformers(rounded, PROMPTS, LIMIT)
     assert generate(build(changed)) == expected
 
 

@@ -15,7 +15,7 @@ import torch
 
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.accept import Candidates, accept_batch
-from specdec.decode.grammar import Grammar, Matcher
+from specdec.decode.grammar import Grammar
 from specdec.decode.sampling import DRAFT, Sampler, SamplingParams
 from specdec.engine.tree import Tree, pack_beams
 from tests.conftest import make_drafter, make_llama, make_tokenizer
@@ -53,7 +53,7 @@ class NoTwins:
     def is_error(self) -> bool:
         return False
 
-    def deep_copy(self) -> Matcher:
+    def deep_copy(self) -> NoTwins:
         return NoTwins(self.text)
 
 

@@ -25,7 +25,7 @@ from specdec.engine.tree import pack_beams
 from specdec.errors import UsageError
 from specdec.run.settings import RunSettings
 from tests.engine.kernels import needs_compiler
-from tests.engines import OracleProposer, call, make_engine, make_noisy_copy
+from tests.engines import OracleProposer, call, list_requests, make_engine, make_noisy_copy
 from tests.families import make_hybrid
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
@@ -166,10 +166,7 @@ def test_shared_prefixes_are_gone_on_behind_where_a_state_is_kept(folder: Path, 
     def run(
         prompts: list[list[int]], num_rows: int = 1, *, reuses: bool = False
     ) -> tuple[list[list[int]], int]:
-        requests = [
-            Request(index=at, input_ids=prompt, max_output_len=6, end_ids=frozenset())
-            for at, prompt in enumerate(prompts)
-        ]
+        requests = list_requests(prompts, 6)
         timing, options = Timing(), Options(max_batch_size=num_rows, reuse_blocks=reuses)
         results = generate(engine.decoder, Drafter(), requests, options, timing)
         return [r.output_ids for r in results], timing.num_reused_tokens

@@ -18,7 +18,6 @@ from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.engine.integers import ROW_GROUP
 from specdec.engine.layout import (
     WEIGHTS_NAME,
@@ -40,7 +39,14 @@ from tests.conftest import (
     make_medusa_heads,
 )
 from tests.engine.kernels import needs_compiler
-from tests.engines import call, continue_greedily, round_inputs, run_cli_here, save_weights
+from tests.engines import (
+    call,
+    continue_greedily,
+    list_requests,
+    round_inputs,
+    run_cli_here,
+    save_weights,
+)
 from tests.parity.models import VOCAB, make_model
 from tests.parity.test_families import assert_near
 from tests.parity.test_parallel_layers import compute, load_ranks
@@ -64,10 +70,7 @@ def convert(target: Path, checkpoint: Path, *flags: object) -> Path:
 
 def generate(engine: TorchEngine) -> tuple[list[list[int]], int]:
     """The texts, and how many drafted tokens were accepted."""
-    requests = [
-        Request(index=i, input_ids=p, max_output_len=LIMIT, end_ids=frozenset())
-        for i, p in enumerate(PROMPTS)
-    ]
+    requests = list_requests(PROMPTS, LIMIT)
     results = engine.generate(requests)
     return [r.output_ids for r in results], sum(r.stats.num_accepted for r in results)
 

@@ -23,7 +23,6 @@ from specdec.decode.drafters.medusa import (
 )
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.step import States
 from specdec.engine.tree import build_tree_mask
@@ -32,7 +31,13 @@ from specdec.files.reading import read_json
 from specdec.methods.base import Choices, parse_paths
 from specdec.methods.medusa import MedusaDraft, MedusaParams, read_options
 from tests.conftest import make_llama, make_medusa_heads, make_tokenizer
-from tests.engines import call, continue_greedily, make_counter, make_tree_engine
+from tests.engines import (
+    call,
+    continue_by_transformers,
+    list_requests,
+    make_counter,
+    make_tree_engine,
+)
 from tests.parity.models import VOCAB, make_model
 
 PARAMS = MedusaParams(num_heads=3, num_layers=1, max_draft_len=10)
@@ -132,20 +137,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def reference(target: Path) -> list[list[int]]:
     """What transformers continues the prompts with, no end token."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target).to(torch.float32).eval()
-    return continue_greedily(model, PROMPTS, LIMIT)
+    return continue_by_transformers(target, PROMPTS, LIMIT)
 
 
 make_medusa_engine = functools.partial(make_tree_engine, "medusa")
-
-
-def make_requests() -> list[Request]:
-    return [
-        Request(index=i, input_ids=list(p), max_output_len=LIMIT, end_ids=frozenset())
-        for i, p in enumerate(PROMPTS)
-    ]
+make_requests = functools.partial(list_requests, PROMPTS, LIMIT)
 
 
 @pytest.mark.parametrize(("layers", "optimize"), [(1, "none"), (1, "auto"), (2, "none")])
@@ -238,10 +234,7 @@ def test_perfect_heads_are_accepted_to_their_depth(tmp_path: Path) -> None:
     engine = TorchEngine(folder, device="cpu")
     proposer = engine.proposer
     assert isinstance(proposer, MedusaProposer)
-    requests = [
-        Request(index=i, input_ids=p, max_output_len=LIMIT, end_ids=frozenset())
-        for i, p in enumerate(([4], [30, 2]))
-    ]
+    requests = list_requests(([4], [30, 2]), LIMIT)
     trees: list[tuple[Choices | int, int]] = [
         (((0,), (0, 0), (0, 0, 0)), 3), (((1,), (0,), (0, 0)), 2), (((1,),), 0), (3, 3), (2, 2),
     ]  # fmt: skip

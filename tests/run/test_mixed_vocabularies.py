@@ -478,7 +478,6 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
 
     def propose(active: Sequence[Any]) -> list[Candidates]:
         nonlocal checked
-        assert model._cache is not None
         for request in active:
             past = int(model._cache.past_lens[request.row])
             ids = model._read(request).ids

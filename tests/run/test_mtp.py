@@ -27,6 +27,7 @@ from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_mtp_head
 from tests.engines import (
     continue_greedily,
+    list_requests,
     make_knowing_drafter,
     make_tree_engine,
     run_cli_here,
@@ -38,10 +39,7 @@ LIMIT = 16
 
 
 def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
-    return [
-        Request(index=at, input_ids=list(prompt), max_output_len=limit, end_ids=frozenset())
-        for at, prompt in enumerate(prompts)
-    ]
+    return list_requests(prompts, limit)
 
 
 class Reference:

@@ -22,7 +22,7 @@ from specdec.decode.drafters.lookahead import (
 from specdec.decode.drafters.prompt_lookup import NgramIndex, PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.requests import Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.engine.step import States
 from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
 from specdec.errors import SpecDecError, UsageError
@@ -33,7 +33,7 @@ from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.run.pipeline import check_flags, run_engine
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer
-from tests.engines import call, list_paths, make_engine
+from tests.engines import call, list_paths, list_requests, make_engine
 
 # ---- Prompt lookup.
 
@@ -191,11 +191,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPTS = [[7, 30, 7, 31, 7, 30, 7, 31], [9, 10], [40], [5] * 30]
 
 
-def run(engine: TorchEngine, proposer: Any = None, limit: int = 120) -> list[Result]:
-    requests = [
-        Request(index=i, input_ids=p, max_output_len=limit, end_ids=frozenset())
-        for i, p in enumerate(PROMPTS)
-    ]
+def run(engine: TorchEngine, proposer: Any = None, limit: int = 120) -> list[ActiveRequest]:
+    requests = list_requests(PROMPTS, limit)
     if proposer is None:
         return engine.generate(requests)
     return generate(engine.decoder, proposer, requests, Options(max_batch_size=3))

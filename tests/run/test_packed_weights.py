@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.engine.layout import PACKED_FOLDER
 from specdec.engine.linear import Linear
 from specdec.engine.packed import identify_packing
@@ -22,7 +21,7 @@ from specdec.files.reading import hash_file
 from specdec.files.tensor_file import TensorFile
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama
 from tests.engine.kernels import needs_compiler
-from tests.engines import make_engine, renew_sums, run_cli_here
+from tests.engines import list_requests, make_engine, renew_sums, run_cli_here
 from tests.parity.models import make_model
 
 pytestmark = needs_compiler
@@ -48,10 +47,7 @@ def engine(folder: Path, tmp_path: Path) -> Path:
 def generate(folder: Path, *, speculate: bool = True) -> list[list[int]]:
     engine = TorchEngine(folder, device="cpu", speculate=speculate)
     try:
-        requests = [
-            Request(index=n, input_ids=ids, max_output_len=20, end_ids=frozenset())
-            for n, ids in enumerate([[5, 9, 17, 3], [8]])
-        ]
+        requests = list_requests([[5, 9, 17, 3], [8]], 20)
         return [result.output_ids for result in engine.generate(requests)]
     finally:
         engine.close()

@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import Request
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from tests.conftest import make_drafter
 from tests.convert.quantized import CASES, Tensors, make_quantized
-from tests.engines import call, continue_greedily
+from tests.engines import call, continue_greedily, list_requests
 from tests.four_bits import read_weight
 
 PARTS = {
@@ -66,10 +65,7 @@ def test_dequantized_text_is_transformers(name: str, tmp_path: Path) -> None:
 
 
 def generate(engine_dir: Path) -> list[list[int]]:
-    requests = [
-        Request(index=i, input_ids=prompt, max_output_len=LIMIT, end_ids=frozenset())
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    requests = list_requests(PROMPTS, LIMIT)
     return [r.output_ids for r in TorchEngine(engine_dir, device="cpu").generate(requests)]
 
 

@@ -26,7 +26,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
 from specdec.decode.prefill import PromptReader
 from specdec.decode.prompts import Prompt, make_requests, read_line
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
@@ -153,7 +153,7 @@ def mix_requests(number: int) -> list[Request]:
     return requests
 
 
-def summarize(result: Result) -> tuple[list[int], str | None, str | None]:
+def summarize(result: ActiveRequest) -> tuple[list[int], str | None, str | None]:
     return result.output_ids, result.finish_reason, result.text
 
 

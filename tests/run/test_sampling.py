@@ -107,18 +107,15 @@ class ToyDraft:
 
     def __init__(self, text: Sequence[int]) -> None:
         self.roots = np.array([text[-1] if text else 0])
-        self.texts = [list(text)]  # of the newest level
+        self.texts = [list(text[:-1])]  # of the newest level
         self.min_gain = ALL_LEVELS
 
-    def rank_root(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        logits = torch.stack([DRAFT_MODEL.get_logits(text) for text in self.texts])
-        best = logits.log_softmax(-1).topk(width)
-        return best.indices[None].numpy(), best.values[None].numpy()
-
-    def rank_level(self, level: Level) -> tuple[np.ndarray, np.ndarray]:
+    def rank(self, level: Level) -> tuple[np.ndarray, np.ndarray]:
         pairs = zip(level.parents[0].tolist(), level.tokens[0].tolist(), strict=True)
         self.texts = [[*self.texts[parent], token] for parent, token in pairs]
-        return self.rank_root(level.width)
+        logits = torch.stack([DRAFT_MODEL.get_logits(text) for text in self.texts])
+        best = logits.log_softmax(-1).topk(level.width)
+        return best.indices[None].numpy(), best.values[None].numpy()
 
 
 def draft_sure(text: list[int], sampler: Sampler) -> Candidates:

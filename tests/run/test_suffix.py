@@ -152,7 +152,7 @@ def test_finished_requests_are_bounded() -> None:
 
 def make_active(prompt: list[int], row: int, limit: int = 20) -> ActiveRequest:
     request = Request(index=row, input_ids=prompt, max_output_len=limit, end_ids=frozenset())
-    return ActiveRequest(request, row, max_depth=8, text=None)
+    return ActiveRequest(request, row, max_depth=8, text_stream=None)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -232,7 +232,7 @@ def finish(proposer: SuffixProposer, tokens: list[int], output: list[int]) -> No
     request = Request(
         index=0, input_ids=tokens, max_output_len=len(output) + 1, end_ids=frozenset()
     )
-    active = ActiveRequest(request, 0, max_depth=4, text=None)
+    active = ActiveRequest(request, 0, max_depth=4, text_stream=None)
     proposer.start([active])
     active.emit(output)
     active.finish_reason = "length"
@@ -250,7 +250,7 @@ def test_texts_are_kept_between_runs(tmp_path: Path) -> None:
     for _ in range(2):  # another batch forgets nothing
         second.allocate(1, 100)
         request = Request(index=0, input_ids=[1, 8, 9], max_output_len=9, end_ids=frozenset())
-        active = ActiveRequest(request, 0, max_depth=4, text=None)
+        active = ActiveRequest(request, 0, max_depth=4, text_stream=None)
         second.start([active])
         active.emit([10])
         (found,) = second.propose([active])

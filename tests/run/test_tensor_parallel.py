@@ -31,7 +31,7 @@ from specdec.decode.loop import Interrupted, Options
 from specdec.decode.ranks import processes as ranks_module
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.ranks.processes import LOST_STATUS, Ranks, end_ranks
-from specdec.decode.requests import Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import Problems, SpecDecError
 from specdec.methods.lookahead import LookaheadConfig
@@ -151,7 +151,7 @@ def make_requests(limit: int = 14) -> list[Request]:
     ]
 
 
-def list_outputs(results: list[Result]) -> list[tuple[list[int], list[int]]]:
+def list_outputs(results: list[ActiveRequest]) -> list[tuple[list[int], list[int]]]:
     return [(r.output_ids, r.stats.accepted_histogram) for r in results]
 
 

@@ -23,7 +23,8 @@ from specdec.decode.schedule import DRAFTER_SHARE
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import read_engine_config
 from specdec.engine.step import Step
-from specdec.serve.scheduler import Closing, Job, QueueFull, Scheduler
+from specdec.serve.protocol import BadRequest
+from specdec.serve.scheduler import Job, Scheduler
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, make_engine, make_tree_engine
@@ -133,7 +134,7 @@ class Counter:
     def __init__(self) -> None:
         self.early: list[bool] = []
 
-    def note_step(self, seconds: float, jobs: Sequence[tuple[Job, Event]]) -> None:
+    def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None:
         pass
 
     def note_end(self, job: Job, reason: str) -> None:
@@ -529,14 +530,14 @@ def test_the_queue_has_a_bound_and_closes(folder: Path) -> None:
     with load(folder) as engine:
         run = Run(engine, max_queue=2)
         jobs = [run.submit([9, n + 3], max_output_len=200) for n in range(10)]
-        with pytest.raises(QueueFull, match="requests wait already") as full:
+        with pytest.raises(BadRequest, match="requests wait already") as full:
             run.submit([5])
-        assert full.value.seconds >= 1
-        assert str(QueueFull(1, 1)) == "1 request waits already"
+        assert full.value.status == 429
+        assert int((full.value.headers or {})["Retry-After"]) >= 1
         for job in jobs:
             run.scheduler.cancel(job)
         assert run.finish(run.submit([5], max_output_len=2))[2] == "length"
         assert drain(run.scheduler, 10)
-        with pytest.raises(Closing):
+        with pytest.raises(BadRequest, match="about to end"):
             run.submit([5])
         run.scheduler.stop()

@@ -11,7 +11,7 @@ import pytest
 from specdec.decode.drafters import draft_target, read_drafting
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
-from specdec.decode.requests import Result
+from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
@@ -53,7 +53,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("target"), layers=3, seed=3)
 
 
-def compare(torch_engine: TorchEngine, engine: TorchEngine) -> list[Result]:
+def compare(torch_engine: TorchEngine, engine: TorchEngine) -> list[ActiveRequest]:
     """Texts, drafts and counts of greedy and sampled requests are the same."""
     limit = 10
     requests = make_requests(PROMPTS, limit) + make_requests(PROMPTS[:1], limit, SAMPLED)

@@ -36,7 +36,7 @@ import torch
 
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
-from specdec.decode.requests import ActiveRequest, Request, Result
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.trtllm.facts import Facts, load_facts
 from tests.engines import call
@@ -592,7 +592,7 @@ class Run:
             return int(self.options["max_new_tokens"])
         return len(self.drafts[at]) + 1 if self.drafts is not None else 1
 
-    def cut(self, at: int, result: Result) -> list[int]:
+    def cut(self, at: int, result: ActiveRequest) -> list[int]:
         """A row's new tokens: up to a stop sequence, or what agrees with the draft and one more."""
         tokens = list(result.output_ids)
         if result.finish_reason == "eos" and not self.keeps_end:
@@ -609,7 +609,7 @@ class Run:
         return tokens
 
     def respond(
-        self, number: int, tokens: list[int], is_final: bool, result: Result, num_logits: int
+        self, number: int, tokens: list[int], is_final: bool, result: ActiveRequest, num_logits: int
     ) -> ResponseDouble:
         logits = None
         if self.wants_logits and num_logits and result.logits is not None:

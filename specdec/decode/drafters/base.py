@@ -50,8 +50,9 @@ class Drafter:
     What it is told of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
     max_prefill, most tokens of prompts that it may itself read for a step of several requests, None
     for all; min_gain, how many tokens another level of a draft must promise, see
-    `Pace.price_level`; max_levels, where `is_planned`, passes at most, None for all. What it tells
-    of its newest draft: num_prefilled, prompt tokens that it read; num_levels, passes that it took.
+    `Pace.price_level`; max_levels, where `is_planned`, passes at most, None for all; seed, where a
+    runtime of its own draws. What it tells of its newest draft: num_prefilled, prompt tokens that
+    it read; num_levels, passes that it took.
     members: those that draft for it, if it is a group; groups: the same, by turns.
     """
 
@@ -68,6 +69,7 @@ class Drafter:
     max_prefill: int | None = None
     min_gain = ALL_LEVELS
     max_levels: int | None = None
+    seed = 0
     num_prefilled = 0
     num_levels = 1
     members: Sequence[Drafter] = ()
@@ -147,53 +149,6 @@ class Drafter:
 
     def keep(self) -> None:
         """Write what is new into a file, where there is one."""
-
-
-class DrafterGroup(Drafter):
-    """Drafters of which each sees every step, whoever drafts for it."""
-
-    def __init__(self, members: Sequence[Drafter]) -> None:
-        self.members = members
-        self.max_draft_depth = max(member.max_draft_depth for member in members)
-        self.follows_prompts = any(member.follows_prompts for member in members)
-        self.follows_last = any(member.follows_last for member in members)
-
-    def plan_step(self, num_prompt_tokens: int, max_prefill: int | None) -> None:
-        super().plan_step(num_prompt_tokens, max_prefill)
-        for member in self.members:
-            member.plan_step(num_prompt_tokens, max_prefill)
-
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget all requests; what was measured and learned goes on."""
-        for member in self.members:
-            member.allocate(num_rows, num_positions)
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        for member in self.members:
-            member.start(requests)
-
-    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        return sum(member.count_unread(requests) for member in self.members)
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
-    ) -> None:
-        for member in self.members:
-            member.observe(requests, states, paths)
-
-    def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
-    ) -> None:
-        for member in self.members:
-            member.follow(rows, starts, counts, states)
-
-    def copy_prefix(self, source: int, row: int, length: int) -> None:
-        for member in self.members:
-            member.copy_prefix(source, row, length)
-
-    def keep(self) -> None:
-        for member in self.members:
-            member.keep()
 
 
 class EngineHandle(Protocol):

@@ -51,18 +51,10 @@ class BlockDraft:
         self._net, self._place = net, 0
         self._logits = net.compute_logits(hidden)
 
-    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
-        return self._rank(self.roots[:, None], width)
-
-    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """The same of the next place, after each of the level's tokens."""
-        return self._rank(level.tokens, level.width)
-
-    def _rank(self, before: IntArray, width: int) -> tuple[IntArray, np.ndarray]:
+    def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
         logits = self._logits[:, self._place]
         self._place += 1
-        tokens, scores = to_host(*self._net.rank_after(logits, before, width))
+        tokens, scores = to_host(*self._net.rank_after(logits, level.tokens, level.width))
         return tokens, scores
 
 

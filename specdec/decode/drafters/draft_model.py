@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
@@ -30,6 +32,18 @@ class Text:
     is_known: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A draft model. tokens: which of its tokens and the target's are the same; the numbers are
+    those of its engine.
+    """
+
+    decoder: Decoder
+    tokens: TokenMap
+    max_num_tokens: int
+    max_seq_len: int
+
+
 class DraftModel(Drafter):
     """Reads texts as they grow; what drafts writes behind them, and keeps what was right.
 
@@ -37,38 +51,29 @@ class DraftModel(Drafter):
     emitted adds its own, whatever follows, so what the cache holds stays true.
     """
 
+    _cache: KVCache
     num_run = 0  # tokens of a draft that the cache has room for alongside those that are verified
     num_again = 1  # of what a step accepted, tokens alongside the newest that the next draft runs
 
-    def __init__(
-        self, decoder: Decoder, *, max_draft_tokens: int, tokens: TokenMap, max_num_tokens: int,
-        max_seq_len: int,
-    ) -> None:  # fmt: skip
-        """tokens: which tokens the target's and the draft model's are. max_num_tokens, max_seq_len:
-        of the draft model's engine.
-        """
-        self.decoder = decoder
+    def __init__(self, model: LoadedModel, max_draft_tokens: int) -> None:
+        self.model, self.decoder, self.tokens = model, model.decoder, model.tokens
         self.max_draft_tokens = max_draft_tokens
-        self.tokens = tokens
-        self.max_num_tokens, self.max_seq_len = max_num_tokens, max_seq_len
-        self._cache: KVCache | None = None
         self._room = 0  # for a text, in the draft model's tokens
         self._texts: dict[int, Text] = {}  # by row
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
-        self._cache = None  # what it has is free for the next
+        vars(self).pop("_cache", None)  # what it has is free for the next
         # Longer requests are those without drafts.
-        num_positions = min(num_positions, self.max_seq_len + self.max_draft_tokens + 1)
+        num_positions = min(num_positions, self.model.max_seq_len + self.max_draft_tokens + 1)
         if not self.tokens.is_same:
-            num_positions = min(MORE_TOKENS * num_positions, self.max_seq_len)
+            num_positions = min(MORE_TOKENS * num_positions, self.model.max_seq_len)
         self._room = num_positions - self.max_draft_tokens
         self._cache = self.decoder.make_cache(num_rows, num_positions + self.num_run)
         self._texts = {}
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Empty the rows; their prompts are run when the first draft is asked for."""
-        assert self._cache is not None
         for request in requests:
             self._cache.copy_prefix(request.row, request.row, 0)
             self._texts.pop(request.row, None)
@@ -79,7 +84,6 @@ class DraftModel(Drafter):
 
     def _read(self, request: ActiveRequest) -> Text:
         """The text of a request, with what has been emitted since it was last asked for."""
-        assert self._cache is not None
         text = self._texts.get(request.row)
         if text is None:
             ids = self.tokens.say_prompt(request.request.input_ids)
@@ -99,7 +103,6 @@ class DraftModel(Drafter):
 
     def _list_unread(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
         """How many tokens of each text the draft model lacks, but those that every draft runs."""
-        assert self._cache is not None
         return [
             max(0, len(text.ids) - int(past) - text.num_newest - self.num_again)
             for past, text in zip(self._cache.past_lens[list_rows(requests)], read, strict=True)
@@ -120,6 +123,9 @@ class DraftModel(Drafter):
 
     def _prefill(self, row: int, text: Sequence[int], count: int) -> None:
         """Run the next tokens of a text that the cache does not hold, and wait for the end."""
-        assert self._cache is not None
         end = int(self._cache.past_lens[row]) + count
-        fill_cache(self.decoder, self._cache, [row], [text[:end]], self.max_num_tokens).cpu()
+        self._fill([row], [text[:end]]).cpu()
+
+    def _fill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Run what the cache lacks of texts; return the states [B, D] of their last tokens."""
+        return fill_cache(self.decoder, self._cache, rows, texts, self.model.max_num_tokens)

@@ -17,15 +17,14 @@ from specdec.decode.accept import Candidates
 from specdec.decode.ahead import run_tokens
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, EngineHandle
-from specdec.decode.drafters.draft_model import DraftModel
+from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.engine import open_engine
-from specdec.decode.prefill import count_shared, fill_cache
+from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, find_best, process_logits, take_rows
 from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
-from specdec.engine.decoder import Decoder
 from specdec.engine.step import States
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams
@@ -136,18 +135,13 @@ def attach_draft(
         )  # fmt: skip
     problems.raise_all()
     tokens = tokens or SameTokens(own.checkpoint.model.vocab_size, draft.decoder.model.vocab_size)
-    limits = {
-        "max_num_tokens": theirs.build.max_num_tokens, "max_seq_len": theirs.build.max_seq_len,
-    }  # fmt: skip
+    limits = theirs.build.max_num_tokens, theirs.build.max_seq_len
+    model = LoadedModel(draft.decoder, tokens, *limits)
     proposer: DraftTargetProposer | DraftTreeProposer
     if tree_tokens is not None:
-        proposer = DraftTreeProposer(
-            draft.decoder, num_tokens=tree_tokens, depth=draft_len, tokens=tokens, **limits
-        )
+        proposer = DraftTreeProposer(model, tree_tokens, draft_len)
     else:
-        chain = DraftTargetProposer(
-            draft.decoder, draft_len or longest, use_logits=use_logits, tokens=tokens, **limits
-        )
+        chain = DraftTargetProposer(model, draft_len or longest, use_logits=use_logits)
         proposer = chain.fit_budget() if fits_budget and not hybrids else chain
     target.use_method(METHOD.name, proposer, draft)
     return proposer
@@ -189,17 +183,8 @@ class DraftTargetProposer(DraftModel):
 
     is_planned = True
 
-    def __init__(
-        self, decoder: Decoder, draft_len: int, *, use_logits: bool, tokens: TokenMap,
-        max_num_tokens: int, max_seq_len: int,
-    ) -> None:  # fmt: skip
-        """tokens: which tokens the target's and the draft model's are. max_num_tokens, max_seq_len:
-        of the draft model's engine.
-        """
-        super().__init__(
-            decoder, max_draft_tokens=draft_len, tokens=tokens, max_num_tokens=max_num_tokens,
-            max_seq_len=max_seq_len,
-        )  # fmt: skip
+    def __init__(self, model: LoadedModel, draft_len: int, *, use_logits: bool) -> None:
+        super().__init__(model, draft_len)
         self.use_logits = use_logits
         self.max_draft_depth = draft_len
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
@@ -209,10 +194,7 @@ class DraftTargetProposer(DraftModel):
         if self.use_logits or self.decoder.device.type != "cpu":
             return self
         longest = min(self.max_draft_tokens, MOST_TREE_TOKENS)
-        return DraftTreeProposer(
-            self.decoder, num_tokens=longest, depth=longest, tokens=self.tokens,
-            max_num_tokens=self.max_num_tokens, max_seq_len=self.max_seq_len,
-        )  # fmt: skip
+        return DraftTreeProposer(self.model, longest, longest)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
@@ -229,7 +211,6 @@ class DraftTargetProposer(DraftModel):
         """Draft for all requests at once, each at most up to the token before its limit."""
         read = [self._read(request) for request in requests]
         ready = self._catch_up(requests, read)
-        assert self._cache is not None
         planned = self.max_draft_tokens if self.max_levels is None else self.max_levels
         for request, text in zip(requests, read, strict=True):
             self._cache.want_places(request.row, (len(text.ids),))
@@ -264,14 +245,12 @@ class DraftTargetProposer(DraftModel):
 
     def _run(self, chains: Sequence[_Chain]) -> Tensor:
         """Run what the draft model lacks of texts and drafts; return the next tokens' logits."""
-        assert self._cache is not None
         rows, texts = [chain.request.row for chain in chains], [chain.ids for chain in chains]
-        hidden = fill_cache(self.decoder, self._cache, rows, texts, self.max_num_tokens)
+        hidden = self._fill(rows, texts)
         return self.tokens.restrict(self.decoder.compute_logits(hidden))
 
     def _draft_ahead(self, chains: Sequence[_Chain]) -> None:
         """Draft greedily as planned; tokens come to the host when all are made."""
-        assert self._cache is not None
         passes: list[tuple[list[_Chain], Tensor]] = []
         for depth in range(self.num_levels):
             active = [chain for chain in chains if chain.planned > depth]
@@ -304,7 +283,6 @@ class DraftTargetProposer(DraftModel):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Cut the draft model's cache back to the accepted tokens."""
-        assert self._cache is not None
         if not self._drafts:  # the prompts' own pass, or others have drafted
             return
         for request in requests:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import list_rows
-from specdec.decode.drafters.draft_model import DraftModel
+from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
 from specdec.decode.drafters.levels import DynamicTree, TreeDraft, read_temperatures
-from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.token_map import TokenMap
 from specdec.engine.decoder import Decoder
@@ -38,26 +37,17 @@ class DraftTreeProposer(DraftModel):
     What was run of a tree is not kept. The next draft runs what was accepted in its first pass.
     """
 
-    def __init__(
-        self, decoder: Decoder, *, num_tokens: int, depth: int | None, tokens: TokenMap,
-        max_num_tokens: int, max_seq_len: int,
-    ) -> None:  # fmt: skip
-        """num_tokens: of a tree. depth: levels at most; None for as many as may pay. The rest is as
-        of `DraftTargetProposer`.
-        """
+    def __init__(self, model: LoadedModel, num_tokens: int, depth: int | None) -> None:
+        """num_tokens: of a tree. depth: levels at most; None for as many as may pay."""
         depth = min(depth or num_tokens, num_tokens)
         self.tree = DynamicTree(top_k=min(TOP_K, num_tokens), depth=depth, num_tokens=num_tokens)
-        super().__init__(
-            decoder, max_draft_tokens=self.tree.num_tokens, tokens=tokens,
-            max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
-        )  # fmt: skip
+        super().__init__(model, self.tree.num_tokens)
         self.max_draft_depth = self.num_again = depth
         self.num_run = self.tree.num_run
-        self._net = _Ranks(decoder, tokens)
+        self._net = _Ranks(self.decoder, self.tokens)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once of whose text nothing is left to be read later."""
-        assert self._cache is not None
         read = [self._read(request) for request in requests]
         ready = self._catch_up(requests, read)
         candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
@@ -65,10 +55,7 @@ class DraftTreeProposer(DraftModel):
             return candidates
         chosen = [requests[at] for at in ready]
         rows = list_rows(chosen)
-        hidden = fill_cache(
-            self.decoder, self._cache, rows.tolist(), [read[at].ids for at in ready],
-            self.max_num_tokens,
-        )  # fmt: skip
+        hidden = self._fill(rows.tolist(), [read[at].ids for at in ready])
         roots = np.array([request.output_ids[-1] for request in chosen], np.int64)
         draft = TreeDraft(
             self._net, self._cache, rows, roots, hidden,

@@ -29,6 +29,7 @@ from specdec.decode.drafters.levels import (
     Level,
     TreeDraft,
     TreeNet,
+    make_first,
     read_temperatures,
 )
 from specdec.decode.drafters.trees import (
@@ -38,7 +39,7 @@ from specdec.decode.drafters.trees import (
     check_paths,
     grow_choices,
 )
-from specdec.decode.prefill import fill_cache
+from specdec.decode.prefill import Follow, fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
@@ -151,17 +152,15 @@ class StaticTree:
         for depth, children in enumerate(self._children):
             inner = self._inner[depth]
             width = 1 + max(path[-1] for path in children)
-            if depth == 0:
-                ranked, own = draft.rank_root(width)
-            else:
+            level = make_first(draft.roots, width)
+            if depth:
                 above = self._children[depth - 1]
                 places = np.array([above.index(path) for path in inner])
                 before = self._inner[depth - 1]
                 parents = np.array([before.index(path[:-1]) for path in inner])
                 tokens = levels[-1][:, places]
-                shape = tokens.shape
-                level = Level(tokens, np.broadcast_to(parents, shape), width)
-                ranked, own = draft.rank_level(level)
+                level = Level(tokens, np.broadcast_to(parents, tokens.shape), width)
+            ranked, own = draft.rank(level)
             parents = np.array([inner.index(path[:-1]) for path in children])
             ranks = [path[-1] for path in children]
             levels.append(ranked[:, parents, ranks])
@@ -183,42 +182,12 @@ class PassDraft:
         """roots: [B]; ranked, scores: [B, P, width], best first, and log-probabilities."""
         self.roots, self._ranked, self._scores, self._place = roots, ranked, scores, 0
 
-    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
-        return self._ranked[:, :1, :width], self._scores[:, :1, :width]
-
-    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """The same of the next place, for each of the level's nodes."""
+    def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        shape, place = (*level.tokens.shape, level.width), self._place
         self._place += 1
-        shape = (*level.tokens.shape, level.width)
-        ranked = self._ranked[:, self._place, None, : level.width]
-        scores = self._scores[:, self._place, None, : level.width]
+        ranked = self._ranked[:, place, None, : level.width]
+        scores = self._scores[:, place, None, : level.width]
         return np.broadcast_to(ranked, shape), np.broadcast_to(scores, shape)
-
-
-class _TrueFeatures:
-    """Runs pairs of committed tokens: the features are those kept of the target."""
-
-    observed: Tensor | None = None
-
-    def __init__(self, net: PairNet, features: Tensor) -> None:
-        self.net, self.features = net, features
-
-    @property
-    def max_chunk_tokens(self) -> int:
-        return self.net.decoder.max_chunk_tokens
-
-    @property
-    def max_joined_tokens(self) -> int | None:
-        return self.net.decoder.max_joined_tokens
-
-    def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
-        self.net.decoder.start_row(cache, row, prompt_len)
-
-    def forward(self, step: Step, cache: KVCache) -> Tensor:
-        device = self.features.device
-        rows = to_device(step.rows, device)[:, None]
-        return self.net.forward(step, self.features[rows, to_device(step.positions, device)], cache)
 
 
 def make_proposer(context: DraftContext) -> EagleProposer:
@@ -298,24 +267,19 @@ class PairProposer(StateKeeper):
         """
         rows = list_rows(requests)
         texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
-        pairs = _TrueFeatures(self.net, self._features)
-        ready = self._read_prompts(pairs, rows, [text[1:] for text in texts])
+        ready = self._read_prompts(rows, [text[1:] for text in texts])
         candidates = [Candidates(make_root(text[-1])) for text in texts]
         if ready:
-            found = self._draft(
-                pairs, [requests[at] for at in ready], rows[ready], [texts[at] for at in ready]
-            )
-            for at, own in zip(ready, found, strict=True):
+            chosen = [requests[at] for at in ready], rows[ready], [texts[at] for at in ready]
+            for at, own in zip(ready, self._draft(*chosen), strict=True):
                 candidates[at] = own
         return candidates
 
     def _draft(
-        self, pairs: _TrueFeatures, requests: Sequence[ActiveRequest], rows: IntArray,
-        texts: Sequence[Sequence[int]],
-    ) -> list[Candidates]:  # fmt: skip
+        self, requests: Sequence[ActiveRequest], rows: IntArray, texts: Sequence[Sequence[int]]
+    ) -> list[Candidates]:
         """Run the new pairs, then the levels of a tree below the last of each row."""
-        follow = [text[1:] for text in texts]
-        hidden = fill_cache(pairs, self._cache, rows.tolist(), follow, MAX_PASS_TOKENS)
+        hidden = self._run_pairs(rows, [text[1:] for text in texts])
         draft = TreeDraft(
             self.net, self._cache, rows, np.array([text[-1] for text in texts], np.int64), hidden,
             read_temperatures(requests), self.min_gain,
@@ -324,9 +288,21 @@ class PairProposer(StateKeeper):
         self.num_levels = draft.num_levels
         return found
 
-    def _read_prompts(
-        self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
-    ) -> list[int]:
+    def _run_pairs(
+        self, rows: IntArray, texts: Sequence[Sequence[int]], follow: Follow | None = None
+    ) -> Tensor:
+        """Run pairs of committed tokens, behind the features that are kept of the target."""
+
+        def run(step: Step, cache: KVCache) -> Tensor:
+            device = self._features.device
+            at = to_device(step.rows, device)[:, None], to_device(step.positions, device)
+            return self.net.forward(step, self._features[at], cache)
+
+        return fill_cache(
+            self.net.decoder, self._cache, rows.tolist(), texts, MAX_PASS_TOKENS, follow, run
+        )
+
+    def _read_prompts(self, rows: IntArray, texts: Sequence[Sequence[int]]) -> list[int]:
         """Run pairs of prompts up to `max_prefill`; return the places of those all of whose are.
 
         What a step has brought a row itself is left for its draft.
@@ -335,7 +311,7 @@ class PairProposer(StateKeeper):
         self._read(rows[[*pieces, *ready]].tolist())
         for at, count in pieces.items():
             known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
-            fill_cache(pairs, self._cache, [int(rows[at])], [known], MAX_PASS_TOKENS)
+            self._run_pairs(rows[[at]], [known])
         return ready
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
@@ -410,19 +386,16 @@ class EagleProposer(PairProposer):
         return tuple(fitting[: params.max_draft_len])
 
     def _draft(
-        self, pairs: _TrueFeatures, requests: Sequence[ActiveRequest], rows: IntArray,
-        texts: Sequence[Sequence[int]],
-    ) -> list[Candidates]:  # fmt: skip
+        self, requests: Sequence[ActiveRequest], rows: IntArray, texts: Sequence[Sequence[int]]
+    ) -> list[Candidates]:
         if self.params.mask_token_id is None:
-            return super()._draft(pairs, requests, rows, texts)
-        hidden = self._run_masked(pairs, rows, [text[1:] for text in texts])
+            return super()._draft(requests, rows, texts)
+        hidden = self._run_masked(rows, [text[1:] for text in texts])
         ranked = to_host(*self.net.rank_tokens(hidden, self.tree.max_width))
         roots = np.array([text[-1] for text in texts], np.int64)
         return self.tree.grow(PassDraft(roots, *ranked))
 
-    def _run_masked(
-        self, pairs: _TrueFeatures, rows: IntArray, texts: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def _run_masked(self, rows: IntArray, texts: Sequence[Sequence[int]]) -> Tensor:
         """Run new pairs and masked ones behind them; what the head reads of the last places.
 
         That is [B, P, D], of the last true pair of each row first. Masked pairs are then dropped.
@@ -447,8 +420,7 @@ class EagleProposer(PairProposer):
                 if skipped < count:
                     hidden[at, start + skipped - first : start + count - first] = own[skipped:count]
 
-        longer = [[*text, *[mask_token_id] * (size - 1)] for text in texts]
-        fill_cache(pairs, self._cache, rows.tolist(), longer, MAX_PASS_TOKENS, keep)
+        self._run_pairs(rows, [[*text, *[mask_token_id] * (size - 1)] for text in texts], keep)
         for row, end in zip(rows.tolist(), ends, strict=True):
             self._cache.copy_prefix(row, row, end)
         return hidden

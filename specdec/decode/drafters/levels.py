@@ -48,6 +48,11 @@ class Level:
     width: int
 
 
+def make_first(roots: IntArray, width: int) -> Level:
+    """The level of the roots [B]."""
+    return Level(roots[:, None], np.zeros((len(roots), 1), np.int64), width)
+
+
 class Draft(Protocol):
     """One draft of all rows: their roots, and what follows from level to level.
 
@@ -57,12 +62,11 @@ class Draft(Protocol):
     roots: IntArray
     min_gain: float
 
-    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
-        ...
+    def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """The most probable tokens after a level's nodes, [B, n, width], with log-probabilities.
 
-    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """The same after nodes below those of the level before, [B, n, width]."""
+        The first level is that of the roots; each of the others is below the one before.
+        """
         ...
 
 
@@ -105,12 +109,16 @@ class TreeDraft:
         self._positions = cache.past_lens[rows]
         self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
 
-    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
-        return self._rank(width)
+    def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """Run nodes but the roots, which have run; return what is drafted from each."""
+        if self.num_levels:
+            self._run(level)
+        self.num_levels += 1
+        tokens, scores = self._net.rank_tokens(self._hidden, level.width, self._sharpness)
+        ranked, likelihoods = to_host(tokens, scores)
+        return ranked, likelihoods
 
-    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """Run nodes below those of the level before; return what is drafted from each."""
+    def _run(self, level: Level) -> None:
         num_rows, size = level.tokens.shape
         lines = np.arange(num_rows)[:, None]
         own = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
@@ -126,13 +134,6 @@ class TreeDraft:
         above = self._hidden[to_device(lines, device), to_device(level.parents, device)]
         self._hidden = self._net.forward(step, above, self._cache)
         self._positions = self._positions + 1
-        return self._rank(level.width)
-
-    def _rank(self, width: int) -> tuple[IntArray, np.ndarray]:
-        self.num_levels += 1
-        tokens, scores = self._net.rank_tokens(self._hidden, width, self._sharpness)
-        ranked, likelihoods = to_host(tokens, scores)
-        return ranked, likelihoods
 
 
 class DynamicTree:
@@ -154,7 +155,7 @@ class DynamicTree:
     def grow(self, draft: Draft) -> list[Candidates]:
         """Draft all levels for all rows, or those that are worth their price; then choose."""
         top_k = self.top_k
-        ranked, scores = draft.rank_root(top_k)  # [B, 1, K]
+        ranked, scores = draft.rank(make_first(draft.roots, top_k))  # [B, 1, K]
         tokens, scores = ranked[:, 0], scores[:, 0]
         num_rows = len(tokens)
         run = np.broadcast_to(np.arange(top_k), (num_rows, top_k))  # in the newest drafted
@@ -169,7 +170,7 @@ class DynamicTree:
                 break
             if self._is_settled(np.concatenate(all_scores, axis=1), totals):
                 break
-            ranked, own = draft.rank_level(Level(chosen, places, top_k))  # [B, K, K]
+            ranked, own = draft.rank(Level(chosen, places, top_k))  # [B, K, K]
             parents = np.repeat(first + run, top_k, axis=1)
             first += tokens.shape[1]
             tokens = ranked.reshape(num_rows, -1)

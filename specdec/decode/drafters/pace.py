@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -59,12 +60,6 @@ CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK, LEAST_READ = 13, 64, 512, 16
 MOST_TIMES, LEAST_TIMES = 6.0, 2.0
 
 
-def find_middle(values: Iterable[float]) -> float:
-    """The median of some values, the lower one of two."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
-
-
 def find_low(values: Iterable[float]) -> float:
     """The lower tercile of some values: other programs only ever delay, often several in a row."""
     ordered = sorted(values)
@@ -108,7 +103,7 @@ class Costs:
 
     def find_usual(self, size: int) -> float:
         """The median of a size that was measured."""
-        return find_middle(self._recent[size])
+        return statistics.median_low(self._recent[size])
 
     def predict(self, sizes: Array) -> Array:
         """What each of some sizes costs; 0 where nothing was measured."""
@@ -630,7 +625,7 @@ class Pace:
         guess, steps = None, self._steps
         if steps.count(num_tokens) > 2 and not num_prompt_tokens:
             self._ratios.append(seconds / steps.find_usual(num_tokens))
-            self._slow = find_middle(self._ratios)
+            self._slow = statistics.median_low(self._ratios)
         elif steps.largest and not steps.count(num_tokens):  # a token costs no more than others did
             token = self._token or steps.estimate(steps.largest) / steps.largest
             guess = max(steps.estimate(num_tokens), num_tokens * token)

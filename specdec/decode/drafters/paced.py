@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import ALL_LEVELS, Drafter, DrafterGroup
+from specdec.decode.drafters.base import ALL_LEVELS, Drafter
 from specdec.decode.drafters.pace import FEW_UNREAD, Pace, follow_chances, read_confidence
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
@@ -52,8 +52,8 @@ def join_candidates(found: Sequence[Candidates]) -> Candidates:
     return merge_candidates(drafted)
 
 
-class PacedDrafter(DrafterGroup):
-    """Lets drafters draft as `Pace` says, by turns or in one tree.
+class PacedDrafter(Drafter):
+    """Lets drafters draft as `Pace` says, by turns or in one tree. Each sees every step.
 
     Drafts that were drawn from what the accept rule is told are left as they are: to keep or to
     leave a token for its own sake would change the distribution.
@@ -68,10 +68,13 @@ class PacedDrafter(DrafterGroup):
         """groups: they draft by turns, the cheapest first; the members of one share a tree.
         is_fixed: something is drafted in every step, and all of it is verified.
         """
-        super().__init__([drafter for group in groups for drafter in group])
+        self.members = members = [drafter for group in groups for drafter in group]
         self.groups, self.is_fixed = groups, is_fixed
+        self.max_draft_depth = max(member.max_draft_depth for member in members)
+        self.follows_prompts = any(member.follows_prompts for member in members)
+        self.follows_last = any(member.follows_last for member in members)
         self.max_draft_tokens = max(sum(d.max_draft_tokens for d in group) for group in groups)
-        is_alone, first = len(self.members) == 1, self.members[0]
+        is_alone, first = len(members) == 1, members[0]
         self.is_indivisible = is_alone and first.is_indivisible
         self.pace = Pace(
             self.max_draft_tokens, is_whole=self.is_indivisible,
@@ -90,7 +93,34 @@ class PacedDrafter(DrafterGroup):
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was measured, and the account, go on."""
         self._drafts = []
-        super().allocate(num_rows, num_positions)
+        for member in self.members:
+            member.allocate(num_rows, num_positions)
+
+    def plan_step(self, num_prompt_tokens: int, max_prefill: int | None) -> None:
+        super().plan_step(num_prompt_tokens, max_prefill)
+        for member in self.members:
+            member.plan_step(num_prompt_tokens, max_prefill)
+
+    def start(self, requests: Sequence[ActiveRequest]) -> None:
+        for member in self.members:
+            member.start(requests)
+
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        return sum(member.count_unread(requests) for member in self.members)
+
+    def follow(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
+    ) -> None:
+        for member in self.members:
+            member.follow(rows, starts, counts, states)
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        for member in self.members:
+            member.copy_prefix(source, row, length)
+
+    def keep(self) -> None:
+        for member in self.members:
+            member.keep()
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.
@@ -155,17 +185,15 @@ class PacedDrafter(DrafterGroup):
         return [
             at
             for at, value in zip(left, values, strict=True)
-            if not self._is_best(group, value, len(left))
+            if not pace.is_best(group, value, len(left))
         ]
-
-    def _is_best(self, group: int, value: float, num_left: int) -> bool:
-        return self.pace.is_best(group, value, num_left)
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let all see the step; note what it brought, unless it was one over prompts only."""
-        super().observe(requests, states, paths)
+        for member in self.members:
+            member.observe(requests, states, paths)
         if not self._drafts:
             return
         drafts, self._drafts = self._drafts, []

@@ -151,19 +151,16 @@ class BeamDraft:
         self.num_levels = 0  # that were drafted
         self._head, self._sharpness = head, sharpen(temperatures, hidden.device)
         self._context = hidden[:, None]
-        self._state = head.update_state(to_device(roots, hidden.device)[:, None], None)
+        self._state: Tensor | None = None
 
-    def rank_root(self, width: int) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after the roots, [B, 1, width], and their log-probabilities."""
+    def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
+        """Read nodes below those of the level before; return what is drafted from each."""
+        device, above = self._context.device, self._state
+        if above is not None:
+            lines = torch.arange(len(self.roots), device=device)[:, None]
+            above = above[lines, to_device(level.parents, device)]
+        self._state = self._head.update_state(to_device(level.tokens, device), above)
         self.num_levels += 1
-        found = self._head.rank_tokens(self._context, self._state, width, self._sharpness)
+        found = self._head.rank_tokens(self._context, self._state, level.width, self._sharpness)
         ranked, scores = to_host(*found)
         return ranked, scores
-
-    def rank_level(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """Read nodes below those of the level before; return what is drafted from each."""
-        device = self._state.device
-        lines = torch.arange(len(self.roots), device=device)[:, None]
-        above = self._state[lines, to_device(level.parents, device)]
-        self._state = self._head.update_state(to_device(level.tokens, device), above)
-        return self.rank_root(level.width)

@@ -1,6 +1,6 @@
 """Ranks other than 0: each holds its part of every engine and does what rank 0 tells it.
 
-`python -m specdec.decode.ranks.follower STORE RANK` is how rank 0 starts one; a launcher's come
+`python -m specdec.decode.ranks.follower STORE` is how rank 0 starts one; a launcher's come
 here from specdec-run.
 """
 
@@ -87,18 +87,16 @@ class Follower:
 
 def follow_launcher() -> None:
     """Be a launcher's rank until rank 0 is done; end with a status where it ends otherwise."""
-    launch = find_launch()
-    assert launch is not None
-    _follow(launch.rank, None)
+    _follow(None)
 
 
-def _follow(rank: int, store_path: str | None) -> None:
+def _follow(store_path: str | None) -> None:
     from specdec.engine.group import PeerLost
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     launch = find_launch()
     assert launch is not None
-    size, store = launch.size, None
+    rank, size, store = launch.rank, launch.size, None
     if store_path is not None:
         store = open_store(store_path, size)
         store.set(f"rank{rank}", "here")
@@ -122,8 +120,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    store_path, rank = sys.argv[1:]
-    _follow(int(rank), store_path)
+    _follow(sys.argv[1])
 
 
 if __name__ == "__main__":

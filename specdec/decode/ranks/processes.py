@@ -121,9 +121,8 @@ class Ranks:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
         for rank in range(1, self.size):
-            follower = [sys.executable, "-m", "specdec.decode.ranks.follower"]
             child = subprocess.Popen(
-                [*follower, self._store_path, str(rank)],
+                [sys.executable, "-m", "specdec.decode.ranks.follower", self._store_path],
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 # Ctrl-C at a terminal is for rank 0, which then ends the others.
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
