@@ -11,18 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.gguf.model import GgufModel
-from specdec.methods.prompt_lookup import LookupOptions
 from specdec.model.blocks import dequantize
 from tests.blocks import write_gguf
 from tests.conftest import make_drafter
 from tests.engine.kernels import needs_compiler
 from tests.engines import call
-from tests.run.test_int8_engine import EXTERNAL, build, generate
+from tests.methods import EXTERNAL, use_method
+from tests.run.test_int8_engine import build, generate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 # As in a Q4_K_M file, where q, k and v differ; and some more.
@@ -164,9 +163,7 @@ def test_experts_stay_in_blocks(name: str, tmp_path: Path) -> None:
     assert len({tuple(each) for each in text}) > 1, "the texts differ"
     engine = TorchEngine(build(kept, "engine", *EXTERNAL), device="cpu", speculate=False)
     alone = generate(engine)[0]
-    engine.use_method(
-        "prompt_lookup", PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
-    )
+    use_method(engine, "prompt_lookup")
     texts, accepted = generate(engine)
     assert texts == alone, "drafts change no token"
     assert accepted > 0

@@ -23,16 +23,9 @@ from specdec import (
     UsageError,
 )
 from specdec.decode.ranks import processes
-from tests.conftest import (
-    make_dflash_drafter,
-    make_drafter,
-    make_eagle_drafter,
-    make_llama,
-    make_medusa_heads,
-    make_mtp_head,
-    make_tokenizer,
-)
-from tests.engines import call, continue_greedily, make_engine
+from tests.conftest import make_llama, make_tokenizer
+from tests.engines import call, continue_by_transformers
+from tests.methods import build_methods
 
 PROMPTS = [[5, 9, 77, 3], [64], list(range(20, 50)), [7, 7, 8], [100, 3, 55]]
 LIMIT = 24
@@ -40,55 +33,26 @@ LIMIT = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    parent = tmp_path_factory.mktemp("api")
-    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    target = make_llama(tmp_path_factory.mktemp("api"), seed=5)
     make_tokenizer(target)
-    make_engine(
-        parent, target, drafter, beams=3, length=4, build=["--max-batch-size", 2]
-    ).rename(parent / "redrafter")  # fmt: skip
-    call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
-    external = (
-        "--speculative-decoding-mode",
-        "draft_tokens_external",
-        "--max-draft-len",
-        4,
-    )
+    build_methods(target, "redrafter", build=["--max-batch-size", 2])
+    build_methods(target, "pair", "draft", build=["--max-batch-size", 3])
     lookahead = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
-    plain: list[tuple[str, Any]] = [("pair", external), ("draft", ()), ("lookahead", lookahead)]
-    for name, flags in plain:
-        call(
-            "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / name,
-            "--max-batch-size", 3, *flags,
-        )  # fmt: skip
-    heads, eagle = make_medusa_heads(parent, scale=3.0), make_eagle_drafter(parent, scale=2.0)
-    dflash = make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0)
-    for name, flags in (
-        ("medusa", ("--medusa-model-dir", heads)),
-        ("eagle", ("--eagle-model-dir", eagle, "--num-eagle-layers", 2)),
-        ("dflash", ("--dflash-model-dir", dflash)),
-        ("mtp", ("--mtp-model-dir", make_mtp_head(parent, parent / "target"))),
-    ):
-        checkpoint = parent / f"{name}-ckpt"
-        call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
-        call(
-            "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-engine",
-        )  # fmt: skip
-    return parent
+    build_methods(target, "lookahead", build=["--max-batch-size", 3, *lookahead])
+    build_methods(target, "medusa", "eagle", "dflash", "mtp")
+    return target.parent
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder / "target")
-    return continue_greedily(model, PROMPTS, LIMIT)
+    return continue_by_transformers(folder / "target", PROMPTS, LIMIT)
 
 
 def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
     """An engine on the CPU; every method has the same target."""
     if method in ("draft_target", "draft_target, logits"):
         use_logits = method != "draft_target"
-        options |= {"draft": folder / "draft", "draft_len": 3, "use_logits": use_logits}
+        options |= {"draft": folder / "draft-engine", "draft_len": 3, "use_logits": use_logits}
         method = "pair"
     elif method == "prompt_lookup":
         method, options = "pair", options | {"prompt_lookup_num_tokens": 4}
@@ -101,8 +65,7 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
         method, options = "redrafter", options | {"speculation": False}
     if options.get("speculation", True):  # draft in every step, whether it pays or not
         options = {"draft_budget": "fixed"} | options
-    name = f"{method}-engine" if method in ("medusa", "eagle", "dflash", "mtp") else method
-    return Engine.load(folder / name, device="cpu", **options)
+    return Engine.load(folder / f"{method}-engine", device="cpu", **options)
 
 
 METHODS = [
@@ -308,7 +271,7 @@ def test_options_are_checked(folder: Path) -> None:
     with pytest.raises(UsageError, match="eagle_tree_tokens: expected a whole number"):
         load(folder, "eagle", eagle_tree_tokens="many")
     with pytest.raises(UsageError, match="device: 'gpu' is not one of"):
-        Engine.load(folder / "redrafter", device="gpu")
+        Engine.load(folder / "redrafter-engine", device="gpu")
     with pytest.raises(UsageError, match="--medusa-choices has no effect"):
         load(folder, medusa_choices=[[0], [0, 0]])
     with pytest.raises(UsageError, match="no effect with an engine that runs plain"):

@@ -16,14 +16,8 @@ import pytest
 from specdec.build.backends.tensorrt_llm.checks import find_checkpoint_problems
 from specdec.convert.families import FAMILIES
 from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.methods import METHODS
-from specdec.methods.lookahead import LookaheadConfig
-from specdec.methods.prompt_lookup import LookupOptions
-from specdec.methods.suffix import SuffixOptions
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.trtllm.facts import LABELS, load_facts
@@ -38,6 +32,7 @@ from tests.conftest import (
 from tests.covering import cover
 from tests.engines import call
 from tests.families import WRITTEN_AS
+from tests.methods import use_method
 from tests.parity.models import VARIANTS, VOCAB, make_model
 from tests.parity.test_families import check_reference, generate, generate_reference
 
@@ -48,7 +43,6 @@ NAMES = [
     if FAMILIES[name].name not in WRITTEN_AS
 ]
 LENGTHS, LIMIT = (5, 30), 16
-LOOKUP = LookupOptions(num_tokens=4, max_ngram_size=2)
 # Drafters with weights: how their folders are made, and the option that names them. All sizes are
 # those of the models in VARIANTS.
 DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
@@ -135,13 +129,7 @@ def use(engine: TorchEngine, method: str, draft: Path) -> None:
     """Let a method without weights draft, or the engine `draft`."""
     if method == "draft_target":
         attach_draft(engine, TorchEngine(draft, device="cpu"), draft_len=3, use_logits=False)
-        return
-    proposers: dict[str, Callable[[], Any]] = {
-        "prompt_lookup": lambda: PromptLookupProposer(LOOKUP),
-        "suffix": lambda: SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)),
-        "lookahead": lambda: LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder),
-    }  # fmt: skip
-    engine.use_method(method, proposers[method]())
+    use_method(engine, method)
 
 
 def check_lines(folder: Path, kind: str) -> None:

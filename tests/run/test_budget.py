@@ -15,15 +15,11 @@ import torch
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters import Drafting
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.drafters.eagle import EagleProposer
-from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.pace import FIRST_PIECE, Calibration, Pace, follow_chances
 from specdec.decode.drafters.paced import PacedDrafter, bind
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
-from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
@@ -32,22 +28,13 @@ from specdec.engine.step import States
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.budget import DraftBudget
-from specdec.methods.lookahead import LookaheadConfig
-from specdec.methods.prompt_lookup import LookupOptions
-from specdec.methods.suffix import SuffixOptions
-from tests.conftest import (
-    make_dflash_drafter,
-    make_drafter,
-    make_eagle_drafter,
-    make_llama,
-    make_medusa_heads,
-    make_mtp_head,
-)
-from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine, run_here
+from tests.conftest import make_llama
+from tests.engines import call, list_paths, run_here
+from tests.methods import build_methods, load_method
 
 METHODS = (
-    "draft tree", "redrafter", "redrafter tree", "medusa", "eagle", "eagle3", "dflash", "mtp",
-    "prompt_lookup", "suffix", "lookahead",
+    "draft_target, tree", "redrafter", "redrafter, tree", "medusa", "eagle", "eagle3", "dflash",
+    "mtp", "prompt_lookup", "suffix", "lookahead",
 )  # fmt: skip
 
 
@@ -112,53 +99,16 @@ def test_a_tree_is_cut_to_its_likeliest_nodes() -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    parent = tmp_path_factory.mktemp("adaptive")
-    target = make_llama(parent, layers=3, seed=3)
-    found = {"redrafter": make_engine(parent / "r", target, make_drafter(parent, scale=3.0))}
-    heads = make_medusa_heads(parent, scale=3.0)
-    found["medusa"] = make_tree_engine("medusa", parent / "m", target, heads)
-    eagles: dict[str, dict[str, Any]] = {
-        "eagle": {}, "eagle3": {"version": 3, "aux_layers": (0, 2)},
-    }  # fmt: skip
-    for name, options in eagles.items():
-        drafter = make_eagle_drafter(parent, scale=2.0, name=f"d-{name}", **options)
-        found[name] = make_tree_engine("eagle", parent / name, target, drafter)
-    dflash = make_dflash_drafter(parent, scale=2.0)
-    found["dflash"] = make_tree_engine("dflash", parent / "dflash-engine", target, dflash)
-    found["mtp"] = make_tree_engine("mtp", parent / "mtp", target, make_mtp_head(parent, target))
-    for name in ("redrafter tree", "prompt_lookup", "suffix", "lookahead"):
-        found[name] = found["redrafter"]
-    found["draft tree"] = parent / "pair"
-    call("convert", "--model-dir", target, "--output-dir", parent / "pair-ckpt")
-    call(
-        "build", "--checkpoint-dir", parent / "pair-ckpt", "--output-dir", parent / "pair",
-        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6,
-    )  # fmt: skip
-    make_noisy_copy(target, parent / "draft-hf")
-    found["draft"] = make_engine(parent / "d", parent / "draft-hf")
-    return found
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = make_llama(tmp_path_factory.mktemp("adaptive"), layers=3, seed=3)
+    names = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "mtp", "pair", "noisy")
+    build_methods(target, *names, layers=3, build=["--max-batch-size", 3])
+    return target.parent
 
 
-def load(folders: dict[str, Path], method: str) -> TorchEngine:
-    if method == "prompt_lookup":
-        engine = TorchEngine(folders[method], device="cpu", speculate=False)
-        lookup = LookupOptions(num_tokens=4, max_ngram_size=2, target_devices=None)
-        engine.use_method(method, PromptLookupProposer(lookup))
-        return engine
-    if method == "suffix":
-        engine = TorchEngine(folders[method], device="cpu", speculate=False)
-        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
-        return engine
-    if method == "lookahead":
-        engine = TorchEngine(folders[method], device="cpu", speculate=False)
-        engine.use_method(method, LookaheadProposer(LookaheadConfig(3, 3, 2), engine.decoder))
-        return engine
-    engine = TorchEngine(folders[method], device="cpu")
-    if method == "draft tree":
-        draft = TorchEngine(folders["draft"], device="cpu")
-        attach_draft(engine, draft, draft_len=None, use_logits=False, tree_tokens=6)
-    if method == "redrafter tree":
+def load(parent: Path, method: str) -> TorchEngine:
+    engine = load_method(parent, method, "noisy")
+    if method == "redrafter, tree":
         assert isinstance(engine.proposer, ReDrafterProposer)
         engine.proposer = engine.proposer.fit_budget()
     return engine
@@ -177,14 +127,14 @@ def make_requests(**sampling: Any) -> list[Request]:
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95}])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_text_is_that_of_plain_decoding(
-    folders: dict[str, Path], method: str, sampling: dict[str, Any],
+    parent: Path, method: str, sampling: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Drafted and plain steps in any order, rows that are refilled and that share prefixes."""
-    plain = TorchEngine(folders[method], device="cpu", speculate=False)
+    plain = TorchEngine(parent / "pair-engine", device="cpu", speculate=False)
     requests = make_requests(**sampling)
     expected = [r.output_ids for r in plain.generate(requests)]
-    engine = load(folders, method)
+    engine = load(parent, method)
     engine.proposer = bind(engine.proposer)
     chance = random.Random(method)
     chosen: list[bool] = []
@@ -206,11 +156,9 @@ def test_the_text_is_that_of_plain_decoding(
     assert engine.proposer.is_indivisible == (method == "lookahead")
 
 
-@pytest.mark.parametrize("method", ["eagle", "draft tree"])
-def test_a_drafter_reads_a_piece_of_the_prompts_first(
-    folders: dict[str, Path], method: str
-) -> None:
-    plain = TorchEngine(folders[method], device="cpu", speculate=False)
+@pytest.mark.parametrize("method", ["eagle", "draft_target, tree"])
+def test_a_drafter_reads_a_piece_of_the_prompts_first(parent: Path, method: str) -> None:
+    plain = TorchEngine(parent / "pair-engine", device="cpu", speculate=False)
     requests = [
         Request(
             index=i, input_ids=[*range(3 + i, 83 + i)], max_output_len=30, end_ids=frozenset(),
@@ -218,7 +166,7 @@ def test_a_drafter_reads_a_piece_of_the_prompts_first(
         for i in range(4)
     ]  # fmt: skip
     expected = [r.output_ids for r in plain.generate(requests)]
-    engine = load(folders, method)
+    engine = load(parent, method)
     drafter, read = engine.proposer, []
     assert isinstance(drafter, EagleProposer | DraftTreeProposer)
     propose = drafter.propose
@@ -245,8 +193,8 @@ def write_prompt(folder: Path) -> Path:
     return path
 
 
-def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
-    flags = ["--engine-dir", str(folders["redrafter"]), "--max-output-len", "12"]
+def test_the_command(parent: Path, tmp_path: Path) -> None:
+    flags = ["--engine-dir", str(parent / "redrafter-engine"), "--max-output-len", "12"]
     flags += ["--input-file", str(write_prompt(tmp_path))]
     plain = run_here([*flags, "--no-speculation"])
     found = run_here([*flags, "--draft-len", "auto"])
@@ -254,9 +202,9 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     assert found["stats"]["method"] == "redrafter"
 
 
-def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_trees_of_redrafter(parent: Path, tmp_path: Path) -> None:
     """A size bounds what a step drafts; a budget has such trees by itself, and they end early."""
-    folder = folders["redrafter"]  # 4 beams of 5 tokens
+    folder = parent / "redrafter-engine"  # 5 beams of 5 tokens
     flags = ["--engine-dir", str(folder), "--max-output-len", "12", "--draft-budget", "fixed"]
     flags += ["--input-file", str(write_prompt(tmp_path)), "--redrafter-tree-tokens"]
     plain = run_here([*flags[:4], *flags[6:8], "--no-speculation"])
@@ -264,10 +212,10 @@ def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
     assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
     stats = found["outputs"][0]["stats"]
     assert 0 < stats["num_draft_tokens"] <= 7 * stats["num_verify_steps"]
-    with pytest.raises(SpecDecError, match="tokens is 21, the engine has num_beams=4 x draft_len"):
-        call("run", *flags, "21")
+    with pytest.raises(SpecDecError, match="tokens is 26, the engine has num_beams=5 x draft_len"):
+        call("run", *flags, "26")
     with pytest.raises(UsageError, match="--redrafter-tree-tokens has no effect with an engine"):
-        call("run", "--engine-dir", folders["medusa"], *flags[2:], "7")
+        call("run", "--engine-dir", parent / "medusa-engine", *flags[2:], "7")
     drafting = Drafting(options={}, flags={}, budget=DraftBudget("auto", "--draft-budget auto"))
     engine = TorchEngine(folder, device="cpu", drafting=drafting)
     assert isinstance(engine.proposer, PacedDrafter)
@@ -293,8 +241,8 @@ def test_trees_of_redrafter(folders: dict[str, Path], tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_have_no_effect(
-    tmp_path: Path, folders: dict[str, Path], flags: list[str], message: str
+    tmp_path: Path, parent: Path, flags: list[str], message: str
 ) -> None:
-    words = ["--engine-dir", folders["redrafter"], "--input-file", write_prompt(tmp_path), *flags]
+    folder, file = parent / "redrafter-engine", write_prompt(tmp_path)
     with pytest.raises(UsageError, match=message):
-        call("run", *words)
+        call("run", "--engine-dir", folder, "--input-file", file, *flags)

@@ -22,15 +22,9 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.tree import Tree, build_tree_mask, make_root, pack_beams
 from specdec.errors import SpecDecError, UsageError
-from tests.conftest import (
-    make_dflash_drafter,
-    make_drafter,
-    make_eagle_drafter,
-    make_llama,
-    make_medusa_heads,
-    make_mtp_head,
-)
-from tests.engines import call, list_paths, make_engine, make_noisy_copy, make_tree_engine
+from tests.conftest import make_llama
+from tests.engines import list_paths
+from tests.methods import build_methods
 
 SUFFIX: dict[str, Any] = {"suffix_max_tokens": 5, "suffix_min_probability": 0.0}
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
@@ -40,34 +34,18 @@ ADAPTED: dict[str, Any] = {"draft_len": "auto", "draft_budget": None}
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Engines of one target, each with another drafter; a plain one, and a draft model's."""
-    parent = tmp_path_factory.mktemp("chain")
-    target = make_llama(parent, layers=3, seed=3)
-    make_noisy_copy(target, parent / "draft-hf")
-    found = {
-        "redrafter": make_engine(parent / "r", target, make_drafter(parent, scale=3.0)),
-        "draft": make_engine(parent / "d", parent / "draft-hf"),
-    }
-    heads = make_medusa_heads(parent, scale=3.0)
-    found["medusa"] = make_tree_engine("medusa", parent / "m", target, heads)
-    eagle = make_eagle_drafter(parent, scale=2.0, version=3, aux_layers=(0, 2))
-    found["eagle"] = make_tree_engine("eagle", parent / "e", target, eagle)
-    dflash = make_dflash_drafter(parent, scale=2.0)
-    found["dflash"] = make_tree_engine("dflash", parent / "f", target, dflash)
-    found["mtp"] = make_tree_engine("mtp", parent / "p", target, make_mtp_head(parent, target))
-    call("convert", "--model-dir", target, "--output-dir", parent / "plain-ckpt")
-    call(
-        "build", "--checkpoint-dir", parent / "plain-ckpt", "--output-dir", parent / "plain",
-        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6,
-    )  # fmt: skip
-    return found | {"plain": parent / "plain"}
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = make_llama(tmp_path_factory.mktemp("chain"), layers=3, seed=3)
+    build_methods(
+        target, "redrafter", "medusa", "eagle3", "dflash", "mtp", "pair", "noisy", layers=3
+    )
+    return target.parent
 
 
-def load(engines: dict[str, Path], name: str, chain: str, **options: Any) -> TorchEngine:
+def load(parent: Path, name: str, chain: str, **options: Any) -> TorchEngine:
     if "draft_target" in chain:
-        options = {"draft_engine_dir": engines["draft"], **PAIR, **options}
-    options |= {"engine_dir": engines[name], "device": "cpu", "draft_chain": chain}
+        options = {"draft_engine_dir": parent / "noisy-engine", **PAIR, **options}
+    options |= {"engine_dir": parent / f"{name}-engine", "device": "cpu", "draft_chain": chain}
     options = {"draft_budget": "fixed"} | options
     return load_engine(DecodeSettings(**options), None)
 
@@ -87,17 +65,17 @@ def make_requests(**sampling: Any) -> list[Request]:
 CHAINS = (
     ("redrafter", "suffix,redrafter", SUFFIX | {"suffix_max_tokens": 30}),
     ("medusa", "prompt_lookup,medusa", LOOKUP),
-    ("eagle", "suffix,eagle", SUFFIX),
+    ("eagle3", "suffix,eagle", SUFFIX),
     ("dflash", "suffix+dflash", SUFFIX),
     ("mtp", "suffix,mtp", SUFFIX),
-    ("plain", "suffix,draft_target", SUFFIX),
-    ("plain", "prompt_lookup,draft_target", LOOKUP),
+    ("pair", "suffix,draft_target", SUFFIX),
+    ("pair", "prompt_lookup,draft_target", LOOKUP),
     ("redrafter", "suffix+redrafter", SUFFIX),
-    ("eagle", "prompt_lookup,suffix+eagle", SUFFIX | LOOKUP),
-    ("plain", "suffix+draft_target", SUFFIX),
-    ("plain", "draft_target,suffix+prompt_lookup", SUFFIX | LOOKUP),
-    ("plain", "suffix,draft_target", SUFFIX | TREE),
-    ("plain", "suffix+draft_target", SUFFIX | TREE),
+    ("eagle3", "prompt_lookup,suffix+eagle", SUFFIX | LOOKUP),
+    ("pair", "suffix+draft_target", SUFFIX),
+    ("pair", "draft_target,suffix+prompt_lookup", SUFFIX | LOOKUP),
+    ("pair", "suffix,draft_target", SUFFIX | TREE),
+    ("pair", "suffix+draft_target", SUFFIX | TREE),
 )
 
 
@@ -110,17 +88,17 @@ CHAINS = (
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_the_text_is_that_of_plain_decoding(
-    engines: dict[str, Path], name: str, chain: str, options: dict[str, Any],
+    parent: Path, name: str, chain: str, options: dict[str, Any],
     sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Any member for any request of a step; rows that are refilled and that share prefixes."""
     requests = make_requests(**sampling)
-    plain = TorchEngine(engines[name], device="cpu", speculate=False)
+    plain = TorchEngine(parent / "pair-engine", device="cpu", speculate=False)
     expected = [r.output_ids for r in plain.generate(requests)]
-    engine = load(engines, name, chain, **options)
+    engine = load(parent, name, chain, **options)
     assert engine.method == engine.describe()["method"] == chain
     assert isinstance(engine.proposer, PacedDrafter)
-    assert engine.proposer.follows_prompts == (name in ("eagle", "dflash", "mtp"))
+    assert engine.proposer.follows_prompts == (name in ("eagle3", "dflash", "mtp"))
     chance, chosen = random.Random(chain), []
 
     def choose(*_: Any) -> bool:
@@ -137,9 +115,9 @@ def test_the_text_is_that_of_plain_decoding(
     engine.close()
 
 
-def test_accepted_tokens_come_from_every_member(engines: dict[str, Path]) -> None:
+def test_accepted_tokens_come_from_every_member(parent: Path) -> None:
     """By the real record, on a text in which both are right now and then."""
-    engine = load(engines, "plain", "suffix,draft_target", **SUFFIX)
+    engine = load(parent, "pair", "suffix,draft_target", **SUFFIX)
     drafted = {0: 0, 1: 0}
     chain = engine.proposer
     assert isinstance(chain, PacedDrafter)
@@ -209,33 +187,33 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
 @pytest.mark.parametrize(
     ("name", "chain", "options", "message"),
     [
-        ("plain", "suffix", SUFFIX, "name two or more methods"),
-        ("plain", "suffix,sufix", SUFFIX, "'sufix' is no method"),
-        ("plain", "suffix,lookahead", SUFFIX, "'lookahead' is no method"),
-        ("plain", "suffix,suffix", SUFFIX, "a method twice"),
-        ("plain", "", SUFFIX, "name two or more"),
-        ("plain", "suffix,prompt_lookup", SUFFIX, "add --prompt-lookup-num-tokens"),
-        ("plain", "suffix,redrafter", SUFFIX, "the engine has no drafter of its own"),
+        ("pair", "suffix", SUFFIX, "name two or more methods"),
+        ("pair", "suffix,sufix", SUFFIX, "'sufix' is no method"),
+        ("pair", "suffix,lookahead", SUFFIX, "'lookahead' is no method"),
+        ("pair", "suffix,suffix", SUFFIX, "a method twice"),
+        ("pair", "", SUFFIX, "name two or more"),
+        ("pair", "suffix,prompt_lookup", SUFFIX, "add --prompt-lookup-num-tokens"),
+        ("pair", "suffix,redrafter", SUFFIX, "the engine has no drafter of its own"),
         ("medusa", "suffix,redrafter", SUFFIX, "the engine has a drafter for medusa"),
         ("medusa", "suffix,prompt_lookup", SUFFIX | LOOKUP, "which --draft-chain does not name"),
         ("redrafter", "suffix,redrafter", SUFFIX | LOOKUP, "no effect with an engine that runs"),
-        ("plain", "suffix,draft_target", SUFFIX | ADAPTED, "give --draft-len N"),
-        ("plain", "suffix+draft_target", SUFFIX | {"use_logits": True}, "leave --use-logits out"),
+        ("pair", "suffix,draft_target", SUFFIX | ADAPTED, "give --draft-len N"),
+        ("pair", "suffix+draft_target", SUFFIX | {"use_logits": True}, "leave --use-logits out"),
         ("redrafter", "suffix,redrafter", SUFFIX | {"no_speculation": True}, "no effect with"),
-        ("plain", "suffix,prompt_lookup", {"suffix_max_tokens": 9} | LOOKUP, "--max-draft-len 9"),
+        ("pair", "suffix,prompt_lookup", {"suffix_max_tokens": 9} | LOOKUP, "--max-draft-len 9"),
         ("redrafter", "suffix,redrafter", {"suffix_max_tokens": 9999}, "has room for 1023"),
     ],
 )  # fmt: skip
 def test_wrong_chains(
-    engines: dict[str, Path], name: str, chain: str, options: dict[str, Any], message: str
+    parent: Path, name: str, chain: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((UsageError, SpecDecError)) as caught:
-        load(engines, name, chain, **options)
+        load(parent, name, chain, **options)
     assert message in f"{caught.value.message}; {caught.value.hint}"
 
 
-def test_two_drafters_need_a_chain(engines: dict[str, Path]) -> None:
-    settings = DecodeSettings(engine_dir=engines["plain"], device="cpu", **SUFFIX, **LOOKUP)
+def test_two_drafters_need_a_chain(parent: Path) -> None:
+    settings = DecodeSettings(engine_dir=parent / "pair-engine", device="cpu", **SUFFIX, **LOOKUP)
     with pytest.raises(UsageError, match="are both given") as caught:
         load_engine(settings, None)
     assert "--draft-chain" in caught.value.hint

@@ -189,7 +189,7 @@ def test_any_drafter_leaves_the_text_unchanged(
 
 
 @pytest.mark.parametrize(
-    "shape", [(3,), (12,), (1, 1), (6, 3), (2, 2, 1), (4, 4, 4), (7, 7, 7)], ids=str
+    "shape", [(3,), (12,), (1, 1), (6, 3), (1, 2, 1), (2, 5, 1), (4, 4, 4), (7, 7, 7)], ids=str
 )
 def test_drafts_from_the_text_leave_it_unchanged(
     target: Path, engine: TorchEngine, shape: tuple[int, ...]

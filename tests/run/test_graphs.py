@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,79 +38,41 @@ from specdec.engine.step import Step
 from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
-from tests.conftest import (
-    make_dflash_drafter,
-    make_drafter,
-    make_eagle_drafter,
-    make_llama,
-    make_medusa_heads,
-    make_mtp_head,
-)
-from tests.engines import make_engine, make_noisy_copy, make_tree_engine
+from tests.conftest import make_drafter, make_llama
+from tests.engines import make_engine
+from tests.methods import build_methods
 from tests.parity.models import make_model
 from tests.tape import HostAccess, StrictGraphs, TapeRecorder
 
 METHODS = (
-    "redrafter", "medusa", "eagle", "eagle3", "dflash", "mtp", "draft_target", "draft tree",
+    "redrafter", "medusa", "eagle", "eagle3", "dflash", "mtp", "draft_target", "draft_target, tree",
 )  # fmt: skip
 LIMIT = 30
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An engine of every method, built without kernels, of one target."""
-    parent = tmp_path_factory.mktemp("graphs")
-    target = make_llama(parent, layers=3, seed=3)
-    make_noisy_copy(target, parent / "noisy")
-    external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 3]
-    drafter = make_drafter(parent, exit_dim=96, scale=3.0)
-    heads = make_medusa_heads(parent, scale=3.0)
-    eagles = {
-        "eagle": make_eagle_drafter(parent, scale=2.0, name="e1"),
-        "eagle3": make_eagle_drafter(parent, scale=2.0, version=3, aux_layers=(0, 2), name="e3"),
-    }
-    rows = ["--max-batch-size", 3]
-
-    def build(name: str, source: Path, *arguments: Any, flags: Sequence[object] = ()) -> Path:
-        return make_engine(
-            parent / name, source, *arguments, optimize="none", build=[*rows, *flags]
-        )
-
-    return {
-        "redrafter": build("redrafter", target, drafter),
-        "draft_target": build("pair", target, flags=external),
-        "draft": build("draft", parent / "noisy"),
-        "medusa": make_tree_engine("medusa", parent / "m", target, heads, optimize="none"),
-        **{
-            name: make_tree_engine("eagle", parent / name, target, folder, optimize="none")
-            for name, folder in eagles.items()
-        },
-        "mtp": make_tree_engine(
-            "mtp", parent / "p", target, make_mtp_head(parent, target), optimize="none"
-        ),
-        "dflash": make_tree_engine(
-            "dflash",
-            parent / "f",
-            target,
-            make_dflash_drafter(parent, scale=2.0),
-            optimize="none",
-        ),
-    }
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = make_llama(tmp_path_factory.mktemp("graphs"), layers=3, seed=3)
+    names = ("redrafter", "medusa", "eagle", "eagle3", "dflash", "mtp", "pair", "noisy")
+    build_methods(target, *names, layers=3, build=["--optimize", "none", "--max-batch-size", 3])
+    return target.parent
 
 
-def load(folders: dict[str, Path], method: str, *, with_graphs: bool, **options: Any) -> Any:
-    recorder = TapeRecorder() if with_graphs else None
-    is_tree = method == "draft tree"
-    method = "draft_target" if is_tree else method
-    engine = TorchEngine(folders[method], device="cpu", recorder=recorder, **options)
+def load(parent: Path, method: str, *, with_graphs: bool, speculate: bool = True) -> Any:
+    def open_engine(name: str) -> TorchEngine:
+        recorder = TapeRecorder() if with_graphs else None
+        folder = parent / f"{name}-engine"
+        return TorchEngine(folder, device="cpu", recorder=recorder, speculate=speculate)
+
+    name, _, variant = method.partition(", ")
+    if name == "draft_target":
+        engine, tree_tokens = open_engine("pair"), 3 if variant == "tree" else None
+        draft = open_engine("noisy")
+        attach_draft(engine, draft, draft_len=3, use_logits=False, tree_tokens=tree_tokens)
+        return engine
+    engine = open_engine(name)
     if isinstance(engine.proposer, MedusaProposer):  # as on a GPU
         engine.proposer.use_tree(grow_choices(3, 7, 128))
-    if method == "draft_target" and options.get("speculate", True):
-        draft = TorchEngine(
-            folders["draft"], device="cpu", recorder=TapeRecorder() if with_graphs else None
-        )
-        tree_tokens = 3 if is_tree else None
-        attach_draft(engine, draft, draft_len=3, use_logits=False, tree_tokens=tree_tokens)
     return engine
 
 
@@ -134,11 +96,11 @@ def run(engine: TorchEngine, requests: list[Request], **options: Any) -> list[li
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_text_is_that_without_graphs(folders: dict[str, Path], method: str) -> None:
+def test_the_text_is_that_without_graphs(parent: Path, method: str) -> None:
     """Rows that end at different steps and are refilled, prefixes shared, one request, again."""
-    engine = load(folders, method, with_graphs=True)
+    engine = load(parent, method, with_graphs=True)
     requests = make_requests(5)
-    expected = run(load(folders, method, with_graphs=False), requests)
+    expected = run(load(parent, method, with_graphs=False), requests)
     assert run(engine, requests) == expected
     assert run(engine, requests[1:2]) == expected[1:2]
     graphs = engine.graphs
@@ -154,10 +116,10 @@ def test_the_text_is_that_without_graphs(folders: dict[str, Path], method: str) 
     assert set(report["eager"]) == {"over 64 tokens a row"}
 
 
-def test_plain_steps_are_begun_ahead(folders: dict[str, Path]) -> None:
+def test_plain_steps_are_begun_ahead(parent: Path) -> None:
     """Rows are refilled while a step is in flight, and ended by tokens that nobody foresaw."""
-    eager = load(folders, "redrafter", with_graphs=False, speculate=False)
-    engine = load(folders, "redrafter", with_graphs=True, speculate=False)
+    eager = load(parent, "redrafter", with_graphs=False, speculate=False)
+    engine = load(parent, "redrafter", with_graphs=True, speculate=False)
     requests = make_requests(6)
     texts = run(eager, requests)
     stopping = [
@@ -176,18 +138,18 @@ def test_plain_steps_are_begun_ahead(folders: dict[str, Path]) -> None:
             run(engine, requests)
 
 
-def test_plain_and_sampled(folders: dict[str, Path]) -> None:
+def test_plain_and_sampled(parent: Path) -> None:
     requests = make_requests(2, temperature=0.8, top_p=0.9) + make_requests(1)
     for speculate in (False, True):
-        eager = load(folders, "redrafter", with_graphs=False, speculate=speculate)
-        engine = load(folders, "redrafter", with_graphs=True, speculate=speculate)
+        eager = load(parent, "redrafter", with_graphs=False, speculate=speculate)
+        engine = load(parent, "redrafter", with_graphs=True, speculate=speculate)
         assert run(engine, requests) == run(eager, requests)
 
 
-def test_float32_bits_where_the_shapes_are_the_same(folders: dict[str, Path]) -> None:
+def test_float32_bits_where_the_shapes_are_the_same(parent: Path) -> None:
     """A step of one or four tokens of one row is the eager one, to the last bit."""
-    eager = load(folders, "redrafter", with_graphs=False).decoder
-    engine = load(folders, "redrafter", with_graphs=True)
+    eager = load(parent, "redrafter", with_graphs=False).decoder
+    engine = load(parent, "redrafter", with_graphs=True)
     caches = [decoder.make_cache(2, 200) for decoder in (eager, engine.decoder)]
     generator = np.random.default_rng(3)
     for _ in range(3):
@@ -210,8 +172,8 @@ def test_float32_bits_where_the_shapes_are_the_same(folders: dict[str, Path]) ->
     assert engine.graphs.num_replayed == 10
 
 
-def test_results_outlive_the_next_replay(folders: dict[str, Path]) -> None:
-    decoder = load(folders, "redrafter", with_graphs=True).decoder
+def test_results_outlive_the_next_replay(parent: Path) -> None:
+    decoder = load(parent, "redrafter", with_graphs=True).decoder
     cache = decoder.make_cache(1, 64)
     with torch.inference_mode():
         found = []
@@ -228,11 +190,11 @@ def test_results_outlive_the_next_replay(folders: dict[str, Path]) -> None:
     assert not torch.equal(found[0], found[2])
 
 
-def test_a_second_cache_is_not_the_first(folders: dict[str, Path]) -> None:
+def test_a_second_cache_is_not_the_first(parent: Path) -> None:
     """Two runs at once: the later one goes without graphs, and neither sees the other."""
-    engine = load(folders, "redrafter", with_graphs=True, speculate=False)
+    engine = load(parent, "redrafter", with_graphs=True, speculate=False)
     requests = make_requests(2)
-    expected = run(load(folders, "redrafter", with_graphs=False, speculate=False), requests)
+    expected = run(load(parent, "redrafter", with_graphs=False, speculate=False), requests)
     size = engine.max_seq_len
     batches = [
         Batch(engine.decoder, Drafter(), Options(), Timing(), num_rows=1, max_seq_len=size)
@@ -248,14 +210,12 @@ def test_a_second_cache_is_not_the_first(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("speculate", [False, True])
-def test_requests_join_and_leave_between_steps(
-    folders: dict[str, Path], *, speculate: bool
-) -> None:
+def test_requests_join_and_leave_between_steps(parent: Path, *, speculate: bool) -> None:
     """Greedy ones run ahead of the host until a sampled one joins, and again once it has left."""
     greedy, sampled = make_requests(4), make_requests(2, limit=15, temperature=0.9)[::-1]
-    eager = load(folders, "redrafter", with_graphs=False, speculate=speculate)
+    eager = load(parent, "redrafter", with_graphs=False, speculate=speculate)
     expected = [run(eager, [request])[0] for request in (*greedy, *sampled)]
-    engine = load(folders, "redrafter", with_graphs=True, speculate=speculate)
+    engine = load(parent, "redrafter", with_graphs=True, speculate=speculate)
     batch = Batch(
         engine.decoder, engine.proposer, engine.fill_options(Options()), Timing(),
         num_rows=3, max_seq_len=engine.max_seq_len,
@@ -293,9 +253,9 @@ def test_requests_join_and_leave_between_steps(
     assert changes[:3] == ([False] if speculate else [False, True, False])
 
 
-def test_no_more_graphs_than_allowed(folders: dict[str, Path]) -> None:
-    eager = load(folders, "redrafter", with_graphs=False)
-    engine = load(folders, "redrafter", with_graphs=True)
+def test_no_more_graphs_than_allowed(parent: Path) -> None:
+    eager = load(parent, "redrafter", with_graphs=False)
+    engine = load(parent, "redrafter", with_graphs=True)
     engine.graphs.max_graphs = 2
     requests = make_requests(2)
     assert run(engine, requests) == run(eager, requests)
@@ -303,11 +263,11 @@ def test_no_more_graphs_than_allowed(folders: dict[str, Path]) -> None:
     assert engine.graphs.num_eager["over 2 graphs"] > 10
 
 
-def test_graphs_can_be_switched_off(folders: dict[str, Path]) -> None:
-    engine = load(folders, "redrafter", with_graphs=True)
+def test_graphs_can_be_switched_off(parent: Path) -> None:
+    engine = load(parent, "redrafter", with_graphs=True)
     engine.graphs.is_enabled = False
     requests = make_requests(1)
-    assert run(engine, requests) == run(load(folders, "redrafter", with_graphs=False), requests)
+    assert run(engine, requests) == run(load(parent, "redrafter", with_graphs=False), requests)
     assert engine.graphs.num_replayed == 0
     assert set(engine.graphs.num_eager) == {"switched off"}
 
@@ -493,13 +453,11 @@ WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2, "d
 
 
 @pytest.mark.usefixtures("_guarded")
-@pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3", "draft tree"])
-def test_waits_of_a_step(
-    folders: dict[str, Path], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3", "draft_target, tree"])
+def test_waits_of_a_step(parent: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     is_plain = method == "plain"
     engine = load(
-        folders, "redrafter" if is_plain else method, with_graphs=True, speculate=not is_plain
+        parent, "redrafter" if is_plain else method, with_graphs=True, speculate=not is_plain
     )
     checks = Waits()  # of the first replay of each graph
 

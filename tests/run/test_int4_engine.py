@@ -50,7 +50,8 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "method", ["redrafter", "medusa", "eagle, dynamic", "draft, wide", "suffix", "lookahead"]
+    "method",
+    ["redrafter", "medusa", "eagle, dynamic", "draft_target by wide", "suffix", "lookahead"],
 )
 def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -> None:
     check_text(parent, method, "int4")
@@ -60,7 +61,7 @@ def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -
 def test_layers_of_several_types_go_kernel_by_kernel(parent: Path) -> None:
     """As of a checkpoint that leaves some modules unquantized: one call takes one type."""
     decoder = TorchEngine(parent / "redrafter-engine", device="cpu", speculate=False).decoder
-    wide = TorchEngine(parent / "wide", device="cpu").decoder
+    wide = TorchEngine(parent / "wide-engine", device="cpu").decoder
     assert decoder.kernels is not None
     assert type(choose_native(decoder.stack, decoder.kernels)) is NativeLayers
     first, *others = decoder.stack.layers
@@ -293,7 +294,7 @@ def test_damaged_engines_are_refused(
     import shutil
 
     engine = tmp_path / "engine"
-    shutil.copytree(parent / "draft", engine)
+    shutil.copytree(parent / "draft-engine", engine)
     tensors = load_file(engine / WEIGHTS_NAME)
     name = f"transformer.layers.1.mlp.proj.{kind}"
     changed = tensors.pop(name)

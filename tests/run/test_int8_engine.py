@@ -13,10 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.engine.integers import ROW_GROUP
 from specdec.engine.layout import (
@@ -28,16 +24,7 @@ from specdec.engine.layout import (
 from specdec.engine.linear import Linear
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json
-from specdec.methods.lookahead import LookaheadConfig
-from specdec.methods.prompt_lookup import LookupOptions
-from specdec.methods.suffix import SuffixOptions
-from tests.conftest import (
-    make_dflash_drafter,
-    make_drafter,
-    make_eagle_drafter,
-    make_llama,
-    make_medusa_heads,
-)
+from tests.conftest import make_llama
 from tests.engine.kernels import needs_compiler
 from tests.engines import (
     call,
@@ -47,6 +34,7 @@ from tests.engines import (
     run_cli_here,
     save_weights,
 )
+from tests.methods import build_methods, load_method
 from tests.parity.models import VOCAB, make_model
 from tests.parity.test_families import assert_near
 from tests.parity.test_parallel_layers import compute, load_ranks
@@ -54,7 +42,6 @@ from tests.parity.test_parallel_layers import compute, load_ranks
 PROMPTS = [[5, 17, 30], list(range(3, 17)), [64], [9, 9, 4] * 6]
 LIMIT = 30
 INT8 = ("--quantization", "int8")
-EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
 
 
 def build(checkpoint: Path, name: str, *flags: object) -> Path:
@@ -172,21 +159,9 @@ def test_text_is_what_transformers_makes_of_the_rounded_weights(tmp_path: Path) 
 def make_engines(parent: Path, *quantization: object, intermediate: int = 112) -> Path:
     """One target behind every method, quantized, in bfloat16."""
     target = make_llama(parent, seed=5, intermediate=intermediate)
-    drafters = {
-        "redrafter": ("--drafter-model-dir", make_drafter(parent, exit_dim=96, scale=3.0)),
-        "medusa": ("--medusa-model-dir", make_medusa_heads(parent, scale=3.0)),
-        "eagle": ("--eagle-model-dir", make_eagle_drafter(parent, scale=2.0)),
-        "dflash": (
-            "--dflash-model-dir",
-            make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0),
-        ),
-        "pair": (),
-    }
-    for name, flags in drafters.items():
-        checkpoint = convert(target, parent / f"{name}-ckpt", "--dtype", "bfloat16", *flags)
-        build(checkpoint, f"{name}-engine", *quantization, *(EXTERNAL if name == "pair" else ()))
-    build(parent / "pair-ckpt", "draft", *quantization)
-    build(parent / "pair-ckpt", "wide")
+    names = ("redrafter", "medusa", "eagle", "dflash", "pair", "draft")
+    build_methods(target, *names, convert=("--dtype", "bfloat16"), build=quantization)
+    build(parent / "pair-ckpt", "wide-engine")
     return parent
 
 
@@ -196,28 +171,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 METHODS = ["redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "draft_target",
-           "draft, wide", "prompt_lookup", "suffix", "lookahead"]  # fmt: skip
-
-
-def load(parent: Path, method: str) -> TorchEngine:
-    name = method.partition(",")[0]
-    has_drafter = name in ("redrafter", "medusa", "eagle", "dflash")
-    engine = TorchEngine(parent / f"{name if has_drafter else 'pair'}-engine", device="cpu")
-    if method == "eagle, dynamic":
-        eagle: Any = engine.proposer
-        eagle.use_dynamic_tree(3, 8)
-    elif name.startswith("draft"):
-        draft = TorchEngine(parent / ("wide" if "wide" in method else "draft"), device="cpu")
-        attach_draft(engine, draft, draft_len=3, use_logits=False)
-    elif method == "prompt_lookup":
-        lookup = PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
-        engine.use_method(method, lookup)
-    elif method == "suffix":
-        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
-    elif method == "lookahead":
-        window = LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder)
-        engine.use_method(method, window)
-    return engine
+           "draft_target by wide", "prompt_lookup", "suffix", "lookahead"]  # fmt: skip
 
 
 @needs_compiler
@@ -228,7 +182,7 @@ def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -
 
 def check_text(parent: Path, method: str, quantization: str) -> None:
     """Drafts are accepted, and the text is that of the same engine without them."""
-    engine = load(parent, method)
+    engine = load_method(parent, *method.split(" by "))
     texts, num_accepted = generate(engine)
     plain = TorchEngine(parent / "redrafter-engine", device="cpu", speculate=False)
     assert texts == generate(plain)[0]
@@ -237,7 +191,7 @@ def check_text(parent: Path, method: str, quantization: str) -> None:
 
 
 def test_folders_say_what_they_hold(parent: Path) -> None:
-    engine, wide = parent / "redrafter-engine", parent / "wide"
+    engine, wide = parent / "redrafter-engine", parent / "wide-engine"
     assert read_json(engine / "config.json")["torch_config"]["quantization"] == "int8"
     assert read_json(engine / "manifest.json")["settings"]["quantization"] == "int8"
     assert read_json(wide / "config.json")["torch_config"]["quantization"] is None
@@ -305,7 +259,7 @@ def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
 @pytest.fixture
 def engine(parent: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "engine"
-    shutil.copytree(parent / "draft", folder)
+    shutil.copytree(parent / "draft-engine", folder)
     return folder
 
 

@@ -370,7 +370,8 @@ def test_texts_that_outgrow_the_draft_model(folder: Path, monkeypatch: pytest.Mo
     engine = load(folder, "target", "merges", 3)
     whole = sum(r.stats.num_draft_tokens for r in run(engine, requests, tokenizer))
     assert isinstance(engine.proposer, DraftTargetProposer)
-    monkeypatch.setattr(engine.proposer, "max_seq_len", 20)
+    short = dataclasses.replace(engine.proposer.model, max_seq_len=20)
+    monkeypatch.setattr(engine.proposer, "model", short)
     results = run(engine, requests, tokenizer)
     assert [r.output_ids for r in results] == expected
     assert 0 < sum(r.stats.num_draft_tokens for r in results) < whole

@@ -204,19 +204,6 @@ def plain(folder: Path) -> tuple[TorchEngine, list[list[int]]]:
     return engine, [r.output_ids for r in run(engine)]
 
 
-@pytest.mark.parametrize("options", [(6, 4), (1, 1), (3, 2)])
-def test_lookup_leaves_the_text(
-    plain: tuple[TorchEngine, list[list[int]]], options: tuple[int, int]
-) -> None:
-    engine, expected = plain
-    num_tokens, size = options
-    results = run(
-        engine, PromptLookupProposer(LookupOptions(num_tokens=num_tokens, max_ngram_size=size))
-    )
-    assert [r.output_ids for r in results] == expected
-    assert any(r.stats.num_accepted for r in results)
-
-
 PERIOD = 10
 
 
@@ -257,18 +244,6 @@ def test_a_text_that_repeats_itself_is_drafted_in_full(repeater: TorchEngine) ->
     assert histogram[0] < 10
     assert histogram[1:3] == [0, 0]
     assert histogram[3] > 10
-
-
-@pytest.mark.parametrize("config", [(4, 4, 4), (1, 2, 1), (3, 2, 2), (2, 5, 1), (7, 7, 7)])
-def test_lookahead_leaves_the_text(
-    plain: tuple[TorchEngine, list[list[int]]], config: tuple[int, int, int]
-) -> None:
-    engine, expected = plain
-    results = run(engine, LookaheadProposer(LookaheadConfig(*config), engine.decoder))
-    assert [r.output_ids for r in results] == expected
-    for result in results:
-        assert sum(result.stats.accepted_histogram) == result.stats.num_verify_steps
-    assert any(r.stats.num_accepted for r in results)
 
 
 def test_a_window_of_wrong_tokens_leaves_the_text(

@@ -18,10 +18,6 @@ from torch import Tensor
 
 from specdec import logs
 from specdec.decode import loop
-from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
 from specdec.decode.prefill import PromptReader
@@ -30,55 +26,20 @@ from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
-from specdec.methods.lookahead import LookaheadConfig
-from specdec.methods.prompt_lookup import LookupOptions
-from specdec.methods.suffix import SuffixOptions
 from specdec.run.pipeline import list_prompts
 from specdec.run.settings import RunSettings
-from tests.conftest import (
-    make_dflash_drafter,
-    make_drafter,
-    make_eagle_drafter,
-    make_llama,
-    make_medusa_heads,
-    make_tokenizer,
-    read_error_lines,
-)
-from tests.engines import OracleProposer, call, make_engine, run_cli_here, start_cli
+from tests.conftest import make_llama, make_tokenizer, read_error_lines
+from tests.engines import OracleProposer, run_cli_here, start_cli
+from tests.methods import build_methods, load_method
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    parent = tmp_path_factory.mktemp("requests")
-    target, drafter = make_llama(parent, seed=5), make_drafter(parent, exit_dim=96, scale=3.0)
+    target = make_llama(tmp_path_factory.mktemp("requests"), seed=5)
     make_tokenizer(target)
-    make_engine(
-        parent, target, drafter, beams=3, length=4, build=["--max-batch-size", 5]
-    ).rename(parent / "redrafter")  # fmt: skip
-    call("convert", "--model-dir", target, "--output-dir", parent / "ckpt")
-    call(
-        "build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "pair",
-        "--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4,
-    )  # fmt: skip
-    call("build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "draft")
-    heads = make_medusa_heads(parent, scale=3.0)
-    eagle = make_eagle_drafter(parent, scale=2.0)
-    eagle3 = make_eagle_drafter(parent, version=3, scale=2.0, name="eagle3-drafter")
-    dflash = make_dflash_drafter(parent, target_layers=2, aux_layers=(0,), scale=2.0)
-    shallow = ("--num-eagle-layers", 2)
-    for name, flags in (
-        ("medusa", ("--medusa-model-dir", heads)),
-        ("eagle", ("--eagle-model-dir", eagle, *shallow)),
-        ("eagle3", ("--eagle-model-dir", eagle3, *shallow)),
-        ("dflash", ("--dflash-model-dir", dflash)),
-    ):
-        checkpoint = parent / f"{name}-ckpt"
-        call("convert", "--model-dir", target, *flags, "--output-dir", checkpoint)
-        call(
-            "build", "--checkpoint-dir", checkpoint, "--output-dir", parent / f"{name}-engine",
-            "--max-batch-size", 7,
-        )  # fmt: skip
-    return parent
+    build_methods(target, "redrafter", "pair", "draft", build=["--max-batch-size", 5])
+    build_methods(target, "medusa", "eagle", "eagle3", "dflash", build=["--max-batch-size", 7])
+    return target.parent
 
 
 @pytest.fixture(scope="module")
@@ -88,41 +49,16 @@ def tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder / "target")
 
 
-@pytest.fixture(scope="module")
-def engines(folder: Path) -> dict[str, TorchEngine]:
-    """The same target behind every method."""
-    made = {
-        "plain": TorchEngine(folder / "redrafter", device="cpu", speculate=False),
-        "redrafter": TorchEngine(folder / "redrafter", device="cpu"),
-    }
-    for name in ("medusa", "eagle", "eagle3", "dflash"):
-        made[name] = TorchEngine(folder / f"{name}-engine", device="cpu")
-    made["eagle, dynamic"] = TorchEngine(folder / "eagle-engine", device="cpu")
-    eagle: Any = made["eagle, dynamic"].proposer
-    eagle.use_dynamic_tree(3, 8)
-    for name, use_logits in (("draft_target", False), ("draft_target, logits", True)):
-        made[name] = TorchEngine(folder / "pair", device="cpu")
-        draft = TorchEngine(folder / "draft", device="cpu")
-        attach_draft(made[name], draft, draft_len=3, use_logits=use_logits)
-    made["draft_target, tree"] = TorchEngine(folder / "pair", device="cpu")
-    draft = TorchEngine(folder / "draft", device="cpu")
-    attach_draft(made["draft_target, tree"], draft, draft_len=None, use_logits=False, tree_tokens=4)
-    for name in ("prompt_lookup", "suffix", "lookahead"):
-        made[name] = TorchEngine(folder / "pair", device="cpu")
-    lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
-    made["prompt_lookup"].use_method("prompt_lookup", PromptLookupProposer(lookup))
-    suffix = SuffixOptions(max_tokens=6, min_probability=0, max_cached_tokens=300)
-    made["suffix"].use_method("suffix", SuffixProposer(suffix))
-    window = LookaheadProposer(LookaheadConfig(3, 3, 3), made["lookahead"].decoder)
-    made["lookahead"].use_method("lookahead", window)
-    assert set(made) == set(METHODS)
-    return made
-
-
 METHODS = [
     "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "eagle3", "dflash", "draft_target",
     "draft_target, logits", "draft_target, tree", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> dict[str, TorchEngine]:
+    """The same target behind every method; "plain" is the engine that takes drafts, given none."""
+    return {method: load_method(folder, method) for method in METHODS}
 
 
 def mix_requests(number: int) -> list[Request]:
@@ -441,7 +377,7 @@ def test_chat_template(folder: Path, tokenizer: Any) -> None:
 
 def run(folder: Path, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return run_cli_here(
-        "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
+        "run", "--engine-dir", folder / "redrafter-engine", "--tokenizer-dir", folder / "target",
         *args, **options,
     )  # fmt: skip
 
@@ -492,7 +428,7 @@ def test_an_interrupted_stream_shows_what_was_done(
 def test_text_is_streamed_while_it_is_made(folder: Path) -> None:
     """What twenty steps made can be read while the next one has not begun."""
     process = start_cli(
-        "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
+        "run", "--engine-dir", folder / "redrafter-engine", "--tokenizer-dir", folder / "target",
         "--input-text", "abc", "--max-output-len", "400", "--end-id", "127", "--streaming",
         "--no-speculation", pauses=True,
     )  # fmt: skip
@@ -555,7 +491,7 @@ def test_ctrl_c_shows_what_was_done(folder: Path, tmp_path: Path) -> None:
     lines += [{"prompt": "cd", "max_output_len": 500}] * 400
     prompts.write_text("\n".join(map(json.dumps, lines)))
     process = start_cli(
-        "run", "--engine-dir", folder / "redrafter", "--tokenizer-dir", folder / "target",
+        "run", "--engine-dir", folder / "redrafter-engine", "--tokenizer-dir", folder / "target",
         "--input-file", prompts, "--json", "--end-id", "127", "--no-speculation", "--debug",
     )  # fmt: skip
     process.send_signal(signal.SIGINT)

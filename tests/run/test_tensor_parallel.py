@@ -21,11 +21,7 @@ import torch
 from specdec.decode import engine as torch_engine
 from specdec.decode.devices import check_devices
 from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.eagle import EagleProposer
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
-from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.ranks import processes as ranks_module
@@ -34,9 +30,6 @@ from specdec.decode.ranks.processes import LOST_STATUS, Ranks, end_ranks
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import Problems, SpecDecError
-from specdec.methods.lookahead import LookaheadConfig
-from specdec.methods.prompt_lookup import LookupOptions
-from specdec.methods.suffix import SuffixOptions
 from tests.conftest import (
     ROOT,
     make_dflash_drafter,
@@ -49,11 +42,12 @@ from tests.conftest import (
     run_cli,
 )
 from tests.engines import call, make_noisy_copy, run_cli_here, start_cli
+from tests.methods import use_method
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 9}]
 METHODS = [
-    "target", "redrafter", "redrafter dynamic", "medusa", "eagle", "eagle dynamic", "eagle3",
+    "target", "redrafter", "redrafter, dynamic", "medusa", "eagle", "eagle, dynamic", "eagle3",
     "dflash", "mtp", "prompt_lookup", "suffix", "lookahead",
 ]  # fmt: skip
 
@@ -107,22 +101,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, method: str, size: int) -> TorchEngine:
     """Load an engine of a folder's name, or a variant of one."""
-    name = {
-        "prompt_lookup": "target", "suffix": "target", "lookahead": "target",
-        "eagle dynamic": "eagle", "redrafter dynamic": "redrafter",
-    }.get(method)  # fmt: skip
-    engine = TorchEngine(folder / f"{name or method}-tp{size}", device="cpu")
-    if method == "prompt_lookup":
-        lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
-        engine.use_method(method, PromptLookupProposer(lookup))
-    elif method == "suffix":
-        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
-    elif method == "lookahead":
-        engine.use_method(method, LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder))
-    elif method == "eagle dynamic":
-        assert isinstance(engine.proposer, EagleProposer)
-        engine.proposer.use_dynamic_tree(3, 9)
-    elif method == "redrafter dynamic":
+    name, _, variant = method.partition(", ")
+    source = "target" if name in ("prompt_lookup", "suffix", "lookahead") else name
+    engine = TorchEngine(folder / f"{source}-tp{size}", device="cpu")
+    use_method(engine, method)
+    if name == "redrafter" and variant:
         assert isinstance(engine.proposer, ReDrafterProposer)
         engine.proposer = DynamicProposer(engine.proposer.head, 9)
     return engine

@@ -31,7 +31,7 @@ from specdec.serve.server import Server, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
 from specdec.vocabulary import list_byte_letters
-from tests.conftest import BOS, EOS, UNK
+from tests.conftest import EOS
 from tests.serve.servers import (
     CLIENT,
     MODEL,
@@ -109,56 +109,6 @@ def test_seeds_and_choices(folder: Path, url: str) -> None:
     assert [choice["text"] for choice in many[:3]] == expected, "equal prompts share no numbers"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_is_the_answer_in_pieces(url: str, path: str) -> None:
-    is_chat = "chat" in path
-    body = {"messages": CHAT, "logprobs": True, "top_logprobs": 2} if is_chat else {
-        "prompt": TEXT, "logprobs": 2,
-    }  # fmt: skip
-    body |= {"max_tokens": 24, "n": 2, "seed": 5, "ignore_eos": True}
-    whole = post(url, path, **body)
-    events = read_events(url, path, **body, stream_options={"include_usage": True})
-    assert len({(e["id"], e["created"], e["model"]) for e in events}) == 1
-    assert {event["object"] for event in events} == {
-        "chat.completion.chunk" if is_chat else "text_completion"
-    }
-    *events, last = events
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 48
-    assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
-    assert last["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-    assert all(event["usage"] is None for event in events)
-    assert len(events) > 8
-    for index in (0, 1):
-        own = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
-        if is_chat:
-            assert own[0]["delta"] == {"role": "assistant", "content": ""}
-            text = "".join(c["delta"].get("content", "") for c in own)
-            assert text == whole["choices"][index]["message"]["content"]
-        else:
-            text = "".join(c["text"] for c in own)
-            assert text == whole["choices"][index]["text"]
-        reasons = [c["finish_reason"] for c in own]
-        assert reasons == [None] * (len(own) - 1) + ["length"], "exactly one, at the end"
-        told: dict[str, list[Any]] = {}
-        for choice in own:
-            for key, values in (choice["logprobs"] or {}).items():
-                if values is not None:
-                    told.setdefault(key, []).extend(values)
-        in_whole = whole["choices"][index]["logprobs"]
-        assert {len(values) for values in told.values()} == {24}
-        told_of = told["content"] if is_chat else told["tokens"]
-        names = [part["token"] for part in told_of] if is_chat else told_of
-        assert names == (
-            [part["token"] for part in in_whole["content"]] if is_chat else in_whole["tokens"]
-        )
-        assert "".join(n for n in names if n not in (UNK, BOS, EOS)) == text
-    without = read_events(url, path, **body)
-    assert all("usage" not in event for event in without)
-    assert without[-1]["choices"][0]["finish_reason"] == "length"
-    assert "metrics" in without[-1]
-
-
 def round_all(value: Any) -> Any:
     """A document whose numbers are without their last bits, which follow the rest of a batch."""
     if isinstance(value, dict):
@@ -202,6 +152,7 @@ def test_streams_of_all_settings_have_openais_form(
     given.pop("stream_options", None)
     whole = post(url, path, **given)
     assert len({(e["id"], e["object"], e["created"], e["model"]) for e in events}) == 1
+    assert events[0]["object"] == ("chat.completion.chunk" if is_chat else "text_completion")
     for event in events:
         if is_chat:
             ChatCompletionChunk.model_validate(event, strict=True)

@@ -25,13 +25,12 @@ from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
 from tests.conftest import (
-    make_eagle_drafter,
     make_llama,
-    make_medusa_heads,
     make_tokenizer,
     read_error_lines,
 )
-from tests.engines import call, make_engine, run_cli_here, save_weights
+from tests.engines import make_engine, run_cli_here, save_weights
+from tests.methods import build_methods
 
 Report = dict[str, Any]
 HALF = dict.fromkeys(("bfloat16", "float16"), "half precision")
@@ -43,48 +42,35 @@ def redrafter(parent: Path, drafter: Path) -> Path:
     return make_engine(parent, parent / "target", drafter, beams=3, length=3)
 
 
-def make_plain(parent: Path, name: str, *build: object) -> Path:
-    """An engine of the target alone, in a folder of its own."""
-    (parent / name).mkdir()
-    return make_engine(parent / name, parent / "target", build=build)
+def make_by_name(parent: Path, name: str, *build: object) -> Path:
+    build_methods(parent / "target", name, build=build)
+    return parent / f"{name}-engine"
 
 
 @pytest.fixture(scope="module")
 def draft_target(parent: Path) -> Path:
-    mode = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
-    return make_plain(parent, "pair", *mode)
+    return make_by_name(parent, "pair")
 
 
 @pytest.fixture(scope="module")
 def lookahead(parent: Path) -> Path:
     mode = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
-    return make_plain(parent, "window", *mode)
+    return make_by_name(parent, "window", *mode)
 
 
 @pytest.fixture(scope="module")
 def plain(parent: Path) -> Path:
-    return make_plain(parent, "plain")
-
-
-def make_heads_engine(parent: Path, name: str, drafter: Path) -> Path:
-    """A Medusa or EAGLE engine of the target."""
-    checkpoint, engine = parent / f"{name}-ckpt", parent / f"{name}-engine"
-    call(
-        "convert", "--model-dir", parent / "target", f"--{name}-model-dir", drafter,
-        "--output-dir", checkpoint,
-    )  # fmt: skip
-    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize", "none")
-    return engine
+    return make_by_name(parent, "plain")
 
 
 @pytest.fixture(scope="module")
 def medusa(parent: Path) -> Path:
-    return make_heads_engine(parent, "medusa", make_medusa_heads(parent))
+    return make_by_name(parent, "medusa")
 
 
 @pytest.fixture(scope="module")
 def eagle(parent: Path) -> Path:
-    return make_heads_engine(parent, "eagle", make_eagle_drafter(parent, scale=2.0))
+    return make_by_name(parent, "eagle")
 
 
 @pytest.fixture
