@@ -211,12 +211,13 @@ def test_tokenizers_of_a_pair_are_compared(draft_target: Path, plain: Path, pare
 
 def test_token_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
     target = make_llama(tmp_path, seed=4)
-    report = verify(make_engine(tmp_path, target), target)
+    engine = make_engine(tmp_path, target)
+    report = verify(engine, target)
     assert (report["verdict"], report["prompts"]) == ("exact", 6)
     path = tmp_path / "texts.txt"
     path.write_text("a text\n")
     with pytest.raises(SpecDecError, match="holds texts, and .* has no tokenizer"):
-        verify(tmp_path / "engine-b4l5noneautop", target, prompts=path)
+        verify(engine, target, prompts=path)
 
 
 def test_near_ties_in_half_precision(parent: Path, drafter: Path) -> None:
@@ -248,7 +249,7 @@ def test_prompts_of_a_file(plain: Path, parent: Path, tmp_path: Path) -> None:
 
 
 def test_one_changed_weight_is_found(parent: Path, tmp_path: Path) -> None:
-    engine = make_engine(tmp_path, parent / "target")
+    engine = make_engine(tmp_path, parent / "target", optimize="none")
     path = engine / "weights.safetensors"
     tensors = load_file(path)
     tensors["transformer.layers.1.attention.dense.weight"][5, 7] += 20
