@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +30,6 @@ from specdec.errors import SpecDecError
 from specdec.model.blocks import TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
-
-if TYPE_CHECKING:  # which import this
-    from specdec.engine.linear import Linear
-    from specdec.engine.torch_layers import Stack
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
@@ -874,14 +870,14 @@ class PackedExperts:
 class PackedLayers:
     """A decoder's layers as `NativeKernels.run_layers` takes them.
 
-    weights: of each layer its tensors by the names of `Layer`, absent ones left out or None. The
-    tensors are kept alive. The matrices are of one type, integers or that of all else. The layers
-    attend alike but for window and table. activation: its number. experts: of each layer, which has
-    no up and down then.
+    weights: of each layer its tensors by the names of `Layer`, absent ones left out or None. They
+    are kept alive. The matrices are of one type, integers or that of all else. stack: a `Stack` of
+    torch_layers.py, which imports this module; its layers attend alike but for window and table.
+    activation: its number. experts: of each layer, which has no up and down then.
     """
 
     def __init__(
-        self, weights: Sequence[Mapping[str, Tensor | None]], stack: Stack, activation: int,
+        self, weights: Sequence[Mapping[str, Tensor | None]], stack: Any, activation: int,
         experts: Sequence[PackedExperts] = (),
     ) -> None:  # fmt: skip
         assert stack.final_norm is not None
@@ -973,7 +969,7 @@ class PackedDrafter:
     """
 
     def __init__(
-        self, parts: Mapping[str, Linear], embedding: Tensor, *, num_layers: int, exit_dim: int,
+        self, parts: Mapping[str, Any], embedding: Tensor, *, num_layers: int, exit_dim: int,
         num_candidates: int, kernels: NativeKernels, tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = kernels.dtype
