@@ -20,6 +20,7 @@ from specdec.engine.rotary import compute_frequencies
 from specdec.errors import SpecDecError, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array
+from specdec.files.staging import check_free_space
 from specdec.files.tensor_file import DTYPES
 from specdec.gguf.file import import_gguf
 from specdec.gguf.folder import localize
@@ -119,6 +120,8 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
         writer.add_bool("eagle3.norm_before_residual", order.eagle3.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", order.eagle3.norm_before_fc)
     planned = list_stored(gguf, order, contents, kind)
+    # The package tells of a full disk in a way that nobody would understand.
+    check_free_space(path, sum(tensor.num_bytes for tensor in planned), "the file takes at least")
     for tensor in planned:
         writer.add_tensor_info(
             tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes, raw_dtype=tensor.kind

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.export.pipeline import export_model
 from specdec.export.settings import RUNTIME_NAMES, ExportSettings, check_settings
+from specdec.files import staging
 from specdec.files.manifest import read_manifest
 from specdec.files.reading import read_json
 from tests.conftest import (
@@ -367,6 +368,18 @@ def test_gguf_of_a_drafter(
         assert factors[-1] == 8.0
     else:
         assert torch.equal(tensors["d2t"], own["d2t"] + torch.arange(70))
+
+
+def test_a_disk_that_is_too_small_for_a_gguf_file(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own error looked like a fault of ours."""
+    call("convert", "--model-dir", target, "--output-dir", tmp_path / "checkpoint")
+    given = {"checkpoint_dir": tmp_path / "checkpoint", "model_dir": str(target)}
+    monkeypatch.setattr(staging, "measure_free_space", lambda folder: (folder, 1000))
+    with pytest.raises(SpecDecError, match="the file takes .* has 0.0 MB free"):
+        export(tmp_path / "out", to="gguf", **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
