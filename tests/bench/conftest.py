@@ -40,13 +40,15 @@ def folder(lasting_dir: Path) -> Path:
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> Path:
     """A ReDrafter engine of the target, with a drafter that knows nothing."""
-    return make_engine(folder, folder / "target", folder / "drafter", beams=2, length=3)
+    return make_engine(
+        folder, folder / "target", folder / "drafter", beams=2, length=3, optimize="none"
+    )
 
 
 @pytest.fixture(scope="session")
 def plain(folder: Path) -> Path:
     """The target alone."""
-    return make_engine(folder, folder / "target")
+    return make_engine(folder, folder / "target", optimize="none")
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +56,7 @@ def pair(folder: Path, plain: Path) -> tuple[Path, Path]:
     """An engine that takes drafts, and the same model to draft for it."""
     engine = folder / "engine-external"
     call("build", "--checkpoint-dir", folder / PLAIN_CHECKPOINT, "--output-dir", engine,
-         "--speculative-decoding-mode", "draft_tokens_external",
+         "--optimize", "none", "--speculative-decoding-mode", "draft_tokens_external",
          "--max-draft-len", 4)  # fmt: skip
     return engine, plain
 
@@ -67,7 +69,8 @@ def medusa(folder: Path) -> Path:
         "--output-dir", folder / "ckpt-medusa", "--max-medusa-token-len", 20,
     )  # fmt: skip
     engine = folder / "engine-medusa"
-    call("build", "--checkpoint-dir", folder / "ckpt-medusa", "--output-dir", engine,)  # fmt: skip
+    call("build", "--checkpoint-dir", folder / "ckpt-medusa", "--output-dir", engine,
+         "--optimize", "none")  # fmt: skip
     return engine
 
 
@@ -84,7 +87,7 @@ def make_knowing_folder(
     lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5, [17, 1], [25])]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     make_tree_engine(
-        method, folder, folder / "target", drafter, flags=flags
+        method, folder, folder / "target", drafter, optimize="none", flags=flags
     )  # fmt: skip
     return folder
 
@@ -110,7 +113,7 @@ def dflash(lasting_dir: Path) -> Path:
     make_tokenizer(folder / "target")
     lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    make_tree_engine("dflash", folder, folder / "target", drafter)
+    make_tree_engine("dflash", folder, folder / "target", drafter, optimize="none")
     return folder
 
 
