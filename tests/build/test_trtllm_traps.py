@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdec.build.backends.tensorrt_llm.plan import TensorRTPlan, choose_facts, make_plan
+from specdec.build.backends.tensorrt_llm.pipeline import choose_facts, make_plan
+from specdec.build.backends.tensorrt_llm.plan import TensorRTPlan
 from specdec.build.backends.tensorrt_llm.record import predict_record
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import Other

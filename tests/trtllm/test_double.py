@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec.build.backends.tensorrt_llm.plan import make_plan
+from specdec.build.backends.tensorrt_llm.pipeline import make_plan
 from specdec.build.settings import BuildSettings
 from specdec.convert.config import adapt_config
 from specdec.errors import SpecDecError

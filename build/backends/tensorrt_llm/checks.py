@@ -5,8 +5,6 @@ Each function lists (fact, remedy) pairs, so that all of them are told at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
@@ -21,10 +19,8 @@ from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
 from specdec.trtllm.facts import Facts
 from specdec.trtllm.lacks import find_lack, find_layout_problems
 
+from .plan import TensorRTPlan
 from .record import deduce_max_seq_len
-
-if TYPE_CHECKING:
-    from .plan import TensorRTPlan
 
 LOOKAHEAD, EXTERNAL, REDRAFTER = (
     "lookahead_decoding", "draft_tokens_external", "explicit_draft_tokens",

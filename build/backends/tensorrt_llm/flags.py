@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.errors import Problems, UsageError, suggest
 from specdec.options import get_flags, name_flag
 from specdec.trtllm.facts import Facts, list_lines_with
 
 from ...settings import BuildSettings
-
-if TYPE_CHECKING:
-    from .plan import TensorRTPlan
+from .plan import TensorRTPlan
 
 # Fields of BuildSettings that trtllm-build has by the same name.
 SHARED = (
@@ -93,19 +91,6 @@ def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
             value = paths if flag.is_list else paths[0]
         given[flag.name] = value
     return given
-
-
-def list_words(given: dict[str, Any]) -> list[str]:
-    """Return the words of a command line that give these values."""
-    words: list[str] = []
-    for name, value in given.items():
-        if name == "max_beam_width" and value == 1:
-            continue
-        words.append(f"--{name}")
-        if value is True:
-            continue
-        words += map(str, value) if isinstance(value, list) else [str(value)]
-    return words
 
 
 def _explain_unknown(name: str, facts: Facts) -> UsageError:

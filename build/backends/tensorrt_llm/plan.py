@@ -7,20 +7,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
-from specdec.model.inventory import find_rank_files
-from specdec.trtllm.environment import BUILD_COMMAND, Environment
-from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
-from specdec.trtllm.lacks import list_defects
+from specdec.trtllm.environment import BUILD_COMMAND
+from specdec.trtllm.facts import Facts
 
-from ...settings import BuildSettings
-from . import checks
-from .flags import collect_flags, find_flag_problems, find_path_problems, list_words
-from .record import Record, predict_record
+from .record import Record
 
 # Recorded by the engine and worth telling, as an answer to "what did it make of my flags".
 TOLD = (
@@ -109,93 +103,14 @@ def count_cache_bytes(model: ModelConfig, dtype: str) -> int:
     return TensorInfo(dtype, shape).num_bytes
 
 
-def choose_facts(settings: BuildSettings, here: Environment, *, builds: bool) -> Facts:
-    """Return the line that the command is for: as stated, as installed, or 1.2."""
-    stated, installed = settings.trtllm_version, here.tensorrt_llm
-    if installed is not None and (builds or stated is None):
-        label = find_label(installed)
-        if stated not in (None, label):
-            raise SpecDecError(
-                f"--trtllm-version {stated}, but TensorRT-LLM {installed} is installed here",
-                "leave the flag out, or add --dry-run or --emit-script",
-            )
-        return load_facts(label)
-    return load_facts(stated or DEFAULT_LABEL)
-
-
-def make_plan(
-    settings: BuildSettings, facts: Facts, checkpoint: CheckpointConfig, here: Environment | None
-) -> TensorRTPlan:
-    """Check everything and return the build; raise SpecDecError that lists all that is wrong.
-
-    here: this machine, where it is to build; None where another will.
-    """
-    given = collect_flags(settings, facts)
-    mode = checkpoint.mode or settings.speculative_decoding_mode
-    problems = checks.find_checkpoint_problems(facts, checkpoint)
-    problems += checks.find_mode_problems(
-        facts, checkpoint, settings.speculative_decoding_mode, given.get("max_draft_len")
-    )
-    gpus = here.gpus if here is not None else ()
-    capability = gpus[0].capability if gpus else None
-    record = predict_record(facts, checkpoint, mode, given, capability)
-    model = checkpoint.model
-    because = f"tp_size {model.tp_size}"
-    if model.pp_size > 1:
-        because += f" x pp_size {model.pp_size}"
-    num_ranks = model.tp_size * model.pp_size
-    paths, missing = find_rank_files(settings.checkpoint_dir, num_ranks, because)
-    plan = TensorRTPlan(
-        facts=facts, checkpoint=checkpoint, checkpoint_dir=settings.checkpoint_dir,
-        output_dir=settings.output_dir, mode=mode, given=given, record=record,
-        files=[TensorFile(path) for path in paths],
-    )  # fmt: skip
-    for find in (
-        find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
-        checks.find_length_problems, checks.find_bent,
-    ):  # fmt: skip
-        problems += find(plan)
-    problems += missing
-    problems += checks.find_tensor_problems(checkpoint, plan.files)
-    problems += checks.find_head_problems(facts, checkpoint, plan.files)
-    if settings.quantization is not None:
-        problems.add(
-            f"--quantization {settings.quantization} is of the torch backend: TensorRT-LLM builds"
-            " checkpoints that are quantized already",
-            "leave it out and convert with --quantization fp8, or build with --backend torch",
-        )
-    plan.notes.extend(list_notes(plan, here))
-    if here is not None:
-        problems += find_path_problems(plan)
-        needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
-        problems += checks.find_gpu_problems(plan, gpus, needed)
-    problems.raise_all()
-    return plan
-
-
-def list_notes(build: TensorRTPlan, here: Environment | None) -> list[str]:
-    """What the user should know although nothing is wrong."""
-    notes = []
-    record, values = build.record, build.record.values
-    if record.growth is not None:
-        notes.append(
-            f"the engine will record max_seq_len {values['max_seq_len']} = {record.growth};"
-            " prompt plus output stay within the first number"
-        )
-    is_quantized = build.checkpoint.quantization.is_quantized
-    for name, reason in record.reasons.items():
-        # Nobody expects FP8 attention where the weights are not quantized.
-        if name not in build.given and (is_quantized or name != "use_fp8_context_fmha"):
-            notes.append(f"the engine will record {name} {values[name]}: {reason}")
-    if build.mode == checks.EXTERNAL and not values["gather_generation_logits"]:
-        notes.append(
-            "without --gather-generation-logits on both engines, drafts are accepted token by"
-            " token: --use-logits needs it"
-        )
-    if build.label == "1.2" and build.given.get("gather_generation_logits"):
-        notes.append("trtllm-build calls --gather_generation_logits deprecated on every run")
-    version = (here.tensorrt_llm if here is not None else None) or build.label
-    notes += list_defects(version, build.mode, build.checkpoint.raw)
-    if here is None:
-        notes.append("not checked: the GPU, its memory and the version of the machine that builds")
-    return notes
+def list_words(given: dict[str, Any]) -> list[str]:
+    """Return the words of a command line that give these values."""
+    words: list[str] = []
+    for name, value in given.items():
+        if name == "max_beam_width" and value == 1:
+            continue
+        words.append(f"--{name}")
+        if value is True:
+            continue
+        words += map(str, value) if isinstance(value, list) else [str(value)]
+    return words
