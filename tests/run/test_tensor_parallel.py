@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             built = parent / f"{name}-tp{size}"
             call(
                 "build", "--checkpoint-dir", checkpoint, "--output-dir", built,
-                "--max-batch-size", 4,
+                "--optimize", "none", "--max-batch-size", 4,
                 *(EXTERNAL if name == "target" else ()),
             )  # fmt: skip
     return parent
