@@ -273,15 +273,18 @@ def raise_at_sigint() -> None:
 def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
     """Return a signal's handler that raises `kind`, once torch is imported if that has begun.
 
-    An exception within the import of torch's C++ would abort the process.
+    An exception within the import of torch's C++ may abort the process. It is put off for two
+    seconds at most.
     """
+    delays = iter([0.05] * 40)
 
     def handle(*_: object) -> None:
         spec = getattr(sys.modules.get("torch"), "__spec__", None)
-        if not getattr(spec, "_initializing", False):
-            raise kind
+        delay = next(delays, 0.0) if getattr(spec, "_initializing", False) else 0.0
         signal.signal(signal.SIGALRM, handle)  # a thread could wait for a lock that is held here
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        if not delay:
+            raise kind
 
     return handle
 
