@@ -17,7 +17,7 @@ from tests.engines import (
     make_tree_engine,
 )
 
-PLAIN_CHECKPOINT = "ckpt-b4l5autoautop"  # that `plain` is built from
+PLAIN_CHECKPOINT = "ckpt-b4l5noneautop"  # that `plain` is built from
 NOISE = {"feature": 2.4, "layers": 0.9}  # of EAGLE drafters, by what they know
 TEXTS = ("def add(a, b):", "import os", "The", "x = 1\ny = 2\n", "Once upon", "a, b")
 

@@ -119,7 +119,7 @@ def test_a_table_and_its_recipe(
     engine: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a drafter that knows nothing plain decoding wins; a better one changes the recipe."""
-    checkpoint = folder / "ckpt-b2l3autoautod"
+    checkpoint = folder / "ckpt-b2l3noneautod"
     recipe = tmp_path / "recipe.yaml"
 
     def count_work(self: Any, category: str | None = None) -> list[float]:
@@ -179,7 +179,7 @@ def test_a_recipe_runs_where_it_lies(
     engine: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its paths are absolute, the conversion's too, however they were typed."""
-    source = folder / "ckpt-b2l3autoautod"
+    source = folder / "ckpt-b2l3noneautod"
     (tmp_path / "typed" / "target").mkdir(parents=True)
     checkpoint = shutil.copytree(source, tmp_path / "typed" / "checkpoint")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -310,6 +310,6 @@ def test_flags() -> None:
 
 
 def test_what_cannot_be_tuned(engine: Path, folder: Path, tmp_path: Path) -> None:
-    checkpoint = folder / "ckpt-b2l3autoautod"
+    checkpoint = folder / "ckpt-b2l3noneautod"
     with pytest.raises(UsageError, match="--draft-checkpoint-dir has no effect"):
         run_tune(folder, checkpoint, draft_checkpoint_dir=checkpoint)
