@@ -581,9 +581,9 @@ def test_measures_match_counting_by_hand() -> None:
     right = {place: int(logits.argmax()) == label for place, (label, logits) in seen.items()}
     lengths = []
     for row, place in {(row, place) for _, row, place in right}:
-        hits = [right.get((step, row, place)) for step in range(STEPS)]
-        if None not in hits:
-            lengths.append([*hits, False].index(False))
+        chain = [right.get((step, row, place)) for step in range(STEPS)]
+        if None not in chain:
+            lengths.append([*chain, False].index(False))
     assert 0 < sum(lengths) < STEPS * len(lengths)
     assert summary["chain_length"] == round(1 + sum(lengths) / len(lengths), 4)
 
