@@ -192,15 +192,15 @@ def test_the_packing_is_told_by_what_kernels_do(
     assert kernels is not None
     own = identify_packing(kernels)
     assert identify_packing(kernels) == own == TensorFile(folder / PACKED).metadata["packing"]
-    for name in ("_pack_matrix", "_pack_integers"):
-        lay_out = getattr(kernels, name)
+    for name in ("pack_matrix", "pack_integers"):
+        lay_out = kernels._functions[name]
 
         def lay_out_otherwise(*arguments: Any, lay_out: Any = lay_out) -> None:
             """Something lies elsewhere in what was packed, behind what integers begin with."""
             lay_out(*arguments)
             ctypes.c_uint16.from_address(arguments[-1] + 80).value ^= 1
 
-        monkeypatch.setattr(kernels, name, lay_out_otherwise)
+        monkeypatch.setitem(kernels._functions, name, lay_out_otherwise)
         assert identify_packing(kernels) != own
         monkeypatch.undo()
     monkeypatch.setattr("specdec.engine.packed.PACKING_VERSION", -1)  # another meaning

@@ -108,6 +108,7 @@ def test_strange_nvidia_smi_is_no_gpu_or_an_unknown_one(
 ) -> None:
     write_script(tmp_path / "nvidia-smi", f"#!/bin/sh\n{body}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus, _ = list_gpus()
     assert all(gpu.capability == (-1, -1) and gpu.memory_bytes == 0 for gpu in gpus)
     assert len(gpus) == (1 if "," * 5 in body else 0)
