@@ -68,8 +68,9 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
     drafts: dict[str, Any] = {
         "prompt_lookup_num_tokens": max(args.num_tokens, LOOKAHEAD.max_draft_tokens)
     }
-    if drafter is not None:
-        drafts = {str(METHODS["redrafter"].folder): str(drafter)}
+    if drafter is not None:  # a file is a draft model
+        name = "draft_model_dir" if drafter.is_file() else str(METHODS["redrafter"].folder)
+        drafts = {name: str(drafter)}
     asked = place_drafter(GenerateSettings(
         texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
         max_batch_size=1, device="cpu", draft_budget="fixed", **drafts,
