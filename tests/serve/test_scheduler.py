@@ -439,7 +439,8 @@ def test_a_draft_models_context_limits_only_requests_with_drafts(folder: Path) -
         prompts = [Prompt(token_ids=range(3, 60 + n), max_output_len=9, end_ids=()) for n in (0, 6)]
         expected = [output.token_ids for output in alone.generate(prompts)]
         text = alone.generate(list(range(3, 60)), max_output_len=30, end_ids=())[0].token_ids
-    with load(folder, "pair", draft=folder / "short draft", draft_len=3) as engine:
+    pair = {"draft": folder / "short draft", "draft_len": 3, "draft_budget": "fixed"}
+    with load(folder, "pair", **pair) as engine:
         assert engine.max_seq_len == 70
         with pytest.raises(PromptError, match=r"has 63 tokens and .* max_seq_len is 70"):
             engine.prepare(prompts[1])
