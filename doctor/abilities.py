@@ -33,10 +33,8 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     packages, launchers = machine["packages"], machine["mpi"]["launchers"]
     torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
     library = machine["tensorrt"]
-    networks, usable = (
-        _choose((library["error"], library["error"])),
-        library["compute_capabilities"],
-    )
+    networks = _choose((library["error"], library["error"]))
+    usable = library["compute_capabilities"]
     unusable = [
         explain_capability(library["name"], usable, gpu.name, gpu.compute_capability)
         for gpu in here.gpus[:1]

@@ -293,9 +293,8 @@ def write_logits(
     from specdec.files.torch_tensors import to_array
 
     path = name_logits(need(settings.output_file))
-    tensors = {
-        f"output.{r.request.index}": to_array(r.logits) for r in results if r.logits is not None
-    }
+    kept = {f"output.{r.request.index}": r.logits for r in results}
+    tensors = {name: to_array(logits) for name, logits in kept.items() if logits is not None}
     infos = {name: TensorInfo("float32", array.shape) for name, array in tensors.items()}
     partial = Path(f"{path}.partial")
     try:

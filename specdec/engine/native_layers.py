@@ -30,6 +30,8 @@ from specdec.engine.torch_layers import (
 class KernelLayers(TorchLayers):
     """A kernel at a time: between them ranks add up, and torch computes unusual activations."""
 
+    adds_in_place = True
+
     def __init__(self, stack: Stack, kernels: NativeKernels) -> None:
         super().__init__(stack)
         self.kernels = kernels

@@ -108,6 +108,8 @@ class _Placement:
 class TorchLayers:
     """The layers one by one, by torch; from recorded graphs where a device has them."""
 
+    adds_in_place = False  # whether a layer's output takes the place of its input
+
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.graphs: StepGraphs | None = None
@@ -254,7 +256,7 @@ class TorchLayers:
                 norm = following[0].input_norm if following else last_norm
                 x, h = self._add(x, mixed, layer.down_norm, norm)
             if index in observed_layers:
-                seen.append(x.clone())  # kernels add to it in place
+                seen.append(x.clone() if self.adds_in_place else x)
         if cache.states is not None and runs is not None:
             cache.states.finish(runs)
         return x, h, torch.cat(seen, dim=-1) if seen else None
