@@ -161,7 +161,7 @@ def real(
 def test_the_numbers_are_those_of_the_shapes(
     real: Path, shapes: dict[str, dict[str, list[int]]]
 ) -> None:
-    """Parameters, bytes, memory and times, by the formulas that the page gives."""
+    """Parameters, bytes and memory, by the formulas that the page gives."""
     table = read_tables()
     planned = {
         recipe: call_here("convert", ["--config", recipe, "--dry-run"]) for recipe in RECIPES
@@ -181,7 +181,6 @@ def test_the_numbers_are_those_of_the_shapes(
             f"{2 * parameters[name] / 1e9:.2f} GB {dtype}",
             f"{caches[name]:,} bytes",
         ]
-    compute = 0.3 * 312e12
     for recipe in map(Path, RECIPES):
         if recipe.stem.endswith("-draft"):
             continue
@@ -199,19 +198,13 @@ def test_the_numbers_are_those_of_the_shapes(
             heads = sections["convert"].get("num_medusa_heads", 3)
             drafter = count_parameters(list_head_shapes(method, config, heads))
         is_trained = "train" in sections
-        memory, data, training = (2 * target + 16 * drafter) / 1e9, "none", "none"
-        if is_trained:
-            steps = 5 if method == "redrafter" else 1
-            data = f"{2 * target * 50e6 / compute / 3600:.1f} h"
-            training = f"{(2 * target + 6 * steps * drafter) * 100e6 / compute / 3600:.1f} h"
-        read = 2 * (target - config["vocab_size"] * config["hidden_size"])
+        memory = (2 * target + 16 * drafter) / 1e9
         running = (stored + 4 * 2048 * cache) / 1e9
         expected = [
             f"{drafter:,}", f"{stored / 1e9:.2f} GB", f"{memory:.2f} GB", f"{running:.2f} GB",
-            data, training, f"{stored / 0.28e9 / 60:.1f} min", f"{2.04e12 / read:.0f} tokens/s",
         ]  # fmt: skip
         row = table[recipe.stem]
-        found = [row[0], row[1].removesuffix(", both"), row[2], row[4].split(":")[0], *row[5:]]
+        found = [row[0], row[1].removesuffix(", both"), row[2], row[4].split(":")[0]]
         if not is_trained:
             expected[2] = row[2]
             assert not re.search(r"\d", row[2] + row[3])
