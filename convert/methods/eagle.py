@@ -26,13 +26,13 @@ from specdec.methods.eagle import (
     EagleParams,
 )
 from specdec.methods.net import make_net
-from specdec.model.config import ModelConfig
+from specdec.model.config import FULL, ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import EAGLE_NET, HEAD, HEAD_BIAS, OFFSETS, find_first_copy
 from specdec.options import as_options
 
 from ..families import llama
-from ..families.base import ROTARY_BUFFERS, read_decoder
+from ..families.base import ROTARY_BUFFERS, read_decoder, refuse_layer_types
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
 from .base import (
@@ -76,6 +76,8 @@ class Format:
 
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+ANGELSLIM_IDS = "aux_hidden_states_layer_ids"  # of the layers that are left
+SPECFORGE_PEAGLE = ["PEagleDraftModel"]  # its architectures
 
 
 def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
@@ -92,10 +94,11 @@ def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
 def _find_outputs(reader: ConfigReader, num_layers: int) -> list[int]:
     """The layers whose outputs are read, as their numbers tell; SafeAILab's three by default.
 
-    A list at the top alone is vLLM's and llama.cpp's.
+    A list at the top alone is vLLM's and llama.cpp's, but AngelSlim's under its own name.
     """
     inner = reader.enter(reader.get_object("eagle_config"))
-    return read_layers(inner, LAYER_IDS) or _find_inputs(reader, num_layers)
+    own = read_layers(inner, LAYER_IDS) or read_layers(reader, ANGELSLIM_IDS)
+    return own or _find_inputs(reader, num_layers)
 
 
 def _find_inputs(reader: ConfigReader, num_layers: int) -> list[int]:
@@ -133,7 +136,7 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # The drafter's layers, in the Llama config that each format has somewhere.
 FIXED_NET = {
     "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
-    "use_sliding_window": False,
+    "use_sliding_window": False, "is_causal": True, "logit_scale": 1.0,
 }  # fmt: skip
 
 
@@ -146,6 +149,7 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     net_config = reader.get_object("transformer_layer_config") if is_speculators else folder.config
     net_reader = reader.enter(net_config)
     check_fixed(net_reader, FIXED_NET, "a Llama's decoder layers without biases")
+    refuse_layer_types(net_reader, FULL)
     values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
     net = make_net(values, model.dtype)
     if net.num_attention_heads % net.num_key_value_heads:
@@ -161,11 +165,12 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     eagle3 = None
     if is_speculators or any(name.endswith("hidden_norm.weight") for name in folder.tensors):
         is_masked = MASK_HIDDEN.removeprefix("drafter.") in folder.tensors
-        form = VLLM_PEAGLE if is_masked else MODELOPT
+        is_vllms = is_masked and folder.config.get("architectures") != SPECFORGE_PEAGLE
+        form = VLLM_PEAGLE if is_vllms else MODELOPT
         if is_speculators:
             is_masked = folder.config["speculators_model_type"] == "peagle"
             form = PEAGLE if is_masked else SPECULATORS
-        eagle3 = _read_eagle3(reader, folder, form, net, model)
+        eagle3 = _read_eagle3(reader, folder, form, net, model, is_parallel=is_masked)
         reader.finish()
     options = as_options(settings, EagleConvert)
     max_draft_len = options.max_draft_len or 63
@@ -218,8 +223,9 @@ def check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> No
 
 
 def _read_eagle3(
-    reader: ConfigReader, folder: HfFolder, form: Format, net: ModelConfig, model: ModelConfig
-) -> Eagle3Params | None:
+    reader: ConfigReader, folder: HfFolder, form: Format, net: ModelConfig, model: ModelConfig, *,
+    is_parallel: bool,
+) -> Eagle3Params | None:  # fmt: skip
     """Read what EAGLE-3 has besides its layers; None where something is wrong."""
     place = reader.enter(reader.get_object(form.place) if form.place else reader.config)
     check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
@@ -248,7 +254,7 @@ def _read_eagle3(
             f"use the drafter that was trained for this target, and correct {form.layers_key}",
         )
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
-    mask_token_id = _read_mask_token(reader, is_parallel=form in (PEAGLE, VLLM_PEAGLE))
+    mask_token_id = _read_mask_token(reader, is_parallel=is_parallel)
     if not reader.problems:
         check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
     if reader.problems:

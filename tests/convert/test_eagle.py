@@ -212,14 +212,18 @@ def test_every_layout_of_eagle3_gives_the_same(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("key", "layers"),
+    [("eagle_aux_hidden_state_layer_ids", [2, 3, 4]), ("aux_hidden_states_layer_ids", [1, 2, 3])],
+)
 def test_a_list_at_the_top_alone(
-    target: Path, eagle3: Path, convert: Converter, tmp_path: Path
+    key: str, layers: list[int], target: Path, eagle3: Path, convert: Converter, tmp_path: Path
 ) -> None:
-    """Counts the layers that are entered, as vLLM and llama.cpp do."""
+    """Counts the layers that are entered, as vLLM and llama.cpp do; AngelSlim's those left."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         del config["eagle_config"]
-        config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
+        config[key] = layers
 
     convert(model_dir=target, eagle_model_dir=copy_drafter(eagle3, tmp_path / "other", edit))
     assert read_config(convert.output)["eagle3"]["aux_layers"] == [1, 2, 3]
@@ -355,7 +359,7 @@ def test_eagle3_for_another_family(source: Source, convert: Converter, tmp_path:
 # ---- P-EAGLE.
 
 
-KEY = "eagle_aux_hidden_state_layer_ids"
+KEY, MASK = "eagle_aux_hidden_state_layer_ids", "mask_token_id"
 
 
 def put_mask(
@@ -369,11 +373,14 @@ def put_mask(
         if where == "speculators":
             to_speculators(config, tensors)
             config["speculators_model_type"] = "peagle"
+        elif where == "SpecForge":  # whose list says as its EAGLE-3's which layers are left
+            config["architectures"] = ["PEagleDraftModel"]
         elif where == "pard_token":  # vLLM takes either list for those that are entered
             config["eagle_config"][KEY] = [layer + 1 for layer in AUX_LAYERS]
         else:
             config[KEY] = [layer + 1 for layer in AUX_LAYERS]
-        config.update({"mask_token_id" if where == "speculators" else where: token} | fields)
+        name = MASK if where in ("speculators", "SpecForge") else where
+        config.update({name: token} | fields)
 
     return edit
 
@@ -384,7 +391,7 @@ def test_every_layout_of_p_eagle_gives_the_same(
     written = []
     for where, shape in (
         ("mask_token_id", (1, 1, 192)), ("pard_token", (1, 192)), ("ptd_token_id", (1, 1, 192)),
-        ("speculators", (1, 1, 192)),
+        ("speculators", (1, 1, 192)), ("SpecForge", (1, 1, 192)),
     ):  # fmt: skip
         drafter = copy_drafter(eagle3, tmp_path / where, put_mask(where, shape))
         folder = tmp_path / f"checkpoint-{where}"
@@ -455,6 +462,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (1, put(num_hidden_layers=2**60), "is said to have"),
         (1, put(attention_bias=True), "attention_bias is True"),
         (1, put(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (1, put(logit_scale=0.5), "logit_scale is 0.5"),
         (1, put(num_key_value_heads=3), "is not a multiple of num_key_value_heads 3"),
         (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3, 8]), "layers [1, 3, 8], the target"),
         (3, put_eagle(eagle_aux_hidden_state_layer_ids=[1, 3, 3]), "layers [1, 3, 3], the target"),
@@ -475,6 +483,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (3, put_speculators(norm_before_fc=True), "lacks 1 tensor: input_norm.weight"),
         (3, put_speculators(norm_output=1), "norm_output is 1, not a boolean"),
         (3, put_speculators(model_type="qwen3"), "model_type is 'qwen3'"),
+        (3, put_speculators(model_type="llama", layer_types=["sliding_attention"]), "layer_types"),
         (3, put_speculators(speculators_model_type="eagle"), "speculators_model_type is 'eagle'"),
         (3, put_speculators(eagle_aux_hidden_state_layer_ids=[0, 2, 4]), "layers [-1, 1, 3]"),
         (1, put(rope_is_neox_style=False), "rope_is_neox_style is False: rotary embeddings of"),
