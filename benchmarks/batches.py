@@ -8,19 +8,21 @@
 
 Decodes the same held-out prompts with every method, between two passes of plain decoding, in one
 process for each engine. A batch size decodes as many prompts as it has rows, at least four, of
-those whose plain texts do not loop (benchmarks/without_loops.py). The models are those of
-benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are built if they are
-not there, or by --prepare, which ends then: some minutes that need no quiet machine. Build them
-again after a change of the engine. --more measures further drafters of the pycode target alongside,
-such as one that a recipe has just trained.
-Writes batches-SIZE.json and batches.png into --output-dir; fails where a text differs from plain
-decoding's.
+those whose plain greedy texts do not run in circles, which would flatter drafts. The models are
+those of benchmarks/peers.py, grown once; trained drafters' weights are int8. Engines are built if
+they are not there, or by --prepare, which ends then: some minutes that need no quiet machine. Build
+them again after a change of the engine. --more measures further drafters of the pycode target
+alongside, such as one that a recipe has just trained.
+Writes into --output-dir batches-SIZE.json, batches.png and the chosen prompts, which
+benchmarks/peers.py (--prompt-file) and specdec-bench (--prompts) can read, as without-loops.jsonl;
+fails where a text differs from plain decoding's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ from benchmarks.side_by_side import models
 from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
 from benchmarks.side_by_side.report import lay_out
-from benchmarks.without_loops import choose
+from specdec import Engine
 from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.machine import LoadMeter, describe_machine
@@ -49,6 +51,7 @@ from specdec.bench.measure import (
 )
 from specdec.bench.methods.draft_target import list_trees
 from specdec.bench.prompts import Prompt, read_prompt_set
+from specdec.bench.repetition import is_looping
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.paced import PacedDrafter
@@ -61,6 +64,7 @@ from specdec.methods.suffix import SuffixOptions
 from specdec.run.settings import RunSettings
 
 LEAST_PROMPTS = 4
+LEAST_LENGTH = 64  # tokens of a text that is looked at for loops: what benchmarks/peers.py writes
 NUM_DRAFTED = 8
 CHAIN = f"draft model, {NUM_DRAFTED}"
 BEAMS, TREE_LENGTH = 1, 5  # of ReDrafter
@@ -86,15 +90,27 @@ def build_drafter(found: Models, size: str, name: str, source: Path) -> Path:
     )  # fmt: skip
 
 
+def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]:
+    """Those lines of a prompt file whose texts do not loop."""
+    prompts: list[str] = [json.loads(line)["prompt"] for line in lines]
+    with Engine.load(engine_dir, tokenizer=PYCODE / "target", speculation=False) as engine:
+        outputs = engine.generate(prompts, max_output_len=max_output_len)
+    texts = [list(output.token_ids) for output in outputs]
+    return [line for line, text in zip(lines, texts, strict=True) if not is_looping(text)]
+
+
 def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> list[Prompt]:
-    """Those whose texts do not run in circles, which would flatter drafts."""
+    """Write those whose texts do not loop into a file, and read it."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    chosen = set(choose(engine_dir, lines, args.max_output_len))
+    chosen = choose(engine_dir, lines, max(LEAST_LENGTH, args.max_output_len))
     needed = max(LEAST_PROMPTS, *args.batch_sizes)
     if len(chosen) < needed:
         sys.exit(f"FAILED: {len(chosen)} of {len(lines)} texts do not loop, {needed} are needed")
-    read = zip(lines, read_prompt_set(path), strict=True)
-    return [prompt for line, prompt in read if line in chosen]
+    written = args.output_dir / "without-loops.jsonl"
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    written.write_text("".join(f"{line}\n" for line in chosen), encoding="utf-8")
+    found: list[Prompt] = read_prompt_set(written)
+    return found
 
 
 def list_drafters(more: Sequence[str]) -> dict[str, Path]:
@@ -284,8 +300,7 @@ def main() -> None:
     args.batch_sizes = [int(size) for size in args.batch_sizes.split(",")]
     if max(args.batch_sizes) > models.MAX_BATCH_SIZE:
         parser.error(f"--batch-sizes end at {models.MAX_BATCH_SIZE}")
-    log = args.folder / "logs" / "batches.log"
-    found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
+    found = models.prepare_models(SIZES[args.size], args.folder)
     drafters = list_drafters(args.more)
     engines = find_engines(found, args, drafters)
     if args.prepare:
@@ -317,7 +332,6 @@ def main() -> None:
         "batch_sizes": args.batch_sizes, "repeat": args.repeat,
         "max_output_len": args.max_output_len, "methods": methods,
     }  # fmt: skip
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(args.output_dir / f"batches-{args.size}.json", report)
     draw(report, args.output_dir / "batches.png")
     print(format_table(report), format_costs(report), sep="\n\n")

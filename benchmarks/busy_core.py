@@ -27,58 +27,38 @@ from specdec.threads import calm_threads, count_usable_cores
 
 calm_threads()
 
-import numpy as np
 import torch
 
-from specdec.engine import int4, int8, native
+from benchmarks.verify_cost import make_decoder
+from specdec.bench.steps import make_step
+from specdec.engine import native
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
-from specdec.engine.step import Step
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
-from specdec.model.int4 import pack
-from specdec.model.quantization import WEIGHT_SCALE
 
 MODEL = {
     "architecture": "LlamaForCausalLM", "vocab_size": 49152, "hidden_size": 576,
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64,
-    "intermediate_size": 1536, "norm_epsilon": 1e-5, "max_position_embeddings": 2048,
+    "intermediate_size": 1536, "norm_epsilon": 1e-5,
 }  # fmt: skip
 GROUP = 64  # inputs that share a scale of int4
 SECONDS = 1.0  # of a turn
 
 
-def make_decoder(kind: str, library: Path, num_positions: int) -> Decoder:
+def load_decoder(kind: str, library: Path, num_positions: int) -> Decoder:
     """A model whose weights are of this kind."""
     dtype = kind if kind in TORCH_DTYPES else "bfloat16"
-    model = ModelConfig(**MODEL, dtype=dtype)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: (torch.randn(shape, generator=generator) * 0.05).to(TORCH_DTYPES[dtype])
-        for name, shape in list_engine_tensors(model, None).items()
-    }
-    for name in list_integers(model) if kind == "int8" else []:
-        weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
-    for name in list_integers(model) if kind == "int4" else []:
-        scales = int4.choose_scales(weights[name], GROUP, name)
-        codes = int4.round_weight(weights[name], scales).numpy()
-        weights[name] = torch.from_numpy(pack(codes))
-        weights[f"{name.removesuffix('.weight')}.{WEIGHT_SCALE}"] = scales
-    return Decoder(
-        model, weights, num_positions=num_positions, device=torch.device("cpu"),
-        kernels=native.NativeKernels(library, TORCH_DTYPES[dtype]),
-    )  # fmt: skip
+    model = ModelConfig(**MODEL, dtype=dtype, max_position_embeddings=num_positions)  # type: ignore[arg-type]
+    kernels = native.NativeKernels(library, TORCH_DTYPES[dtype])
+    return make_decoder(model, kernels, None if kind == dtype else kind, GROUP)[0]
 
 
 @torch.inference_mode()
 def decode(decoder: Decoder, cache: KVCache, context: int) -> float:
     """Tokens per second, each behind a context of the same length."""
+    step = make_step(context, 1)
     count, began = 0, time.perf_counter()
-    step = Step(
-        rows=np.zeros(1, np.int64), tokens=np.array([[7]]), positions=np.array([[context]]),
-        tree_mask=np.ones((1, 1, 1), np.bool_),
-    )  # fmt: skip
     while (seconds := time.perf_counter() - began) < SECONDS:
         cache.past_lens[0] = context
         state = decoder.forward(step, cache)
@@ -105,7 +85,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             native.compile_kernels(Path(folder))
             for kind in args.kinds:
-                decoder = make_decoder(kind, Path(folder) / native.LIBRARY_NAME, args.context + 64)
+                decoder = load_decoder(kind, Path(folder) / native.LIBRARY_NAME, args.context + 64)
                 cache = decoder.make_cache(1, args.context + 64)
                 speeds: dict[signal.Signals, list[float]] = {signal.SIGSTOP: [], signal.SIGCONT: []}
                 for _ in range(args.rounds + 1):

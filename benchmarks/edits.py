@@ -182,8 +182,7 @@ def main() -> None:
                         help="models, as of benchmarks/peers.py")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "edits")
     args = parser.parse_args()
-    log = args.folder / "logs" / "edits.log"
-    found = models.prepare_models(SIZES[args.size], args.folder.resolve() / "models", log)
+    found = models.prepare_models(SIZES[args.size], args.folder)
     engines = models.find_engines(found, ("draft-target", "draft"))
     if engines is None:
         print("building the engines", file=sys.stderr, flush=True)

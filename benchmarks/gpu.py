@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import json
 import statistics
 import sys
@@ -37,6 +36,7 @@ if __package__ in (None, ""):  # started as a file
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps
+from specdec.comparison import find_difference
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.drafters.redrafter import make_proposer
 from specdec.decode.loop import Options, generate
@@ -54,6 +54,13 @@ from specdec.model.config import ModelConfig
 
 SIZES = (1, 4, 8, 16, 32)
 MAX_KERNELS = 15  # listed
+# transformers' names of a layer's tensors: parts of two of ours, and those that both have.
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+SAME = {
+    "self_attn.o_proj": "attention.dense", "mlp.down_proj": "mlp.proj",
+    "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_layernorm",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,27 +181,14 @@ class Bench:
         }
         rows = [shape.heads * size, shape.kv_heads * size, shape.kv_heads * size]
         for layer in range(shape.layers):
-            ours, theirs = f"transformer.layers.{layer}.", f"model.layers.{layer}."
-            qkv = self.weights[f"{ours}attention.qkv.weight"]
-            parts = [
-                qkv[end - size : end]
-                for size, end in zip(rows, itertools.accumulate(rows), strict=True)
-            ]
-            gate, up = self.weights[f"{ours}mlp.gate_up.weight"].chunk(2)
-            state |= {
-                f"{theirs}self_attn.{name}_proj.weight": part
-                for name, part in zip("qkv", parts, strict=True)
-            }
-            state |= {
-                f"{theirs}self_attn.o_proj.weight": self.weights[f"{ours}attention.dense.weight"],
-                f"{theirs}mlp.gate_proj.weight": gate,
-                f"{theirs}mlp.up_proj.weight": up,
-                f"{theirs}mlp.down_proj.weight": self.weights[f"{ours}mlp.proj.weight"],
-                f"{theirs}input_layernorm.weight": self.weights[f"{ours}input_layernorm.weight"],
-                f"{theirs}post_attention_layernorm.weight": self.weights[
-                    f"{ours}post_layernorm.weight"
-                ],
-            }
+
+            def get(name: str, layer: int = layer) -> Tensor:
+                return self.weights[f"transformer.layers.{layer}.{name}.weight"]
+
+            theirs = dict(zip(QKV, torch.split(get("attention.qkv"), rows), strict=True))
+            theirs |= dict(zip(GATE_UP, get("mlp.gate_up").chunk(2), strict=True))
+            theirs |= {name: get(ours) for name, ours in SAME.items()}
+            state |= {f"model.layers.{layer}.{name}.weight": own for name, own in theirs.items()}
         model.load_state_dict(state, assign=True, strict=True)
         rotary = model.model.rotary_emb
         model.model.rotary_emb = type(rotary)(config).to(self.device)  # was made without memory
@@ -209,15 +203,17 @@ class Bench:
         )  # fmt: skip
         self.texts[name] = out[0, len(self.prompt) :].tolist()
 
-    def settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def time_call(bench: Bench, call: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
         call()
-        bench.settle()
+        settle(bench.device)
 
     return run
 
@@ -234,12 +230,10 @@ def measure_bandwidth(device: torch.device, num_bytes: int) -> float:
     ]
     for call in calls:
         for _ in range(6):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            settle(device)
             began = time.perf_counter()
             call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            settle(device)
             best = min(best, time.perf_counter() - began)
     return height * 8192 * 2 / best
 
@@ -283,16 +277,12 @@ def measure_plain(bench: Bench, repeat: int, *, static: bool) -> dict[str, Any]:
         },
         # In half precision ways may part where two tokens nearly tie.
         "equal_leading_tokens": {
-            name: count_equal(bench.texts[first], text) for name, text in bench.texts.items()
+            name: len(text) if at is None else at
+            for name, text in bench.texts.items()
+            for at in [find_difference(bench.texts[first], text)]
         },
         "not_run": problems,
     }
-
-
-def count_equal(one: list[int], other: list[int]) -> int:
-    """Tokens that two texts have in common from the start."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
@@ -302,19 +292,16 @@ def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
     for name in names:
         context = DraftContext(decoder=bench.decoder, params=bench.params, weights=bench.weights)
         proposer = make_proposer(context)
-        timings, waits = [], WAITS.count
-        for _ in range(repeat + 2):
-            waits = WAITS.count
-            timing = bench.run(
-                f"redrafter {name}", graphs=name == "graphs", proposer=proposer, is_exact=True
-            )
-            timings.append(timing)
+        run = functools.partial(
+            bench.run, f"redrafter {name}", graphs=name == "graphs", proposer=proposer
+        )
+        timings = [run(is_exact=True) for _ in range(repeat + 1)]
+        waits = WAITS.count
+        timings.append(run(is_exact=True))
         waits = WAITS.count - waits
         whole = []
         for _ in range(repeat):
-            timing = bench.run(
-                f"redrafter {name}", graphs=name == "graphs", proposer=proposer, is_exact=False
-            )
+            timing = run(is_exact=False)
             whole.append(sum(timing.list_seconds().values()) - timing.prefill)
         parts = {
             part: statistics.median(getattr(t, part) / t.num_steps for t in timings[2:])
@@ -344,7 +331,7 @@ def list_kernels(bench: Bench) -> dict[str, Any]:
         bench.decoder.forward(step, cache)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         bench.decoder.compute_logits(bench.decoder.forward(step, cache)).argmax(-1)
-        bench.settle()
+        settle(bench.device)
     found: dict[str, list[float]] = {}
     for event in profiler.events():
         if str(event.device_type).endswith("CUDA"):

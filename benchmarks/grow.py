@@ -39,6 +39,7 @@ NOISE = 0.02
 MAX_DIFFERENCE = 1e-3  # of logits in float32, over their spread
 LEAST_AGREEMENT = 0.9  # of best tokens, in half precision
 NUM_CHECKED = 256  # positions
+ALL = slice(None)
 
 
 class Filler:
@@ -57,16 +58,39 @@ class Filler:
         """Zeros of random sign: exporters that store equal tensors once find none equal."""
         return torch.zeros(*shape).copysign(self.make(*shape))
 
-    def widen(self, weight: Tensor, rows: int, columns: int, *, writes: bool = True) -> Tensor:
-        """Put a matrix into the corner of a larger one; what reads the added channels is random.
+    def place(
+        self, weight: Tensor, *shape: int, rows: Tensor | None = None,
+        columns: Tensor | None = None, silent: slice | Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Put a vector or a matrix into a larger one, which is random elsewhere.
 
-        writes: whether the added rows may give anything, or must be zero.
+        rows, columns: where its own go; to the beginning if not given. silent: rows that must give
+        nothing besides.
         """
-        wide = self.make(rows, columns)
-        if not writes:
-            wide[weight.shape[0] :] = 0
-        wide[: weight.shape[0], : weight.shape[1]] = weight
+        wide = self.make(*shape)
+        if silent is not None:
+            wide[silent] = 0
+        given = (rows, columns)[: weight.dim()]
+        own = [
+            torch.arange(n) if at is None else at for n, at in zip(weight.shape, given, strict=True)
+        ]
+        wide[torch.meshgrid(*own, indexing="ij")] = weight.float()
         return wide
+
+    def widen_norm(self, weight: Tensor, size: int, places: Tensor | None = None) -> Tensor:
+        """The weight of a norm over channels of which the added ones are zero."""
+        return self.place(weight.float() * math.sqrt(len(weight) / size), size, rows=places)
+
+    def widen_linear(self, weight: Tensor, small: int, large: int, size: int) -> Tensor:
+        """A projection to `size` channels, or its bias; those that it adds are zero.
+
+        small, large: channels of a hidden state, one or several of which are read side by side.
+        """
+        if weight.dim() == 1:
+            return self.place(weight, size, silent=ALL)
+        added = slice(len(weight), None)
+        parts = weight.chunk(weight.shape[1] // small, 1)
+        return torch.cat([self.place(part, size, large, silent=added) for part in parts], 1)
 
 
 def grow_config(config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -122,82 +146,50 @@ def grow_tensors(
 ) -> dict[str, Tensor]:
     """The grown model's tensors, in float32."""
     filler = Filler(seed)
-    hidden, inner = large["hidden_size"], large["intermediate_size"]
-    norm_scale = math.sqrt(small["hidden_size"] / hidden)
-    query_scale = math.sqrt(large["head_dim"] / small["head_dim"])
-    rows = {
-        "q_proj": large["num_attention_heads"] * large["head_dim"],
-        "k_proj": large["num_key_value_heads"] * large["head_dim"],
-        "v_proj": large["num_key_value_heads"] * large["head_dim"],
+    hidden, inner, size = large["hidden_size"], large["intermediate_size"], large["head_dim"]
+    num_q, num_kv = large["num_attention_heads"] * size, large["num_key_value_heads"] * size
+    queries, keys = (place_heads(small, large, kv=kv) for kv in (False, True))
+    # The added channels of a head that exists would change its scores.
+    silent = torch.zeros(num_q, dtype=torch.bool)
+    silent.view(-1, size)[(queries // size).unique()] = True
+    silent[queries] = False
+    # By matrix, its shape, and where it goes. Values are not rotated, and may lie like keys.
+    matrices: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+        "self_attn.q_proj": ((num_q, hidden), {"rows": queries, "silent": silent}),
+        "self_attn.k_proj": ((num_kv, hidden), {"rows": keys}),
+        "self_attn.v_proj": ((num_kv, hidden), {"rows": keys}),
+        "self_attn.o_proj": ((hidden, num_q), {"columns": queries, "silent": ALL}),
+        "mlp.gate_proj": ((inner, hidden), {}),
+        "mlp.up_proj": ((inner, hidden), {}),
+        "mlp.down_proj": ((hidden, inner), {"silent": ALL}),
     }
-    # Values are not rotated, and may lie like keys.
-    places = {name: place_heads(small, large, kv=name != "q_proj") for name in rows}
-
-    def norm(weight: Tensor) -> Tensor:
-        wide = filler.make(hidden)
-        wide[: len(weight)] = weight * norm_scale
-        return wide
-
-    def project(name: str, weight: Tensor) -> Tensor:
-        wide = filler.make(rows[name], hidden)
-        if name == "q_proj":  # the added channels of a head that exists would change its scores
-            size = large["head_dim"]
-            wide.view(-1, size, hidden)[(places[name] // size).unique()] = 0
-            weight = weight * query_scale
-        block = wide[places[name]]
-        if name == "q_proj":
-            block = filler.make(*block.shape)
-        block[:, : weight.shape[1]] = weight
-        wide[places[name]] = block
-        return wide
-
+    scales = {"self_attn.q_proj": math.sqrt(size / small["head_dim"])}
     grown: dict[str, Tensor] = {}
     for layer in range(large["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         is_added = layer >= small["num_hidden_layers"]
-
-        def get(name: str, prefix: str = prefix) -> Tensor:
-            return tensors[f"{prefix}{name}.weight"].float()
-
-        if is_added:
-            layer_tensors = {
-                **{f"self_attn.{name}": filler.make(count, hidden) for name, count in rows.items()},
-                "self_attn.o_proj": filler.make_zeros(hidden, rows["q_proj"]),
-                "mlp.gate_proj": filler.make(inner, hidden),
-                "mlp.up_proj": filler.make(inner, hidden),
-                "mlp.down_proj": filler.make_zeros(hidden, inner),
-                "input_layernorm": torch.ones(hidden),
-                "post_attention_layernorm": torch.ones(hidden),
-            }
-        else:
-            output = torch.zeros(hidden, rows["q_proj"])
-            o_proj = get("self_attn.o_proj")
-            output[: o_proj.shape[0], places["q_proj"]] = o_proj
-            down = torch.zeros(hidden, inner)
-            down_proj = get("mlp.down_proj")
-            down[: down_proj.shape[0], : down_proj.shape[1]] = down_proj
-            layer_tensors = {
-                **{f"self_attn.{name}": project(name, get(f"self_attn.{name}")) for name in rows},
-                "self_attn.o_proj": output,
-                "mlp.gate_proj": filler.widen(get("mlp.gate_proj"), inner, hidden),
-                "mlp.up_proj": filler.widen(get("mlp.up_proj"), inner, hidden),
-                "mlp.down_proj": down,
-                "input_layernorm": norm(get("input_layernorm")),
-                "post_attention_layernorm": norm(get("post_attention_layernorm")),
-            }
-        grown |= {f"{prefix}{name}.weight": tensor for name, tensor in layer_tensors.items()}
-    embedding = tensors["model.embed_tokens.weight"].float()
-    head = tensors.get("lm_head.weight", embedding).float()
-    wide = torch.zeros(embedding.shape[0], hidden)
-    wide[:, : embedding.shape[1]] = embedding
+        for name, (shape, where) in matrices.items():
+            key = f"{prefix}{name}.weight"
+            if not is_added:
+                weight = tensors[key].float() * scales.get(name, 1)
+                grown[key] = filler.place(weight, *shape, **where)
+            elif name in ("self_attn.o_proj", "mlp.down_proj"):
+                grown[key] = filler.make_zeros(*shape)
+            else:
+                grown[key] = filler.make(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            key = f"{prefix}{name}.weight"
+            grown[key] = torch.ones(hidden) if is_added else filler.widen_norm(tensors[key], hidden)
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors.get("lm_head.weight", embedding)
     return grown | {
-        "model.embed_tokens.weight": wide,
-        "model.norm.weight": norm(tensors["model.norm.weight"].float()),
-        "lm_head.weight": filler.widen(head, head.shape[0], hidden),
+        "model.embed_tokens.weight": filler.place(embedding, len(embedding), hidden, silent=ALL),
+        "model.norm.weight": filler.widen_norm(tensors["model.norm.weight"], hidden),
+        "lm_head.weight": filler.place(head, len(head), hidden),
     }
 
 
-def grow_drafter(
+def grow_redrafter(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], hidden: int, exit_dim: int, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Grow a ReDrafter drafter, as Apple's names have it, to a hidden state that is larger.
@@ -211,24 +203,19 @@ def grow_drafter(
     if exit_dim < small_exit or hidden < small:
         raise SystemExit(f"the drafter has exit dimension {small_exit} and hidden size {small}")
     grown: dict[str, Tensor] = {}
-    for name, stored in tensors.items():
-        tensor = stored.float()
-        if tensor.dim() == 1:
-            rows = hidden if name.startswith("rnn") else exit_dim
-            wide = torch.zeros(rows)
-            wide[: len(tensor)] = tensor
-        elif name.startswith("rnn"):
-            wide = filler.widen(tensor, hidden, hidden, writes=False)
-        elif tensor.shape == (small_exit, 2 * small) and "input_proj" in name:
-            halves = [filler.widen(h, exit_dim, hidden, writes=False) for h in tensor.chunk(2, 1)]
-            wide = torch.cat(halves, 1)
+    for name, tensor in tensors.items():
+        reads_states = name.startswith("rnn") or (
+            "input_proj" in name and tensor.shape == (small_exit, 2 * small)
+        )
+        size = hidden if name.startswith("rnn") else exit_dim
+        if tensor.dim() == 1 or reads_states:
+            grown[name] = filler.widen_linear(tensor, small, hidden, size)
         elif tensor.shape == (config["vocab_size"], small_exit):
-            wide = filler.widen(tensor, tensor.shape[0], exit_dim)
+            grown[name] = filler.place(tensor, len(tensor), exit_dim)
         elif tensor.shape == (small_exit, small_exit):
-            wide = filler.widen(tensor, exit_dim, exit_dim, writes=False)
+            grown[name] = filler.widen_linear(tensor, small_exit, exit_dim, exit_dim)
         else:
             raise SystemExit(f"{name} of shape {list(tensor.shape)} is not known of a drafter")
-        grown[name] = wide
     return grown, dict(config) | {"hidden_size": hidden, "exit_dim": exit_dim}
 
 
@@ -306,7 +293,7 @@ def grow_model(args: argparse.Namespace) -> dict[str, Any]:
     drafter: dict[str, Tensor] = {}
     if args.drafter_model_dir is not None:
         drafter, drafter_config = read_model(args.drafter_model_dir)
-        drafter, drafter_config = grow_drafter(
+        drafter, drafter_config = grow_redrafter(
             drafter, drafter_config, args.hidden, args.exit_dim, args.seed + 1
         )
     grown = grow_tensors(tensors, small, large, args.seed)

@@ -7,7 +7,7 @@
 Each is a process of its own. One that fails stops no other: it is named at the end, and the exit
 status is then 1. DIR gets the reports, what each step printed as STEP.log, and steps.json with
 every step's command, seconds and exit status. Models and environments stay in --folder for the next
-run. peers.py decodes prompts whose texts do not loop.
+run. peers.py decodes the prompts that batches.py has chosen, whose texts do not loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
     out = args.output_dir
     grown = ["--size", args.size, "--folder", str(args.folder)]
     served = ["--size", "full" if args.size == "full" else "pycode"]
-    chosen = out / "without-loops.jsonl"
 
     def script(name: str, *words: str | Path) -> list[str]:
         return [str(ROOT / "benchmarks" / f"{name}.py"), *map(str, words)]
@@ -53,9 +52,8 @@ def list_steps(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[str]]:
     steps = {
         "batches": script("batches", *grown, "--output-dir", out),
         "edits": script("edits", *grown, "--output-dir", out),
-        "without-loops": script("without_loops", *grown, "--output", chosen),
         "peers": script(
-            "peers", *grown, "--output-dir", out, "--prompt-file", chosen,
+            "peers", *grown, "--output-dir", out, "--prompt-file", out / "without-loops.jsonl",
             "--peers", *args.peers, *shlex.split(args.peers_flags),
         ),
     }  # fmt: skip

@@ -10,8 +10,8 @@ load: `specdec serve`, llama.cpp's llama-server and vLLM on the CPU, with the sa
 same draft model, each at the fastest of its settings. --size full grows the models to 986M
 parameters; all servers take 20 GB of memory together. costs: what HTTP, tokens as text and
 streaming take of a step, and what 200 requests per second of /health take. exact: mixed requests at
-concurrency 32 compared with what each gets without others, completions from specdec-run and the
-API, chats and responses from the server; and its memory; pycode. --output FILE writes the figures
+concurrency 32 compared with what each gets without others, completions from the API, chats and
+responses from the server; and its memory; pycode. --output FILE writes the figures
 as JSON.
 """
 

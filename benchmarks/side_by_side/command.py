@@ -7,19 +7,18 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.machine import LoadMeter, describe_load, describe_machine, read_cpu_flags
+from specdec.bench.machine import describe_machine, read_cpu_flags
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 
 from . import models
 from .install import install_peer
 from .models import DTYPE, PYCODE, ROOT, SIZES, Models
-from .processes import PeerError, Worker, count_group_seconds
+from .processes import GroupMeter, PeerError, Worker
 from .report import format_markdown
 from .rounds import Work, describe_ways, measure_ways
 from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, SearchShape, Way, list_ways
@@ -152,7 +151,7 @@ def prepare(
     log = args.folder / "logs" / f"{args.size}-prepare.log"
     log.unlink(missing_ok=True)
     try:
-        found = models.prepare_models(SIZES[args.size], args.folder / "models", log)
+        found = models.prepare_models(SIZES[args.size], args.folder, log)
     except PeerError as error:
         raise SpecDecError(str(error), f"see {log}") from None
     starters: dict[str, Callable[[], Worker]] = {}
@@ -251,20 +250,13 @@ def measure_workers(
         max_output_len=args.max_output_len or size.max_output_len,
         end_id=end_id, rounds=args.rounds,
     )  # fmt: skip
-    groups = [worker.group for worker in workers.values()]
-    meter, began, own_seconds = LoadMeter(), time.monotonic(), count_group_seconds(groups)
-
+    meter = GroupMeter([worker.group for worker in workers.values()])
     measured = measure_ways(ways, workers, errors, work)
-    report = head | {
+    return head | {
         "size": args.size, "dtype": DTYPE, "commit": models.read_commit(),
         "instructions": [name for name in BF16_INSTRUCTIONS if name in read_cpu_flags()],
         "target_gb": (found.target / "model.safetensors").stat().st_size / 1e9,
         "num_prompts": len(work.prompts), "rounds": args.rounds,
         "max_output_len": work.max_output_len, "long_prompt_tokens": len(work.long_prompt),
-        "build_flags": args.build_flags, "ways": describe_ways(measured),
+        "build_flags": args.build_flags, "ways": describe_ways(measured), **meter.describe(),
     }  # fmt: skip
-    others = meter.measure()
-    if others is not None:
-        ours = (count_group_seconds(groups) - own_seconds) / (time.monotonic() - began)
-        others = round(max(0.0, others - ours), 2)
-    return report | {"processors_used_by_others": others, "warnings": describe_load(others)}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import pad
 
 from benchmarks.grow import (
+    ALL,
     Filler,
     complete_config,
     grow_config,
@@ -32,28 +32,13 @@ LAYER_IDS = {
 }  # fmt: skip
 
 
-def grow_norm(filler: Filler, weight: Tensor, places: Tensor, size: int) -> Tensor:
-    """The weight of a norm over channels of which the added ones are zero."""
-    wide = filler.make(size)
-    wide[places] = weight.float() * math.sqrt(len(weight) / size)
-    return wide
-
-
-def grow_linear(filler: Filler, tensor: Tensor, small: int, size: int) -> Tensor:
-    """A matrix from hidden states to one, or its bias; what it adds to a hidden state is zero."""
-    if tensor.dim() == 1:
-        return pad(tensor.float(), (0, size - small))
-    parts = tensor.chunk(tensor.shape[1] // small, 1)
-    return torch.cat([filler.widen(part, size, size, writes=False) for part in parts], 1)
-
-
 def grow_medusa(tensors: Mapping[str, Tensor], size: int, seed: int) -> dict[str, Tensor]:
     """Medusa heads for the target's hidden size, in float32: the SiLU of zero is zero."""
     filler = Filler(seed)
     return {
-        name: grow_linear(filler, tensor, tensor.shape[-1], size)
+        name: filler.widen_linear(tensor, tensor.shape[-1], size, size)
         if ".linear." in name
-        else filler.widen(tensor, len(tensor), size)
+        else filler.place(tensor, len(tensor), size)
         for name, tensor in tensors.items()
     }
 
@@ -95,14 +80,15 @@ def grow_net(
     filler = Filler(seed + num_read)
     for name, tensor in tensors.items():
         if name.startswith("fc."):
-            grown[name] = grow_linear(filler, tensor, hidden, size)
+            grown[name] = filler.widen_linear(tensor, hidden, size, size)
         elif name in ("hidden_norm.weight", f"{LAYER}hidden_norm.weight"):
-            grown[name] = grow_norm(filler, tensor, torch.arange(hidden), size)
+            grown[name] = filler.widen_norm(tensor, size)
         elif name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
             grow_head_norm(filler, grown, name, tensor, small, large)
         elif name == "mask_hidden":  # states side by side, as fc reads them
-            states = tensor.float().reshape(1, -1, hidden)
-            grown[name] = pad(states, (0, size - hidden)).reshape(1, 1, -1)
+            states = tensor.reshape(-1, hidden)
+            wide = filler.place(states, len(states), size, silent=ALL)
+            grown[name] = wide.reshape(1, 1, -1)
         elif name in (*MAPS, *MARKOV):
             grown[name] = tensor
     return grown
@@ -125,7 +111,7 @@ def grow_head_norm(
     rows = matrix[places] * math.sqrt(small["hidden_size"] / large["hidden_size"])
     matrix.view(-1, size, matrix.shape[1])[(places // size).unique()] = 0
     matrix[places] = rows * (growth if is_key else 1)
-    wide = grow_norm(filler, weight, places[: len(weight)], size)
+    wide = filler.widen_norm(weight, size, places[: len(weight)])
     grown[name] = wide * (1 if is_key else growth)
 
 

@@ -32,8 +32,9 @@ DRAFTER_FLAGS = ("--drafter-weights", "int8")
 class Size:
     """A shape to measure at, and how much there is to decode.
 
-    shape: flags of benchmarks/grow.py; none is pycode as it is. memory_gb: free ones that a run
-    with all peers needs. disk_gb: what its models and environments take.
+    shape, draft_shape: flags of benchmarks/grow.py for the target with its ReDrafter drafter and
+    for the draft model; none leaves them as they are. memory_gb: free ones that a run with all
+    peers needs. disk_gb: what its models and environments take.
     """
 
     shape: tuple[str, ...]
@@ -41,6 +42,7 @@ class Size:
     max_output_len: int
     memory_gb: float
     disk_gb: float
+    draft_shape: tuple[str, ...] = ()
 
 
 SIZES = {
@@ -71,16 +73,22 @@ class Models:
 def find_folder(size: Size, work: Path) -> Path:
     """Where the models of these sources and this shape lie, or will."""
     sources = [PYCODE / name / "model.safetensors" for name in ("target", "redrafter", "draft")]
-    digest = hashlib.sha256(GROW.read_bytes() + json.dumps([*size.shape, DTYPE]).encode())
+    digest = hashlib.sha256(
+        GROW.read_bytes() + json.dumps([*size.shape, *size.draft_shape, DTYPE]).encode()
+    )
     for source in sources:
         digest.update(source.read_bytes())
     return work / digest.hexdigest()[:12]
 
 
-def prepare_models(size: Size, work: Path, log: Path) -> Models:
-    """Grow the pycode models unless they are there; grow.py compares logits before it writes."""
-    draft = PYCODE / "draft"
-    folder = find_folder(size, work)
+def prepare_models(size: Size, work: Path, log: Path | None = None) -> Models:
+    """Grow the pycode models unless they are there; grow.py compares logits before it writes.
+
+    work: gets them into its folder models, and logs into logs, unless there is another log.
+    """
+    folder = find_folder(size, work.resolve() / "models")
+    log = log or work / "logs" / "models.log"
+    draft = folder / "draft" if size.draft_shape else PYCODE / "draft"
     if not size.shape:
         folder.mkdir(parents=True, exist_ok=True)
         return Models(folder, PYCODE / "target", PYCODE / "redrafter", draft)
@@ -89,12 +97,14 @@ def prepare_models(size: Size, work: Path, log: Path) -> Models:
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        run_logged(
-            [sys.executable, GROW, "--model-dir", PYCODE / "target", "--output-dir",
-             partial / "target", "--drafter-model-dir", PYCODE / "redrafter",
-             "--drafter-output-dir", partial / "redrafter", "--dtype", DTYPE, *size.shape],
-            log, "growing the models",
-        )  # fmt: skip
+        drafter = ["--drafter-model-dir", str(PYCODE / "redrafter"),
+                   "--drafter-output-dir", str(partial / "redrafter")]  # fmt: skip
+        for name, words in (("target", [*drafter, *size.shape]), ("draft", size.draft_shape)):
+            if words:
+                run_logged(
+                    [sys.executable, GROW, "--model-dir", PYCODE / name, "--output-dir",
+                     partial / name, "--dtype", DTYPE, *words], log, f"growing the {name}",
+                )  # fmt: skip
         partial.rename(folder)
     return Models(folder, folder / "target", folder / "redrafter", draft)
 
@@ -140,13 +150,14 @@ def build_engines(
 
 
 def build_engine(
-    model: Path, folder: Path, convert: Sequence[str] = (), build: Sequence[str] = ()
-) -> Path:
-    """Convert and build a model in bfloat16 into a folder, instead of what is there."""
+    model: Path, folder: Path, convert: Sequence[str] = (), build: Sequence[str] = (),
+    dtype: str = DTYPE,
+) -> Path:  # fmt: skip
+    """Convert and build a model into a folder, instead of what is there."""
     checkpoint = folder.with_name(f"{folder.name}-checkpoint")
     for old in (folder, checkpoint):
         shutil.rmtree(old, ignore_errors=True)
-    words = ["--model-dir", str(model), "--output-dir", str(checkpoint), "--dtype", DTYPE]
+    words = ["--model-dir", str(model), "--output-dir", str(checkpoint), "--dtype", dtype]
     call_stage("convert", [*words, *convert])
     words = ["--checkpoint-dir", str(checkpoint), "--output-dir", str(folder)]
     call_stage("build", [*words, "--backend", "torch", *build])

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.bench.machine import LoadMeter, describe_load
+
 PACKAGE = Path(__file__).resolve().parent
 PROCESSES = Path("/proc")
 GRACE_SECONDS = 10.0
@@ -143,6 +145,22 @@ def run_logged(command: Sequence[str | Path], log: Path, what: str, **options: A
             raise PeerError(f"{what}: {error}") from None
     if done.returncode:
         raise PeerError(f"{what}, status {done.returncode}: {read_last_line(log)}")
+
+
+class GroupMeter:
+    """What others than this process and some groups use of the processors, from now on."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._meter, self._began, self._groups = LoadMeter(), time.monotonic(), groups
+        self._own = count_group_seconds(groups)
+
+    def describe(self) -> dict[str, Any]:
+        """The part of a report."""
+        others = self._meter.measure()
+        if others is not None:
+            own = (count_group_seconds(self._groups) - self._own) / (time.monotonic() - self._began)
+            others = round(max(0.0, others - own), 2)
+        return {"processors_used_by_others": others, "warnings": describe_load(others)}
 
 
 def count_group_seconds(groups: Iterable[int]) -> float:

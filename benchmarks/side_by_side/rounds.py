@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from specdec.bench.measure import summarize
+from specdec.comparison import find_difference
 
 from .processes import PeerError
 from .ways import PLAIN, Setting, Way
@@ -169,10 +170,7 @@ def compare(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> dict[str,
     differing = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
     found: dict[str, Any] = {"compared": len(ours), "equal": len(ours) - len(differing)}
     if differing:
-        a, b = ours[differing[0]], theirs[differing[0]]
-        same = next(
-            (n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
-            min(len(a), len(b)),
-        )
-        found["first_difference"] = {"prompt": differing[0], "token": same}
+        first = differing[0]
+        token = find_difference(ours[first], theirs[first])
+        found["first_difference"] = {"prompt": first, "token": token}
     return found

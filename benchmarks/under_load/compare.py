@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
+import dataclasses
 import json
 import random
-import shutil
 import statistics
 import sys
 import time
@@ -18,16 +17,16 @@ from typing import Any
 from benchmarks.side_by_side.install import install_peer
 from benchmarks.side_by_side.models import (
     DTYPE,
-    GROW,
     PYCODE,
-    Models,
+    SIZES,
     build_engine,
     make_gguf,
+    prepare_models,
     read_commit,
 )
-from benchmarks.side_by_side.processes import PeerError, count_group_seconds, run_logged
+from benchmarks.side_by_side.processes import GroupMeter, PeerError, count_group_seconds
 from benchmarks.side_by_side.report import lay_out
-from specdec.bench.machine import LoadMeter, describe_load, describe_machine
+from specdec.bench.machine import describe_machine
 from specdec.bench.measure import summarize
 
 from .client import Body, Reply, ask_all
@@ -46,12 +45,11 @@ from .servers import (
 )
 
 HEADING = "## Servers under load, {size}: `serve.py load`"
-# Sizes for benchmarks/grow.py. Heads of 64 and 32: vLLM has none of pycode's 40 and 24 on a CPU.
+# Heads of 64 and 32: vLLM has none of pycode's 40 and 24 on a CPU.
 SHAPES = {
     "pycode": ("--layers", "12", "--hidden", "320", "--intermediate", "1664", "--heads", "8",
-               "--kv-heads", "4", "--head-size", "64"),
-    "full": ("--layers", "22", "--hidden", "2048", "--intermediate", "5632", "--heads", "32",
-             "--kv-heads", "4", "--head-size", "64"),
+               "--kv-heads", "4", "--head-size", "64", "--exit-dim", "512"),
+    "full": SIZES["full"].shape,
 }  # fmt: skip
 DRAFT_SHAPE = ("--layers", "3", "--hidden", "144", "--intermediate", "384", "--heads", "6",
                "--kv-heads", "2", "--head-size", "32")  # fmt: skip
@@ -81,42 +79,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace) -> Weights:
     """Grow, convert, build and export what is not there yet."""
-    log = args.folder.resolve() / "logs" / "prepare.log"
-    digest = hashlib.sha256(GROW.read_bytes() + json.dumps([SHAPES, DRAFT_SHAPE]).encode())
-    for name in ("target", "draft"):
-        digest.update((PYCODE / name / "model.safetensors").read_bytes())
-    folder = args.folder.resolve() / f"{args.size}-{digest.hexdigest()[:12]}"
-    folders = {
-        "target": grow(PYCODE / "target", folder / "target", SHAPES[args.size], log),
-        "draft": grow(PYCODE / "draft", folder / "draft", DRAFT_SHAPE, log),
+    size = dataclasses.replace(
+        SIZES[args.size], shape=SHAPES[args.size], draft_shape=DRAFT_SHAPE
+    )  # fmt: skip
+    found = prepare_models(size, args.folder)
+    rows = ("--max-batch-size", str(max(args.concurrency)))
+    external = ("--speculative-decoding-mode", "draft_tokens_external",
+                "--max-draft-len", str(max(args.lengths)))  # fmt: skip
+    engines = {  # again: the engine may have changed
+        name: build_engine(folder, found.folder / "engines" / name, build=[*rows, *flags])
+        for name, folder, flags in (("target", found.target, external), ("draft", found.draft, ()))
     }
-    longest = max(args.lengths)
-    external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len")
-    flags = {"target": (*external, str(longest)), "draft": ()}
-    engines = {}
-    for name, source in folders.items():
-        engines[name] = build_engine(  # again: the engine may have changed
-            source, folder / "engines" / name,
-            build=["--max-batch-size", str(max(args.concurrency)), *flags[name]],
-        )  # fmt: skip
-    gguf = {}
-    if LLAMA_CPP in args.servers:
-        gguf = make_gguf(Models(folder, folders["target"], folder, folders["draft"]))
-    return Weights(folders["target"], engines, gguf, folders)
-
-
-def grow(source: Path, folder: Path, shape: Sequence[str], log: Path) -> Path:
-    if not folder.exists():
-        print(f"growing {source.name}", file=sys.stderr, flush=True)
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        run_logged(
-            [sys.executable, GROW, "--model-dir", source, "--output-dir", partial, "--dtype", DTYPE,
-             *shape], log, f"growing {source.name}",
-        )  # fmt: skip
-        partial.rename(folder)
-    return folder
+    gguf = make_gguf(found) if LLAMA_CPP in args.servers else {}
+    return Weights(found.target, engines, gguf, {"target": found.target, "draft": found.draft})
 
 
 def list_settings(args: argparse.Namespace, weights: Weights) -> Iterator[Setting]:
@@ -218,13 +193,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts = Prompts(args.seed, args.max_tokens)
     try:
         tried = try_settings(args, field, prompts, settings, report["errors"])
-        meter, began, own = LoadMeter(), time.monotonic(), count_group_seconds(field.groups)
+        meter = GroupMeter(field.groups)
         report["load"] = run_rounds(args, field, prompts, tried)
-        others = meter.measure()
-        if others is not None:
-            ours = (count_group_seconds(field.groups) - own) / (time.monotonic() - began)
-            others = round(max(0.0, others - ours), 2)
-        report |= {"processors_used_by_others": others, "warnings": describe_load(others)}
+        report |= meter.describe()
     finally:
         field.end()
     return report | {"start_seconds": field.start_seconds}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.side_by_side.processes import count_group_seconds
-from specdec.bench.machine import LoadMeter, describe_load, describe_machine
+from benchmarks.side_by_side.processes import GroupMeter, count_group_seconds
+from specdec.bench.machine import describe_machine
 from specdec.bench.measure import summarize
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.errors import SpecDecError
@@ -75,9 +75,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         server = Server(setting, log / "costs-server.log")
         stack.callback(server.end)
         prompts = compare.Prompts(1, args.max_tokens)
-        meter, began = LoadMeter(), time.monotonic()
         program = make_prober(args.folder.resolve())
-        own = count_group_seconds([server.group])
+        meter = GroupMeter([server.group])
 
         def run_server(bodies: list[Body], concurrency: int) -> Run:
             busy, began = count_group_seconds([server.group]), time.perf_counter()
@@ -103,13 +102,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             table.append({"concurrency": concurrency, **describe(runs), "health": health})
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
-        others = meter.measure()
-        if others is not None:
-            ours = (count_group_seconds([server.group]) - own) / (time.monotonic() - began)
-            others = round(max(0.0, others - ours), 2)
+        load = meter.describe()
     return machine | {
         "size": args.size, "setting": setting.key, "health_per_second": args.health,
-        "costs": table, "processors_used_by_others": others, "warnings": describe_load(others),
+        "costs": table, **load,
     }  # fmt: skip
 
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.side_by_side.models import MAX_BATCH_SIZE, PYCODE, ROOT, build_engine
 from specdec import Engine, Prompt
-from specdec.processes import call_stage
 
 from .client import Body, Reply, ask, ask_documents
-from .ours import PYCODE, ROOT, make_engine, serve
+from .servers import OURS, Server, Setting
 
 CONCURRENCY = 32  # twice as many as there are rows: half of them wait
 SCHEMAS: tuple[dict[str, Any], ...] = (
@@ -26,11 +26,6 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
      "required": ["name"]},
     {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
 )  # fmt: skip
-# What a line of specdec-run's .jsonl can say, by the names of the two.
-PLAIN_KEYS = {
-    "prompt": "prompt", "max_tokens": "max_output_len", "temperature": "temperature",
-    "top_k": "top_k", "top_p": "top_p", "seed": "seed", "stop": "stop",
-}  # fmt: skip
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 Text = tuple[str, str, int]  # with why it ended, and of how many tokens
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -38,6 +33,15 @@ FUNCTION: dict[str, Any] = {"name": "paint", "parameters": {
     "type": "object", "properties": {"colours": SCHEMAS[1]}, "required": ["colours"],
     "additionalProperties": False,
 }}  # fmt: skip
+
+
+def make_engine(folder: Path, dtype: str) -> Path:
+    """Pycode with its ReDrafter drafter and its tokenizer."""
+    target = PYCODE / "target"
+    convert = ["--drafter-model-dir", str(PYCODE / "redrafter"), "--redrafter-num-beams", "1",
+               "--redrafter-draft-len-per-beam", "3"]  # fmt: skip
+    build = ["--tokenizer-dir", str(target), "--max-batch-size", str(MAX_BATCH_SIZE)]
+    return build_engine(target, folder / "engine", convert, build, dtype)
 
 
 def read_prompts() -> list[str]:
@@ -168,27 +172,6 @@ def describe(reply: Reply) -> Text:
     return reply.text, str(reply.finish_reason), reply.num_tokens
 
 
-def run_alone(folder: Path, dtype: str, bodies: Sequence[Body]) -> dict[int, Text]:
-    """What specdec-run gives for those that its file can say, on an engine of one row."""
-    chosen = {at: body for at, body in enumerate(bodies) if is_plain(body)}
-    path = folder / "alone.jsonl"
-    lines = [
-        json.dumps({name: body[key] for key, name in PLAIN_KEYS.items() if key in body})
-        for body in chosen.values()
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    engine = make_engine(folder, dtype, max_batch_size=1)
-    outputs = call_stage("run", ["--engine-dir", str(engine), "--input-file", str(path)])["outputs"]
-    return {
-        at: (out["output_text"], FINISHED[out["finish_reason"]], len(out["output_ids"]))
-        for at, out in zip(chosen, outputs, strict=True)
-    }
-
-
-def is_plain(body: Body) -> bool:
-    return not set(body) - {*PLAIN_KEYS, "stream", "stream_options"}
-
-
 def generate_alone(engine_dir: Path, bodies: Sequence[Body]) -> list[Text]:
     """What the Python API gives one after another, nothing drafted."""
     found = []
@@ -218,16 +201,20 @@ def measure(number: int, dtype: str) -> dict[str, Any]:
         folder = Path(name)
         engine = make_engine(folder, dtype)
         template = str(ROOT / "tests" / "clients" / "template.jinja")
-        with serve(engine, "--chat-template", template) as (address, pid):
+        command = [sys.executable, "-m", "specdec", "serve", "--engine-dir", str(engine)]
+        command += ["--chat-template", template]
+        server = Server(Setting(OURS, dtype, tuple(command)), folder / "server.log")
+        try:
             began = time.perf_counter()
-            loaded, told, memory = asyncio.run(ask_under_load(address, pid, bodies, chats))
+            loaded, told, memory = asyncio.run(
+                ask_under_load(server.address, server.group, bodies, chats)
+            )
             note("under load", began)
             began = time.perf_counter()
-            told_alone = asyncio.run(ask_alone(address, chats))
+            told_alone = asyncio.run(ask_alone(server.address, chats))
             note("chats and responses alone", began)
-        began = time.perf_counter()
-        by_command = run_alone(folder, dtype, bodies)
-        note("alone, by specdec-run", began)
+        finally:
+            server.end()
         began = time.perf_counter()
         alone = generate_alone(engine, bodies)
         note("alone, by the API without drafts", began)
@@ -245,7 +232,5 @@ def measure(number: int, dtype: str) -> dict[str, Any]:
         "different_from_the_same_alone": sum(map(operator.ne, told, told_alone)),
         "tokens": sum(count for *_, count in alone),
         "different_from_the_api": len(different),
-        "compared_with_specdec_run": len(by_command),
-        "different_from_specdec_run": sum(loaded[at] != text for at, text in by_command.items()),
         "seconds": seconds,
     }  # fmt: skip

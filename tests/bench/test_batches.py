@@ -51,7 +51,7 @@ def test_all_methods(
     few = True
 
     def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]:
-        assert (engine_dir.name, max_output_len) == ("draft-target", 6)
+        assert (engine_dir.name, max_output_len) == ("draft-target", 64)
         return [line for line in lines if "x x x" not in line][few:]
 
     monkeypatch.setattr(batches, "choose", choose)
