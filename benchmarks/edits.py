@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.field import Figures, Rows, Way, measure
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES
 from benchmarks.side_by_side.report import lay_out
@@ -35,7 +34,7 @@ from examples.pycode.edits import ALL, EDITS, make_requests
 from specdec.bench.combine import pace
 from specdec.bench.engine import PARTS, Bench, open_bench
 from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.measure import summarize
+from specdec.bench.measure import divide
 from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.report import format_spread
 from specdec.decode.drafters.base import Drafter
@@ -82,73 +81,50 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
     return ways
 
 
-class Writer:
-    """A way of decoding, one text after another in the same batch, and what that took."""
+def make_way(bench: Bench, name: str, proposer: Drafter, longest: int) -> Way:
+    """What writes one text after another in the same batch. longest: tokens of all of a text."""
+    build, timing = bench.engine.config.build, Timing()
+    batch = Batch(
+        bench.engine.decoder, proposer, Options(max_num_tokens=build.max_num_tokens), timing,
+        num_rows=1, max_seq_len=longest,
+    )  # fmt: skip
 
-    def __init__(self, bench: Bench, proposer: Drafter, longest: int) -> None:
-        """longest: tokens of a prompt and its reference."""
-        build = bench.engine.config.build
-        self._timing = Timing()
-        self._batch = Batch(
-            bench.engine.decoder, proposer, Options(max_num_tokens=build.max_num_tokens),
-            self._timing, num_rows=1, max_seq_len=longest,
-        )  # fmt: skip
-        self.texts: list[dict[str, float]] = []
-
-    def write(self, request: Request) -> list[int]:
-        """Decode a text."""
-        before, began = self._timing.list_seconds(), time.perf_counter()
-        active = self._batch.submit(request)
-        while self._batch.is_busy:
-            self._batch.step()
-        seconds = time.perf_counter() - began
-        stats, after = active.stats, self._timing.list_seconds()
+    def write(request: Request) -> tuple[list[int], Figures]:
+        before = timing.list_seconds()
+        active = batch.submit(request)
+        while batch.is_busy:
+            batch.step()
+        stats, after = active.stats, timing.list_seconds()
+        if active.output_ids != bench.tokenizer(request.input_text)["input_ids"]:
+            sys.exit(f"FAILED: {name}, line {request.index + 1}: not the reference")
         took = {part: after[part] - before[part] for part in PARTS}
-        self.texts.append(
-            {
-                "tokens": stats.num_output_tokens, "seconds": seconds,
-                # Without the prompt, and the first token, which comes of it.
-                "step_tokens": stats.num_output_tokens - 1,
-                "step_seconds": sum(took.values()), "draft_seconds": took["draft"],
-                "steps": stats.num_verify_steps, "drafted": stats.num_draft_tokens,
-            }
-        )  # fmt: skip
-        return active.output_ids
+        return active.output_ids, {
+            "steps": stats.num_verify_steps, "drafted": stats.num_draft_tokens,
+            "step_seconds": sum(took.values()), "draft_seconds": took["draft"],
+        }  # fmt: skip
+
+    return write
 
 
-def write_all(
-    bench: Bench, writers: Mapping[str, Writer], requests: Sequence[tuple[str, Request]]
-) -> None:
-    """Every text by all ways, and backwards every other time: what drifts favours none."""
-    for number, (_, request) in enumerate(requests):
-        for name in list(writers)[:: -1 if number % 2 else 1]:
-            if writers[name].write(request) != bench.tokenizer(request.input_text)["input_ids"]:
-                sys.exit(f"FAILED: {name}, line {request.index + 1}: not the reference")
-        print(f"{number + 1} of {len(requests)} texts", file=sys.stderr, flush=True)
-
-
-def describe(
-    texts: Sequence[dict[str, float]], plain: Sequence[dict[str, float]]
-) -> dict[str, Any]:
+def describe(texts: Rows, plain: Rows) -> dict[str, Any]:
     """A way's speed over some texts, and over plain decoding's."""
-    both = [{key: sum(text[key] for text in done) for key in done[0]} for done in (texts, plain)]
-    rates, step_rates = (
-        [one[tokens] / one[seconds] for one in both]
-        for tokens, seconds in (("tokens", "seconds"), ("step_tokens", "step_seconds"))
+    ours, theirs = (
+        {key: sum(text[key] for text in done) for key in done[0]} for done in (texts, plain)
     )
-    ours = both[0]
+    num_steps = ours["steps"]
+    # Without the prompt, and the first token, which comes of it.
+    num_tokens = ours["tokens"] - len(texts)
     return {
-        "tokens_per_second": round(rates[0], 2), "ratio": round(rates[0] / rates[1], 3),
-        "step_tokens_per_second": round(step_rates[0], 2),
-        "step_ratio": round(step_rates[0] / step_rates[1], 3),
-        "ratio_by_text": summarize(
-            [p["seconds"] / t["seconds"] for t, p in zip(texts, plain, strict=True)]
-        ),
-        "acceptance_length": round(ours["step_tokens"] / ours["steps"], 3),
-        "draft_tokens_per_step": round(ours["drafted"] / ours["steps"], 3),
-        "step_ms": round(1000 * ours["step_seconds"] / ours["steps"], 2),
-        "draft_ms": round(1000 * ours["draft_seconds"] / ours["steps"], 2),
-    }  # fmt: skip
+        "tokens_per_second": round(ours["tokens"] / ours["seconds"], 2),
+        "ratio": round(theirs["seconds"] / ours["seconds"], 3),
+        "step_tokens_per_second": round(num_tokens / ours["step_seconds"], 2),
+        "step_ratio": round(theirs["step_seconds"] / ours["step_seconds"], 3),
+        "ratio_by_text": divide([p["seconds"] for p in plain], [t["seconds"] for t in texts]),
+        "acceptance_length": round(num_tokens / num_steps, 3),
+        "draft_tokens_per_step": round(ours["drafted"] / num_steps, 3),
+        "step_ms": round(1000 * ours["step_seconds"] / num_steps, 2),
+        "draft_ms": round(1000 * ours["draft_seconds"] / num_steps, 2),
+    }
 
 
 def format_table(report: Mapping[str, Any]) -> str:
@@ -196,27 +172,23 @@ def main() -> None:
     requests = make_requests(args.prompts, bench.tokenizer)
     bench.engine.check_requests([request for _, request in requests])
     longest = max(len(r.input_ids) + r.max_output_len for _, r in requests)
-    writers = {
-        name: Writer(bench, proposer, longest)
+    ways = {
+        name: make_way(bench, name, proposer, longest)
         for name, proposer in list_ways(bench).items()
         if name == PLAIN or args.only is None or any(word in name for word in args.only)
     }
-    write_all(bench, writers, requests)
-    kinds = [kind for kind, _ in requests]
-    ways = {
-        name: {
-            kind: describe(*(
-                [text for text, own in zip(one.texts, kinds, strict=True) if kind in (own, ALL)]
-                for one in (writer, writers[PLAIN])
-            ))
-            for kind in (*dict.fromkeys(kinds), ALL)
-        }
-        for name, writer in writers.items()
-    }  # fmt: skip
+    groups: dict[str, list[Request]] = {}
+    for kind, request in requests:
+        groups.setdefault(kind, []).append(request)
+    rows = measure(ways, groups, warms_up=False)
+    rows[ALL] = {name: [row for own in rows.values() for row in own[name]] for name in ways}
+    told = {
+        name: {kind: describe(own[name], own[PLAIN]) for kind, own in rows.items()} for name in ways
+    }
     report = {
         **head, "processors_used_by_others": meter.measure(), "commit": models.read_commit(),
         "size": args.size, "dtype": DTYPE,
-        "lines": {**Counter(kinds), ALL: len(kinds)}, "ways": ways,
+        "lines": {kind: len(own[PLAIN]) for kind, own in rows.items()}, "ways": told,
     }  # fmt: skip
     args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(args.output_dir / f"edits-{args.size}.json", report)

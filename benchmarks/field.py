@@ -58,7 +58,8 @@ LOOKAHEAD = LookaheadConfig(4, 4, 4)
 PLAIN, LLAMA = "plain", "llama.cpp, "
 WARM_UP_TOKENS = 8
 SERVER = ROOT / "out" / "peers" / "environments" / "llama.cpp" / "build" / "bin" / "llama-server"
-Way = Callable[[Request], tuple[list[int], int]]  # a request's text, and its verify steps
+Figures = Mapping[str, float]
+Way = Callable[[Request], tuple[list[int], Figures]]  # a request's text; `steps`, and others' own
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -100,9 +101,9 @@ def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[
         drafters = {name: pace(drafter) for name, drafter in drafters.items()}
 
     def make(drafter: Drafter) -> Way:
-        def run(request: Request) -> tuple[list[int], int]:
+        def run(request: Request) -> tuple[list[int], Figures]:
             (result,) = bench.decode([request], drafter, 1, Timing())
-            return result.output_ids, result.stats.num_verify_steps
+            return result.output_ids, {"steps": result.stats.num_verify_steps}
 
         return run
 
@@ -115,10 +116,10 @@ def list_llama_ways(servers: Servers, num_tokens: int) -> dict[str, Way]:
     def make(way: str) -> Way:
         server = servers.get(way, {} if way == PLAIN else {"length": num_tokens})
 
-        def run(request: Request) -> tuple[list[int], int]:
+        def run(request: Request) -> tuple[list[int], Figures]:
             found = server.complete(list(request.input_ids), request.max_output_len)
             accepted = found["timings"].get("draft_n_accepted", 0)
-            return found["tokens"], found["timings"]["predicted_n"] - 1 - accepted
+            return found["tokens"], {"steps": found["timings"]["predicted_n"] - 1 - accepted}
 
         return run
 
@@ -132,11 +133,11 @@ def find_plain(way: str) -> str:
 
 
 def measure(
-    ways: Mapping[str, Way], groups: Mapping[str, Sequence[Request]]
+    ways: Mapping[str, Way], groups: Mapping[str, Sequence[Request]], *, warms_up: bool = True
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """By task and way, a row for each request."""
     first = next(iter(groups.values()))[0]
-    for way in ways.values():
+    for way in ways.values() if warms_up else ():
         way(dataclasses.replace(first, max_output_len=WARM_UP_TOKENS))
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for task, requests in groups.items():
@@ -145,8 +146,8 @@ def measure(
             texts = {}
             for name in list(ways)[:: -1 if number % 2 else 1]:  # what drifts favours none
                 began = time.perf_counter()
-                texts[name], steps = ways[name](request)
-                rows[name].append({"seconds": time.perf_counter() - began, "steps": steps})
+                texts[name], figures = ways[name](request)
+                rows[name].append({"seconds": time.perf_counter() - began, **figures})
             for name, text in texts.items():
                 plain = texts[find_plain(name)]
                 rows[name][-1] |= {

@@ -12,7 +12,8 @@ two limits, both measured in the same run: reading as many bytes, and as many pr
 by many tokens at a time. The report has the time over the larger one, and --chart draws the three.
 
 --contexts: positions in the cache, each its own table; the limits are of the first. --prompt: the
-time to read so many tokens.
+time to read so many tokens. --busy-core: what a step of one token keeps of its speed alongside a
+program that keeps one core busy, by turns.
 
 With --experts it is a mixture, whose experts have the size --intermediate: with each step's time
 stand the experts a layer that its tokens read, and the bytes of all that is read.
@@ -23,17 +24,26 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import os
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import Any
 
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from specdec.threads import calm_threads, count_usable_cores
+
+calm_threads()
+
+import torch
 
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import draw_steps, make_step, time_steps
@@ -50,6 +60,7 @@ from specdec.model.tensors import get_stored_dtype
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 PAST_LEN = 256
 COUNTED = 10  # steps that experts are counted in
+TURN = 20  # steps of a turn with or without a busy neighbour
 
 
 @torch.inference_mode()
@@ -72,12 +83,14 @@ def make_decoder(
     """A decoder with random weights, the bytes that one step reads, and the numbers in them."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, shape in list_engine_tensors(model, None).items():
+    shapes = list_engine_tensors(model, None)
+    for name, shape in shapes.items():
         # A block repeated: making a billion normal numbers would take a minute.
-        block = torch.randn(min(1 << 20, int(np.prod(shape))), generator=generator) * 0.02
-        repeats = -(-int(np.prod(shape)) // block.numel())
+        count = math.prod(shape)
+        block = torch.randn(min(1 << 20, count), generator=generator) * 0.02
         stored = TORCH_DTYPES[get_stored_dtype(name, model.dtype)]
-        weights[name] = block.repeat(repeats)[: int(np.prod(shape))].view(shape).to(stored)
+        filled = block.repeat(-(-count // len(block)))[:count]
+        weights[name] = filled.view(shape).to(stored)
     for name in list_integers(model) if quantization == INT8 else []:
         weights[name], weights[name_int8_scales(name)] = int8.quantize(weights[name], name)
     for name in list_integers(model) if quantization == INT4 else []:
@@ -89,10 +102,8 @@ def make_decoder(
         scales = torch.full((num_rows, depth // group_size), 0.004)
         weights[f"{name.removesuffix('.weight')}.{WEIGHT_SCALE}"] = scales
     embedding = weights["transformer.vocab_embedding.weight"]
-    num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
-    num_bytes -= embedding.numel() * embedding.element_size()
-    shapes = list_engine_tensors(model, None)
-    num_weights = sum(int(np.prod(shape)) for shape in shapes.values()) - embedding.numel()
+    num_weights = sum(map(math.prod, shapes.values())) - embedding.numel()
+    num_bytes = sum(w.nbytes for w in weights.values()) - embedding.nbytes
     decoder = Decoder(
         model, weights, num_positions=model.max_position_embeddings, device=torch.device("cpu"),
         kernels=kernels,
@@ -154,6 +165,29 @@ def time_prompt(decoder: Decoder, length: int) -> float:
     return time.perf_counter() - began
 
 
+def measure_alongside(decoder: Decoder, context: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step of one token, and with another program that keeps a core busy.
+
+    It runs by turns. With n cores the fair share next to it is (n - 1/2) / n of the quiet speed.
+    """
+    times: dict[signal.Signals, list[float]] = {signal.SIGSTOP: [], signal.SIGCONT: []}
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
+        try:
+            for _ in range(rounds):
+                for told, found in times.items():
+                    os.kill(neighbour.pid, told)
+                    steps = time_steps(decoder, [1], past_len=context, repeat=TURN)
+                    found.append(1000 * steps[1])
+        finally:
+            neighbour.kill()
+    quiet, busy = map(statistics.median, times.values())
+    cores = count_usable_cores()
+    return {
+        "quiet_ms": round(quiet, 2), "alongside_ms": round(busy, 2),
+        "kept": round(quiet / busy, 3), "fair_share": round((cores - 0.5) / cores, 3),
+    }  # fmt: skip
+
+
 def draw_chart(path: Path, measured: dict[int, float], limits: dict[int, dict[str, float]]) -> None:
     """Step time by tokens, and both limits."""
     import matplotlib as mpl
@@ -172,8 +206,10 @@ def draw_chart(path: Path, measured: dict[int, float], limits: dict[int, dict[st
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
@@ -189,12 +225,18 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--contexts", default=str(PAST_LEN), help="numbers with commas")
     parser.add_argument("--prompt", type=int, default=0, help="tokens")
+    parser.add_argument("--busy-core", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--chart", type=Path)
     args = parser.parse_args()
-    contexts = [int(number) for number in args.contexts.split(",")]
     if args.experts and args.quantization == INT4:
         parser.error("experts have no four-bit form")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    contexts = [int(number) for number in args.contexts.split(",")]
     experts = None
     if args.experts:
         experts = Experts(
@@ -230,6 +272,9 @@ def main() -> None:
         read = count_bytes(model, args.quantization, num_bytes, counts)
     prompt_seconds = time_prompt(decoder, args.prompt) if args.prompt else None
     after = measure_arithmetic(decoder)
+    alongside = None
+    if args.busy_core:
+        alongside = measure_alongside(decoder, contexts[0], args.busy_core)
     limits = {
         size: {
             "reading": read[size] / bandwidth / 1e6,
@@ -260,6 +305,7 @@ def main() -> None:
         "one_token_gb_per_second": round(read[1] / medians[1] / 1e6, 1),
         "machine_gb_per_second": round(bandwidth, 1),
         "products_gflops_before_and_after": [round(arithmetic), round(after)],
+        "busy_core": alongside,
     }
     if not args.experts:  # of which a token multiplies with some
         report["limits_ms_by_tokens"] = {

@@ -148,7 +148,7 @@ class Field:
         print(f"starting {setting.key}", file=sys.stderr, flush=True)
         log = self._logs / f"{setting.key.replace(' ', '-').replace(':', '')}.log"
         server = self._servers[setting.key] = Server(setting, log)
-        self.start_seconds[setting.key] = round(server.start_seconds, 1)
+        self.start_seconds[setting.key] = round(server.load_seconds, 1)
         server.stop()
 
     def end(self, kept: Collection[str] = ()) -> None:

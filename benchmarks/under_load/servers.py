@@ -6,15 +6,12 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.side_by_side import wire
 from benchmarks.side_by_side.processes import GRACE_SECONDS, PeerError, read_last_line
 from specdec.processes import make_environment
 
@@ -106,48 +103,27 @@ def list_vllm(
         yield Setting(VLLM, f"draft {length}, eager", words, eager)
 
 
-class Server:
+class Server(wire.Server):
     """A server in a process group of its own, which stands still while others are measured."""
 
     def __init__(self, setting: Setting, log: Path) -> None:
         """Start it and wait until it is ready; raise PeerError."""
-        self.setting, self._log = setting, log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        self.address = f"http://127.0.0.1:{port}"
         environment = os.environ if setting.server != OURS else make_environment()
         log.parent.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*setting.command, "--port", port], start_new_session=True, stdout=output,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={**environment, "HF_HUB_OFFLINE": "1", **setting.environment},
-            )  # fmt: skip
-        try:
-            while not self._is_ready():
-                if (status := self._process.poll()) is not None:
-                    raise PeerError(f"ended with status {status}: {read_last_line(log)}")
-                if time.perf_counter() - began > START_SECONDS:
-                    raise PeerError(f"was not ready after {START_SECONDS:.0f} s")
-                time.sleep(0.2)
-        except BaseException:
-            self.end()
-            raise
-        self.start_seconds = time.perf_counter() - began
+            try:
+                super().__init__(
+                    setting.command, START_SECONDS, stdout=output, stderr=subprocess.STDOUT,
+                    env={**environment, "HF_HUB_OFFLINE": "1", **setting.environment},
+                    start_new_session=True,
+                )  # fmt: skip
+            except RuntimeError as error:
+                raise PeerError(f"{error}: {read_last_line(log)}") from None
 
     @property
     def group(self) -> int:
         """The number of its process group."""
-        return self._process.pid
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):  # not listening yet, or still loading
-            return False
+        return self.process.pid
 
     def stop(self) -> None:
         """Let it stand still."""
@@ -161,11 +137,11 @@ class Server:
         for sent in (signal.SIGCONT, signal.SIGTERM):
             self._send(sent)
         try:
-            self._process.wait(GRACE_SECONDS)
+            self.process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         self._send(signal.SIGKILL)
-        self._process.wait()
+        self.process.wait()
 
     def _send(self, number: int) -> None:
         try:

@@ -91,7 +91,7 @@ def test_other_texts_fail(
 
     def spoil(*args: Any) -> dict[str, field.Way]:
         ways = real(*args)
-        return ways | {"suffix, 2": lambda request: ([1, 2, 3], 2)}
+        return ways | {"suffix, 2": lambda request: ([1, 2, 3], {"steps": 2})}
 
     monkeypatch.setattr(field, "list_ways", spoil)
     few = [*words, "--temperatures", "0", "--drafters", str(lasting_dir / "none")]

@@ -64,8 +64,9 @@ def test_a_failing_step_is_named_and_stops_no_other(
 def test_unknown_steps_are_named_and_commands_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"no step wrong\nhint: batches, edits"):
         main(["--only", "wrong", "peers"])
-    main(["--only", "busy-core", "--list"])
-    assert capsys.readouterr().out == f"busy-core: {BENCHMARKS / 'busy_core.py'}\n"
+    main(["--only", "serve-costs", "--list", "--output-dir", "/out"])
+    command = f"{BENCHMARKS / 'serve.py'} costs --size full --output /out/serve-costs.json"
+    assert capsys.readouterr().out == f"serve-costs: {command}\n"
 
 
 def test_sigterm_ends_the_step_under_way_and_keeps_what_it_printed(tmp_path: Path) -> None:

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import atexit
 import json
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from typing import Any
 
+from .. import wire
 from ..wire import Calls, cut_at_end, serve
 
 START_SECONDS = 300.0
 NGRAM_SIZE = 3  # looked up by prompt lookup
 
 
-class Server:
+class Server(wire.Server):
     """A process of llama-server for one way of decoding."""
 
     def __init__(self, words: list[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
-        port = self.address.rsplit(":", 1)[1]
-        began = time.perf_counter()
-        self._process = subprocess.Popen(
-            [*words, "--host", "127.0.0.1", "--port", port],
-            stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr,
-        )  # fmt: skip
-        while not self._is_ready():
-            if self._process.poll() is not None:
-                raise RuntimeError(f"llama-server ended with status {self._process.returncode}")
-            if time.perf_counter() - began > START_SECONDS:
-                raise RuntimeError(f"llama-server was not ready after {START_SECONDS:.0f} s")
-            time.sleep(0.01)
-        self.load_seconds = time.perf_counter() - began
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):  # not listening yet, or still loading
-            return False
+        local = ["--host", "127.0.0.1"]
+        super().__init__([*words, *local], START_SECONDS, stdout=sys.stderr, stderr=sys.stderr)
 
     def complete(self, prompt: list[int], max_output_len: int) -> dict[str, Any]:
         """Continue a prompt of tokens greedily; nothing of earlier prompts is used again."""
@@ -65,10 +42,6 @@ class Server:
         with urllib.request.urlopen(request) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 class Servers:

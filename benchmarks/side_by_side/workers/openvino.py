@@ -9,7 +9,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from ..wire import Calls, cut_at_end, serve
+from ..wire import Calls, describe_texts, serve
 
 DEVICE = "CPU"
 PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
@@ -58,14 +58,7 @@ class Pipelines:
                 # accepted tokens leaves out the last step of each text.
                 passes = found.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations
                 steps += len(passes) - 1
-        seconds = time.perf_counter() - began
-        emitted = sum(map(len, texts)) - len(texts)
-        return {
-            "seconds": seconds,
-            "num_tokens": sum(map(len, texts)),
-            "texts": [cut_at_end(text, end_id) for text in texts],
-            "acceptance_length": emitted / steps if steps > 0 else None,
-        }
+        return describe_texts(texts, steps, time.perf_counter() - began, end_id)
 
 
 def start(target: str, draft: str, threads: int, dtype: str) -> tuple[dict[str, Any], Calls]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..wire import Calls, cut_at_end, serve
+from ..wire import Calls, describe_texts, serve
 
 
 class Models:
@@ -68,14 +68,9 @@ class Models:
             )  # fmt: skip
             texts.append(output[0, len(prompt) :].tolist())
         seconds = time.perf_counter() - began
-        steps = self._num_passes - len(prompts)  # the prompt's own pass yields a token too
-        emitted = sum(map(len, texts)) - len(texts)
-        return {
-            "seconds": seconds,
-            "num_tokens": sum(map(len, texts)),
-            "texts": [cut_at_end(text, end_id) for text in texts],
-            "acceptance_length": emitted / steps if steps > 0 and way != "plain" else None,
-        }
+        # The prompt's own pass yields a token too.
+        steps = 0 if way == "plain" else self._num_passes - len(prompts)
+        return describe_texts(texts, steps, seconds, end_id)
 
 
 def start(target: str, draft: str, dtype: str, threads: int) -> tuple[dict[str, Any], Calls]:
