@@ -36,11 +36,11 @@ from benchmarks.grow import parse_args as parse_shape
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
+from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from specdec import Engine
 from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, Pass, open_bench
-from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.measure import (
     Rounds,
     compare_texts,
@@ -282,10 +282,7 @@ def format_costs(report: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="full", choices=SIZES)
+    parser = models.make_parser(__doc__, "batches")
     parser.add_argument("--prepare", action="store_true", help="build the engines, and end")
     parser.add_argument("--only", nargs="+", help="ways whose names hold one of these, and plain")
     parser.add_argument("--more", nargs="+", default=[], metavar="METHOD-NAME=FOLDER",
@@ -293,9 +290,6 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,2,4,8,16")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--max-output-len", type=int, default=48)
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
-                        help="models, as of benchmarks/peers.py")  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "batches")
     args = parser.parse_args()
     args.batch_sizes = [int(size) for size in args.batch_sizes.split(",")]
     if max(args.batch_sizes) > models.MAX_BATCH_SIZE:
@@ -305,7 +299,7 @@ def main() -> None:
     engines = find_engines(found, args, drafters)
     if args.prepare:
         return
-    head, meter = describe_machine(), LoadMeter()
+    conditions = Conditions()
     prompts = choose_prompts(PYCODE / "prompts.jsonl", engines["draft-target"], args)
     methods: dict[str, list[dict[str, Any]]] = {}
     for name in ("draft-target", "redrafter", *drafters):
@@ -327,7 +321,7 @@ def main() -> None:
         bench.engine.close()
     gigabytes = (found.target / "model.safetensors").stat().st_size / 1e9
     report = {
-        **head, "processors_used_by_others": meter.measure(), "commit": models.read_commit(),
+        **conditions.describe(),
         "model": f"pycode, size {args.size}, {gigabytes:.2f} GB", "dtype": DTYPE,
         "batch_sizes": args.batch_sizes, "repeat": args.repeat,
         "max_output_len": args.max_output_len, "methods": methods,

@@ -16,7 +16,6 @@ Writes edits-SIZE.json into --output-dir.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,12 +27,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.field import Figures, Rows, Way, measure
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES
+from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.ways import PLAIN
 from examples.pycode.edits import ALL, EDITS, make_requests
 from specdec.bench.combine import pace
 from specdec.bench.engine import PARTS, Bench, open_bench
-from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.measure import divide
 from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.report import format_spread
@@ -148,22 +147,16 @@ def format_table(report: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="full", choices=SIZES)
+    parser = models.make_parser(__doc__, "edits")
     parser.add_argument("--only", nargs="+", help="ways whose names hold one of these, and plain")
     parser.add_argument("--prompts", type=Path, default=EDITS)
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
-                        help="models, as of benchmarks/peers.py")  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "edits")
     args = parser.parse_args()
     found = models.prepare_models(SIZES[args.size], args.folder)
     engines = models.find_engines(found, ("draft-target", "draft"))
     if engines is None:
         print("building the engines", file=sys.stderr, flush=True)
         engines = models.build_engines(found, 1, 5, DRAFT_MODEL, [])
-    head, meter = describe_machine(), LoadMeter()
+    conditions = Conditions()
     settings = RunSettings(
         engine_dir=engines["draft-target"], draft_engine_dir=engines["draft"], device="cpu",
         tokenizer_dir=str(PYCODE / "target"), draft_len=str(DRAFT_MODEL), draft_budget="fixed",
@@ -186,7 +179,7 @@ def main() -> None:
         name: {kind: describe(own[name], own[PLAIN]) for kind, own in rows.items()} for name in ways
     }
     report = {
-        **head, "processors_used_by_others": meter.measure(), "commit": models.read_commit(),
+        **conditions.describe(),
         "size": args.size, "dtype": DTYPE,
         "lines": {kind: len(own[PLAIN]) for kind, own in rows.items()}, "ways": told,
     }  # fmt: skip

@@ -29,13 +29,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.side_by_side.models import read_commit
+from benchmarks.side_by_side import models
+from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.workers.llama_cpp import NGRAM_SIZE, Servers
 from examples.smollm2.get import get_model
 from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, open_bench
-from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.repetition import is_looping
 from specdec.decode.drafters.base import Drafter
@@ -244,9 +244,7 @@ def format_tables(rows: Rows, temperature: str) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = models.make_parser(__doc__)
     parser.add_argument("--spec-bench", type=Path, required=True)
     parser.add_argument("--human-eval", type=Path, required=True)
     parser.add_argument("--model-dir", type=Path)
@@ -275,14 +273,13 @@ def main(words: Sequence[str] | None = None) -> None:
             args.model_dir, args.drafters = get_model(), args.drafters or ROOT / "examples/smollm2"
         if args.model_dir.suffix == ".gguf" and args.llama_server is None and SERVER.exists():
             args.llama_server = SERVER
-        head, meter = describe_machine(), LoadMeter()
+        conditions = Conditions()
         table = measure_target(args)
     except SpecDecError as error:
         raise SystemExit(f"error: {error.message}\nhint: {error.hint}") from None
     args.output.parent.mkdir(parents=True, exist_ok=True)
     settings = {name: str(value) for name, value in vars(args).items()}
-    load = {"processors_used_by_others": meter.measure(), "commit": read_commit()}
-    write_json(args.output, head | load | {"settings": settings, "rows": table})
+    write_json(args.output, conditions.describe() | {"settings": settings, "rows": table})
     print("\n\n".join(format_tables(table[t], t) for t in args.temperatures))
     greedy = [row for row in table.get("0", []) if not row["way"].startswith(LLAMA)]
     different = [r["way"] for r in greedy if r["all"]["like_plain"] < r["all"]["texts"]]

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.side_by_side.models import SIZES, read_commit
+from benchmarks.side_by_side import models
+from benchmarks.side_by_side.processes import read_commit
 from benchmarks.side_by_side.ways import LLAMA_CPP, PEERS, QUANTIZED
 from specdec.bench.machine import describe_machine
 from specdec.command.stages import take_sigterm
@@ -115,18 +116,12 @@ def run_steps(steps: Mapping[str, Sequence[str]], out: Path) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SIZES, default="full")
+    parser = models.make_parser(__doc__, "bench")
     parser.add_argument(
         "--peers", nargs="+", default=list(PEERS), choices=[*PEERS, *QUANTIZED], metavar="NAME"
     )
     parser.add_argument("--peers-flags", default="", help="more of peers.py, in one word")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="some of those that --list tells")
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
-                        help="models and environments, as of peers.py")  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "bench")
     parser.add_argument("--list", action="store_true", help="print the commands, and end")
     return parser
 

@@ -206,7 +206,7 @@ def draw_chart(path: Path, measured: dict[int, float], limits: dict[int, dict[st
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def parse_args() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -228,14 +228,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--busy-core", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--chart", type=Path)
-    args = parser.parse_args()
-    if args.experts and args.quantization == INT4:
-        parser.error("experts have no four-bit form")
-    return args
+    return parser
 
 
 def main() -> None:
-    args = parse_args()
+    args = make_parser().parse_args()
+    if args.experts and args.quantization == INT4:
+        raise SystemExit("error: experts have no four-bit form")
     contexts = [int(number) for number in args.contexts.split(",")]
     experts = None
     if args.experts:

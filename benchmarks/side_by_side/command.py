@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.machine import describe_machine, read_cpu_flags
+from specdec.bench.machine import read_cpu_flags
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 
 from . import models
 from .install import install_peer
-from .models import DTYPE, PYCODE, ROOT, SIZES, Models
-from .processes import GroupMeter, PeerError, Worker
+from .models import DTYPE, PYCODE, SIZES, Models
+from .processes import Conditions, PeerError, Worker
 from .report import format_markdown
 from .rounds import Work, describe_ways, measure_ways
 from .ways import LLAMA_CPP, OURS, PEERS, QUANTIZED, SearchShape, Way, list_ways
@@ -48,10 +48,8 @@ def main(description: str, words: Sequence[str] | None = None) -> None:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="full", choices=SIZES)
+    parser = models.make_parser(description, "peers")
+    parser.set_defaults(output_dir=None)  # --folder
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=[*PEERS, *QUANTIZED],
                         metavar="NAME",
                         help=f"of {', '.join(PEERS)}, which are those if not given, and with"
@@ -74,9 +72,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--build-flags", nargs="*", default=[], metavar="FLAG=VALUE",
                         help="of specdec-build, without the dashes, as optimize=none")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer")
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
-                        help="environments, models and logs; kept for the next run")  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, help="of the report; --folder if not given")
     parser.add_argument("--report", type=Path, help="print a written report and measure nothing")
     parser.add_argument("--anyway", action="store_true", help="though memory or disk are short")
     return parser
@@ -127,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     workers: dict[str, Worker] = {}
     about: dict[str, dict[str, Any]] = {}
     try:
-        head = describe_machine()  # before the workers, whose own load is none
+        conditions = Conditions()
         for name, start in starters.items():
             print(f"starting {name}", file=sys.stderr, flush=True)
             try:
@@ -137,8 +132,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for way in ways:
             told = workers[way.worker].about if way.worker in workers else None
             about.setdefault(way.peer, told or {"error": errors[way.worker]})
-        head |= {"threads": args.threads, "peers": about}
-        return measure_workers(args, head, found, ways, workers, errors)
+        found_ways = measure_workers(args, conditions, found, ways, workers, errors)
+        return found_ways | {"threads": args.threads, "peers": about}
     finally:
         for worker in workers.values():
             worker.end()
@@ -237,7 +232,7 @@ def make_starter(
 
 
 def measure_workers(
-    args: argparse.Namespace, head: dict[str, Any], found: Models, ways: Sequence[Way],
+    args: argparse.Namespace, conditions: Conditions, found: Models, ways: Sequence[Way],
     workers: Mapping[str, Worker], errors: Mapping[str, str],
 ) -> dict[str, Any]:  # fmt: skip
     """All that needs running workers."""
@@ -250,13 +245,13 @@ def measure_workers(
         max_output_len=args.max_output_len or size.max_output_len,
         end_id=end_id, rounds=args.rounds,
     )  # fmt: skip
-    meter = GroupMeter([worker.group for worker in workers.values()])
+    conditions.watch([worker.group for worker in workers.values()])
     measured = measure_ways(ways, workers, errors, work)
-    return head | {
-        "size": args.size, "dtype": DTYPE, "commit": models.read_commit(),
+    return conditions.describe() | {
+        "size": args.size, "dtype": DTYPE,
         "instructions": [name for name in BF16_INSTRUCTIONS if name in read_cpu_flags()],
         "target_gb": (found.target / "model.safetensors").stat().st_size / 1e9,
         "num_prompts": len(work.prompts), "rounds": args.rounds,
         "max_output_len": work.max_output_len, "long_prompt_tokens": len(work.long_prompt),
-        "build_flags": args.build_flags, "ways": describe_ways(measured), **meter.describe(),
+        "build_flags": args.build_flags, "ways": describe_ways(measured),
     }  # fmt: skip

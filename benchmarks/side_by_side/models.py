@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -277,10 +277,14 @@ def load_tokenizer(folder: Path) -> Any:
     return pretrained.load_tokenizer(folder)
 
 
-def read_commit() -> str | None:
-    """The commit of this checkout, with a mark where files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip() or None
+def make_parser(description: str | None, out: str = "") -> argparse.ArgumentParser:
+    """A script's parser, of its docstring. out: where its reports go, of one on grown models."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if out:
+        parser.add_argument("--size", choices=SIZES, default="full")
+        parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers",
+                            help="models and environments, for all scripts")  # fmt: skip
+        parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / out)
+    return parser

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.machine import LoadMeter, describe_load
+from specdec.bench.machine import LoadMeter, describe_load, describe_machine
 
 PACKAGE = Path(__file__).resolve().parent
 PROCESSES = Path("/proc")
@@ -147,20 +147,36 @@ def run_logged(command: Sequence[str | Path], log: Path, what: str, **options: A
         raise PeerError(f"{what}, status {done.returncode}: {read_last_line(log)}")
 
 
-class GroupMeter:
-    """What others than this process and some groups use of the processors, from now on."""
+class Conditions:
+    """What a report begins with: the machine and the commit, and what others did meanwhile."""
 
-    def __init__(self, groups: Sequence[int]) -> None:
+    def __init__(self) -> None:
+        """Look at the machine, best before anything is started, and `watch`."""
+        self._head = describe_machine() | {"commit": read_commit()}
+        self.watch()
+
+    def watch(self, groups: Sequence[int] = ()) -> None:
+        """Count others' load from now on. groups: of processes whose load is our own."""
         self._meter, self._began, self._groups = LoadMeter(), time.monotonic(), groups
         self._own = count_group_seconds(groups)
 
     def describe(self) -> dict[str, Any]:
-        """The part of a report."""
+        """The head, the processors that others used since, and what is doubtful for it."""
         others = self._meter.measure()
-        if others is not None:
+        if others is not None and self._groups:
             own = (count_group_seconds(self._groups) - self._own) / (time.monotonic() - self._began)
             others = round(max(0.0, others - own), 2)
-        return {"processors_used_by_others": others, "warnings": describe_load(others)}
+        load = {"processors_used_by_others": others, "warnings": describe_load(others)}
+        return {**self._head, **load}
+
+
+def read_commit() -> str | None:
+    """The commit of this checkout, with a mark where files differ from it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=PACKAGE, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or None
 
 
 def count_group_seconds(groups: Iterable[int]) -> float:

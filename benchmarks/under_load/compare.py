@@ -22,11 +22,9 @@ from benchmarks.side_by_side.models import (
     build_engine,
     make_gguf,
     prepare_models,
-    read_commit,
 )
-from benchmarks.side_by_side.processes import GroupMeter, PeerError, count_group_seconds
+from benchmarks.side_by_side.processes import Conditions, PeerError, count_group_seconds
 from benchmarks.side_by_side.report import lay_out
-from specdec.bench.machine import describe_machine
 from specdec.bench.measure import summarize
 
 from .client import Body, Reply, ask_all
@@ -182,8 +180,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     if args.prepare:
         return {"prepared": [setting.key for setting in settings]}
-    report: dict[str, Any] = describe_machine() | {
-        "commit": read_commit(), "size": args.size, "dtype": DTYPE, "threads": args.threads,
+    conditions = Conditions()
+    report: dict[str, Any] = {
+        "size": args.size, "dtype": DTYPE, "threads": args.threads,
         "max_tokens": args.max_tokens, "rounds": args.rounds, "seed": args.seed,
         "target_gb": (weights.folders["target"] / "model.safetensors").stat().st_size / 1e9,
         "errors": {},
@@ -193,9 +192,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts = Prompts(args.seed, args.max_tokens)
     try:
         tried = try_settings(args, field, prompts, settings, report["errors"])
-        meter = GroupMeter(field.groups)
+        conditions.watch(field.groups)
         report["load"] = run_rounds(args, field, prompts, tried)
-        report |= meter.describe()
+        report |= conditions.describe()
     finally:
         field.end()
     return report | {"start_seconds": field.start_seconds}

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.side_by_side.processes import GroupMeter, count_group_seconds
-from specdec.bench.machine import describe_machine
+from benchmarks.side_by_side.processes import Conditions, count_group_seconds
 from specdec.bench.measure import summarize
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.errors import SpecDecError
@@ -69,14 +68,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     setting = next(
         one for one in list_ours(weights, args.lengths, rows, args.threads) if one.name == name
     )
-    machine: dict[str, Any] = describe_machine()
+    conditions = Conditions()
     log = args.folder.resolve() / "logs"
     with contextlib.ExitStack() as stack:
         server = Server(setting, log / "costs-server.log")
         stack.callback(server.end)
         prompts = compare.Prompts(1, args.max_tokens)
         program = make_prober(args.folder.resolve())
-        meter = GroupMeter([server.group])
+        conditions.watch([server.group])
 
         def run_server(bodies: list[Body], concurrency: int) -> Run:
             busy, began = count_group_seconds([server.group]), time.perf_counter()
@@ -102,10 +101,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             table.append({"concurrency": concurrency, **describe(runs), "health": health})
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
-        load = meter.describe()
-    return machine | {
+        head = conditions.describe()
+    return head | {
         "size": args.size, "setting": setting.key, "health_per_second": args.health,
-        "costs": table, **load,
+        "costs": table,
     }  # fmt: skip
 
 

@@ -31,7 +31,8 @@ def test_every_benchmark_is_a_step_and_takes_its_flags(size: str, tmp_path: Path
     for name, (script, *rest) in steps.items():
         path = Path(*rest[0].split(".")).with_suffix(".py") if script == "-m" else Path(script)
         package = {"peers": "side_by_side", "serve": "under_load"}.get(path.stem)
-        files = [path, *(BENCHMARKS / package).glob("*.py")] if package else [path]
+        files = [path, BENCHMARKS / "side_by_side" / "models.py"]  # which has the shared flags
+        files += (BENCHMARKS / package).glob("*.py") if package else []
         source = "".join((BENCHMARKS.parent / file).read_text() for file in files)
         for flag in (word for word in rest if word.startswith("--")):
             assert f'"{flag}"' in source, (name, flag)

@@ -193,7 +193,7 @@ OTHERS_FLAGS = {
     "--quick", "--prepare", "--shapes", "--param", "--only", "--compilers", "--full", "--more",
     "--chat-template", "--enforce-eager", "--max-model-len", "--max-num-seqs",
     "--speculative-config", "--create-home", "--index-url", "--no-cache-dir",
-    "--no-install-recommends", "--build-arg", "--experts", "--intermediate",
+    "--no-install-recommends", "--build-arg",
     "--no-repack", "--random-input-len", "--random-output-len", "--stop-timeout",
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
     "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
@@ -205,14 +205,17 @@ OTHERS_FLAGS = {
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
-    from benchmarks import field, gpu, run_all
+    from benchmarks import field, gpu, run_all, verify_cost
     from benchmarks.side_by_side.command import make_parser
     from specdec.command.stages import STAGES
     from specdec.options import get_flags
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--all", "--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
-    for parser in (make_parser(""), *(script.make_parser() for script in (field, gpu, run_all))):
+    for parser in (
+        make_parser(""),
+        *(script.make_parser() for script in (field, gpu, run_all, verify_cost)),
+    ):
         known |= {flag for action in parser._actions for flag in action.option_strings}
     for label in LABELS:
         known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}
