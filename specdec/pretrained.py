@@ -19,12 +19,13 @@ from specdec.errors import SpecDecError, UsageError, join_names, shorten, summar
 from specdec.files.folders import (
     MODEL,
     TOKENIZER,
+    TOKENIZER_FILES,
     expect_folder,
     has_tokenizer,
     is_hub_id,
     refuse_absent,
 )
-from specdec.files.reading import read_json
+from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.gguf.folder import load_state, localize
 from specdec.logs import get_logger
@@ -252,6 +253,7 @@ def _load(
         if wanted == MODEL and not os.path.lexists(Path(name) / "config.json"):
             raise SpecDecError(f"{flag} {name} has no config.json", _hint(wanted))
         _refuse_foreign_attention(Path(name), flag)
+        _refuse_pointers(Path(name))
         if wanted == MODEL:
             check_model_sizes(read_json(Path(name) / "config.json"), Path(name) / "config.json")
     else:
@@ -270,6 +272,13 @@ def _load(
             f"{flag} {name}: transformers cannot load its {what}: {summarize(error)}",
             _hint(wanted),
         ) from None
+
+
+def _refuse_pointers(folder: Path) -> None:
+    """Raise SpecDecError for a file that is a pointer of Git LFS."""
+    for file in ("config.json", "merges.txt", *TOKENIZER_FILES):
+        if (folder / file).is_file():
+            open_file(folder / file).close()
 
 
 def _hint(wanted: str) -> str:

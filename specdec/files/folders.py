@@ -52,6 +52,15 @@ NEEDS = {
     DFLASH: "fc.weight and hidden_norm.weight (DFlash, DSpark)",
     MTP: "mtp.fc.weight, model.layers.N.eh_proj.weight or model.mtp_layers.0.input_proj.weight",
 }
+# What nothing here computes or reads, by a name of a tensor or file, or a key of config.json.
+FOREIGN = {
+    "an MLP or LSTM speculator": r"speculator\.",
+    "Hydra heads": r"hydra_(num|lm|mlp)_",
+    "Medusa heads with vLLM's names": r"blocks\.\d+\.layers\.",
+    "an EAGLE-1 drafter with speculators' names": r"fusion_fc\.",
+    "an EAGLE-3 drafter with NeMo's names": r"model\.fc\.",
+    "an MTP head with speculators' names": r"mtp_layers\.",
+}
 # What to do with a folder of each kind.
 USES = {
     ENGINE: "specdec-run takes it as --engine-dir",
@@ -273,6 +282,7 @@ def recognize_drafter(folder: Path, flag: str) -> str:
     look = look_at(folder)
     if look.error is not None:
         raise look.error
+    refuse_foreign(look, f"{flag} {folder}")
     found, signs = look.kind, look.find_signs()
     if found == MODEL:  # a model's own head drafts for itself alone
         signs.pop(MTP, None)
@@ -299,6 +309,21 @@ def recognize_drafter(folder: Path, flag: str) -> str:
         f" {join_names(sorted(look.names))}",
         f"a drafter of each method has: {'; '.join(f'{NAMES[k]}, {v}' for k, v in NEEDS.items())}",
     )
+
+
+def refuse_foreign(look: Look, shown: str) -> None:
+    """Raise SpecDecError for a drafter of a kind that is known, and not supported.
+
+    shown: how the message names the folder.
+    """
+    names = sorted({*look.tensors, *look.names, *look.config})
+    for what, pattern in FOREIGN.items():
+        sign = next((name for name in names if re.match(pattern, name)), None)
+        if sign is not None:
+            raise SpecDecError(
+                f"{shown} holds {what} ({sign}), which specdec does not read",
+                f"give a drafter that has {'; or '.join(NEEDS.values())}",
+            )
 
 
 def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
@@ -352,6 +377,8 @@ def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> Non
         raise refuse_absent(folder, shown, MAKERS.get(wanted, ""))
     look = look_at(folder)
     found = look.kind
+    if wanted in DRAFTERS:
+        refuse_foreign(look, shown)
     if found is None or found == wanted:
         return
     if wanted == TOKENIZER and has_tokenizer(folder):

@@ -102,6 +102,34 @@ def test_a_drafters_tensors_are_listed_once(store: Store, monkeypatch: pytest.Mo
     assert listed == [store(EAGLE)]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "key", "what"),
+    [
+        ("speculator.emb.0.weight", "n_predict", "an MLP or LSTM speculator"),
+        ("0.0.linear.weight", "hydra_num_heads", "Hydra heads"),
+        ("blocks.0.layers.0.weight", "num_heads", "Medusa heads with vLLM's names"),
+        ("fusion_fc.weight", "layernorms", "an EAGLE-1 drafter with speculators' names"),
+        ("model.fc.weight", "draft_vocab_size", "an EAGLE-3 drafter with NeMo's names"),
+    ],
+)
+def test_drafters_that_are_not_read_are_called_what_they_are(
+    tensor: str, key: str, what: str, tmp_path: Path
+) -> None:
+    """By the general option and by one method's own."""
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({tensor: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({key: 1}))
+    for refuse in (
+        lambda: folders.recognize_drafter(tmp_path, "--drafter-model-dir"),
+        lambda: expect_folder(tmp_path, MEDUSA, "--medusa-model-dir"),
+    ):
+        with pytest.raises(SpecDecError, match=f"holds {what} ") as caught:
+            refuse()
+        assert "medusa_lm_head" in caught.value.hint
+
+
 def test_what_cannot_be_told_passes(tmp_path: Path) -> None:
     """Whoever reads the folder then says what is missing, or wrong."""
     (tmp_path / "config.json").write_text("no JSON")

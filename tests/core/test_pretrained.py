@@ -432,3 +432,18 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     with pytest.raises(SpecDecError, match="special tokens alone|cannot load its tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "merges.txt", "tokenizer_config.json"])
+def test_a_pointer_of_git_lfs_is_called_what_it_is(file: str, tmp_path: Path) -> None:
+    """transformers says "Expecting value", or names a token that its lines do not have."""
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    if file == "merges.txt":
+        names = {chr(97 + place): place for place in range(26)}
+        (folder / "vocab.json").write_text(json.dumps(names))
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9085657\n"
+    (folder / file).write_text(pointer)
+    with pytest.raises(SpecDecError, match=f"{file} is a pointer of Git LFS"):
+        load_tokenizer(folder)
