@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from specdec.errors import name_extra
-from specdec.trt.library import explain_capability
+from specdec.trt.library import Library
 from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Environment
 from specdec.trtllm.facts import (
     LABELS,
@@ -32,13 +32,9 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     """List what specdec does, each with what is missing for it here."""
     packages, launchers = machine["packages"], machine["mpi"]["launchers"]
     torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
-    library = machine["tensorrt"]
-    networks = _choose((library["error"], library["error"]))
-    usable = library["compute_capabilities"]
-    unusable = [
-        explain_capability(library["name"], usable, gpu.name, gpu.compute_capability)
-        for gpu in here.gpus[:1]
-    ]
+    *found, error = machine["tensorrt"].values()
+    library, networks = Library(*found), _choose((error, error))
+    unusable = [library.explain(gpu.name, gpu.compute_capability) for gpu in here.gpus[:1]]
     has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
     reasons: dict[str, list[str]] = {
@@ -58,7 +54,7 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
             (not here.gpus, "no GPU is visible"),
         ),
         "build engines of TensorRT's own layers": networks + _choose(
-            (not usable and not here.gpus,
+            (not library.compute_capabilities and not here.gpus,
              "no GPU is visible, and only TensorRT-RTX builds for others than this machine's"),
         ),
         "run engines of TensorRT's own layers": networks + torch + _choose(

@@ -134,10 +134,11 @@ def _check_networks(
         list_files,
         read_network_config,
     )
+    from specdec.trt.library import Library
 
     _, networks = read_network_config(folder)
     problems = find_network_problems(folder, checkpoint)
-    library = machine["tensorrt"]
+    *library, _ = machine["tensorrt"].values()
     ranks = checkpoint.model.tp_size
     problems += Problems.where(
         (0 < len(here.gpus) < ranks,
@@ -145,13 +146,11 @@ def _check_networks(
         (not here.gpus, "it runs on a GPU, and none is visible", "use a machine with a GPU"),
     )  # fmt: skip
     for gpu in here.gpus[:1]:
-        problems += find_machine_problems(
-            folder, networks, library["name"], library["compute_capabilities"], gpu.name,
-            gpu.compute_capability,
-        )  # fmt: skip
-    if here.gpus and not problems:
-        size = sum((folder / file).stat().st_size for file in list_files(checkpoint))
-        problems += _check_memory(-(-size // ranks), here.gpus[0].memory_bytes, here.gpus[0].name)
+        own = Library(*library), gpu.name, gpu.compute_capability
+        problems += find_machine_problems(folder, networks, *own)
+        files = [folder / name for name in list_files(checkpoint) if not problems]
+        size = sum(path.stat().st_size for path in files)
+        problems += _check_memory(-(-size // ranks), gpu.memory_bytes, gpu.name)
     return problems, []
 
 

@@ -14,7 +14,7 @@ from specdec import __version__
 from specdec.engine.compiler import describe_arithmetic, find_compiler
 from specdec.errors import SpecDecError
 from specdec.processes import read_memory
-from specdec.trt.library import describe_library, list_capabilities, load_tensorrt
+from specdec.trt.library import Library, describe_library, load_tensorrt
 from specdec.trtllm.environment import (
     BUILD_COMMAND,
     Environment,
@@ -74,10 +74,8 @@ def describe_tensorrt() -> dict[str, Any]:
     try:
         trt = load_tensorrt()
     except SpecDecError as error:
-        why = f"{error.message}: {error.hint}"
-        return {"name": "none", "compute_capabilities": [], "error": why}
-    usable = list_capabilities(trt)
-    return {"name": describe_library(trt), "compute_capabilities": usable, "error": None}
+        return {**Library("none", [])._asdict(), "error": f"{error.message}: {error.hint}"}
+    return {**describe_library(trt)._asdict(), "error": None}
 
 
 def describe_mpi() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec import __version__, logs
+from specdec.engine.draft_net import take_offsets, take_own
 from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import (
     DRAFTER_NAME,
@@ -32,25 +33,11 @@ from specdec.model import blocks, int4
 from specdec.model.architectures import list_flags
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.quantization import FP8, INT8
-from specdec.model.tensors import EMBEDDING, OFFSETS
+from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
 from specdec.processes import read_memory
-from specdec.trt.drafters import (
-    OFFSETS_FILE,
-    find_offsets,
-    list_networks,
-    list_observed,
-    name_unknown,
-    write_drafter,
-)
+from specdec.trt.drafters import KINDS, OFFSETS_FILE, list_networks, write_drafter
 from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, list_files, name_networks
-from specdec.trt.library import (
-    OTHER,
-    describe_library,
-    explain_capability,
-    list_capabilities,
-    load_tensorrt,
-    make_logger,
-)
+from specdec.trt.library import OTHER, Library, describe_library, load_tensorrt, make_logger
 from specdec.trt.network import NetworkWriter, Sizes, can_meet_ranks
 from specdec.trt.target import COMPUTED, write_head, write_target
 from specdec.trtllm.environment import list_gpus
@@ -59,8 +46,6 @@ from ..settings import BuildSettings
 from .torch_engine import EngineReader, TorchPlan, Work, plan_build
 
 logger = logs.get_logger(__name__)
-# The first compute capability with FP8; with bfloat16 and sums over ranks, which SM75 lacks.
-FIRST_FP8, FIRST_BFLOAT16, FIRST_COLLECTIVES = 8.9, 8.0, 8.0
 PROMPT_TOKENS = 512  # of a row in a step at most, unless a step's draft has more
 MEMORY_FACTOR = 3.0  # of the weights' bytes, which TensorRT's builder takes
 
@@ -80,11 +65,12 @@ def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> di
 def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: BuildConfig) -> Work:
     """Check and plan an engine of TensorRT's layers."""
     trt, folder = load_tensorrt(), settings.checkpoint_dir
-    capabilities = choose_capabilities(settings, trt)
+    library = describe_library(trt)
+    capabilities = choose_capabilities(settings, library)
     find_problems(checkpoint, capabilities, trt).raise_all()
     plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
     find_plan_problems(plan).raise_all()
-    networks = plan_networks(checkpoint, limits, capabilities, describe_library(trt))
+    networks = plan_networks(checkpoint, limits, capabilities, library.name)
 
     def write(folder: Path, build_id: str) -> tuple[dict[str, str], dict[str, Any], str]:
         num_layers = write_engines(trt, plan, checkpoint, networks, folder)
@@ -108,27 +94,27 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
     return Work(plan, report, plan.num_bytes, write)
 
 
-def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
+def choose_capabilities(settings: BuildSettings, library: Library) -> list[str]:
     """What to build for: what is asked for, else the GPU of this machine."""
-    gpus, library = list_gpus()[0], describe_library(trt)
-    own = [gpus[0].compute_capability] if gpus else []
-    usable = list_capabilities(trt) or own
+    gpus, name = list_gpus()[0], library.name
+    own = [gpu.compute_capability for gpu in gpus[:1]]
+    usable = library.compute_capabilities or own
     flag, given = "--compute-capability", settings.compute_capability
     if given is None and not own or not usable:
         raise SpecDecError(
             f"no GPU is visible, and without {flag} an engine is for the GPU of this machine"
-            if usable else f"{library} builds for the GPU of this machine, and none is visible",
+            if usable else f"{name} builds for the GPU of this machine, and none is visible",
             f"give {flag} with one or more of {', '.join(usable)}"
             if usable else "build on a machine with a GPU, or install tensorrt_rtx",
         )  # fmt: skip
     if given is None:
-        if fact := explain_capability(library, usable, gpus[0].name, own[0]):
+        if fact := library.explain(gpus[0].name, own[0]):
             raise SpecDecError(fact, f"{OTHER}, or --backend torch; {flag} is for other GPUs")
         return own
     wanted = list(dict.fromkeys(re.split(r"\s*,\s*", given.strip())))
     if unknown := [each for each in wanted if each not in usable]:
         raise UsageError(
-            f"{library} builds for compute capability {', '.join(usable)}, not for {unknown[0]}",
+            f"{name} builds for compute capability {', '.join(usable)}, not for {unknown[0]}",
             f"give {flag} with some of these, or install another TensorRT",
         )
     return sorted(wanted, key=float)
@@ -136,36 +122,35 @@ def choose_capabilities(settings: BuildSettings, trt: Any) -> list[str]:
 
 def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: Any) -> Problems:
     """List what of a checkpoint TensorRT's layers do not compute, by name."""
-    model = checkpoint.model
-    least = min(map(float, capabilities))
-    algorithm = checkpoint.quantization.quant_algo
-    remedy = "use --backend torch"
-    unknown = name_unknown(checkpoint.drafter)
+    model, drafter, remedy = checkpoint.model, checkpoint.drafter, "use --backend torch"
+    split = f"the checkpoint is split for tp_size={model.tp_size}, and"
+    unknown = getattr(drafter, "TITLE", None) if type(drafter) not in KINDS else None
+    if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
+        unknown = "P-EAGLE"
     flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
+    flags += ["linear attention"] if model.linear_attention is not None else []
+    least = min(map(float, capabilities))
+    # What a checkpoint needs, and the first compute capability with it.
+    is_fp8 = checkpoint.quantization.quant_algo == FP8
+    needs = (
+        (model.tp_size != 1, f"{split} TensorRT sums over ranks", 8.0),
+        (is_fp8, "the checkpoint is FP8, which TensorRT has", 8.9),
+        (model.dtype == "bfloat16", "dtype=bfloat16: TensorRT has it", 8.0),
+    )
     return Problems.where(
         (model.tp_size != 1 and not can_meet_ranks(trt),
-         f"the checkpoint is split for tp_size={model.tp_size}, and {describe_library(trt)} has no"
-         " layer that sums over ranks",
+         f"{split} {describe_library(trt).name} has no layer that sums over ranks",
          "convert it with --tp-size 1, or install tensorrt_rtx 1.7.1 or newer"),
-        (model.tp_size != 1 and least < FIRST_COLLECTIVES,
-         f"the checkpoint is split for tp_size={model.tp_size}, and TensorRT sums over ranks from"
-         f" compute capability {FIRST_COLLECTIVES} on, not on {least}",
-         f"give --compute-capability {FIRST_COLLECTIVES} or higher"),
         (model.experts is not None,
          f"{model.architecture} is a mixture of experts, and TensorRT-RTX builds no engine with its"
          " layer of experts for any compute capability", remedy),
-        (model.linear_attention is not None,
-         f"{model.architecture} is a hybrid, and the tensorrt backend has no network for layers of"
-         " linear attention", remedy),
         (flags, f"{model.architecture} has {join_names(flags)}, which the networks do not compute",
          remedy),
         (unknown, f"the tensorrt backend has no network of a {unknown} drafter", remedy),
-        (algorithm == FP8 and least < FIRST_FP8,
-         f"the checkpoint is FP8, which compute capability {least} does not have",
-         f"give --compute-capability {FIRST_FP8} or higher, or use --backend torch"),
-        (model.dtype == "bfloat16" and least < FIRST_BFLOAT16,
-         f"dtype=bfloat16: compute capability {least} does not have it",
-         "convert with --dtype float16"),
+        *((is_needed and least < first,
+           f"{fact} from compute capability {first} on, not on {least}",
+           f"give --compute-capability {first} or higher, or {remedy}")
+          for is_needed, fact, first in needs),
     )  # fmt: skip
 
 
@@ -213,17 +198,16 @@ def write_networks(
 ) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
     """Each file's name and its network, one after the other; the drafted tokens into a folder."""
     model, drafter = checkpoint.model, checkpoint.drafter
+    third = drafter.eagle3 if isinstance(drafter, EagleParams) else None
+    writes: Any = partial(write_target, observed=third.aux_layers if third else ()), write_head
     make = partial(NetworkWriter, trt, builder, TORCH_DTYPES[model.dtype])
     weights: dict[str, Tensor] = {}
     for rank in range(model.tp_size):
         weights = read_weights(plan, checkpoint, name_weight_file(model, rank))
-        body, head = name_networks(rank)
-        writer = make(networks.sizes, rank)
-        write_target(writer, model, weights, list_observed(drafter))
-        yield body, writer
-        writer = make(networks.sizes, rank)  # the other's constants are let go
-        write_head(writer, model, weights)
-        yield head, writer
+        for name, write in zip(name_networks(rank), writes, strict=True):
+            writer = make(networks.sizes, rank)  # the former's constants are let go
+            write(writer, model, weights)
+            yield name, writer
     if drafter is None:
         return
     if model.tp_size > 1:  # with the target's embedding, whole
@@ -235,8 +219,7 @@ def write_networks(
         writer = make(networks.drafter_sizes)
         write_drafter(name, writer, drafter, model, weights)
         yield name, writer
-    offsets = find_offsets(weights, drafter, model.vocab_size)
-    if offsets is not None:
+    if (offsets := take_offsets(take_own(weights, EAGLE_NET), model.vocab_size)) is not None:
         infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}
         write_tensor_file(folder / OFFSETS_FILE, infos, lambda _: to_array(offsets))
 
@@ -246,7 +229,7 @@ def write_engines(
 ) -> int:
     """Build every network into its file; return how many layers they have."""
     builder = trt.Builder(make_logger(trt))
-    wanted = networks.compute_capabilities if list_capabilities(trt) else []
+    wanted = networks.compute_capabilities if describe_library(trt).compute_capabilities else []
     num_layers = 0
     for name, writer in write_networks(trt, builder, plan, checkpoint, networks, folder):
         began = time.monotonic()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from specdec import logs
 from specdec.decode.drafters import (
     Drafting,
+    Methods,
     choose_methods,
     make_proposer,
     name_methods,
@@ -21,7 +22,7 @@ from specdec.decode.drafters import (
 )
 from specdec.decode.drafters.base import Drafter, EngineHandle
 from specdec.decode.loop import Options, generate
-from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
+from specdec.decode.ranks.leader import LeadingDecoder, open_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
 from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import ActiveRequest, Request, find_problems
@@ -60,17 +61,6 @@ class TorchEngine:
 
         drafting: None lets the checkpoint's own drafter draft, if it has one.
         """
-        with self._loading(folder, device, devices):
-            self._load(folder, recorder, drafting, speculate=speculate)
-            if not self._verification.is_long:
-                self.check_whole()
-
-    @contextlib.contextmanager
-    def _loading(self, folder: Path, device: str, devices: Sequence[int] | None) -> Iterator[None]:
-        """Read and check the configuration, then time the body, after whose failure all is closed.
-
-        The arguments are those of the engine.
-        """
         began = time.perf_counter()
         self.folder = folder
         self._read_config()
@@ -84,7 +74,12 @@ class TorchEngine:
         if self._ranks is not None:
             self._ranks.join()
         try:
-            yield
+            methods = choose_methods(self.config, drafting) if speculate else ()
+            weights = self._load(folder, recorder, methods)
+            self.proposer: Drafter = make_proposer(self, methods, weights, drafting)
+            self.method = name_methods(methods)
+            if not self._verification.is_long:
+                self.check_whole()
         except BaseException:
             self.close()
             raise
@@ -96,44 +91,32 @@ class TorchEngine:
         find_engine_problems(self.folder, self.config).raise_all()
 
     def _load(
-        self,
-        folder: Path,
-        recorder: CudaRecorder | None,
-        drafting: Drafting | None,
-        *,
-        speculate: bool,
-    ) -> None:
-        ranks, checkpoint = self._ranks, self.config.checkpoint
+        self, folder: Path, recorder: CudaRecorder | None, methods: Methods
+    ) -> dict[str, Tensor]:
+        """Load the target; return the weights that these methods draft with."""
+        checkpoint = self.config.checkpoint
         model = checkpoint.model
         options = list_options(self.config, folder, self.device)
         weights = load_weights(
-            folder, self.config, self.device, drafts=speculate,
+            folder, self.config, self.device, drafts=bool(methods),
             is_packed=is_packed(self.config, options), kernels=options["kernels"],
         )  # fmt: skip
-        self.decoder = (
-            Decoder(model, weights, **options)
-            if ranks is None
-            else lead_decoder(
-                ranks,
-                folder,
-                self.device,
-                functools.partial(LeadingDecoder, model, weights, **options),
-            )
-        )
+        self.decoder = open_decoder(
+            self._ranks, folder, self.device, (Decoder, LeadingDecoder),
+            lambda kind, **more: kind(model, weights, **options, **more),
+        )  # fmt: skip
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
         # What ranks exchange is not recorded, nor which experts a step chooses, nor what a step
         # does to the states of a hybrid.
         is_recorded = model.experts is None and model.linear_attention is None
-        if recorder is not None and ranks is None and is_recorded:
+        if recorder is not None and self._ranks is None and is_recorded:
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)
-        methods = choose_methods(self.config, drafting) if speculate else ()
-        if methods and ranks is not None and model.use_parallel_embedding:
+        if methods and self._ranks is not None and model.use_parallel_embedding:
             # Drafters run on this rank only.
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
-        self.proposer: Drafter = make_proposer(self, methods, weights, drafting)
-        self.method = name_methods(methods)
+        return weights
 
     def check_whole(self) -> None:
         """Wait until the engine's files are compared; SpecDecError where one is damaged.

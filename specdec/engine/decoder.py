@@ -185,8 +185,10 @@ class Decoder:
 
         Nothing where there are no experts.
         """
+        if self.model.experts is None:
+            return ()
         seen = [layer.experts.seen for layer in self.stack.layers if layer.experts is not None]
-        return tuple(np.mean(seen, axis=0).tolist()) if seen else ()
+        return tuple(np.mean(seen, axis=0).tolist())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings, [..., D]."""

@@ -49,7 +49,7 @@ class DraftNet:
         net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
         options: the others of `Decoder`.
         """
-        net = dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
+        net = make_whole(net)
         named = name_decoder_tensors(own, weights, net)
         head = head if head is not None and _is_head(own, weights) else None
         self.decoder = Decoder(net, named, head=head, **options)
@@ -82,6 +82,11 @@ class DraftNet:
         if head.kernels is None or (sharpness is not None and head.bias is not None):
             return rank_logits(self.compute_logits(hidden), width, self.offsets, sharpness)
         return rank_packed(head, self.make_head_input(hidden), width, self.offsets, sharpness)
+
+
+def make_whole(model: ModelConfig) -> ModelConfig:
+    """The same model on one rank."""
+    return dataclasses.replace(model, tp_size=1, use_parallel_embedding=False)
 
 
 def name_decoder_tensors(

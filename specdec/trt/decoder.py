@@ -5,7 +5,7 @@ Legend: B rows in the step, T tokens per row, S cache positions, D hidden, V voc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -32,10 +32,14 @@ from specdec.trt.target import list_masks
 def run_rows(runner: EngineRunner, inputs: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
     """Run a network whose inputs have a row each, at most so many rows at a time."""
     size = len(next(iter(inputs.values())))
-    parts = [
+    return _join([
         runner.run({name: each[at : at + most].contiguous() for name, each in inputs.items()})
         for at in range(0, size, most)
-    ]
+    ])  # fmt: skip
+
+
+def _join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The outputs of some rows after others."""
     if len(parts) == 1:
         return parts[0]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -78,9 +82,6 @@ class NetworkDecoder(Decoder):
             )
         return super().make_cache(num_rows, self.sizes.positions)
 
-    def count_experts(self) -> tuple[float, ...]:
-        return ()
-
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         states = hidden.reshape(-1, hidden.shape[-1])
@@ -111,10 +112,9 @@ class NetworkDecoder(Decoder):
                 f" {self.sizes.tokens}",
                 "draft fewer tokens, or build with a larger --max-num-tokens",
             )
-        if self.rotary is not None:
-            lines = find_lines(step, cache)
-        else:
-            lines = step.positions.clip(max=self.model.max_position_embeddings - 1)
+        lines = find_lines(step, cache)
+        if self.rotary is None:
+            lines = lines.clip(max=self.model.max_position_embeddings - 1)
         places = (past + num_new - num_tokens).astype(np.int32)
         given = {
             **inputs, "positions": to_device(lines, self.device),
@@ -134,8 +134,7 @@ class NetworkDecoder(Decoder):
                     rows = cache.blocks[layer, at, row : row + last - first]
                     own[f"past_{kind}_{layer}"] = rows
             parts.append(self._body.run(own))
-        kept = [name for name in parts[0] if not name.startswith("present_")]
-        return {name: torch.cat([part[name] for part in parts]) for name in kept}
+        return _join(parts)
 
 
 def _list_spans(rows: IntArray, most: int) -> Iterator[tuple[int, int]]:

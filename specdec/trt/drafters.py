@@ -7,15 +7,14 @@ drafter's width, V drafted vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import name_decoder_tensors, rank_logits, take_offsets, take_own
+from specdec.engine.draft_net import make_whole, name_decoder_tensors, rank_logits
 from specdec.engine.eagle import EagleNet, take_net
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.redrafter import NUM_CANDIDATES
@@ -28,7 +27,7 @@ from specdec.methods.eagle import EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
+from specdec.model.tensors import EMBEDDING, OFFSETS
 from specdec.trt.decoder import NetworkDecoder, run_rows
 from specdec.trt.matrices import multiply
 from specdec.trt.network import NetworkWriter, Sizes
@@ -37,9 +36,7 @@ from specdec.trt.target import LayersWriter, write_head
 
 DRAFTER, DRAFTER_HEAD = "drafter0.engine", "drafter_head0.engine"
 DRAFTER_FEATURES, OFFSETS_FILE = "drafter_features0.engine", "drafter_tokens.safetensors"
-Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-# Where the tensor of drafted tokens stands.
-PREFIXES = {ReDrafterParams: "drafter.", MedusaParams: "medusa_heads.0.", EagleParams: EAGLE_NET}
+KINDS = (ReDrafterParams, MedusaParams, EagleParams)
 
 
 def list_networks(drafter: DrafterParams | None) -> list[str]:
@@ -49,25 +46,13 @@ def list_networks(drafter: DrafterParams | None) -> list[str]:
     return [DRAFTER, DRAFTER_HEAD, *([DRAFTER_FEATURES] if drafter.eagle3 is not None else [])]
 
 
-def list_observed(drafter: DrafterParams | None) -> tuple[int, ...]:
-    """The target's layers that a drafter reads."""
-    third = drafter.eagle3 if isinstance(drafter, EagleParams) else None
-    return third.aux_layers if third is not None else ()
-
-
-def find_offsets(weights: Mapping[str, Tensor], drafter: DrafterParams, size: int) -> Tensor | None:
-    """What a shortened vocabulary adds to a drafted token, [V]; size: the target's vocabulary."""
-    return take_offsets(take_own(weights, PREFIXES[type(drafter)]), size)
-
-
 def write_drafter(
     name: str, writer: NetworkWriter, drafter: DrafterParams, model: ModelConfig,
     weights: Mapping[str, Tensor],
 ) -> None:  # fmt: skip
     """Write one of `list_networks`."""
     if isinstance(drafter, ReDrafterParams):
-        offsets = find_offsets(weights, drafter, model.vocab_size)
-        _SearchWriter(writer, drafter, weights, offsets).write(model.hidden_size)
+        _SearchWriter(writer, drafter, weights).write(model.hidden_size)
     elif isinstance(drafter, MedusaParams):
         _write_medusa(writer, drafter, model, weights)
     else:
@@ -82,13 +67,14 @@ def _multiply(writer: NetworkWriter, weights: Mapping[str, Tensor], name: str, x
     return multiply(writer, x, weights, name)[0]
 
 
-def _run_blocks(
-    writer: NetworkWriter, weights: Mapping[str, Tensor], names: Sequence[str], x: Any
+def _run_head(
+    writer: NetworkWriter, weights: Mapping[str, Tensor], prefix: str, blocks: Sequence[str], x: Any
 ) -> Any:
-    """Blocks of x + silu(x W^T + b)."""
-    for name in names:
-        x = writer.add(x, writer.activate("SILU", _multiply(writer, weights, name, x)))
-    return x
+    """Logits of a head: blocks of x + silu(x W^T + b), then its matrix."""
+    for block in blocks:
+        y = _multiply(writer, weights, f"{prefix}{block}.linear", x)
+        x = writer.add(x, writer.activate("SILU", y))
+    return _multiply(writer, weights, f"{prefix}lm_head", x)
 
 
 def _write_medusa(
@@ -96,23 +82,20 @@ def _write_medusa(
 ) -> None:
     """`logits_i` [B, V] of each head from `states` [B, D]."""
     states = writer.add_input("states", writer.dtype, "B", model.hidden_size)
+    blocks = [f"medusa_layers.{i}" for i in range(params.num_layers)]
     for head in range(params.num_heads):
-        prefix = f"medusa_heads.{head}."
-        blocks = [f"{prefix}medusa_layers.{i}.linear" for i in range(params.num_layers)]
-        x = _run_blocks(writer, weights, blocks, states)
-        writer.mark_output(_multiply(writer, weights, f"{prefix}lm_head", x), f"logits_{head}")
+        logits = _run_head(writer, weights, f"medusa_heads.{head}.", blocks, states)
+        writer.mark_output(logits, f"logits_{head}")
 
 
 class _SearchWriter:
     """ReDrafter's beam search, unrolled over the length of its beams: `ReDrafterHead`'s."""
 
     def __init__(
-        self, writer: NetworkWriter, params: ReDrafterParams, weights: Mapping[str, Tensor],
-        offsets: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, writer: NetworkWriter, params: ReDrafterParams, weights: Mapping[str, Tensor]
+    ) -> None:
         self._writer, self._params, self._weights = writer, params, weights
         self._embedding = writer.constant(weights[EMBEDDING])
-        self._offsets = None if offsets is None else writer.constant(offsets.int())
         num_outputs = len(weights["drafter.lm_head.weight"])
         self._num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
 
@@ -120,20 +103,17 @@ class _SearchWriter:
         """`drafts` [B, W, L] from `states` [B, D] and the `tokens` [B] that follow them."""
         writer = self._writer
         states = writer.add_input("states", writer.dtype, "B", width)
-        tokens = writer.add_input("tokens", torch.int64, "B")
+        last = writer.reshape(writer.add_input("tokens", torch.int64, "B"), (0, 1))
         context = writer.reshape(states, (0, 1, width))
-        state = self._update(writer.reshape(tokens, (0, 1)), None)
+        state = writer.constant(torch.zeros(1, 1, width, dtype=writer.dtype))
+        scores = writer.number(0, 3, torch.float32)
         beams: list[Any] = []  # the tokens of each place, [B, W, 1]
-        scores = None
         for _ in range(self._params.draft_len_per_beam):
-            if beams:
-                last = writer.reshape(beams[-1], (0, 0))
-                state = self._update(last, state)
-                same = writer.gather(context, writer.combine("SUB", last, last), 1, 1)
-            else:
-                same = context
+            state = self._update(last, state)
+            same = writer.gather(context, writer.combine("SUB", last, last), 1, 1)
             scores, chosen, source = self._choose(same, state, scores)
-            beams = [writer.gather(place, source, 1, 1) for place in beams] + [chosen]
+            last = writer.reshape(chosen, (0, 0))
+            beams = [writer.gather(each, source, 1, 1) for each in beams] + [chosen]
             state = writer.gather(state, source, 1, 1)
         writer.mark_output(writer.join(beams, 2), "drafts")
 
@@ -142,14 +122,10 @@ class _SearchWriter:
         writer, weights = self._writer, self._weights
         embedded = writer.gather(self._embedding, tokens)
         if not self._params.is_rnn:
-            return embedded if state is None else writer.add(embedded, state)
+            return writer.add(embedded, state)
         mixed = _multiply(writer, weights, "drafter.rnn_w", embedded)
-        bias = weights.get("drafter.rnn_u.bias")
-        if state is not None:
-            mixed = writer.add(mixed, _multiply(writer, weights, "drafter.rnn_u", state))
-        elif bias is not None:
-            mixed = writer.add(mixed, writer.lift(bias, 3))
-        return writer.activate("SILU", mixed)
+        kept = _multiply(writer, weights, "drafter.rnn_u", state)
+        return writer.activate("SILU", writer.add(mixed, kept))
 
     def _choose(self, context: Any, state: Any, scores: Any) -> tuple[Any, Any, Any]:
         """Scores [B, W, 1], tokens [B, W, 1], and the beams [B, W] that these follow."""
@@ -157,19 +133,14 @@ class _SearchWriter:
         x = writer.join([context, state], 2)
         if params.has_input_proj:
             x = _multiply(writer, self._weights, "drafter.input_proj", x)
-        blocks = [f"drafter.layers.{i}.linear" for i in range(params.num_layers)]
-        x = _run_blocks(writer, self._weights, blocks, x)
-        logits = _multiply(writer, self._weights, "drafter.lm_head", x)
+        blocks = [f"layers.{i}" for i in range(params.num_layers)]
+        logits = _run_head(writer, self._weights, "drafter.", blocks, x)
         values, tokens = writer.top(writer.cast(logits, torch.float32), count, 2)
         values = writer.combine("SUB", values, writer.reduce("MAX", values, 2))
         sums = writer.reduce("SUM", writer.unary("EXP", values), 2)
-        totals = writer.combine("SUB", values, writer.unary("LOG", sums))
-        if scores is not None:
-            totals = writer.add(totals, scores)
+        totals = writer.add(writer.combine("SUB", values, writer.unary("LOG", sums)), scores)
         best, flat = writer.top(writer.reshape(totals, (0, -1)), params.num_beams, 1)
         chosen = writer.gather(writer.reshape(tokens, (0, -1)), flat, 1, 1)
-        if self._offsets is not None:
-            chosen = writer.add(chosen, writer.gather(self._offsets, chosen))
         source = writer.combine("FLOOR_DIV", flat, writer.number(count, 2, torch.int32))
         return writer.reshape(best, (0, 0, 1)), writer.reshape(chosen, (0, 0, 1)), source
 
@@ -182,7 +153,7 @@ class _EagleWriter:
         weights: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         self._params, self._own = take_net(params, weights)
-        self.net = make_net_model(self._params, model)
+        self.net = self._params.make_net_model(make_whole(model))
         self._scale = 1.0 if params.eagle3 is not None else model.output_multiplier_scale
         self._writer = writer
         self._named = name_decoder_tensors(self._own, weights, self.net)
@@ -229,45 +200,29 @@ class _EagleWriter:
         writer.mark_output(_multiply(writer, self._own, "drafter.fc", x), "features")
 
 
-def make_net_model(params: EagleParams, model: ModelConfig) -> ModelConfig:
-    """What an EAGLE drafter's layers compute."""
-    net = params.make_net_model(model)
-    return dataclasses.replace(net, tp_size=1, use_parallel_embedding=False)
-
-
 @dataclasses.dataclass
-class ReDrafterNetwork:
-    """What stands for a `ReDrafterHead` where its search is a network.
+class HeadNetwork:
+    """What stands for a `ReDrafterHead` or `MedusaHeads` where it is a network.
 
-    run: the network, given its inputs. embedding: [0, D], of the device and type of the states.
+    size: rows that it takes at once. like: [0, D], of the device and type of the states.
+    vocab_size: of what is drafted.
     """
 
-    params: ReDrafterParams
-    run: Run
-    embedding: Tensor
-
-    def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Drafts [B, W, L] after `tokens` [B], which follow `hidden` [B, D]."""
-        return self.run({"states": hidden, "tokens": tokens.long()})["drafts"].long()
-
-
-@dataclasses.dataclass
-class MedusaNetwork:
-    """What stands for `MedusaHeads` where these are a network."""
-
-    params: MedusaParams
-    run: Run
+    params: DrafterParams
+    runner: EngineRunner
+    size: int
     like: Tensor
     vocab_size: int
-    offsets: Tensor | None
+
+    def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """As `ReDrafterHead.search_beams`."""
+        inputs = {"states": hidden, "tokens": tokens.long()}
+        return run_rows(self.runner, inputs, self.size)["drafts"].long()
 
     def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As `MedusaHeads.rank_tokens`."""
-        found = self.run({"states": hidden})
-        ranked = [
-            rank_logits(found[f"logits_{head}"], width, self.offsets)
-            for head, width in enumerate(widths)
-        ]
+        found = run_rows(self.runner, {"states": hidden}, self.size)
+        ranked = [rank_logits(found[f"logits_{head}"], width) for head, width in enumerate(widths)]
         tokens, scores = (torch.cat(parts, dim=-1) for parts in zip(*ranked, strict=True))
         return tokens, scores
 
@@ -281,53 +236,40 @@ class EagleNetworks(EagleNet):
     ) -> None:  # fmt: skip
         """decoder: of the drafter's layers and head. runners: one that makes EAGLE-3's features."""
         self.params, self.offsets = params, offsets
-        self.decoder = self.networks = decoder
+        self.decoder: NetworkDecoder = decoder
         self.mask_feature = None  # drafters with one are refused by the build
         self._runners = runners
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V]: the head's network scales and norms what it reads."""
-        return self.networks.compute_logits(hidden)
+        return self.decoder.compute_logits(hidden)
 
     def make_features(self, states: Tensor) -> Tensor:
         """Features [M, E] from what is read of the target [M, F]."""
         for runner in self._runners:
             inputs = {"states": states}
-            states = run_rows(runner, inputs, self.networks.sizes.states)["features"]
+            states = run_rows(runner, inputs, self.decoder.sizes.states)["features"]
         return states
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run pairs of a feature [B, T, E] and the next token; return the next features."""
         inputs = {"tokens": to_device(step.tokens, features.device), "features": features}
-        return self.networks.run_step(step, cache, inputs)["next_features"]
+        return self.decoder.run_step(step, cache, inputs)["next_features"]
 
 
 def open_drafter(
     folder: Path, drafter: DrafterParams, model: ModelConfig, device: torch.device, sizes: Sizes
-) -> ReDrafterNetwork | MedusaNetwork | EagleNetworks:
+) -> HeadNetwork | EagleNetworks:
     """What stands for the drafter of an engine folder."""
     runners = [EngineRunner(folder / name, device) for name in list_networks(drafter)]
-    run, offsets = functools.partial(run_rows, runners[0], most=sizes.rows), None
+    if not isinstance(drafter, EagleParams):
+        like = torch.empty((0, model.hidden_size), dtype=TORCH_DTYPES[model.dtype], device=device)
+        return HeadNetwork(drafter, runners[0], sizes.rows, like, model.vocab_size)
+    offsets = None
     if (folder / OFFSETS_FILE).exists():
-        file = TensorFile(folder / OFFSETS_FILE)
-        offsets = to_tensor(file.read(OFFSETS), file.tensors[OFFSETS].dtype).to(device)
-    like = torch.empty((0, model.hidden_size), dtype=TORCH_DTYPES[model.dtype], device=device)
-    vocab_size = model.vocab_size if offsets is None else len(offsets)
-    if isinstance(drafter, ReDrafterParams):
-        return ReDrafterNetwork(drafter, run, like)
-    if isinstance(drafter, MedusaParams):
-        return MedusaNetwork(drafter, run, like, vocab_size, offsets)
-    assert isinstance(drafter, EagleParams)
-    drafter = drafter.shorten(vocab_size if offsets is not None else drafter.draft_vocab_size)
+        offsets = to_tensor(TensorFile(folder / OFFSETS_FILE).read(OFFSETS), "int64").to(device)
     decoder = NetworkDecoder(
-        make_net_model(drafter, model), *runners[:2], sizes=sizes,
+        drafter.make_net_model(make_whole(model)), *runners[:2], sizes=sizes,
         num_positions=sizes.positions, device=device,
     )  # fmt: skip
     return EagleNetworks(drafter, decoder, runners[2:], offsets)
-
-
-def name_unknown(drafter: DrafterParams | None) -> str | None:
-    """The name of a drafter that there is no network of; None of any other."""
-    if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
-        return "P-EAGLE"
-    return None if type(drafter) in PREFIXES else getattr(drafter, "TITLE", None)

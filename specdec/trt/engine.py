@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec import logs
-from specdec.decode.drafters import Drafting, choose_methods, make_proposer, name_methods
-from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters import Methods
 from specdec.decode.engine import TorchEngine
-from specdec.decode.ranks.leader import LeadingDecoder, lead_decoder
-from specdec.decode.ranks.processes import Ranks
-from specdec.engine.decoder import Decoder
+from specdec.decode.ranks.leader import LeadingDecoder, open_decoder
 from specdec.engine.graphs import CudaRecorder
 from specdec.engine.group import Group
 from specdec.engine.layout import EngineConfig, read_engine_config
@@ -25,14 +23,8 @@ from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.trt.decoder import NetworkDecoder
-from specdec.trt.drafters import list_networks, list_observed, open_drafter
-from specdec.trt.library import (
-    OTHER,
-    describe_library,
-    explain_capability,
-    list_capabilities,
-    load_tensorrt,
-)
+from specdec.trt.drafters import list_networks, open_drafter
+from specdec.trt.library import OTHER, Library, describe_library, load_tensorrt
 from specdec.trt.network import Sizes
 from specdec.trt.runtime import EngineRunner
 
@@ -68,10 +60,10 @@ def read_network_config(folder: Path) -> tuple[EngineConfig, NetworkConfig]:
         names = [options["library"], *options["compute_capabilities"]]
         sizes = [Sizes(**options[name]) for name in ("sizes", "drafter_sizes")]
         numbers = [number for each in sizes for number in dataclasses.astuple(each)]
-        if wrong := [name for name in names if not isinstance(name, str)]:
-            raise TypeError(f"{wrong[0]!r} is no name")
-        if wrong := [number for number in numbers if type(number) is not int or number < 1]:
-            raise TypeError(f"{wrong[0]!r} is no size")
+        wrong = [name for name in names if not isinstance(name, str)]
+        wrong += [number for number in numbers if type(number) is not int or number < 1]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is neither a name nor a size")
         found = NetworkConfig(names[0], names[1:], *sizes)
     except (KeyError, TypeError) as error:
         raise SpecDecError(
@@ -99,21 +91,17 @@ def find_network_problems(folder: Path, checkpoint: CheckpointConfig) -> Problem
 
 
 def find_machine_problems(
-    folder: Path, networks: NetworkConfig, library: str, usable: list[str], name: str,
-    capability: str,
-) -> Problems:  # fmt: skip
-    """What keeps an engine from running on a GPU with the TensorRT that is installed.
-
-    usable: the compute capabilities that this builds for, none where it builds for its machine's.
-    """
-    fact = explain_capability(library, usable, name, capability)
+    folder: Path, networks: NetworkConfig, library: Library, gpu: str, capability: str
+) -> Problems:
+    """What keeps an engine from running on a GPU of this name with the TensorRT of a machine."""
+    fact, built_for = library.explain(gpu, capability), networks.compute_capabilities
     return Problems.where(
-        (library != networks.library,
-         f"{folder} was built by {networks.library}, and {library} is installed",
+        (library.name != networks.library,
+         f"{folder} was built by {networks.library}, and {library.name} is installed",
          "install the release that built it, or build the engine again"),
-        (capability not in networks.compute_capabilities,
-         f"{folder} was built for compute capability {', '.join(networks.compute_capabilities)},"
-         f" and {name} has {capability}",
+        (capability not in built_for,
+         f"{folder} was built for compute capability {', '.join(built_for)}, and {gpu} has"
+         f" {capability}",
          f"{fact}: {OTHER}" if fact else f"build it again with --compute-capability {capability}"),
     )  # fmt: skip
 
@@ -121,18 +109,15 @@ def find_machine_problems(
 def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -> None:
     """Raise SpecDecError where an engine does not run: no GPU, another one, another TensorRT."""
     if device.type != "cuda":
+        has_gpu = torch.cuda.is_available()
         raise SpecDecError(
-            f"{folder} is an engine of TensorRT, which runs on a GPU, and torch sees none"
-            if not torch.cuda.is_available()
-            else f"--device {device.type}: {folder} is an engine of TensorRT",
+            f"--device {device.type}: {folder} is an engine of TensorRT" if has_gpu
+            else f"{folder} is an engine of TensorRT, which runs on a GPU, and torch sees none",
             "run it on a machine with a GPU, or build with --backend torch",
-        )
-    trt = load_tensorrt()
-    find_machine_problems(
-        folder, networks, describe_library(trt), list_capabilities(trt),
-        torch.cuda.get_device_name(device),
-        "{}.{}".format(*torch.cuda.get_device_capability(device)),
-    ).raise_all()  # fmt: skip
+        )  # fmt: skip
+    library, name = describe_library(load_tensorrt()), torch.cuda.get_device_name(device)
+    own = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    find_machine_problems(folder, networks, library, name, own).raise_all()
 
 
 class LeadingNetworks(LeadingDecoder, NetworkDecoder):
@@ -141,28 +126,24 @@ class LeadingNetworks(LeadingDecoder, NetworkDecoder):
 
 def open_target(
     folder: Path, config: EngineConfig, networks: NetworkConfig, device: torch.device,
-    group: Group | None = None, ranks: Ranks | None = None, handle: int = 0,
-) -> Any:  # fmt: skip
-    """A rank's part of the target. ranks, handle: of rank 0, which leads others."""
-    group = ranks.group if ranks else group
+    kind: type[NetworkDecoder] = NetworkDecoder, group: Group | None = None, **leading: Any,
+) -> NetworkDecoder:  # fmt: skip
+    """A rank's part of the target. kind: its class; leading: what a `LeadingDecoder` has."""
     names = name_networks(group.rank if group else 0)
     runners = [EngineRunner(folder / name, device, group) for name in names]
-    kind: Any = LeadingNetworks if ranks else NetworkDecoder
     return kind(
         config.checkpoint.model, *runners, sizes=networks.sizes, device=device,
-        num_positions=config.num_positions,
-        **({"ranks": ranks, "handle": handle} if ranks else {"group": group}),
+        num_positions=config.num_positions, group=group, **leading,
     )  # fmt: skip
 
 
-def open_part(folder: Path, device: torch.device, group: Group) -> Decoder:
+def open_part(folder: Path, device: torch.device, group: Group) -> NetworkDecoder:
     """The part of a rank other than 0."""
     config, networks = read_network_config(folder)
     check_machine(folder, networks, device)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
         Verification(folder, name_networks(group.rank)).finish()
-    decoder: Decoder = open_target(folder, config, networks, device, group)
-    return decoder
+    return open_target(folder, config, networks, device, group=group)
 
 
 class TensorRTEngine(TorchEngine):
@@ -175,27 +156,16 @@ class TensorRTEngine(TorchEngine):
         find_network_problems(self.folder, self.config.checkpoint).raise_all()
 
     def _load(
-        self,
-        folder: Path,
-        recorder: CudaRecorder | None,
-        drafting: Drafting | None,
-        *,
-        speculate: bool,
-    ) -> None:
-        check_machine(folder, self.networks, self.device)
-        config, networks = self.config, self.networks
-        model, drafter = config.checkpoint.model, config.checkpoint.drafter
-        make = functools.partial(open_target, folder, config, networks, self.device)
-        ranks = self._ranks
-        self.decoder = (
-            lead_decoder(ranks, folder, self.device, make) if ranks is not None else make()
-        )
-        methods = choose_methods(config, drafting) if speculate else ()
-        if any(method.source == "checkpoint" for group in methods for method in group):
-            assert drafter is not None
-            self.decoder.observed_layers = list_observed(drafter)
+        self, folder: Path, recorder: CudaRecorder | None, methods: Methods
+    ) -> dict[str, Tensor]:
+        networks, drafter = self.networks, self.config.checkpoint.drafter
+        check_machine(folder, networks, self.device)
+        self.decoder = open_decoder(
+            self._ranks, folder, self.device, (NetworkDecoder, LeadingNetworks),
+            functools.partial(open_target, folder, self.config, networks, self.device),
+        )  # fmt: skip
+        if drafter and any(method.source == "checkpoint" for group in methods for method in group):
             self.drafter_network = open_drafter(
-                folder, drafter, model, self.device, networks.drafter_sizes
+                folder, drafter, self.config.checkpoint.model, self.device, networks.drafter_sizes
             )
-        self.proposer: Drafter = make_proposer(self, methods, {}, drafting)
-        self.method = name_methods(methods)
+        return {}

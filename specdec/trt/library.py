@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.errors import SpecDecError
 
@@ -16,10 +16,8 @@ INSTALL = "pip install 'specdec-toolchain[tensorrt]', or tensorrt 10.15 or newer
 
 def find_package() -> str | None:
     """The module of TensorRT that is installed: of RTX where that is, else full TensorRT's."""
-    for name in ("tensorrt_rtx_bindings", "tensorrt_rtx", "tensorrt"):
-        if importlib.util.find_spec(name) is not None:
-            return name
-    return None
+    names = ("tensorrt_rtx_bindings", "tensorrt_rtx", "tensorrt")
+    return next((name for name in names if importlib.util.find_spec(name) is not None), None)
 
 
 @functools.cache
@@ -42,24 +40,29 @@ def load_tensorrt() -> Any:
     return trt
 
 
-def describe_library(trt: Any) -> str:
-    """The name and version of what builds and runs engines, as an engine records it."""
+class Library(NamedTuple):
+    """What builds and runs engines: its name and version, as an engine records it.
+
+    compute_capabilities: those that it builds for without their GPU, such as 8.9; none where it
+    builds for its machine's only.
+    """
+
+    name: str
+    compute_capabilities: list[str]
+
+    def explain(self, gpu: str, capability: str) -> str:
+        """Why it builds no engine for a GPU of this name; "" if it does."""
+        usable = self.compute_capabilities
+        fact = f"{gpu} has compute capability {capability}, {self.name} builds for"
+        return "" if not usable or capability in usable else f"{fact} {', '.join(usable)}"
+
+
+def describe_library(trt: Any) -> Library:
+    """What a module of TensorRT is."""
     kind = "tensorrt_rtx" if "rtx" in trt.__name__ else "tensorrt"
-    return f"{kind} {trt.__version__}"
-
-
-def list_capabilities(trt: Any) -> list[str]:
-    """The compute capabilities that engines can be built for without their GPU, such as 8.9."""
-    kinds = getattr(trt, "ComputeCapability", None)
-    names = [name for name in getattr(kinds, "__members__", {}) if name.startswith("SM")]
-    return [f"{name[2:-1]}.{name[-1]}" for name in names]
-
-
-def explain_capability(library: str, usable: list[str], name: str, capability: str) -> str:
-    """Why a library that builds for some capabilities builds no engine for a GPU; "" if it does."""
-    if not usable or capability in usable:
-        return ""
-    return f"{name} has compute capability {capability}, {library} builds for {', '.join(usable)}"
+    kinds = getattr(getattr(trt, "ComputeCapability", None), "__members__", {})
+    usable = [f"{name[2:-1]}.{name[-1]}" for name in kinds if name.startswith("SM")]
+    return Library(f"{kind} {trt.__version__}", usable)
 
 
 def make_logger(trt: Any) -> Any:

@@ -22,32 +22,25 @@ def multiply(
 
     FP8 rounds x as well, by the linear's one scale of inputs; parts may have a scale each.
     """
-    matrix = take_matrix(weights, name)
+    matrix, rank = take_matrix(weights, name), len(x.shape)
     assert not isinstance(matrix, BlockMatrix), "matrices in GGML's blocks are refused by the build"
-    rows = list(sizes) or [len(weights[f"{name}.weight"])]
     if isinstance(matrix, IntegerMatrix):
         rows = list(sizes) or [matrix.num_outputs]
         parts = _widen(writer, matrix, rows)
-    elif matrix.dtype is torch.float8_e4m3fn:
-        scales, input_scale = (weights[f"{name}.{kind}"].reshape(-1) for kind in SCALES)
-        own = scales if len(scales) == len(rows) else scales[:1].expand(len(rows))
-        scale = writer.constant(input_scale[0])
-        x = writer.dequantize(writer.quantize(x, scale, matrix.dtype), scale)
-        parts = [
-            writer.dequantize(writer.constant(part), writer.constant(one))
-            for part, one in zip(torch.split(matrix, rows), own, strict=True)
-        ]
     else:
-        parts = [writer.constant(part) for part in torch.split(matrix, rows)]
-    bias = weights.get(f"{name}.bias") if has_bias else None
-    biases = [None] * len(rows) if bias is None else torch.split(bias, rows)
-    rank, products = len(x.shape), []
-    for part, own_bias in zip(parts, biases, strict=True):
-        if rank > 2:
-            part = writer.reshape(part, (*(1,) * (rank - 2), *part.shape))
-        y = writer.matmul(x, part, transposes=True)
-        products.append(y if own_bias is None else writer.add(y, writer.lift(own_bias, rank)))
-    return products
+        rows = list(sizes) or [len(matrix)]
+        parts = list(torch.split(matrix, rows))
+        if matrix.dtype is torch.float8_e4m3fn:
+            scales, input_scale = (weights[f"{name}.{kind}"].reshape(-1) for kind in SCALES)
+            scale, own = writer.constant(input_scale[0]), scales.expand(len(rows))
+            x = writer.dequantize(writer.quantize(x, scale, matrix.dtype), scale)
+            constants = (map(writer.constant, each) for each in (parts, own))
+            parts = list(map(writer.dequantize, *constants))
+    products = [writer.matmul(x, writer.lift(part, rank), "TRANSPOSE") for part in parts]
+    if not has_bias or f"{name}.bias" not in weights:
+        return products
+    biases = [writer.lift(part, rank) for part in torch.split(weights[f"{name}.bias"], rows)]
+    return list(map(writer.add, products, biases))
 
 
 def _widen(writer: NetworkWriter, matrix: IntegerMatrix, rows: list[int]) -> list[Any]:
@@ -55,7 +48,7 @@ def _widen(writer: NetworkWriter, matrix: IntegerMatrix, rows: list[int]) -> lis
     codes, scales = matrix.codes, torch.split(matrix.scales, rows)
     if matrix.bits == 8:
         return [
-            writer.dequantize(writer.constant(part), writer.constant(own[:, 0]), 0)
+            writer.dequantize(writer.constant(part), writer.constant(own[:, 0]), axis=0)
             for part, own in zip(torch.split(codes, rows), scales, strict=True)
         ]
     depth = codes.shape[1]

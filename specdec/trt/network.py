@@ -34,11 +34,8 @@ class Sizes:
 
 def name_types(trt: Any) -> dict[torch.dtype, Any]:
     """TensorRT's names of torch's types."""
-    return {
-        torch.float32: trt.float32, torch.float16: trt.float16, torch.bfloat16: trt.bfloat16,
-        torch.int32: trt.int32, torch.int64: trt.int64, torch.int8: trt.int8, torch.bool: trt.bool,
-        torch.float8_e4m3fn: trt.fp8,
-    }  # fmt: skip
+    same = ("float32", "float16", "bfloat16", "int32", "int64", "int8", "bool")
+    return {torch.float8_e4m3fn: trt.fp8} | {getattr(torch, n): getattr(trt, n) for n in same}
 
 
 class NetworkWriter:
@@ -131,47 +128,36 @@ class NetworkWriter:
         """limit tanh(x / limit)."""
         return self.scale(self.activate("TANH", self.scale(x, 1 / limit)), limit)
 
-    def matmul(self, x: Any, y: Any, *, transposes: bool = False) -> Any:
-        """x y, or x y^T, over all dimensions but the last two."""
-        none, turn = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
-        return self._take(
-            self.network.add_matrix_multiply(x, none, y, turn if transposes else none)
-        )
+    def matmul(self, x: Any, y: Any, turn: str = "NONE") -> Any:
+        """x y over all dimensions but the last two; x y^T where `turn` is TRANSPOSE."""
+        kinds = self.trt.MatrixOperation
+        return self._take(self.network.add_matrix_multiply(x, kinds.NONE, y, getattr(kinds, turn)))
 
-    def reshape(
-        self, x: Any, shape: Sequence[int], *, before: Sequence[int] | None = None,
-        after: Sequence[int] | None = None,
-    ) -> Any:  # fmt: skip
-        """0 in a shape keeps the dimension at its place; before, after: orders of dimensions."""
-        layer = self.network.add_shuffle(x)
-        if before is not None:
-            layer.first_transpose = before
-        layer.reshape_dims = shape
-        if after is not None:
-            layer.second_transpose = after
-        return self._take(layer)
+    def reshape(self, x: Any, shape: Sequence[int], **orders: Sequence[int]) -> Any:
+        """0 in a shape keeps the dimension at its place.
 
-    def lift(self, values: Tensor, num_dims: int) -> Any:
-        """A constant with ones before its dimensions, as many as make it `num_dims`."""
-        return self.constant(values.reshape(*(1,) * (num_dims - values.ndim), *values.shape))
+        orders: `first_transpose`, `second_transpose`, of dimensions before and after.
+        """
+        return self._take(self.network.add_shuffle(x), **orders, reshape_dims=shape)
+
+    def lift(self, values: Any, num_dims: int) -> Any:
+        """A constant or another tensor with `num_dims` dimensions: ones before its own."""
+        shape = (*(1,) * (num_dims - len(values.shape)), *values.shape)
+        is_constant = isinstance(values, Tensor)
+        return self.constant(values.reshape(shape)) if is_constant else self.reshape(values, shape)
 
     def gather(self, table: Any, indices: Any, axis: int = 0, num_batch: int = 0) -> Any:
         """Entries of a table along an axis; the first `num_batch` dimensions are both's."""
         layer = self.network.add_gather(table, indices, axis)
-        layer.num_elementwise_dims = num_batch
-        return self._take(layer)
+        return self._take(layer, num_elementwise_dims=num_batch)
 
     def join(self, parts: Sequence[Any], axis: int) -> Any:
         if len(parts) == 1:
             return parts[0]
-        layer = self.network.add_concatenation(list(parts))
-        layer.axis = axis
-        return self._take(layer)
+        return self._take(self.network.add_concatenation(list(parts)), axis=axis)
 
     def softmax(self, x: Any, axis: int) -> Any:
-        layer = self.network.add_softmax(x)
-        layer.axes = 1 << axis
-        return self._take(layer)
+        return self._take(self.network.add_softmax(x), axes=1 << axis)
 
     def select(self, condition: Any, chosen: Any, other: Any) -> Any:
         return self._take(self.network.add_select(condition, chosen, other))
@@ -201,8 +187,7 @@ class NetworkWriter:
         scale, shift = (self.lift(part.float(), rank) for part in (weight, bias))
         wide = self.cast(x, torch.float32)
         layer = self.network.add_normalization_v2(wide, scale, shift, 1 << (rank - 1))
-        layer.epsilon = epsilon
-        return self.cast(self._take(layer), self.dtype)
+        return self.cast(self._take(layer, epsilon=epsilon), self.dtype)
 
     def rotate(self, x: Any, tables: tuple[Any, Any], positions: Any, size: int) -> Any:
         """Rotate the first `size` of H by rows of the tables, halves paired; x: [B, N, T, H]."""
@@ -224,16 +209,13 @@ class NetworkWriter:
             layer = self.network.add_attention(q, keys, values, norm, False)
         else:
             layer = self.network.add_attention_v2(q, keys, values, norm, kind.NONE)
-        layer.mask = mask
-        layer.decomposable = True  # where no fused kernel has these sizes
-        return self._take(layer)
+        # Decomposed where no fused kernel has these sizes.
+        return self._take(layer, mask=mask, decomposable=True)
 
-    def dequantize(self, codes: Any, scales: Any, axis: int | None = None) -> Any:
+    def dequantize(self, codes: Any, scales: Any, **axis: int) -> Any:
         """codes * scales: a scale for all, one for each row along `axis`, or one for each block."""
         layer = self.network.add_dequantize(codes, scales, self.types[self.dtype])
-        if axis is not None:
-            layer.axis = axis
-        return self._take(layer)
+        return self._take(layer, **axis)
 
     def quantize(self, x: Any, scale: Any, dtype: torch.dtype) -> Any:
         return self._take(self.network.add_quantize(x, scale, self.types[dtype]))
@@ -247,23 +229,23 @@ class NetworkWriter:
         if num_ranks == 1:
             return x
         last, keep = len(x.shape) - 1, (0,) * len(x.shape)  # parts are joined along the first
-        x = self.reshape(x, keep, before=(last, *range(last)))
+        x = self.reshape(x, keep, first_transpose=(last, *range(last)))
         x = self._meet("ALL_GATHER", "NONE", x, num_ranks)
-        return self.reshape(x, keep, before=(*range(1, last + 1), 0))
+        return self.reshape(x, keep, first_transpose=(*range(1, last + 1), 0))
 
     def _meet(self, kind: str, reduction: str, x: Any, num_ranks: int) -> Any:
         """What a layer makes of all ranks' tensors; every rank runs it at the same time."""
         kinds, reductions = self.trt.CollectiveOperation, self.trt.ReduceOperation
+        self.meets_ranks = True
         layer = self.network.add_dist_collective(
             x, getattr(kinds, kind), getattr(reductions, reduction), -1, None
         )
-        if layer is not None:
-            layer.num_ranks = num_ranks
-        self.meets_ranks = True
-        return self._take(layer)
+        return self._take(layer, num_ranks=num_ranks)
 
-    def _take(self, layer: Any) -> Any:
-        """A layer's first output; SpecDecError where TensorRT has refused the layer."""
+    def _take(self, layer: Any, **attributes: Any) -> Any:
+        """The first output of a layer, which gets attributes; SpecDecError where it is refused."""
+        for name, value in attributes.items() if layer is not None else ():
+            setattr(layer, name, value)
         if layer is None or layer.get_output(0).shape is None:
             raise SpecDecError(
                 "TensorRT refuses a layer of this network", "report this with the model's config"

@@ -68,7 +68,7 @@ class EngineRunner:
             raise SpecDecError(f"TensorRT takes no communicator: {told}", "see its message")
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the outputs; caches are updated where they lie.
+        """Compute the outputs besides caches, which are updated where they lie.
 
         What follows on the current stream waits for it.
         """
@@ -88,12 +88,11 @@ class EngineRunner:
                 )
             context.set_tensor_address(name, tensor.data_ptr())
         for name, dtype in self._outputs.items():
-            cache = inputs.get(name.replace("present_", "past_"))
-            if cache is None:
+            output = inputs.get(name.replace("present_", "past_"))
+            if output is None:
                 shape = tuple(context.get_tensor_shape(name))
-                cache = torch.empty(shape, dtype=dtype, device=self._device)
-            context.set_tensor_address(name, cache.data_ptr())
-            outputs[name] = cache
+                output = outputs[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            context.set_tensor_address(name, output.data_ptr())
         stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(stream)
         if not context.execute_async_v3(self._stream.cuda_stream):

@@ -61,17 +61,16 @@ class LayersWriter:
             name: writer.add_input(name, torch.bool, "B", 1, "T", writer.sizes.positions)
             for name in list_masks(model)
         }
-        self._tables = self._make_tables() if model.arithmetic.positions == "rotary" else None
-
-    def _make_tables(self) -> list[tuple[Any, ...]]:
-        """Cosines and sines of half a head, of layers without a window and with one."""
-        half = self.model.rotary_size // 2
-        tables = make_tables(self.model, self.writer.sizes.positions, self.writer.dtype, CPU)
-        own = [
-            tuple(self.writer.constant(part[:, :half]) for part in (table.cos, table.sin))
-            for table in dict.fromkeys(tables)
-        ]
-        return [own[0], own[-1]]
+        # Cosines and sines of half a head, of layers without a window and with one.
+        self._tables: list[tuple[Any, ...]] = []
+        if model.arithmetic.positions == "rotary":
+            half = model.rotary_size // 2
+            tables = make_tables(model, writer.sizes.positions, writer.dtype, CPU)
+            own = [
+                tuple(writer.constant(part[:, :half]) for part in (table.cos, table.sin))
+                for table in dict.fromkeys(tables)
+            ]
+            self._tables = [own[0], own[-1]]
 
     def embed(self) -> Any:
         """Input embeddings, [B, T, D]."""
@@ -84,10 +83,8 @@ class LayersWriter:
         if model.arithmetic.positions == "learned":
             name = "transformer.position_embedding.weight"
             x = writer.add(x, self._look_up(name, self.positions))
-        if not model.use_parallel_embedding:
-            return x
-        has_columns = model.embedding_sharding_dim == 1
-        return (writer.join_ranks if has_columns else writer.sum_ranks)(x, model.tp_size)
+        meet = writer.join_ranks if model.embedding_sharding_dim == 1 else writer.sum_ranks
+        return meet(x, model.tp_size) if model.use_parallel_embedding else x
 
     def _look_up(self, name: str, indices: Any) -> Any:
         """Rows [B, T, ...] of a table; zeros where another rank has the row."""
@@ -97,11 +94,12 @@ class LayersWriter:
         if has_all or model.tp_size == 1:
             return writer.gather(rows, indices)
 
-        def limit(kind: str, x: Any, value: int) -> Any:
-            return writer.combine(kind, x, writer.number(value, 2, torch.int64))
-
-        places = limit("SUB", indices, writer.rank * len(table))
-        inside = limit("MIN", limit("MAX", places, 0), len(table) - 1)
+        first, none, last = (
+            writer.number(value, 2, torch.int64)
+            for value in (writer.rank * len(table), 0, len(table) - 1)
+        )
+        places = writer.combine("SUB", indices, first)
+        inside = writer.combine("MIN", writer.combine("MAX", places, none), last)
         is_own = writer.reshape(writer.combine("EQUAL", places, inside), (0, 0, 1))
         return writer.select(is_own, writer.gather(rows, inside), writer.number(0, 3))
 
@@ -173,17 +171,13 @@ class LayersWriter:
         rows = [count * size for count in counts]
         parts = multiply(writer, h, self.weights, prefix + "qkv", rows)
         q, k, v = (
-            writer.reshape(part, (0, 0, count, size), after=(0, 2, 1, 3))
+            writer.reshape(part, (0, 0, count, size), second_transpose=(0, 2, 1, 3))
             for part, count in zip(parts, counts, strict=True)
         )
         if model.arithmetic.qk_norm:
-            q, k = (
-                writer.rms_norm(x, self.weights[f"{prefix}{part}_layernorm.weight"],
-                                model.norm_epsilon)
-                for part, x in (("q", q), ("k", k))
-            )  # fmt: skip
+            q, k = (self.norm(x, f"{prefix}{part}_layernorm") for part, x in (("q", q), ("k", k)))
         is_sliding = model.is_sliding(index)
-        if self._tables is not None and index not in model.arithmetic.layers_without_positions:
+        if self._tables and index not in model.arithmetic.layers_without_positions:
             tables = self._tables[is_sliding]
             q, k = (writer.rotate(x, tables, self.positions, model.rotary_size) for x in (q, k))
         past, shape = [], ("B", counts[1], writer.sizes.positions, size)
@@ -198,7 +192,7 @@ class LayersWriter:
             out = writer.attend(q, keys, values, mask)
         else:
             out = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
-        out = writer.reshape(out, (0, 0, counts[0] * size), before=(0, 2, 1, 3))
+        out = writer.reshape(out, (0, 0, counts[0] * size), first_transpose=(0, 2, 1, 3))
         return self._multiply_summed(out, prefix + "dense")
 
     def _attend_capped(self, q: Any, keys: Any, values: Any, mask: Any, limit: float) -> Any:
@@ -210,7 +204,7 @@ class LayersWriter:
         shape = (0, num_kv, 1, writer.sizes.positions, size)
         keys, values = (writer.reshape(each, shape) for each in (keys, values))
         mask = writer.reshape(mask, (0, 1, 1, -1, writer.sizes.positions))
-        scores = writer.cast(writer.matmul(q, keys, transposes=True), torch.float32)
+        scores = writer.cast(writer.matmul(q, keys, "TRANSPOSE"), torch.float32)
         lowest = writer.number(-torch.inf, 5, torch.float32)
         scores = writer.select(mask, writer.cap(scores, limit), lowest)
         shares = writer.cast(writer.softmax(scores, 4), writer.dtype)
@@ -249,9 +243,7 @@ def write_head(
     (logits,) = multiply(writer, x, weights, "lm_head")
     logits = writer.join_ranks(logits, model.tp_size)
     factor, limit = model.output_multiplier_scale, model.final_logit_softcapping
-    if limit is None:
-        logits = writer.scale(logits, factor)
-    else:
-        capped = writer.cap(writer.scale(writer.cast(logits, torch.float32), factor), limit)
-        logits = writer.cast(capped, writer.dtype)
+    logits = writer.scale(logits if limit is None else writer.cast(logits, torch.float32), factor)
+    if limit is not None:
+        logits = writer.cast(writer.cap(logits, limit), writer.dtype)
     writer.mark_output(logits, "logits")

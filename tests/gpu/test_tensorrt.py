@@ -11,13 +11,7 @@ import torch
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.trt.engine import TensorRTEngine
-from specdec.trt.library import (
-    describe_library,
-    explain_capability,
-    find_package,
-    list_capabilities,
-    load_tensorrt,
-)
+from specdec.trt.library import describe_library, find_package, load_tensorrt
 from specdec.trt.runtime import EngineRunner
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_medusa_heads
 from tests.engines import call
@@ -39,9 +33,8 @@ MAKERS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def usable_gpu() -> None:
     """Skip on a GPU that the installed TensorRT builds no engine for."""
-    trt, own = load_tensorrt(), "{}.{}".format(*torch.cuda.get_device_capability())
-    library, usable = describe_library(trt), list_capabilities(trt)
-    if fact := explain_capability(library, usable, torch.cuda.get_device_name(), own):
+    library, own = describe_library(load_tensorrt()), torch.cuda.get_device_capability()
+    if fact := library.explain(torch.cuda.get_device_name(), "{}.{}".format(*own)):
         pytest.skip(fact)
 
 

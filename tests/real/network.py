@@ -8,6 +8,7 @@ it is written, so that a network that reads a place too far shows it.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
 import threading
@@ -175,12 +176,16 @@ class RealInterpreter(Interpreter):
 
     def _make_shuffle(self, layer: Any) -> Compute:
         first, second = tuple(layer.first_transpose), tuple(layer.second_transpose)
-        fixed, copies_zeros = layer.reshape_dims, layer.zero_is_placeholder
+        fixed: Any = None
+        copies_zeros = layer.zero_is_placeholder
+        # Where only dimensions change places RTX 1.7 has None, 1.4 a list of -1 numbers.
+        with contextlib.suppress(TypeError, ValueError):
+            fixed = list(layer.reshape_dims)
 
         def shuffle(x: Tensor, shape: Tensor | None = None) -> Tensor:
             x = x.permute(first[: x.ndim])
             if shape is not None or fixed is not None:
-                sizes = list(fixed) if shape is None else shape.tolist()
+                sizes = fixed if shape is None else shape.tolist()
                 if copies_zeros:
                     sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
                 x = x.reshape(sizes)

@@ -132,7 +132,8 @@ def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "hint: use tensorrt 10.15 or newer" in told
         assert "or --backend torch" in told
     with monkeypatch.context() as patch:
-        patch.setattr(tensorrt, "list_capabilities", lambda trt: [])  # as full TensorRT
+        full = library.Library("tensorrt 10.15", [])
+        patch.setattr(tensorrt, "describe_library", lambda trt: full)
         assert "and none is visible" in refuse(checkpoint, *ADA)
     assert "--optimize has no meaning for the tensorrt" in refuse(checkpoint, "--optimize", "none")
     assert "is a mixture of experts" in refuse(convert("MixtralForCausalLM-plain"), *ADA)

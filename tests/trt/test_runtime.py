@@ -213,7 +213,7 @@ def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
 def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    device, here = torch.device("cuda"), describe_library(load_tensorrt())
+    device, here = torch.device("cuda"), describe_library(load_tensorrt()).name
     networks: Any = SimpleNamespace(library=here, compute_capabilities=["8.9", "9.0"])
     engine.check_machine(tmp_path, networks, device)
     networks.compute_capabilities = ["8.0", "8.9"]

@@ -194,13 +194,9 @@ def make_proposer(context: DraftContext) -> EagleProposer:
     """Lay out the drafter, with the trees that are asked for, or others that are small on a CPU."""
     params, decoder = context.params, context.decoder
     assert isinstance(params, EagleParams)
-    if context.network is not None:
-        return EagleProposer(
-            context.network, decoder, context.options, has_budget=context.has_budget
-        )
     num_run = params.max_draft_len + params.num_eagle_layers * params.max_non_leaves_per_layer
     head = decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None
-    net = make_net(EagleNet, context, params, num_run, head)
+    net = context.network or make_net(EagleNet, context, params, num_run, head)
     return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 

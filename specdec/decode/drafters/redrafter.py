@@ -32,14 +32,12 @@ def make_proposer(context: DraftContext) -> ReDrafterProposer:
     """Lay out the drafter alongside the target whose embedding it shares."""
     params, decoder, num_tokens = context.params, context.decoder, context.options
     assert isinstance(params, ReDrafterParams)
-    if context.network is not None:
-        if num_tokens is not None:
-            raise SpecDecError(
-                "--redrafter-tree-tokens: this engine's search is a network, which keeps its beams",
-                "leave it out, or build with --backend torch",
-            )
-        return ReDrafterProposer(context.network)
-    head = ReDrafterHead(
+    if context.network is not None and num_tokens is not None:
+        raise SpecDecError(
+            "--redrafter-tree-tokens: this engine's search is a network, which keeps its beams",
+            "leave it out, or build with --backend torch",
+        )
+    head = context.network or ReDrafterHead(
         params,
         context.weights,
         context.weights[EMBEDDING],
@@ -49,14 +47,15 @@ def make_proposer(context: DraftContext) -> ReDrafterProposer:
     if num_tokens is not None:
         return DynamicProposer(head, num_tokens)
     proposer = ReDrafterProposer(head, get_graphs(decoder))
-    return proposer.fit_budget() if context.has_budget else proposer
+    is_fitted = context.has_budget and context.network is None
+    return proposer.fit_budget() if is_fitted else proposer
 
 
 class ReDrafterProposer(StateProposer):
     """Proposes the deduplicated tree of a beam search (https://arxiv.org/abs/2403.09919)."""
 
     def __init__(self, head: ReDrafterHead, graphs: Graphs | None = None) -> None:
-        super().__init__(head.embedding, graphs)
+        super().__init__(head.like, graphs)
         self.head = head
         self.max_draft_tokens = head.params.max_draft_tokens
         self.max_draft_depth = head.params.max_draft_depth

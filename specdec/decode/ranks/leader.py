@@ -45,7 +45,7 @@ class LeadingDecoder(Decoder):
     cache_class = LeadingCache
 
     def __init__(self, *arguments: Any, ranks: Ranks, handle: int, **options: Any) -> None:
-        super().__init__(*arguments, group=ranks.group, **options)
+        super().__init__(*arguments, **options)
         self._ranks = ranks
         self._handle = handle
         ranks.own(self, handle)
@@ -133,14 +133,20 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
     )
 
 
-def lead_decoder(
-    ranks: Ranks, folder: Path, device: torch.device, make: Callable[..., LeadingDecoder]
-) -> LeadingDecoder:
-    """Let every rank load its part of an engine folder; `make` makes rank 0's."""
+def open_decoder(
+    ranks: Ranks | None, folder: Path, device: torch.device,
+    kinds: tuple[type[Decoder], type[LeadingDecoder]], make: Callable[..., Any],
+) -> Any:  # fmt: skip
+    """Rank 0's part of an engine folder: what `make` makes of a class and options for it.
+
+    kinds: the class where there are no other ranks, and where there are. These load their parts.
+    """
+    if ranks is None:
+        return make(kinds[0])
     ranks.meet()
     handle = ranks.make_handle()
     with ranks.together():
         ranks.tell("load", {}, decoder=handle, folder=str(folder.resolve()), device=device.type)
-        decoder = make(ranks=ranks, handle=handle)
+        decoder = make(kinds[1], group=ranks.group, ranks=ranks, handle=handle)
         ranks.check_loaded()
     return decoder
