@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -79,6 +80,18 @@ def skip_fsync() -> Iterator[None]:
     """Do not wait 5 ms for the disk with each file; that files are synced is storage's test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_ranks() -> Iterator[None]:
+    """Let ranks begin with what this process has imported: a start takes 2 s of a processor."""
+    from specdec.decode.ranks import processes
+    from tests.forks import fork_follower
+
+    with pytest.MonkeyPatch.context() as patch:
+        starts = {**vars(subprocess), "Popen": fork_follower}
+        patch.setattr(processes, "subprocess", SimpleNamespace(**starts))
         yield
 
 

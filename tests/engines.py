@@ -18,8 +18,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from specdec.decode import loop
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
+from specdec.decode.ranks import processes
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.step import States
@@ -29,13 +31,13 @@ from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import to_array
 from tests.conftest import (
-    SEARCH_PATH,
     change_tensors,
     make_dflash_drafter,
     make_eagle_drafter,
     make_llama,
     make_mtp_head,
 )
+from tests.forks import fork, run_main
 
 
 def call(stage: str, *args: object) -> None:
@@ -86,36 +88,29 @@ def run_here(arguments: Sequence[str]) -> dict[str, Any]:
     return report
 
 
-# `specdec`, which says when it has taken twenty steps and then, if told so, waits for a line.
-AT_WORK = """
-import sys
-from specdec.command.entry import main
-from specdec.decode import loop
-from specdec.decode.ranks import processes
-processes.INTERRUPT_SECONDS = 0.5
-pauses, step, num_steps = sys.argv.pop(1) == "pause", loop.Batch.step, 0
-
-def count_steps(self):
-    global num_steps
-    num_steps += 1
-    if num_steps == 20:
-        print("at work", file=sys.stderr, flush=True)
-        if pauses:
-            sys.stdin.readline()
-    return step(self)
-
-loop.Batch.step = count_steps
-main()
-"""
-
-
 def start_cli(*args: object, pauses: bool = False) -> subprocess.Popen[str]:
-    """Start `specdec ARGS...` and return it when it has taken twenty steps."""
-    words = [sys.executable, "-c", AT_WORK, "pause" if pauses else "go on", *map(str, args)]
-    process = subprocess.Popen(
-        words, env={**os.environ, "PYTHONPATH": SEARCH_PATH}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    """Begin `specdec ARGS...` in a copy of this process; return it when it has taken twenty steps.
+
+    pauses: it then waits for a line.
+    """
+
+    def work() -> None:
+        processes.INTERRUPT_SECONDS = 0.5
+        take_step, num_steps = loop.Batch.step, 0
+
+        def count_steps(self: loop.Batch) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 20:
+                print("at work", file=sys.stderr, flush=True)
+                if pauses:
+                    sys.stdin.readline()
+            return take_step(self)
+
+        loop.Batch.step = count_steps  # type: ignore[method-assign]
+        run_main(*args)
+
+    process = fork(work)
     assert process.stderr is not None
     lines = []
     for line in process.stderr:

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,11 +23,13 @@ import pytest
 
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
+from specdec.decode.ranks import processes
 from specdec.processes import _list_family
 from specdec.serve import cli, scheduler, server
 from specdec.serve.server import Server
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import call, run_cli_here
+from tests.forks import fork, run_main
 from tests.serve.servers import CLIENT, MODEL, post, serve_here, wait_until
 
 LONG = {"prompt": "hello ab", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
@@ -43,23 +44,17 @@ def url(folder: Path) -> Iterator[str]:
 # --- the command and signals ---
 
 
-# `specdec`, which waits a short time only for ranks that do not come.
-INTERRUPT_SECONDS = 0.3
-HURRIED = f"""
-from specdec.command.entry import main
-from specdec.decode.ranks import processes
-processes.INTERRUPT_SECONDS = {INTERRUPT_SECONDS}
-main()
-"""
+INTERRUPT_SECONDS = 0.3  # for which it waits for ranks that do not come
 
 
 def start(folder: Path, *flags: object) -> tuple[subprocess.Popen[str], str]:
     """`specdec serve` in a process of its own, when it listens: with its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HURRIED, "serve", "--engine-dir", str(folder), "--port", "0",
-         *map(str, flags)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+
+    def work() -> None:
+        processes.INTERRUPT_SECONDS = INTERRUPT_SECONDS
+        run_main("serve", "--engine-dir", folder, "--port", 0, *flags)
+
+    process = fork(work)
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"at (http://\S+)", line):

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,23 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from specdec.train import hidden_states, loop, target
+from specdec.train.cli import command
+from tests.engines import reset_accelerator
+from tests.forks import fork
 
-# As in this process, see conftest.py; and without an installed specdec.
-ONE_THREAD = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-# Killed when it tells of step 17, with steps 16 and 17 after the last checkpoint.
-MAIN_DIES = """
-import os, signal
-from specdec.train import loop
-from specdec.command.entry import train
-take_step = loop.Loop._take_step
-def take_step_or_die(self, step, **named):
-    if step == 17:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return take_step(self, step, **named)
-loop.Loop._take_step = take_step_or_die
-train()
-"""
 BASIC = (
     "--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3",
     "--eval-prompts", "0",
@@ -162,13 +151,20 @@ def test_a_killed_training_resumes_to_the_same_bytes(
     )  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_train(*options, "--output-dir", whole)
+    take_step = loop.Loop._take_step
 
-    arguments = [str(a) for a in (*options, "--output-dir", killed)]
-    died = subprocess.run(
-        [sys.executable, "-c", MAIN_DIES, *arguments], capture_output=True, text=True,
-        env=ONE_THREAD, timeout=1200, check=False,
-    )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    def die(self: Any, step: int, **named: Any) -> Any:
+        if step == 17:  # steps 16 and 17 are after the last checkpoint
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take_step(self, step, **named)
+
+    def train_and_die() -> None:
+        loop.Loop._take_step = die
+        command.main([str(a) for a in (*options, "--output-dir", killed)])
+
+    died = fork(train_and_die)
+    died.communicate()
+    assert died.returncode == -signal.SIGKILL
     state = tmp_path / ".killed.training"
     assert (state / "checkpoint.pt").is_file()
     assert not killed.exists()
@@ -197,8 +193,6 @@ def test_a_killed_training_resumes_to_the_same_bytes(
 def test_a_damaged_checkpoint_is_refused_and_force_starts_anew(
     run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specdec.train import loop
-
     def stop(self: Any) -> None:
         raise KeyboardInterrupt
 
@@ -307,52 +301,49 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(
     assert f"the tokenizer has {len(vocab)} tokens, the target's vocabulary only 320" in done.err
 
 
-# Trains several times in the same processes, and tells what each process holds.
-MAIN_OFTEN = """
-import json, os, sys
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from specdec.train import hidden_states, loop, target
-hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
-Accelerator.end_training = lambda self: None  # the processes are needed once more
-from specdec.train.cli import command
-find_states, take_step = target.LiveTarget.find_states, loop.Loop._take_step
-held = {}
-def look(self, batch):
-    states = find_states(self, batch)
-    weights = self.model.layers.parameters()
-    held["target"] = sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights)
-    return states
-def stop(self, step, *, measure):
-    measures = take_step(self, step, measure=measure)
-    if killed == step:
-        raise InterruptedError
-    return measures
-target.LiveTarget.find_states, loop.Loop._take_step = look, stop
-folder, runs, *arguments = sys.argv[1:]
-for name, more in json.loads(runs).items():
-    AcceleratorState._reset_state()
-    held.clear()
-    killed = 5 if name == "killed" else None
-    output = [*arguments, "--output-dir", f"{folder}/{name}", *more]
-    try:
-        command.main(output, standalone_mode=False)
-    except InterruptedError:
-        killed = None
-        AcceleratorState._reset_state()
-        command.main([*output, "--resume"], standalone_mode=False)
-    # A file each: on one stream the lines of two processes may run into one another.
-    with open(f"{folder}/held-{os.environ['RANK']}.jsonl", "a") as file:
-        print(json.dumps([name, held]), file=file)
-"""
+def train_often(folder: Path, runs: dict[str, list[str]], arguments: list[str]) -> None:
+    """Train several times in the same process, and write what it holds."""
+    from accelerate import Accelerator
+
+    hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
+    Accelerator.end_training = lambda self: None  # the processes are needed once more
+    find_states, take_step = target.LiveTarget.find_states, loop.Loop._take_step
+    held: dict[str, int] = {}
+    killed: int | None = None
+
+    def look(self: Any, batch: Any) -> Any:
+        states = find_states(self, batch)
+        weights = self.model.layers.parameters()
+        held["target"] = sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights)
+        return states
+
+    def stop(self: Any, step: int, *, measure: bool) -> Any:
+        measures = take_step(self, step, measure=measure)
+        if killed == step:
+            raise InterruptedError
+        return measures
+
+    target.LiveTarget.find_states, loop.Loop._take_step = look, stop
+    for name, more in runs.items():
+        reset_accelerator()
+        held.clear()
+        killed = 5 if name == "killed" else None
+        output = [*arguments, "--output-dir", str(folder / name), *more]
+        try:
+            command.main(output, standalone_mode=False)
+        except InterruptedError:
+            killed = None
+            reset_accelerator()
+            command.main([*output, "--resume"], standalone_mode=False)
+        # A file each: on one stream the lines of two processes may run into one another.
+        with open(folder / f"held-{os.environ['RANK']}.jsonl", "a") as file:
+            print(json.dumps([name, held]), file=file)
 
 
 def test_two_processes_learn_what_one_does(
     run_train: Any, inputs: Any, target_dir: Path, tmp_path: Path
 ) -> None:
     """However the work is split, and where one process has no row to evaluate."""
-    import torch
-
     inputs = (*inputs, "--redrafter-num-layers", "1")
     options = (
         "--max-steps", 6, "--save-steps", 3, "--eval-rows", 1, "--eval-steps", 4, "--json",
@@ -367,19 +358,21 @@ def test_two_processes_learn_what_one_does(
         ],
         "states": ["--shard-target", "--hidden-states-dir", str(tmp_path / "hidden")],
     }  # fmt: skip
-    script = tmp_path / "main.py"
-    script.write_text(MAIN_OFTEN)
-    arguments = [str(a) for a in (tmp_path, json.dumps(runs), *inputs, *options)]
-    two = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            str(script), *arguments,
-        ],
-        capture_output=True, text=True, timeout=1800, env=ONE_THREAD,
+    arguments = [str(a) for a in (*inputs, *options)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first, second = (
+        fork(
+            lambda: train_often(tmp_path, runs, arguments),
+            {**launch, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank in "01"
     )  # fmt: skip
-    assert two.returncode == 0, two.stderr
+    (out, err), (_, other_err) = first.communicate(timeout=1800), second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), err + other_err
     alone = json.loads(one.out)
-    reports = dict(zip(runs, map(json.loads, two.stdout.splitlines()), strict=True))
+    reports = dict(zip(runs, map(json.loads, out.splitlines()), strict=True))
     # The engine's own processes do not take themselves for more of those that train.
     assert reports["split"]["eval"]["acceptance"]["num_output_tokens"] == 8
     expected = read_weights(tmp_path / "one")
@@ -390,7 +383,7 @@ def test_two_processes_learn_what_one_does(
         for key, tensor in read_weights(tmp_path / name).items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in runs}) == 1
-    assert "resumed at step 3" in two.stderr
+    assert "resumed at step 3" in err
     held, other = (
         dict(map(json.loads, (tmp_path / f"held-{rank}.jsonl").read_text().splitlines()))
         for rank in range(2)
