@@ -24,6 +24,7 @@ from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
+from specdec.decode.ranks import follower
 from specdec.decode.ranks import processes as ranks_module
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.ranks.processes import LOST_STATUS, Ranks, end_ranks
@@ -390,6 +391,7 @@ def test_ctrl_c_while_a_rank_never_comes(
 ) -> None:
     """Nor does a second Ctrl-C, while the ranks are given time to end, leave one behind."""
     monkeypatch.setattr(ranks_module, "END_SECONDS", 3600.0)
+    monkeypatch.setattr(follower, "_follow", lambda path: time.sleep(3600))
     children: list[subprocess.Popen[bytes]] = []
     calls = 0
 
