@@ -17,7 +17,6 @@ from specdec.errors import SpecDecError
 from specdec.trtllm.facts import LABELS
 from tests.conftest import read_error_lines, run_cli
 from tests.trtllm.worlds import (
-    BUILD,
     PAGED,
     WAYS,
     World,
@@ -110,20 +109,16 @@ def check_streaming(world: World, engine: Path, texts: list[Any]) -> None:
 
 
 # Processes, as users start them: both lines, one and two ranks.
-COMMANDS = [("plain", "0.14", 1), ("redrafter", "1.2", 2)]
+COMMANDS = [("0.14", "plain", 1), ("1.2", "redrafter", 2)]
 
 
-@pytest.mark.parametrize(("method", "label", "tp_size"), COMMANDS)
-def test_commands_as_processes(tmp_path: Path, method: str, label: str, tp_size: int) -> None:
+@pytest.mark.parametrize(("world", "method", "tp_size"), COMMANDS, indirect=["world"])
+def test_commands_as_processes(world: World, method: str, tp_size: int) -> None:
     """Prompts come from stdin; of several ranks, the first one alone reads and prints."""
-    world = World(tmp_path, label)
     install_mpirun(world)
-    checkpoint, engine = make_checkpoint(world, method, tp_size), tmp_path / "engine"
-    built = run_cli(
-        "build", "--backend", "tensorrt-llm", "--checkpoint-dir", checkpoint, "--output-dir",
-        engine, *BUILD, *WAYS[method].flags, env=world.environment,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
+    checkpoint = make_checkpoint(world, method, tp_size)
+    engine = world.engine(f"{method}{tp_size}", checkpoint, *WAYS[method].flags)
+    world.log.unlink(missing_ok=True)
     done = run_cli(
         "run", "--engine-dir", engine, "--input-file", "-", "--json", "--end-id", 127,
         env=world.environment,
