@@ -28,7 +28,10 @@ from specdec.errors import (
 )
 from specdec.files.reading import parse_json, read_json
 from specdec.gguf.folder import localize
+from specdec.logs import get_logger
 from specdec.tokenizer import lack_tokenizer
+
+logger = get_logger(__name__)
 
 STDIN, GZIP = Path("-"), ".gz"
 MAX_LOGPROBS = 20
@@ -36,6 +39,13 @@ MAX_WORDS = 1024
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
 SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+# Fields of generation_config.json that change a text where transformers generates it.
+DEFAULTS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length",
+    "min_new_tokens", "num_beams", "guidance_scale",
 )  # fmt: skip
 FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
 # Whether a value is of use, and what is expected in its place.
@@ -315,19 +325,43 @@ def _make_plain(value: Any) -> Any:
 
 
 def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a request: --end-id, else generation_config.json's, else the tokenizer's."""
+    """Tokens that end a request: --end-id, else generation_config.json's, else the tokenizer's.
+
+    Without a generation_config.json, config.json's also end one. What else the former would do to
+    a text is logged, for it is not done.
+    """
     if settings.end_id is not None:
         return frozenset([settings.end_id])
+    eos = getattr(tokenizer, "eos_token_id", None)
+    own: frozenset[int] = frozenset() if eos is None else frozenset([eos])
     if settings.tokenizer_dir is not None:
-        path = Path(localize(settings.tokenizer_dir)) / "generation_config.json"
+        folder = Path(localize(settings.tokenizer_dir))
+        path = folder / "generation_config.json"
         if path.is_file():
-            ids = read_json(path).get("eos_token_id")
-            ids = ids if isinstance(ids, list) else [ids]
-            if all(type(i) is int for i in ids):
-                return frozenset(ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return frozenset([tokenizer.eos_token_id])
-    return frozenset()
+            document = read_json(path)
+            _log_defaults(document, path)
+            told = _read_ids(document)
+            return own if told is None else told
+        if (folder / "config.json").is_file():
+            own |= _read_ids(read_json(folder / "config.json")) or frozenset()
+    return own
+
+
+def _read_ids(document: Mapping[str, Any]) -> frozenset[int] | None:
+    """The end tokens that a configuration names; None where it names none."""
+    ids = document.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    return frozenset(ids) if all(type(i) is int for i in ids) else None
+
+
+def _log_defaults(document: Mapping[str, Any], path: Path) -> None:
+    """Say which fields of a generation_config.json change texts and are not applied."""
+    told = [
+        f"{key} {shorten(document[key])}" for key in DEFAULTS
+        if document.get(key) not in (None, False, 0, 1, [], {})
+    ]  # fmt: skip
+    if told:
+        logger.info("%s: not applied, give it with each request: %s", path, ", ".join(told))
 
 
 def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:

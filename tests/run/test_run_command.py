@@ -122,15 +122,26 @@ def test_jsonl_requests(folder: Path, tmp_path: Path) -> None:
     assert output["output_ids"] == report["outputs"][1]["output_ids"], "ids need no tokenizer"
 
 
-def test_end_tokens_of_the_generation_config(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_end_tokens_of_the_base_model(name: str, folder: Path, tmp_path: Path) -> None:
+    """transformers takes config.json's where there is no generation_config.json."""
     free = run(folder, "--input-text", "ab", "--max-output-len", 10, "--end-id", 0)
     ids = free["outputs"][0]["output_ids"]
     shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
-    write_json(tmp_path / "tokenizer" / "generation_config.json", {"eos_token_id": [0, ids[4]]})
+    write_json(tmp_path / "tokenizer" / name, {"eos_token_id": [0, ids[4]]})
     flags = ["--tokenizer-dir", tmp_path / "tokenizer", "--input-text", "ab"]
     (output,) = run(folder, *flags, "--max-output-len", 10)["outputs"]
     assert output["output_ids"] == ids[: ids.index(ids[4]) + 1]
     assert output["finish_reason"] == "eos"
+
+
+def test_defaults_that_are_not_applied_are_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    told = {"repetition_penalty": 1.05, "top_k": 20, "top_p": 1.0, "suppress_tokens": [3]}
+    write_json(tmp_path / "tokenizer" / "generation_config.json", told)
+    flags = list_flags(folder, "--input-text", "ab", "--max-output-len", 2)
+    done = run_cli_here("run", *flags, "--tokenizer-dir", tmp_path / "tokenizer")
+    assert "each request: top_k 20, repetition_penalty 1.05, suppress_tokens [3]" in done.stderr
 
 
 def test_limits_name_every_prompt(folder: Path) -> None:
