@@ -37,17 +37,19 @@ constexpr bool kMultipliesPairs = false, kSumsBands = false;
 #endif
 // How far ahead of what is multiplied a matrix is fetched, and whether a single block of rows fetches it
 // to the second cache alone. Processors with AMX fetch the rest of a page by themselves if they are asked
-// for what is near. Zen 4 has more lines under way if they are not to go on to the nearest cache.
+// for what is near. Zen 4 has more lines under way if they are not to go on to the nearest cache; where
+// few products are taken of each line it reads ahead faster by itself, unless it is asked for what is far.
 #if SPECDEC_AMX
-constexpr int64_t kPrefetchBytes = 1536;
+constexpr int64_t kPrefetchBytes = 1536, kNearBytes = kPrefetchBytes;
 constexpr bool kFetchesFar = false;
 #elif defined(__AVX512BF16__)
-constexpr int64_t kPrefetchBytes = 8192;
+constexpr int64_t kPrefetchBytes = 8192, kNearBytes = 1024;
 constexpr bool kFetchesFar = true;
 #else
-constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kPrefetchBytes = 4096, kNearBytes = kPrefetchBytes;
 constexpr bool kFetchesFar = false;
 #endif
+constexpr int kNearProducts = 5;  // of a vector that is read, at most: then what is near is fetched
 
 // Products of integers by AMX, whose sums are exact and so the same as by other instructions.
 #if (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512BW__) && defined(__linux__)
@@ -230,6 +232,7 @@ struct FloatMatrix {
   static constexpr bool kHasBands = kSumsBands && std::is_same<E, bf16>::value;
   static constexpr int kMostRows = kHasBands ? kMaxRows / 2 : kMaxRows;
   static constexpr int kMostTiles = kWideTiles;
+  static constexpr int64_t kNearRows = kNearProducts / Packing<E>::kInputs;
   static constexpr int64_t header = 0, turn = kTurn;
   const char *tiles;
   int64_t depth, steps, tile_bytes, row;
@@ -405,11 +408,12 @@ template <typename Matrix, typename B, typename O>
 void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const B *bias,
                     const Hold &hold, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
   const int64_t wide = count_wide<Matrix>(static_cast<int>(rows));
+  const int64_t ahead = w.header + (rows <= Matrix::kNearRows ? kNearBytes : kPrefetchBytes);
   float sums[kWideTiles * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
     const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, output = t * kTile;
     const char *tile = w.tiles + t * w.tile_bytes;
-    const Fetch<kFetchesFar> fetch{tile + w.header + kPrefetchBytes, kStepBytes};
+    const Fetch<kFetchesFar> fetch{tile + ahead, kStepBytes};
     add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
     const auto put = [&] {
       put_sums(sums, rows, width, bias, output, std::min(width, N - output), stride, y);

@@ -143,6 +143,7 @@ struct IntegerMatrix {
   static constexpr bool kHasShorts = kSumsShorts && kBits == 4;
   static constexpr bool kHasBytes = kMultipliesBytes || kHasShorts;
   static constexpr int kParts = (kHasBytes ? 8 : 16) / kBits;
+  static constexpr int64_t kNearRows = kNearProducts / kParts;
   static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
   static constexpr int64_t turn = kTurn;
   const float *input_scales = nullptr;
