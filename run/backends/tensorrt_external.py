@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.base import Drafter, list_roots
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import BONUS, PLAIN, ActiveRequest, Request
@@ -66,7 +66,7 @@ class EngineDrafter(Drafter):
             min(planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
             for room, text in zip(remaining, texts, strict=True)
         ]
-        drafts = super().propose(requests)
+        drafts = list_roots(requests)
         rows = [row for row, count in enumerate(counts) if count > 0]
         if not rows:
             return drafts
@@ -163,7 +163,7 @@ class ExternalLoop:
         clock = time.perf_counter
         began = clock()
         self._drafter.seed = self._next_seed(DRAFT)
-        found = self._drafter.propose(requests)
+        found = self._drafter.propose(requests) or list_roots(requests)
         drafts = [candidates.tree.tokens[1:].tolist() for candidates in found]
         drafted = clock()
         outputs: dict[int, RowOutput] = {}

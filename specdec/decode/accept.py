@@ -36,7 +36,7 @@ Accepted = tuple[list[int], int]  # the accepted nodes, root first, and the bonu
 MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Candidates:
     """What is proposed for one row.
 
@@ -83,8 +83,10 @@ def accept(tree: Tree, choices: Sequence[int]) -> Accepted:
     emitted token, the accepted ones and the bonus token, is the target's own choice given what
     precedes it, whatever was drafted: the output is that of decoding one token per step.
     """
-    children = map_children(tree)
     path = [0]
+    if tree.num_nodes == 1:
+        return path, int(choices[0])
+    children = map_children(tree)
     while True:
         token = int(choices[path[-1]])
         child = children.get((path[-1], token))
@@ -126,15 +128,17 @@ def accept_batch(
     greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
     if greedy:
         (choices,) = to_host(find_best(take_rows(logits, greedy)))
-        for row, row_choices in zip(greedy, choices, strict=True):
+        for row, row_choices in zip(greedy, choices.tolist(), strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
+    if len(greedy) == len(candidates):
+        return results
     typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]
     for row in typical:
         tree, params = candidates[row].tree, samplers[row].params
         assert params.typical is not None
         probs = process_logits(logits[row, : tree.num_nodes], [params] * tree.num_nodes)
         results[row] = accept_typical(tree, probs, params.typical)
-    sampled = [b for b in range(len(candidates)) if b not in {*greedy, *typical}]
+    sampled = sorted({*range(len(candidates))} - {*greedy, *typical})
     if sampled and logits.is_cuda:
         count = max(1, MAX_NODES // logits.shape[1])
         for rows in (sampled[at : at + count] for at in range(0, len(sampled), count)):

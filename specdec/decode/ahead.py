@@ -113,9 +113,7 @@ def draft_ahead(
 
     Returns the greedy choices [B, T], which came to the host with the draft.
     """
-    if not proposer.drafts_ahead or not all(
-        r.needs_only_best and r.request.drafts for r in requests
-    ):
+    if not all(r.needs_only_best and r.request.drafts for r in requests):
         return None
     best = find_best(logits)
     last, roots = accept_on_device(trees, tree_mask, best)

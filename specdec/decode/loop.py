@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Accepted, Candidates, accept_batch
 from specdec.decode.ahead import PlainAhead, draft_ahead
-from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.base import Drafter, list_roots
 from specdec.decode.prefill import Reading
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.schedule import Pass, Scheduler
@@ -156,21 +156,28 @@ class Batch:
             if reading is not None:
                 segments += reading.segments
             step = pack_segments(segments, cache, num_nodes if reading is None else reading.size)
-            last = self.decoder.forward(step, cache)
-            own, read = States(last, self.decoder.observed).split(num_rows)
-            nodes = own.last[:, :num_nodes].flatten(0, 1)  # [B * T, D]
-            ends = reading.pick_last(read.last) if reading is not None else nodes[:0]  # [E, D]
-            needed = torch.cat((nodes, ends)) if len(ends) else nodes
-            logits = self.decoder.compute_logits(needed) if len(needed) else needed
+            own = States(self.decoder.forward(step, cache), self.decoder.observed)
+            if reading is None:
+                own_logits = self.decoder.compute_logits(own.last)  # [B, T, V]
+            else:
+                own, read = own.split(num_rows)
+                nodes = own.last[:, :num_nodes].flatten(0, 1)  # [B * T, D]
+                ends = reading.pick_last(read.last)  # [E, D]
+                needed = torch.cat((nodes, ends))
+                logits = self.decoder.compute_logits(needed) if len(needed) else needed
+                own_logits = logits[: len(nodes)].view(num_rows, num_nodes, logits.shape[-1])
         if requests:
-            own_logits = logits[: len(nodes)].view(num_rows, num_nodes, -1)  # [B, T, V]
-            with self._clocks["draft"]:
-                mask = step.tree_mask[:num_rows, :num_nodes, :num_nodes]
-                choices = draft_ahead(self.proposer, requests, trees, mask, own.last, own_logits)
+            choices = None
+            if self.proposer.drafts_ahead:
+                with self._clocks["draft"]:
+                    sees = step.tree_mask[:num_rows, :num_nodes, :num_nodes]
+                    choices = draft_ahead(
+                        self.proposer, requests, trees, sees, own.last, own_logits
+                    )
             with self._clocks["accept"]:
                 accepted = self._accept(requests, candidates, own_logits, choices)
             with self._clocks["other"]:
-                self.scheduler.commit(requests, trees, accepted)
+                self.scheduler.commit(requests, accepted)
                 self._observe(requests, own, accepted)
             self.timing.num_steps += 1
         if reading is not None:
@@ -183,7 +190,10 @@ class Batch:
         proposer = self.proposer
         proposer.plan_step(task.num_prompt_tokens, self.scheduler.max_prefill)
         drafting = [r for r in requests if task.drafts and r.request.drafts]
-        drafted = dict(zip(drafting, proposer.propose(drafting), strict=True)) if drafting else {}
+        found = proposer.propose(drafting) if drafting else []
+        if not found:
+            return list_roots(requests)
+        drafted = dict(zip(drafting, found, strict=True))
         candidates = []
         for request in requests:
             own = drafted.get(request) or Candidates(make_root(request.output_ids[-1]))
@@ -244,8 +254,6 @@ class Batch:
         with self._clocks["verify"]:
             requests, choices = self._ahead.step(active)
         with self._clocks["accept"]:
-            roots = [make_root(request.output_ids[-1]) for request in requests]
-            accepted = self._accept(requests, [Candidates(root) for root in roots], None, choices)
-            self.scheduler.commit(requests, roots, accepted, is_cached=True)
+            self._accept(requests, list_roots(requests), None, choices)
         self.timing.num_steps += 1
         return len(requests), 1

@@ -245,7 +245,7 @@ class PromptReader:
             offsets = np.arange(len(own))
             causal = offsets[:, None] >= offsets
             is_end = at + len(own) == len(self._prompts[row])
-            wanted = reads_all or (offsets == len(own) - 1) & is_end
+            wanted = reads_all | ((offsets == len(own) - 1) & is_end)
             segments.append(Segment(row, at, own, offsets, causal, wanted, len(own)))
         return segments
 

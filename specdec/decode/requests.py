@@ -281,8 +281,9 @@ class ActiveRequest:
 
         logits: [T, V], those after each node. keep_logits, keep_rejected: see the loop's options.
         """
-        is_step, drafted = bool(self.output_ids), tree.tokens[path[1:]].tolist()
-        last = BONUS if tree.num_draft_tokens else PLAIN
+        is_step, num_draft_tokens = bool(self.output_ids), tree.num_draft_tokens
+        drafted = tree.tokens[path[1:]].tolist() if len(path) > 1 else []
+        last = BONUS if num_draft_tokens else PLAIN
         taken = self.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
         if self.request.keep_trees:
             self.trees.append(DraftTree(tree.tokens.tolist(), tree.parents.tolist(), path))
@@ -297,7 +298,7 @@ class ActiveRequest:
                 self.kept_logits.append(torch.from_numpy(to_host(chosen.float())[0]))
         if is_step:  # the first token comes by the prompt's own pass
             self.stats.count_step(
-                num_draft_tokens=tree.num_draft_tokens,
+                num_draft_tokens=num_draft_tokens,
                 depth=tree.depth,
                 num_accepted=min(taken, len(drafted)),
             )

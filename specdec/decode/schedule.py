@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+
 from specdec.decode.accept import Accepted
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.pace import Pace
@@ -15,7 +17,6 @@ from specdec.decode.requests import ActiveRequest
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.tree import Tree
 
 # Where prompts are read in chunks, a request waits for another that is reading the same beginning
 # if that brings so many tokens more.
@@ -65,7 +66,9 @@ class Scheduler:
         self.max_prefill: int | None = None  # prompt tokens that drafters may read in a step
         self._cache, self._proposer, self._timing = cache, proposer, timing
         self._prompt_chunk, self._reuses_prefixes = prompt_chunk, reuses_prefixes
-        self._held: list[list[int]] = [[] for _ in cache.past_lens]  # tokens in a row's cache
+        # By row, the prompt and the output that are in its cache; no output that no drafter has
+        # seen, if it follows prompts.
+        self._texts: list[tuple[list[int], list[int]]] = [([], []) for _ in cache.past_lens]
         self._pace = proposer.pace or Pace()
         self._times_prompts = decoder.device.type == "cpu"  # a GPU may still be at it
         self._num_read = 0  # prompt tokens before the step
@@ -142,26 +145,15 @@ class Scheduler:
     def commit(
         self,
         requests: Sequence[ActiveRequest],
-        trees: Sequence[Tree],
         accepted: Sequence[Accepted],
-        *,
-        is_cached: bool = False,
     ) -> None:
-        """Keep the accepted paths of trees in the requests' rows.
-
-        is_cached: whether the cache has kept them already.
-        """
-        for request, tree, (path, _) in zip(requests, trees, accepted, strict=True):
-            if request.request.drafts:  # what a drafter has seen, too, if it follows prompts
-                self._held[request.row] += tree.tokens[path].tolist()
-            if not is_cached:
-                self._cache.commit(request.row, path)
+        """Keep the accepted paths of trees in the requests' rows."""
+        for request, (path, _) in zip(requests, accepted, strict=True):
+            self._cache.commit(request.row, path)
 
     def finish_reading(self, reading: Reading) -> list[ActiveRequest]:
         """Keep what a pass has read of prompts; return the requests whose prompts have ended."""
         self.reader.commit(reading)
-        for request in self.reading:
-            self._note_read(request)
         by_row = {request.row: request for request in self.reading}
         begun = [by_row[row] for row in reading.ended]
         self.reading = [r for r in self.reading if r not in begun]
@@ -187,7 +179,7 @@ class Scheduler:
         if not self.waiting:
             return
         taken = {request.row for request in (*self.active, *self.reading)}
-        free = [row for row in range(len(self._held)) if row not in taken]
+        free = [row for row in range(len(self._texts)) if row not in taken]
         while free and self.waiting:
             request = self.waiting[0]
             if request.finish_reason is None:  # not cancelled before its turn
@@ -204,7 +196,8 @@ class Scheduler:
                 self._proposer.copy_prefix(source, request.row, shared)
                 self._timing.num_reused_tokens += shared
                 self.reader.add(request.row, prompt)
-                self._note_read(request)
+                output = request.output_ids if request.request.drafts else []
+                self._texts[request.row] = prompt, output
                 self.reading.append(request)
             self.waiting.popleft()
 
@@ -217,7 +210,9 @@ class Scheduler:
         held, if that is much further than it can be taken over, and where it ends.
         """
         # The last token is always run: its hidden state is needed.
-        held = [min(count_shared(held, prompt), len(prompt) - 1) for held in self._held]
+        most = np.minimum(self._cache.past_lens, len(prompt) - 1).tolist()
+        texts = [[*read, *output] for read, output in self._texts]
+        held = [count_shared(text[:n], prompt) for text, n in zip(texts, most, strict=True)]
         known = [self._cache.find_prefix(row, length) for row, length in enumerate(held)]
         source = max(range(len(known)), key=lambda row: (known[row], row in free))
         fork = max(held)
@@ -232,8 +227,3 @@ class Scheduler:
             if shared >= known + worth and self._cache.will_have(other.row, shared):
                 return True
         return False
-
-    def _note_read(self, request: ActiveRequest) -> None:
-        """Remember what a row holds of its prompt."""
-        length = int(self._cache.past_lens[request.row])
-        self._held[request.row] = request.request.input_ids[:length]

@@ -215,7 +215,10 @@ class Decoder:
         self._check_lengths(step, cache)
         if tokens is None:
             tokens = to_device(step.tokens, self.device)
-        x = self._embed(tokens, to_device(step.positions, self.device))
+        positions = None
+        if self.position_embedding is not None:
+            positions = to_device(step.positions, self.device)
+        x = self._embed(tokens, positions)
         way = self._choose_way(step)
         normed, self.observed = way.run(x, step, cache, self.observed_layers, is_normed=True)
         return normed
@@ -235,11 +238,12 @@ class Decoder:
         is_long = step.tokens.shape[1] > MAX_NATIVE_TOKENS
         return self._native if self._native is not None and not is_long else self._torch
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         x = self._look_up(self.embedding, tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if self.position_embedding is not None:
+            assert positions is not None
             # Drafts may run past the last position; what is beyond it is never emitted.
             last = self.model.max_position_embeddings - 1
             x = x + self._look_up(self.position_embedding, positions.clamp(max=last))
@@ -249,7 +253,7 @@ class Decoder:
         """Rows [..., D] of a table."""
         if isinstance(table, BlockMatrix):
             return table.look_up(indices).to(self.dtype)
-        return torch.nn.functional.embedding(indices, table)
+        return torch.embedding(table, indices)
 
     def _look_up(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
         """Rows [..., D] of a table; of one that is split, zeros where other ranks hold the value.

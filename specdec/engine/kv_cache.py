@@ -62,7 +62,7 @@ class KVCache:
     def commit(self, row: int, path: list[int]) -> None:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""
         start = int(self.past_lens[row])
-        if path != list(range(len(path))):
+        if len(path) > 1 and path != list(range(len(path))):
             assert self.states is None, "a hybrid's drafts are chains"
             self.move(row, row, np.array(path, np.int64) + start, start)
         self.past_lens[row] += len(path)

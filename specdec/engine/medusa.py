@@ -27,13 +27,9 @@ class MedusaHeads:
         *,
         prepack: bool = True,
         kernels: NativeKernels | None = None,
-        dtype: torch.dtype | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        """dtype: of what they read; that of their matrices if None.
-
-        offsets: what a shortened vocabulary adds to the number of an output, [V].
-        """
+        """offsets: what a shortened vocabulary adds to the number of an output, [V]."""
         self.offsets = offsets
         first = weights["medusa_heads.0.lm_head.weight"]
         prepack = prepack and can_prepack(first.dtype, first.device)
@@ -43,7 +39,6 @@ class MedusaHeads:
 
         self.params = params
         self.vocab_size = len(first)
-        self.like = first.new_empty(first.shape[1], dtype=dtype)  # a state that they read
         self.blocks = [
             [linear(f"{head}.medusa_layers.{layer}.linear") for layer in range(params.num_layers)]
             for head in range(params.num_heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import shlex
 import shutil
 import tempfile
@@ -48,6 +49,7 @@ PLAIN_ACTIVATIONS = {
     "relu": 3,
 }
 GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
+_INT64 = np.dtype(np.int64)
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # Types of arguments and results by the letters that a library tells them by, see kernels.cpp.
@@ -259,6 +261,13 @@ class StepPlan:
     num_positions: int
     num_lines: int
 
+    def check(self, num_rows: int, num_positions: int, num_lines: float) -> None:
+        """Raise ValueError where a step reaches beyond its cache or the rotary tables."""
+        found = (self.num_rows, self.num_positions, self.num_lines)
+        if found[0] > num_rows or found[1] > num_positions or found[2] > num_lines:
+            room = (num_rows, num_positions, num_lines)
+            raise ValueError(f"a step reaches {found} rows, positions and angles of {room}")
+
 
 def get_packed_shape(num_outputs: int, depth: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of a packed matrix [num_outputs, depth], see `NativeKernels.pack_matrix`."""
@@ -282,6 +291,15 @@ def _check(what: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) ->
             f" {list(tensor.stride())}; the kernels take {dtype} {list(shape)} on the CPU,"
             " contiguous"
         )
+
+
+def _count_lines(table: RotaryTable | None, dtype: torch.dtype) -> float:
+    """How many positions a rotary table has; raise ValueError where it is not of a type."""
+    if table is None:
+        return math.inf
+    _check("cos", table.cos, dtype, *table.cos.shape)
+    _check("sin", table.sin, dtype, *table.cos.shape)
+    return len(table.cos)
 
 
 class NativeKernels:
@@ -336,35 +354,23 @@ class NativeKernels:
         lines: of the rotary tables. tree_mask: of the N newest tokens, the step's own last.
         """
         batch, num_tokens, num_newest = tree_mask.shape
-        shapes = [(batch,), (batch, num_tokens), (batch, num_tokens), (batch,), tree_mask.shape]
-        arrays = tuple(np.ascontiguousarray(a) for a in (rows, positions, lines, past, tree_mask))
-        kinds = [np.int64] * 4 + [np.bool_]
-        if [a.shape for a in arrays] != shapes or [a.dtype for a in arrays] != kinds:
-            raise ValueError(f"a step's indices are {[(a.dtype, a.shape) for a in arrays]}")
-        if num_newest < num_tokens or min(int(a.min()) for a in arrays[:4]) < 0:
-            raise ValueError(f"a step of {num_tokens} tokens has a mask of {num_newest}, or has"
-                             " indices below 0")  # fmt: skip
-        pointers = tuple(a.ctypes.data for a in arrays)
+        shapes = [(batch,), (batch, num_tokens), (batch, num_tokens), (batch,)]
+        given = (rows, positions, lines, past)
+        if [a.shape for a in given] != shapes or {a.dtype for a in given} != {_INT64}:
+            raise ValueError(f"a step's indices are {[(a.dtype, a.shape) for a in given]}")
+        parts, mask = [a.ravel().tolist() for a in given], np.ascontiguousarray(tree_mask)
+        numbers = [*parts[0], *parts[1], *parts[2], *parts[3]]
+        if num_newest < num_tokens or mask.dtype != np.bool_ or min(numbers) < 0:
+            raise ValueError(f"a step of {num_tokens} tokens has a mask of {num_newest} as"
+                             f" {mask.dtype}, or has indices below 0")  # fmt: skip
+        indices = np.array(numbers, np.int64)
+        firsts = (0, batch, batch * (1 + num_tokens), batch * (1 + 2 * num_tokens))
+        start = _get_address(indices)
         return StepPlan(
-            arrays, pointers, batch, num_tokens, num_newest,
-            num_rows=int(rows.max()) + 1,
-            num_positions=int(past.max()) + num_newest,
-            num_lines=int(lines.max()) + 1,
+            (indices, mask), (*(start + 8 * at for at in firsts), _get_address(mask)),
+            batch, num_tokens, num_newest, num_rows=max(parts[0]) + 1,
+            num_positions=max(parts[3]) + num_newest, num_lines=max(parts[2]) + 1,
         )  # fmt: skip
-
-    def _check_step(
-        self, plan: StepPlan, num_rows: int, num_positions: int, table: RotaryTable | None
-    ) -> None:
-        """Raise ValueError where a step reaches beyond its cache or the rotary tables."""
-        num_lines = plan.num_lines
-        if table is not None:
-            num_lines, width = table.cos.shape
-            _check("cos", table.cos, self.dtype, num_lines, width)
-            _check("sin", table.sin, self.dtype, num_lines, width)
-        found = (plan.num_rows, plan.num_positions, plan.num_lines)
-        room = (num_rows, num_positions, num_lines)
-        if any(own > most for own, most in zip(found, room, strict=True)):
-            raise ValueError(f"a step reaches {found} rows, positions and angles of {room}")
 
     def lend_blocks(self, cache: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros for a cache, in large pages where there are some: long ones are read faster."""
@@ -440,7 +446,7 @@ class NativeKernels:
         norms = [None if norm is None else norm.weight for norm in (how.q_norm, how.k_norm)]
         for weight in norms:
             _check("the weight of a norm of heads", weight, self.dtype, head_size)
-        self._check_step(plan, num_rows, num_positions, how.rotary)
+        plan.check(num_rows, num_positions, _count_lines(how.rotary, self.dtype))
         out = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
         cos, sin = (how.rotary.cos, how.rotary.sin) if how.rotary else (None, None)
         self._call(
@@ -663,7 +669,7 @@ class NativeKernels:
 
         A row's result is the same to the last bit whatever other rows there are.
         """
-        x = x.contiguous()
+        x = x if x.is_contiguous() else x.contiguous()
         depth = x.shape[-1]
         _check("x", x, self.dtype, *x.shape)
         _check_packed("a packed matrix", packed, self.dtype, num_outputs, depth)
@@ -707,8 +713,7 @@ class NativeKernels:
             "the cache", cache, self.dtype,
             layers.num_layers, 2, num_rows, num_kv_heads, num_positions, head_size,
         )  # fmt: skip
-        for table in layers.tables:
-            self._check_step(plan, num_rows, num_positions, table)
+        plan.check(num_rows, num_positions, layers.num_lines)
         if any(not 0 <= layer < layers.num_layers for layer in observed_layers):
             raise ValueError(f"layers {observed_layers} of {layers.num_layers}")
         if wanted is not None:
@@ -717,7 +722,7 @@ class NativeKernels:
                 raise ValueError(f"wanted tokens are {wanted.dtype} {wanted.shape}, of {x.shape}")
             if layers.num_layers - 1 in observed_layers:
                 raise ValueError("the last layer is observed, and not wanted of all tokens")
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         observed = x.new_empty((len(observed_layers), *x.shape)) if observed_layers else None
         chosen = np.array(observed_layers, np.int64)
         shape = Shape(
@@ -729,8 +734,8 @@ class NativeKernels:
         self._call_crew(
             "run_layers",
             x.data_ptr(), _get_pointer(first_input), out.data_ptr(), layers.records,
-            layers.final_pointers.ctypes.data, cache.data_ptr(), *plan.pointers, chosen.ctypes.data,
-            _get_pointer(observed), None if wanted is None else wanted.ctypes.data,
+            layers.final, cache.data_ptr(), *plan.pointers, _get_address(chosen),
+            _get_pointer(observed), None if wanted is None else _get_address(wanted),
             ctypes.byref(shape), ctypes.byref(layers.scalars),
         )  # fmt: skip
         if observed is not None:
@@ -824,6 +829,11 @@ def _get_pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _get_address(array: np.ndarray[Any, Any]) -> int:
+    """Where an array's first number is: NumPy's own way takes longer."""
+    return torch.from_numpy(array).data_ptr()
+
+
 class PackedExperts:
     """A rank's experts of a layer as the kernels take them: a record of pointers and sizes.
 
@@ -887,14 +897,15 @@ class PackedLayers:
         inner = 0 if up is None else up.num_outputs // (2 if is_gated else 1)
         attending = [layer.attention for layer in stack.layers]
         self._kept, self._experts = (weights, final), experts
-        self.tables = list(dict.fromkeys(how.rotary for how in attending))
-        self.rotated = next((table.cos.shape[1] for table in self.tables if table), 0)
+        tables = list(dict.fromkeys(how.rotary for how in attending))
+        self.rotated = next((table.cos.shape[1] for table in tables if table), 0)
         scale, cap = attending[0].scale, attending[0].cap
         self.scalars = Scalars(stack.final_norm.epsilon, scale, cap or 0.0, stack.share)
         norm, qkv = weights[0]["norm"], weights[0]["qkv"]
         assert norm is not None
         assert qkv is not None
         self.dtype = norm.dtype
+        self.num_lines = min(_count_lines(table, self.dtype) for table in tables)
         self.is_integer = qkv.dtype is torch.uint8
         self.first = qkv  # an EAGLE net's first layer may read more than others
         self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
@@ -920,7 +931,8 @@ class PackedLayers:
                 record.cosine, record.sine = how.rotary.cos.data_ptr(), how.rotary.sin.data_ptr()
             record.window = how.window or 0
             record.experts = ctypes.addressof(experts[index].record) if experts else None
-        self.final_pointers = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
+        self._final = np.array([_get_pointer(t) or 0 for t in final], np.uint64)
+        self.final = self._final.ctypes.data  # where its norm's pointers are
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)

@@ -39,7 +39,7 @@ class ReDrafterHead:
         kernels: NativeKernels | None = None,
     ) -> None:
         self.params = params
-        self.embedding = self.like = embedding
+        self.embedding = embedding
         # What a shortened vocabulary adds to the number of a head's output, [V].
         self.offsets = take_offsets(take_own(weights, "drafter."), embedding.shape[0])
         num_outputs = embedding.shape[0] if self.offsets is None else len(self.offsets)

@@ -54,8 +54,6 @@ class States:
     def split(self, num_rows: int) -> tuple[States, States]:
         """The states of the first rows, and of the others."""
         last, layers = self.last, self.layers
-        if num_rows == len(last):
-            return self, States(last[:0])
         if layers is None:
             return States(last[:num_rows]), States(last[num_rows:])
         first, others = (last[:num_rows], layers[:num_rows]), (last[num_rows:], layers[num_rows:])
@@ -75,8 +73,7 @@ class Segment:
 
     row: of the cache. past: positions of it that the tokens see. tokens: [n]. offsets: [n], how far
     behind `past` each token stands. mask: [n, n], true where a token (row) sees another.
-    wanted: [n], or one value for all, as in `Step`. num_kept: tokens, from the first, that are
-    certain to be committed.
+    wanted: [n], as in `Step`. num_kept: tokens, from the first, that are certain to be committed.
     """
 
     row: int
@@ -84,31 +81,43 @@ class Segment:
     tokens: IntArray
     offsets: IntArray
     mask: BoolArray
-    wanted: BoolArray | bool = True
+    wanted: BoolArray
     num_kept: int = 0
 
 
 def place_tree(tree: Tree, row: int, cache: KVCache) -> Segment:
     """A draft tree behind what is committed of a row."""
-    past = int(cache.past_lens[row])
-    return Segment(row, past, tree.tokens, tree.depths, build_tree_mask(tree), num_kept=1)
+    mask = build_tree_mask(tree)
+    wanted = mask[:, 0]  # every node sees the root
+    return Segment(row, int(cache.past_lens[row]), tree.tokens, tree.depths, mask, wanted, 1)
+
+
+def _pad(segment: Segment, size: int) -> Segment:
+    """The same with padding, which sees itself."""
+    n = len(segment.tokens)
+    tokens, offsets = np.zeros((2, size), np.int64)
+    wanted, mask = np.zeros(size, np.bool_), np.eye(size, dtype=np.bool_)
+    tokens[:n], offsets[:n] = segment.tokens, segment.offsets
+    wanted[:n], mask[:n, :n] = segment.wanted, segment.mask
+    return Segment(segment.row, segment.past, tokens, offsets, mask, wanted)
 
 
 def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) -> Step:
     """Pad segments to one size, `size` or the longest's, and lay them side by side."""
-    size = size or max(len(segment.tokens) for segment in segments)
-    rows, shape = [segment.row for segment in segments], (len(segments), size)
-    tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    wanted, mask = np.zeros(shape, np.bool_), np.zeros((*shape, size), np.bool_)
-    mask[:, np.arange(size), np.arange(size)] = True
-    for at, segment in enumerate(segments):
-        n = len(segment.tokens)
-        tokens[at, :n], wanted[at, :n] = segment.tokens, segment.wanted
-        positions[at] = segment.past
-        positions[at, :n] += segment.offsets
-        mask[at, :n, :n] = segment.mask
-    pasts = [segment.past for segment in segments]
-    is_plain = pasts == cache.past_lens[rows].tolist() and rows == sorted(set(rows))
-    past = None if is_plain else np.array(pasts, np.int64)
-    counts, kept = np.array([(len(s.tokens), s.num_kept) for s in segments], np.int64).T
-    return Step(np.array(rows, np.int64), tokens, positions, mask, past, wanted, counts, kept)
+    # Each kind of call of NumPy or torch is dear, as the kernels have emptied the caches.
+    rows, pasts = [s.row for s in segments], [s.past for s in segments]
+    counts, kept = [len(s.tokens) for s in segments], [s.num_kept for s in segments]
+    size = size or max(counts)
+    padded = [s if len(s.tokens) == size else _pad(s, size) for s in segments]
+    is_plain = rows == sorted(set(rows)) and pasts == [cache.past_lens[row] for row in rows]
+    past = np.array(pasts, np.int64)
+    return Step(
+        rows=np.array(rows, np.int64),
+        tokens=np.array([s.tokens for s in padded]),
+        positions=np.array([s.offsets for s in padded]) + past[:, None],
+        tree_mask=np.array([s.mask for s in padded]),
+        past=None if is_plain else past,
+        wanted=np.array([s.wanted for s in padded]),
+        counts=np.array(counts, np.int64),
+        kept=np.array(kept, np.int64),
+    )

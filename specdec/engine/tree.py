@@ -23,7 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Tree:
     """Candidates sharing a root. Nodes are ordered so that a parent precedes its children.
 
@@ -45,7 +45,7 @@ class Tree:
     @property
     def depth(self) -> int:
         """Draft tokens on the longest path."""
-        return int(self.depths.max())
+        return int(self.depths.max()) if len(self.tokens) > 1 else 0
 
     def keep(self, nodes: Sequence[int] | IntArray) -> Tree:
         """The tree of only these nodes, in their order: each one's parent is kept, and first."""
@@ -66,8 +66,13 @@ class Tree:
 
 def make_root(token: int) -> Tree:
     """A tree of only the root: a verify step that drafts nothing."""
-    zero = np.zeros(1, np.int64)
-    return Tree(np.array([token], np.int64), zero - 1, zero)
+    return Tree(np.array([token], np.int64), *_ROOT)
+
+
+# Parents and depths of every such tree, and its mask.
+_ROOT, _ROOT_MASK = (np.array([-1], np.int64), np.zeros(1, np.int64)), np.ones((1, 1), np.bool_)
+for _array in (*_ROOT, _ROOT_MASK):
+    _array.flags.writeable = False
 
 
 def pack_beams(root: int, beams: IntArray) -> Tree:
@@ -95,6 +100,8 @@ def pack_beams(root: int, beams: IntArray) -> Tree:
 
 def build_tree_mask(tree: Tree) -> BoolArray:
     """[T, T], true where a node (row) sees a node (column): itself and its ancestors."""
+    if tree.num_nodes == 1:
+        return _ROOT_MASK
     mask = np.eye(tree.num_nodes, dtype=np.bool_)
     for node in range(1, tree.num_nodes):
         mask[node] |= mask[tree.parents[node]]

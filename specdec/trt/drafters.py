@@ -21,7 +21,7 @@ from specdec.engine.redrafter import NUM_CANDIDATES
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.files.tensor_file import TensorFile
-from specdec.files.torch_tensors import TORCH_DTYPES, to_tensor
+from specdec.files.torch_tensors import to_tensor
 from specdec.methods.base import DrafterParams
 from specdec.methods.eagle import EagleParams
 from specdec.methods.medusa import MedusaParams
@@ -204,14 +204,12 @@ class _EagleWriter:
 class HeadNetwork:
     """What stands for a `ReDrafterHead` or `MedusaHeads` where it is a network.
 
-    size: rows that it takes at once. like: [0, D], of the device and type of the states.
-    vocab_size: of what is drafted.
+    size: rows that it takes at once. vocab_size: of what is drafted.
     """
 
     params: DrafterParams
     runner: EngineRunner
     size: int
-    like: Tensor
     vocab_size: int
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -263,8 +261,7 @@ def open_drafter(
     """What stands for the drafter of an engine folder."""
     runners = [EngineRunner(folder / name, device) for name in list_networks(drafter)]
     if not isinstance(drafter, EagleParams):
-        like = torch.empty((0, model.hidden_size), dtype=TORCH_DTYPES[model.dtype], device=device)
-        return HeadNetwork(drafter, runners[0], sizes.rows, like, model.vocab_size)
+        return HeadNetwork(drafter, runners[0], sizes.rows, model.vocab_size)
     offsets = None
     if (folder / OFFSETS_FILE).exists():
         offsets = to_tensor(TensorFile(folder / OFFSETS_FILE).read(OFFSETS), "int64").to(device)

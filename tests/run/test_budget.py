@@ -76,8 +76,8 @@ def test_a_step_in_which_drafters_only_read() -> None:
     proposer, read = PacedDrafter([[Unready()]]), 0
     requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99))]
     for _ in range(30):
-        (found,) = proposer.propose(requests)
-        assert found.tree.tokens.tolist() == [4]
+        for found in proposer.propose(requests):
+            assert found.tree.tokens.tolist() == [4]
         read += proposer.num_prefilled
         proposer.pace.record_step(1, 1, 0, 1.0)
         proposer.observe(requests, States(torch.zeros(1, 1, 1)), [[0]])
@@ -228,6 +228,7 @@ def test_trees_of_redrafter(parent: Path, tmp_path: Path) -> None:
         max_depth=5, text_stream=None,
     )  # fmt: skip
     request.output_ids.append(6)
+    drafter.observe([request], States(torch.zeros(1, 1, 64)), [[0]])
     (candidates,) = drafter.propose([request])
     assert candidates.tree.depth == drafter.num_levels == 1
 

@@ -6,7 +6,8 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.pace import Pace
-from specdec.decode.drafters.paced import PacedDrafter, bind, join_candidates, merge_candidates
+from specdec.decode.drafters.paced import PacedDrafter, join_candidates, merge_candidates
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
@@ -221,8 +222,10 @@ def test_two_drafters_need_a_chain(parent: Path) -> None:
 
 def test_all_members_are_told_of_prompts_in_a_step() -> None:
     timer = Drafter()
-    outer = bind(PacedDrafter([[Drafter(), timer]]))
+    outer = PacedDrafter([[Drafter(), timer]], is_fixed=True)
+    requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99))]
     for number in (9, 0):
         outer.plan_step(number, 4 * number)
-        assert timer.num_prompt_tokens == outer.num_prompt_tokens == number
+        (found,) = outer.propose(requests)
+        assert found.tree.tokens.tolist() == [4]
         assert timer.max_prefill == 4 * number

@@ -118,9 +118,10 @@ class Drafter:
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return what is proposed for each request, rooted at the last of its emitted tokens.
 
-        In a chain, others may draft for some requests of a step, or for all.
+        Or an empty list, where nothing is proposed for any of them. In a chain, others may draft
+        for some requests of a step, or for all.
         """
-        return [Candidates(make_root(request.output_ids[-1])) for request in requests]
+        return []
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
@@ -255,6 +256,11 @@ def make_net(
     return net
 
 
+def list_roots(requests: Sequence[ActiveRequest]) -> list[Candidates]:
+    """What is verified of requests that nothing is drafted for."""
+    return [Candidates(make_root(request.output_ids[-1])) for request in requests]
+
+
 def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     """The cache rows of requests, [B]."""
     return np.array([request.row for request in requests], np.int64)
@@ -279,6 +285,9 @@ class StateKeeper(Drafter):
         self._num_known: IntArray = np.zeros(0, np.int64)
         self._num_read: IntArray = np.zeros(0, np.int64)
         self._waiting: dict[int, list[Tensor]] = {}  # by row, the newest states in order: [N, F]
+        # The newest steps, whose states were not sorted by rows yet: rows, nodes, all states.
+        self._steps: list[tuple[Sequence[int], Sequence[Sequence[int]], Tensor]] = []
+        self._num_unsorted = 0  # states of these
         self._fresh: set[int] = set()  # rows whose prompts have just been run
         if layers is None:
             return
@@ -295,6 +304,7 @@ class StateKeeper(Drafter):
         """Know of no token of so many rows."""
         self._num_known, self._num_read = np.zeros((2, num_rows), np.int64)
         self._waiting, self._fresh = {}, set()
+        self._steps, self._num_unsorted = [], 0
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """The prompts' states are known; what `observe` brings of them is nothing new."""
@@ -304,6 +314,7 @@ class StateKeeper(Drafter):
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
     ) -> None:
         """Keep the states of a pass over prompts."""
+        self._sort()
         for row, start in zip(rows, starts, strict=True):
             self._go_back(row, start)
         self._append(rows, [range(count) for count in counts], states)
@@ -322,23 +333,33 @@ class StateKeeper(Drafter):
         """Keep the states of some nodes of a step behind those that are known of each row."""
         kept = states.last if self.follows_last else states.layers
         assert kept is not None
-        counts = [len(path) for path in paths]
-        if kept.shape[1] == 1:
-            chosen = kept[:, 0].clone()  # the next pass may write over them
-        else:
-            lines = np.repeat(np.arange(len(rows)), counts)
-            nodes = np.array([node for path in paths for node in path], np.int64)
-            device = self._decoder.device
-            chosen = kept[to_device(lines, device), to_device(nodes, device)]
-        begin, full = 0, []
-        for row, count in zip(rows, counts, strict=True):
-            self._waiting.setdefault(row, []).append(chosen[begin : begin + count])
-            begin += count
-            self._num_known[row] += count
-            if self._num_known[row] - self._num_read[row] > MOST_WAITING:
-                full.append(row)
+        self._steps.append((rows, paths, kept))
+        self._num_unsorted += kept.shape[0] * kept.shape[1]
+        if self._num_unsorted <= MOST_WAITING:
+            return
+        self._sort()
+        full = [row for row in rows if self._num_known[row] - self._num_read[row] > MOST_WAITING]
         if full:
             self._read(full)
+
+    def _sort(self) -> None:
+        """Let the states of the newest steps wait by rows, all at once."""
+        if not self._steps:
+            return
+        nodes: dict[int, list[int]] = {}
+        begin = 0
+        for rows, paths, states in self._steps:
+            for row, path in zip(rows, paths, strict=True):
+                nodes.setdefault(row, []).extend([begin + node for node in path])
+                begin += states.shape[1]
+        flat = torch.cat([states.flatten(0, 1) for *_, states in self._steps])
+        self._steps, self._num_unsorted = [], 0
+        chosen = flat[to_device([node for own in nodes.values() for node in own], flat.device)]
+        for (row, own), part in zip(
+            nodes.items(), chosen.split_with_sizes([*map(len, nodes.values())]), strict=True
+        ):
+            self._waiting.setdefault(row, []).append(part)
+            self._num_known[row] += len(own)
 
     def _go_back(self, row: int, length: int) -> None:
         """Forget what waits of a row's tokens from `length` on."""
@@ -352,11 +373,13 @@ class StateKeeper(Drafter):
 
     def _start_over(self, row: int, length: int) -> None:
         """A row's text is another, of which so many tokens are known, and nothing waits."""
+        self._sort()
         self._waiting.pop(row, None)
         self._num_known[row] = self._num_read[row] = length
 
     def _read(self, rows: Sequence[int], most: int | None = None) -> None:
         """Make what is kept of the states that wait of some rows, of the first `most` of each."""
+        self._sort()
         found = []
         for row in rows:
             if row not in self._waiting:
@@ -385,12 +408,11 @@ class StateProposer(Drafter):
     drafts and accepted tokens then come to the host together, and it waits once a step.
     """
 
-    def __init__(self, like: Tensor, graphs: Graphs | None) -> None:
-        """like: a tensor [..., D] of the device and type of the target's states."""
+    def __init__(self, graphs: Graphs | None) -> None:
         self.drafts_ahead = graphs is not None
         self._graphs = graphs
-        self._like = like
-        self._hidden = like.new_zeros((0, like.shape[-1]))
+        # By row, the newest step's states, and where in them the newest token's is.
+        self._newest: dict[int, tuple[Tensor, int, int]] = {}
         self._drafts: dict[int, tuple[int, Array]] = {}  # by row: the root, and what follows it
 
     def make_tree(self, root: int, draft: Array) -> Tree:
@@ -398,9 +420,8 @@ class StateProposer(Drafter):
         raise NotImplementedError
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make room for one hidden state a row."""
-        self._hidden = self._like.new_zeros((num_rows, self._like.shape[-1]))
-        self._drafts = {}
+        """Forget all states and drafts."""
+        self._newest, self._drafts = {}, {}
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Forget what was drafted for the rows' former requests; the state comes later."""
@@ -424,7 +445,13 @@ class StateProposer(Drafter):
 
     def get_hidden(self, requests: Sequence[ActiveRequest]) -> Tensor:
         """The states [B, D] that requests are drafted from."""
-        return self._hidden[to_device(list_rows(requests), self._hidden.device)]
+        found = [self._newest[request.row] for request in requests]
+        states = found[0][0]
+        if any(own is not states for own, *_ in found):  # a prompt has ended meanwhile
+            return torch.stack([own[line, node] for own, line, node in found])
+        _, lines, nodes = zip(*found, strict=True)
+        newest: Tensor = states[to_device(lines, states.device), to_device(nodes, states.device)]
+        return newest
 
     def take_drafts(
         self, requests: Sequence[ActiveRequest], roots: Sequence[int], drafts: Array
@@ -437,8 +464,5 @@ class StateProposer(Drafter):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
-        device, newest = self._hidden.device, states.last[:, 0]
-        if states.last.shape[1] > 1:
-            last = to_device([path[-1] for path in paths], device)
-            newest = states.last[torch.arange(len(paths), device=device), last]
-        self._hidden[to_device(list_rows(requests), device)] = newest
+        for at, (request, path) in enumerate(zip(requests, paths, strict=True)):
+            self._newest[request.row] = states.last, at, path[-1]

@@ -18,6 +18,7 @@ from specdec.decode.drafters.base import (
     ALL_LEVELS,
     DraftContext,
     StateKeeper,
+    list_roots,
     list_rows,
     make_net,
 )
@@ -33,7 +34,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.dflash import DFlashNet
 from specdec.engine.transfers import to_device, to_host
-from specdec.engine.tree import IntArray, make_root
+from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
 from specdec.methods.dflash import DFlashOptions, DFlashParams
 
@@ -138,6 +139,7 @@ class DFlashProposer(StateKeeper):
 
     def _list_unread(self, rows: IntArray) -> list[int]:
         """How many tokens' context each row lacks, but those that a step has brought."""
+        self._sort()
         own = self.max_draft_depth + 1
         return [max(0, int(self._num_known[row] - self._num_read[row]) - own) for row in rows]
 
@@ -150,7 +152,7 @@ class DFlashProposer(StateKeeper):
         ready, pieces = self._plan_reading(self._list_unread(rows))
         for at, count in pieces.items():
             self._read([int(rows[at])], count)
-        candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
+        candidates = list_roots(requests)
         if ready:
             self._read(rows[ready].tolist())
             roots = np.array([requests[at].output_ids[-1] for at in ready], np.int64)

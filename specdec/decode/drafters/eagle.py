@@ -20,6 +20,7 @@ from specdec.decode.drafters.base import (
     ALL_LEVELS,
     DraftContext,
     StateKeeper,
+    list_roots,
     list_rows,
     make_net,
 )
@@ -46,7 +47,7 @@ from specdec.engine.eagle import EagleNet
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import States, Step
 from specdec.engine.transfers import to_device, to_host
-from specdec.engine.tree import IntArray, Tree, make_root
+from specdec.engine.tree import IntArray, Tree
 from specdec.errors import SpecDecError
 from specdec.methods.base import Choices
 from specdec.methods.eagle import EagleOptions, EagleParams
@@ -264,7 +265,7 @@ class PairProposer(StateKeeper):
         rows = list_rows(requests)
         texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
         ready = self._read_prompts(rows, [text[1:] for text in texts])
-        candidates = [Candidates(make_root(text[-1])) for text in texts]
+        candidates = list_roots(requests)
         if ready:
             chosen = [requests[at] for at in ready], rows[ready], [texts[at] for at in ready]
             for at, own in zip(ready, self._draft(*chosen), strict=True):

@@ -85,7 +85,6 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
     assert isinstance(params, MedusaParams)
     heads = context.network or MedusaHeads(
         params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels,
-        dtype=decoder.dtype,
         offsets=take_offsets(
             take_own(context.weights, "medusa_heads.0."), decoder.model.vocab_size
         ),
@@ -110,7 +109,7 @@ class MedusaProposer(StateProposer):
         self, heads: MedusaHeads, tree: Choices | int, graphs: Graphs | None = None
     ) -> None:
         """tree: a static one, or the number of tokens of a dynamic one."""
-        super().__init__(heads.like, graphs)
+        super().__init__(graphs)
         self.heads = heads
         self.use_tree(tree)
 

@@ -17,6 +17,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,9 +48,9 @@ READ_SHARE = 0.04  # of the same time, what drafters may take to read prompts
 # After so many drafts of one level, all levels are tried again, as what they cost may have been
 # measured at a bad moment.
 DEEP_REFRESH = 64
-# Steps by one plan, so that planning costs next to no time: where it says no drafts, and where it
-# says drafts.
-REST_STEPS, KEPT_STEPS = 8, 4
+# Steps by one plan, so that planning costs next to no time: where it says no drafts, at least and
+# at most, and where it says drafts.
+REST_STEPS, MOST_REST, KEPT_STEPS = 8, 24, 4
 FEW_UNREAD = 64  # prompt tokens that cost a draft's pass next to nothing
 FIRST_PIECE = 2 * FEW_UNREAD  # prompt tokens by which a drafter's reading is timed
 PROMPT_UNIT = 16  # prompt tokens of a step are counted by so many
@@ -309,8 +310,7 @@ class Account:
             self.for_trials += TRIAL_SHARE * seconds - lost
 
 
-@dataclasses.dataclass(frozen=True)
-class Drafted:
+class Drafted(NamedTuple):
     """What came of the newest step's drafts.
 
     seconds: of drafting, None where nothing was drafted. size: T. emitted: tokens of each request.
@@ -420,14 +420,14 @@ class Pace:
         prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
         """
         num_rows = len(remaining)
-        is_kept = self.rests(num_rows) and not (self.drafts_on and num_unread > FEW_UNREAD)
-        is_kept &= num_prompt_tokens == 0 or not self.drafts_on
-        self._num_rows, self._rest = num_rows, self._rest - 1
-        self._num_prompt_tokens = _round_up(num_prompt_tokens)
+        if self.rest(num_rows, num_prompt_tokens):
+            return False
+        is_kept = self._rest > 1 and num_rows == self._num_rows and num_unread <= FEW_UNREAD
+        self._begin(num_rows, num_prompt_tokens)
         if max(remaining) <= 1 or not self._steps.largest:
             return False
-        if is_kept:
-            return self.drafts_on
+        if is_kept and not num_prompt_tokens:
+            return True
         self._seconds = seconds = self._predict()
         plain, level = float(seconds[0]), self._drafts.estimate(num_rows)
         sizes = np.arange(1, len(seconds))
@@ -473,14 +473,27 @@ class Pace:
         self.drafts_on, self._rest = bool(drafts), 0
         most_lost = KEPT_STEPS * float(draft[-1] + seconds[-1])
         if not drafts:
-            self._rest = REST_STEPS
+            self._rest = self._count_rest(expected, plain)
         elif self._is_tried and not self._is_deep and not self.is_trial and most_lost < limit:
             self._rest = KEPT_STEPS
         return self.drafts_on
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether the next step of so many requests is one of those that go by the last plan."""
-        return self._rest > 1 and num_rows == self._num_rows
+    def rest(self, num_rows: int, num_prompt_tokens: int) -> bool:
+        """Whether the next step of so many requests drafts nothing, as the last plan says."""
+        if self.drafts_on or self._rest <= 1 or num_rows != self._num_rows:
+            return False
+        self._begin(num_rows, num_prompt_tokens)
+        return True
+
+    def _count_rest(self, price: float, plain: float) -> int:
+        """Steps until a trial of this price may be lost; fewer where other things may change."""
+        missing = price - self.account.for_trials if self.is_trial else 0.0
+        return min(max(REST_STEPS, int(missing / (TRIAL_SHARE * plain))), MOST_REST)
+
+    def _begin(self, num_rows: int, num_prompt_tokens: int) -> None:
+        self._num_rows, self._rest = num_rows, self._rest - 1
+        self._num_prompt_tokens = _round_up(num_prompt_tokens)
+        self._drafted = Drafted(None, 1, (1,) * num_rows)  # unless drafts are recorded
 
     def _is_plain_due(self) -> bool:
         """Whether to measure a plain step."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import ALL_LEVELS, Drafter
+from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
 from specdec.decode.drafters.pace import FEW_UNREAD, Pace, follow_chances, read_confidence
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
@@ -82,7 +82,7 @@ class PacedDrafter(Drafter):
             max_depths=[max(d.max_draft_depth for d in group) for group in groups],
         )  # fmt: skip
         self._clock = clock
-        self._seconds: float | None = None  # that the newest drafts took
+        self._seconds = 0.0  # that the newest drafts took
         self._drafts: list[Candidates] = []
         self._lengths: list[int] = []  # of the outputs when they were drafted
 
@@ -95,11 +95,6 @@ class PacedDrafter(Drafter):
         self._drafts = []
         for member in self.members:
             member.allocate(num_rows, num_positions)
-
-    def plan_step(self, num_prompt_tokens: int, max_prefill: int | None) -> None:
-        super().plan_step(num_prompt_tokens, max_prefill)
-        for member in self.members:
-            member.plan_step(num_prompt_tokens, max_prefill)
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         for member in self.members:
@@ -127,20 +122,21 @@ class PacedDrafter(Drafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        pace, self._seconds, self.num_prefilled = self.pace, None, 0
-        self._drafts = super().propose(requests)
-        self._lengths = [len(request.output_ids) for request in requests]
+        pace, self._drafts, self.num_prefilled = self.pace, [], 0
+        if not self.is_fixed and pace.rest(len(requests), self.num_prompt_tokens):
+            return []
         remaining = [request.remaining for request in requests]
-        is_resting = pace.rests(len(requests)) and not pace.drafts_on
-        num_unread = 0 if is_resting else self.count_unread(requests)
-        drafts = pace.plan(remaining, self.num_prompt_tokens, num_unread)
+        drafts = pace.plan(remaining, self.num_prompt_tokens, self.count_unread(requests))
         if not (drafts or self.is_fixed):
-            return self._drafts
-        if not self.is_fixed:
-            limits = [n for n in (self.max_prefill, pace.max_read) if n is not None]
-            min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
-            for member in self.members:
-                member.max_prefill = min(limits, default=None)
+            return []
+        self._drafts = list_roots(requests)
+        self._lengths = [len(request.output_ids) for request in requests]
+        min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
+        limits = [self.max_prefill, None if self.is_fixed else pace.max_read]
+        most = min([n for n in limits if n is not None], default=None)
+        for member in self.members:
+            member.max_prefill = most
+            if not self.is_fixed:
                 member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
         began = self._clock()
@@ -162,7 +158,8 @@ class PacedDrafter(Drafter):
     ) -> list[int]:
         """Draft for the requests at some places; return those that later groups may suit better."""
         pace, members, began = self.pace, self.groups[group], self._clock()
-        found = [member.propose([requests[at] for at in left]) for member in members]
+        own = [requests[at] for at in left]
+        found = [member.propose(own) or list_roots(own) for member in members]
         read = sum(member.num_prefilled for member in members)
         self.num_prefilled += read
         self.num_levels = max(member.num_levels for member in members)

@@ -55,7 +55,7 @@ class ReDrafterProposer(StateProposer):
     """Proposes the deduplicated tree of a beam search (https://arxiv.org/abs/2403.09919)."""
 
     def __init__(self, head: ReDrafterHead, graphs: Graphs | None = None) -> None:
-        super().__init__(head.like, graphs)
+        super().__init__(graphs)
         self.head = head
         self.max_draft_tokens = head.params.max_draft_tokens
         self.max_draft_depth = head.params.max_draft_depth
