@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import SpecDecError
+from specdec.files.folders import read_backend
 from specdec.http_client import read_key
 
 from .answers import Answer, AnyPrompt, Token
@@ -80,7 +81,8 @@ class EngineReference:
         """Draft from now on: chains of so many tokens, None for what the engine does by itself."""
         from specdec.engine.layout import read_engine_config
 
-        method = read_engine_config(Path(self.name)).checkpoint.method
+        folder = Path(self.name)
+        method = read_engine_config(folder, read_backend(folder)).checkpoint.method
         if method is None:
             raise SpecDecError(
                 f"{self.name} holds no drafter, which --same-drafter says it does",

@@ -78,14 +78,14 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     check_flags(settings)
     engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
     began = time.monotonic()
-    if read_backend(engine_dir) == TENSORRT_LLM:
+    if (backend := read_backend(engine_dir)) == TENSORRT_LLM:
         raise SpecDecError(
             f"{engine_dir} is TensorRT-LLM's, whose accept rules are its own: only engines"
             " of torch are verified",
             "build the same checkpoint with --backend torch, or compare this engine's text with"
             " that of one built without --speculative-decoding-mode",
         )
-    engine = read_engine_config(engine_dir)
+    engine = read_engine_config(engine_dir, backend)
     for folder in (engine_dir, as_options(settings, DraftTargetDraft).draft_engine_dir):
         if folder is not None and settings.verify_hashes:
             check_hashes(folder)

@@ -146,7 +146,7 @@ def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: An
          " layer of experts for any compute capability", remedy),
         (flags, f"{model.architecture} has {join_names(flags)}, which the networks do not compute",
          remedy),
-        (unknown, f"the tensorrt backend has no network of a {unknown} drafter", remedy),
+        (unknown, f"the tensorrt backend has no network of {unknown} drafters", remedy),
         *((is_needed and least < first,
            f"{fact} from compute capability {first} on, not on {least}",
            f"give --compute-capability {first} or higher, or {remedy}")

@@ -173,7 +173,7 @@ def test_drafters_without_a_network_are_refused(tmp_path: Path) -> None:
             tmp_path / name,
         )  # fmt: skip
         done = build(tmp_path / name, tmp_path / "engine", "--compute-capability", "8.9")
-        assert f"has no network of a {name} drafter" in done.stderr
+        assert f"has no network of {name} drafters" in done.stderr
 
 
 def test_doctor_tells_why_it_cannot_run(checkpoint: Path, tmp_path: Path) -> None:
@@ -206,14 +206,22 @@ def test_damaged_configs_are_refused(
         read_network_config(folder)
 
 
-def test_command_runs_an_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
-    """specdec-run goes through the same doors as with the torch backend."""
-    networks = build_here(checkpoint, tmp_path / "engine")
-    (tmp_path / "prompts.jsonl").write_text('{"input_ids": [5, 9, 77]}\n')
+def test_commands_take_an_engine_folder(checkpoint: Path, tmp_path: Path) -> None:
+    """specdec-run and verify go through the same doors as with the torch backend."""
+    folder, model = tmp_path / "engine", tmp_path / "model"
+    make_model(model, "LlamaForCausalLM-plain")
+    call("convert", "--model-dir", model, "--output-dir", tmp_path / "checkpoint")
+    networks = build_here(tmp_path / "checkpoint", folder)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input_ids": [5, 9, 77]}\n')
     with run_networks(networks):
         report = run_here([
-            "--engine-dir", str(tmp_path / "engine"), "--max-output-len", "7",
-            "--input-file", str(tmp_path / "prompts.jsonl"),
+            "--engine-dir", str(folder), "--max-output-len", "7", "--input-file", str(prompts),
         ])  # fmt: skip
+        verdict = run_cli_here(
+            "verify", "--engine-dir", folder, "--model-dir", model, "--prompts", prompts,
+            "--max-output-len", 7, "--json",
+        )  # fmt: skip
     assert report["stats"]["backend"] == "tensorrt"
     assert len(report["outputs"][0]["output_ids"]) == 7
+    assert json.loads(verdict.stdout)["verdict"] == "exact", verdict.stderr
