@@ -80,8 +80,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     began = time.monotonic()
     if (backend := read_backend(engine_dir)) == TENSORRT_LLM:
         raise SpecDecError(
-            f"{engine_dir} is TensorRT-LLM's, whose accept rules are its own: only engines"
-            " of torch are verified",
+            f"{engine_dir} is TensorRT-LLM's, whose accept rules are its own: it is not verified",
             "build the same checkpoint with --backend torch, or compare this engine's text with"
             " that of one built without --speculative-decoding-mode",
         )
