@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import make_llama, read_error_lines, run_cli
+from tests.conftest import make_llama, read_error_lines
 from tests.convert.conftest import Source
 from tests.convert.hub_server import HubServer
+from tests.engines import run_cli_here
+from tests.forks import fork, run_main
 
 SHARDED = "someone/sharded"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -48,11 +51,17 @@ def convert(
     hub: HubServer, home: Path, hub_id: str, *args: object, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Convert a model of the hub with a cache of the test's own."""
-    return run_cli(
-        "convert", "--model-dir", hub_id, "--output-dir", home / "out", "--force", *args,
-        env={"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0",
-             "HF_TOKEN": "", "NO_PROXY": "127.0.0.1", **env},
-    )  # fmt: skip
+
+    def work() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+            del sys.modules[name]  # it reads the environment when it is imported
+        run_main("convert", "--model-dir", hub_id, "--output-dir", home / "out", "--force", *args)
+
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0",
+           "HF_TOKEN": "", "NO_PROXY": "127.0.0.1"}  # fmt: skip
+    process = fork(work, own | env)
+    out, err = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
 def read_ranks(home: Path) -> bytes:
@@ -69,7 +78,7 @@ def test_only_the_files_needed_are_fetched(hub: HubServer, source: Source, tmp_p
     assert f"fetching {SHARDED} from the Hugging Face Hub" in done.stderr
     assert "%|" not in done.stderr, "no progress bar: stderr is no terminal"
     assert hub.tokens == {None}, "a token comes from the environment alone"
-    run_cli("convert", "--model-dir", source("llama_gqa"), "--output-dir", tmp_path / "local")
+    run_cli_here("convert", "--model-dir", source("llama_gqa"), "--output-dir", tmp_path / "local")
     assert read_ranks(tmp_path) == (tmp_path / "local" / "rank0.safetensors").read_bytes()
 
     # What is cached is not fetched again; the copy serves when the Hub is gone, and offline.
