@@ -14,10 +14,8 @@ import pytest
 from specdec.bench.combine import add_budget
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.measure import list_results
+from specdec.bench.methods import base, load_tuning
 from specdec.bench.methods import eagle as eagle_tuning
-from specdec.bench.methods import (
-    load_tuning,
-)
 from specdec.bench.methods import medusa as medusa_tuning
 from specdec.bench.methods.base import Candidate
 from specdec.bench.prompts import read_prompt_set
@@ -35,6 +33,13 @@ from specdec.methods import METHODS
 from specdec.run.settings import RunSettings
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call, run_cli_here, run_here
+
+
+@pytest.fixture(autouse=True)
+def builds_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines be built in this process."""
+    monkeypatch.setattr(base, "call_stage", lambda stage, words: call(stage, *words))
+
 
 # What a plain target can draft by.
 FREE = [load_tuning(method) for method in METHODS.values() if method.source == "target"]

@@ -23,6 +23,7 @@ from tests.convert.checkpoints import (
 )
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank
+from tests.engines import run_cli_here
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -224,7 +225,7 @@ def test_dry_run_tells_the_sizes_and_writes_nothing(
     words = ("convert", "--model-dir", target, "--tp-size", 2, "--output-dir", tmp_path / "out")
     done = run_cli(*words, "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(run_cli(*words, "--dry-run", "--json").stdout)
+    report = json.loads(run_cli_here(*words, "--dry-run", "--json").stdout)
     assert report["dry_run"] is True
     assert not (tmp_path / "out").exists()
     convert(model_dir=target, tp_size=2)

@@ -29,6 +29,7 @@ from tests.conftest import (
 )
 from tests.convert.hub_server import COMMIT, HubServer
 from tests.engines import run_cli_here
+from tests.forks import fork, run_main
 
 PROMPTS = ("abc", "hello there")
 Generate = Callable[..., Any]
@@ -174,17 +175,8 @@ def test_an_engine_that_is_not_kept(
 
 
 def test_two_processes_share_one_conversion(models: Path) -> None:
-    command = [
-        sys.executable, "-m", "specdec", "generate", "--model-dir", str(models / "target"),
-        "--max-output-len", "4", "abc",
-    ]  # fmt: skip
-    both = [
-        subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+    words = ("generate", "--model-dir", models / "target", "--max-output-len", 4, "abc")
+    both = [fork(lambda: run_main(*words)) for _ in range(2)]
     told = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert told[0][0] == told[1][0]

@@ -23,6 +23,7 @@ from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.settings import VerifySettings
 from tests.conftest import read_error_lines, run_cli
 from tests.convert.golden_models import make_source
+from tests.engines import run_cli_here
 
 MODELOPT = Path(__file__).parent.parent / "golden" / "modelopt" / "trtllm"
 LN_F = "transformer.ln_f.weight"
@@ -329,18 +330,18 @@ def test_the_command(copy: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"PASS: {copy}: intact\n")
     assert "3 files" in done.stdout
     (copy / "manifest.json").unlink()
-    done = run_cli("verify", "--checkpoint_dir", copy)
+    done = run_cli_here("verify", "--checkpoint_dir", copy)
     assert done.returncode == 0
     assert "no manifest.json: names, shapes and types were checked" in done.stdout
     cut(copy / "rank1.safetensors")
-    done = run_cli("verify", "--checkpoint-dir", copy, "--json")
+    done = run_cli_here("verify", "--checkpoint-dir", copy, "--json")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert (report["verdict"], report["files"], len(report["problems"])) == ("damaged", 3, 1)
     fact, hint = read_error_lines(done.stderr)
     assert fact == f"{copy} is damaged: {report['problems'][0]}"
     assert "copy it again" in hint
-    shown = run_cli("verify", "--checkpoint-dir", copy).stdout
+    shown = run_cli_here("verify", "--checkpoint-dir", copy).stdout
     assert shown.startswith("FAIL: ")
     assert "  problem: " in shown
 
@@ -350,7 +351,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
         verify_checkpoint(VerifySettings())
     with pytest.raises(SpecDecError, match="nowhere does not exist"):
         verify(tmp_path / "nowhere")
-    done = run_cli("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")
+    done = run_cli_here("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")
     assert done.returncode == 2
     assert "no such option --convert-dir" in read_error_lines(done.stderr)[0]
 
