@@ -61,7 +61,7 @@ def convert(
            "HF_TOKEN": "", "NO_PROXY": "127.0.0.1"}  # fmt: skip
     process = fork(work, own | env)
     out, err = process.communicate(timeout=600)
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
+    return subprocess.CompletedProcess(hub_id, process.returncode, out, err)
 
 
 def read_ranks(home: Path) -> bytes:
