@@ -40,13 +40,15 @@ class Pass:
     def texts(self) -> list[list[int]]:
         return [result.output_ids for results in self.results.values() for result in results]
 
-    def count_tokens(self, category: str | None = None) -> int:
-        return sum(
-            len(result.output_ids)
-            for name, results in self.results.items()
-            if category in (None, name)
-            for result in results
-        )
+    @property
+    def rate(self) -> float:
+        """Tokens per second, prompts included."""
+        return sum(map(len, self.texts)) / sum(self.seconds.values())
+
+    def take(self, category: str) -> Pass:
+        """The part of it that decoded one category; its timing is of all."""
+        own = {category: self.seconds[category]}
+        return Pass(own, {category: self.results[category]}, self.timing)
 
 
 class Bench:

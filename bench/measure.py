@@ -24,18 +24,18 @@ class Rounds:
     warm_up: Pass
     timed: list[Pass] = dataclasses.field(default_factory=list)
 
-    def list_rates(self, category: str | None = None) -> list[float]:
+    def take(self, category: str) -> Rounds:
+        """The part of each pass that decoded one category."""
+        return Rounds(self.warm_up.take(category), [done.take(category) for done in self.timed])
+
+    def list_rates(self) -> list[float]:
         """Tokens per second of each round, prompts included."""
-        return [
-            done.count_tokens(category)
-            / (sum(done.seconds.values()) if category is None else done.seconds[category])
-            for done in self.timed
-        ]
+        return [done.rate for done in self.timed]
 
     def list_step_rates(self) -> list[float]:
         """Tokens per second of each round, without the prompts and the tokens that they yield."""
         return [
-            (done.count_tokens() - len(done.texts))
+            sum(len(text) - 1 for text in done.texts)
             / max(1e-9, sum(getattr(done.timing, part) for part in PARTS))
             for done in self.timed
         ]
@@ -91,7 +91,7 @@ def measure_batch(bench: Bench, batch_size: int, repeat: int) -> dict[str, Any]:
     ours, plain = rounds["speculation"], rounds["plain"]
     return {
         "batch_size": batch_size,
-        "ratio": divide(ours.list_rates(), plain.list_rates()),
+        **compare(ours, plain),
         "step_ratio": divide(ours.list_step_rates(), plain.list_step_rates()),
         **{
             name: {
@@ -103,20 +103,20 @@ def measure_batch(bench: Bench, batch_size: int, repeat: int) -> dict[str, Any]:
             }
             for name, done in rounds.items()
         },
-        "acceptance": describe_acceptance(list_results(ours.warm_up)),
         "categories": {
-            category: {
-                "num_prompts": len(bench.groups[category]),
-                "ratio": divide(ours.list_rates(category), plain.list_rates(category)),
-                "acceptance": describe_acceptance(ours.warm_up.results[category]),
-                "texts": compare_texts(
-                    *([r.output_ids for r in w.warm_up.results[category]] for w in (ours, plain))
-                ),
-            }
-            for category in bench.groups
+            name: {"num_prompts": len(group), **compare(ours.take(name), plain.take(name))}
+            for name, group in bench.groups.items()
         },
-        "texts": compare_texts(ours.warm_up.texts, plain.warm_up.texts),
         "looping": describe_loops(list_results(ours.warm_up)),
+    }
+
+
+def compare(ours: Rounds, plain: Rounds) -> dict[str, Any]:
+    """Speculation over plain decoding, for all prompts or for those of a category."""
+    return {
+        "ratio": divide(ours.list_rates(), plain.list_rates()),
+        "acceptance": describe_acceptance(list_results(ours.warm_up)),
+        "texts": compare_texts(ours.warm_up.texts, plain.warm_up.texts),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,31 +134,27 @@ def group_requests(
     Every turn is a request of its own, with the conversation so far in its prompt.
     """
     grouped: dict[str, list[Request]] = {prompt.category: [] for prompt in prompts}
-    talks: dict[int, list[str]] = {
-        index: [prompt.turns[0]] for index, prompt in enumerate(prompts) if prompt.turns
-    }
-    entries = {
-        index: _join_talk(prompt.asked, talks[index], tokenizer) if prompt.turns else prompt.asked
-        for index, prompt in enumerate(prompts)
-    }
-    number = 0
-    while entries:
-        made: list[Request] = make_requests(list(entries.values()), settings, tokenizer)
-        for index, request in zip(entries, made, strict=True):
-            grouped[prompts[index].category].append(dataclasses.replace(request, index=number))
-            number += 1
-        waiting = {
-            index: request
-            for index, request in zip(entries, made, strict=True)
-            if index in talks and len(talks[index]) // 2 + 1 < len(prompts[index].turns)
-        }
-        answers = answer(list(waiting.values())) if waiting else []
-        entries = {}
-        for index, ids in zip(waiting, answers, strict=True):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            talk = talks[index]
-            talk += [text, prompts[index].turns[len(talk) // 2 + 1]]
-            entries[index] = _join_talk(prompts[index].asked, talk, tokenizer)
+    talks: list[list[str]] = [[] for _ in prompts]
+    last: dict[int, Request] = {}  # of each prompt
+    numbers = itertools.count()
+    for turn in range(max((max(1, len(prompt.turns)) for prompt in prompts), default=0)):
+        going_on = [index for index, p in enumerate(prompts) if turn < max(1, len(p.turns))]
+        if turn:
+            answers = answer([last[index] for index in going_on])
+            for index, ids in zip(going_on, answers, strict=True):
+                talks[index].append(tokenizer.decode(ids, skip_special_tokens=True))
+        entries = []
+        for index in going_on:
+            asked = prompts[index].asked
+            if prompts[index].turns:
+                talks[index].append(prompts[index].turns[turn])
+                asked = _join_talk(asked, talks[index], tokenizer)
+            entries.append(asked)
+        made = make_requests(entries, settings, tokenizer)
+        for index, request in zip(going_on, made, strict=True):
+            last[index] = request
+            own = dataclasses.replace(request, index=next(numbers))
+            grouped[prompts[index].category].append(own)
     return grouped
 
 

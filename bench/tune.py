@@ -17,7 +17,6 @@ from typing import Any
 
 from specdec import logs
 from specdec.command.settings import require
-from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
 from specdec.files.staging import check_output_file
@@ -191,15 +190,11 @@ def try_settings(
 ) -> dict[str, dict[str, Any]]:
     """Decode with each setting once, plain decoding before and after it; rows by setting."""
 
-    def measure(proposer: Drafter) -> tuple[Pass, float]:
-        done = bench.run(proposer, batch_size, num_tokens)
-        return done, done.count_tokens() / sum(done.seconds.values())
-
-    rows, before = {}, measure(bench.plain)[1]
+    rows, before = {}, bench.run(bench.plain, batch_size, num_tokens).rate
     for candidate in logs.show_progress(candidates, label="settings", total=len(candidates)):
-        done, rate = measure(candidate.proposer)
-        after = measure(bench.plain)[1]
-        ratio = rate / statistics.mean([before, after])
+        done = bench.run(candidate.proposer, batch_size, num_tokens)
+        after = bench.run(bench.plain, batch_size, num_tokens).rate
+        ratio = done.rate / statistics.mean([before, after])
         rows[candidate.name] = describe_pass(done) | {"trial_ratio": round(ratio, 4)}
         before = after
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.errors import name_extra
 from specdec.trt.library import Library
@@ -21,15 +21,8 @@ MIN_TORCH = (2, 9)
 MIN_TRANSFORMERS = (4, 57)
 
 
-class Ability(NamedTuple):
-    """Something specdec does; `reasons` say why not here, none where it does."""
-
-    what: str
-    reasons: list[str]
-
-
-def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
-    """List what specdec does, each with what is missing for it here."""
+def list_abilities(machine: dict[str, Any], here: Environment) -> dict[str, list[str]]:
+    """What specdec does, each with what is missing for it here; nothing where it can be done."""
     packages, launchers = machine["packages"], machine["mpi"]["launchers"]
     torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
     *found, error = machine["tensorrt"].values()
@@ -37,7 +30,7 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
     unusable = [library.explain(gpu.name, gpu.compute_capability) for gpu in here.gpus[:1]]
     has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
-    reasons: dict[str, list[str]] = {
+    return {
         "convert checkpoints": [],
         "read and write GGUF files": _choose(
             (not packages["gguf"], f"the package gguf is not installed: {name_extra('gguf')}")
@@ -72,7 +65,6 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> list[Ability]:
             (len(here.gpus) == 1, "one GPU is visible"),
         ),
     }  # fmt: skip
-    return [Ability(*row) for row in reasons.items()]
 
 
 def _choose(*rows: tuple[object, str]) -> list[str]:

@@ -21,7 +21,7 @@ def examine(settings: DoctorSettings) -> dict[str, Any]:
         **machine,
         "abilities": [
             {"what": what, "can": not reasons, "reasons": reasons}
-            for what, reasons in list_abilities(machine, here)
+            for what, reasons in list_abilities(machine, here).items()
         ],
         "pins": list_pins(),
         "problems": find_pin_problems(machine, here),

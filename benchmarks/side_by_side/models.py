@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from specdec.errors import SpecDecError, name_extra
-from specdec.processes import call_stage
+from specdec.pretrained import load_tokenizer
+from specdec.processes import call_stage, read_memory
 
 from .processes import PeerError, run_logged
 
@@ -222,9 +222,10 @@ def find_shortage(size: Size, work: Path) -> list[str]:
     work: with the folders models and environments; what an earlier run has left there is counted.
     """
     found = []
-    memory = read_free_memory()
-    if memory is not None and memory < size.memory_gb:
-        found.append(f"{size.memory_gb:.0f} GB of free memory are needed, there are {memory:.1f}")
+    memory = read_memory("MemAvailable")
+    if memory is not None and memory / 1e9 < size.memory_gb:
+        free = f"there are {memory / 1e9:.1f}"
+        found.append(f"{size.memory_gb:.0f} GB of free memory are needed, {free}")
     work.mkdir(parents=True, exist_ok=True)
     here = (find_folder(size, work / "models"), work / "environments")
     needed = max(0.0, size.disk_gb - sum(map(measure_folder, here)) / 1e9)
@@ -240,41 +241,27 @@ def measure_folder(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in paths)
 
 
-def read_free_memory() -> float | None:
-    """GB that programs can still take; None where nobody tells."""
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable")),
-        None,
-    )
+def read_lines(path: Path) -> list[str]:
+    """The prompts of a .jsonl file, as texts."""
+    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def read_prompts(path: Path, target: Path, count: int) -> list[list[int]]:
-    """Token ids of the first prompts of a .jsonl file."""
-    tokenizer = load_tokenizer(target)
-    lines = path.read_text(encoding="utf-8").splitlines()[:count]
-    if len(lines) < count:
-        raise PeerError(f"{path} has {len(lines)} prompts, {count} are asked for")
-    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    """Token ids of the first prompts of a file."""
+    tokenizer, texts = load_tokenizer(str(target)), read_lines(path)[:count]
+    if len(texts) < count:
+        raise PeerError(f"{path} has {len(texts)} prompts, {count} are asked for")
+    return [tokenizer(text)["input_ids"] for text in texts]
 
 
 def make_long_prompt(path: Path, target: Path, length: int) -> list[int]:
     """Prompts of a file one after another, cut to a number of tokens."""
-    text = "\n\n".join(
-        json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()
-    )
+    text = "\n\n".join(read_lines(path))
     # It would warn of a text beyond the model's positions, of which the beginning is kept.
-    ids: list[int] = load_tokenizer(target)(text, verbose=False)["input_ids"]
+    ids: list[int] = load_tokenizer(str(target))(text, verbose=False)["input_ids"]
     if len(ids) < length:
         raise PeerError(f"{path} has {len(ids)} tokens in all, {length} are asked for")
     return ids[:length]
-
-
-def load_tokenizer(folder: Path) -> Any:
-    from specdec import pretrained
-
-    return pretrained.load_tokenizer(folder)
 
 
 def make_parser(description: str | None, out: str = "") -> argparse.ArgumentParser:

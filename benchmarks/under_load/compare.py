@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import random
 import statistics
 import sys
@@ -22,10 +21,12 @@ from benchmarks.side_by_side.models import (
     build_engine,
     make_gguf,
     prepare_models,
+    read_lines,
 )
 from benchmarks.side_by_side.processes import Conditions, PeerError, count_group_seconds
 from benchmarks.side_by_side.report import lay_out
-from specdec.bench.measure import summarize
+from specdec.bench.measure import compare_texts, summarize
+from specdec.bench.report import format_spread
 
 from .client import Body, Reply, ask_all
 from .figures import describe
@@ -115,8 +116,7 @@ class Prompts:
     """
 
     def __init__(self, seed: int, max_tokens: int) -> None:
-        lines = (PYCODE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        self._texts = [json.loads(line)["prompt"] for line in lines]
+        self._texts = read_lines(PYCODE / "prompts.jsonl")
         self._dice, self._max_tokens = random.Random(seed), max_tokens
 
     def make_bodies(self, count: int) -> list[Body]:
@@ -276,8 +276,8 @@ def summarize_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def count_equal(runs: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> str:
     theirs, own = ([text for run in each for text in run["texts"]] for each in (runs, ours))
-    pairs = list(zip(theirs, own, strict=True))
-    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+    found = compare_texts(theirs, own)
+    return f"{found['equal']} of {found['compared']}"
 
 
 def format_markdown(report: Mapping[str, Any]) -> str:
@@ -299,8 +299,7 @@ def format_markdown(report: Mapping[str, Any]) -> str:
     rows = [
         [
             str(row["concurrency"]), row["setting"],
-            f"{row['tokens_per_second']['median']:.1f} ({row['tokens_per_second']['lowest']:.1f}-"
-            f"{row['tokens_per_second']['highest']:.1f})",
+            format_spread(row["tokens_per_second"], 1),
             *(f"{row[f'{name}_ms']['median']:.1f} / {row[f'{name}_ms']['p99']:.1f}"
               for name in FIGURES),
             row["texts_equal_to_ours"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import operator
 import os
 import random
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.side_by_side.models import MAX_BATCH_SIZE, PYCODE, ROOT, build_engine
+from benchmarks.side_by_side.models import MAX_BATCH_SIZE, PYCODE, ROOT, build_engine, read_lines
 from specdec import Engine, Prompt
 
 from .client import Body, Reply, ask, ask_documents
@@ -44,14 +43,9 @@ def make_engine(folder: Path, dtype: str) -> Path:
     return build_engine(target, folder / "engine", convert, build, dtype)
 
 
-def read_prompts() -> list[str]:
-    lines = (PYCODE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
-
-
 def mix_chats(number: int, seed: int = 4) -> list[tuple[str, Body]]:
     """Chats and responses with paths: plain, several choices, tools, structured output."""
-    prompts, dice = read_prompts(), random.Random(seed)
+    prompts, dice = read_lines(PYCODE / "prompts.jsonl"), random.Random(seed)
     mixed = []
     for index in range(number):
         path = RESPONSES if index % 3 == 2 else CHAT
@@ -100,7 +94,7 @@ async def ask_chat(address: str, path: str, body: Body) -> Any:
 
 def mix_bodies(number: int, seed: int = 3) -> list[Body]:
     """Short and long prompts and outputs, greedy, sampled, shaped, stopped and to a schema."""
-    prompts, dice = read_prompts(), random.Random(seed)
+    prompts, dice = read_lines(PYCODE / "prompts.jsonl"), random.Random(seed)
     bodies = []
     for index in range(number):
         text = dice.choice(prompts)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import command, install, models
+from benchmarks import peers as command
+from benchmarks.side_by_side import install, models
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
 from benchmarks.side_by_side.report import format_markdown
 from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
@@ -215,14 +216,14 @@ def test_quantized_llama_cpp_where_amx_is(
     monkeypatch.setattr(models, "prepare_models", lambda *_: models.Models(*[target] * 4))
     monkeypatch.setattr(models, "make_gguf", lambda _: files)
     monkeypatch.setattr(models, "quantize_gguf", lambda files, *_: files)
-    monkeypatch.setattr(command, "install_peer", lambda *_: tmp_path / "environment/bin/python")
+    monkeypatch.setattr(install, "install_peer", lambda *_: tmp_path / "environment/bin/python")
     monkeypatch.setattr(command, "read_cpu_flags", lambda: flags)
     given: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(
         command, "make_starter", lambda name, _, __, settings, ___: given.setdefault(name, settings)
     )
     words = ["--peers", peer, "--folder", str(tmp_path)]
-    assert command.prepare(command.make_parser("").parse_args(words))[2] == {}
+    assert command.prepare(command.make_parser().parse_args(words))[2] == {}
     started: list[list[str]] = []
 
     class NoServer:
@@ -357,7 +358,7 @@ def test_the_command(
     prompts.write_text('{"prompt": "def add(a, b): return a + b, and so on"}\n' * 4)
     monkeypatch.setattr(models, "prepare_models", lambda *_: found)
     monkeypatch.setattr(models, "find_shortage", lambda *_: [])
-    monkeypatch.setattr(command, "install_peer", refuse)
+    monkeypatch.setattr(install, "install_peer", refuse)
     monkeypatch.setattr(
         command, "list_settings", lambda peer, *_: {n: {} for n in command.MODULES if peer in n}
     )
@@ -368,7 +369,7 @@ def test_the_command(
     words = ["--size", "pycode", "--folder", str(tmp_path), "--prompt-file", str(prompts),
              "--long-prompt", "8", "--lengths", "2,4", "--prompts", "2",
              "--rounds", "2"]  # fmt: skip
-    command.main("", words)
+    command.main(words)
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "peers-pycode.json").read_text())
     by_way = {f"{row['peer']}: {row['way']}": row for row in report["ways"]}
@@ -378,16 +379,16 @@ def test_the_command(
     assert by_way["specdec: draft-target"]["setting"] == {"length": 4}
     assert report["peers"]["openvino"] == {"error": "No matching distribution found"}
     assert "No matching distribution found" in printed
-    command.main("", ["--report", str(tmp_path / "peers-pycode.json")])
+    command.main(["--report", str(tmp_path / "peers-pycode.json")])
     assert capsys.readouterr().out == printed
 
 
 def test_a_machine_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "read_free_memory", lambda: 3.0)
+    monkeypatch.setattr(models, "read_memory", lambda _: 3 * 10**9)
     (found, *_) = models.find_shortage(models.SIZES["full"], tmp_path)
     assert found == "20 GB of free memory are needed, there are 3.0"
     with pytest.raises(SystemExit, match="error: 20 GB of free memory"):
-        command.main("", ["--folder", str(tmp_path)])
+        command.main(["--folder", str(tmp_path)])
 
 
 def test_what_an_earlier_run_has_left_needs_no_room(

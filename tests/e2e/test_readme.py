@@ -204,18 +204,15 @@ OTHERS_FLAGS = {
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
-    from benchmarks import field, gpu, run_all, verify_cost
-    from benchmarks.side_by_side.command import make_parser
+    from benchmarks import field, gpu, peers, run_all, verify_cost
     from specdec.command.stages import STAGES
     from specdec.options import get_flags
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--all", "--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
-    for parser in (
-        make_parser(""),
-        *(script.make_parser() for script in (field, gpu, run_all, verify_cost)),
-    ):
-        known |= {flag for action in parser._actions for flag in action.option_strings}
+    for script in (field, gpu, peers, run_all, verify_cost):
+        for action in script.make_parser()._actions:
+            known |= {*action.option_strings}
     for label in LABELS:
         known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}
     modules = [module for module, _ in STAGES.values()] + ["specdec.train.data.settings"]
