@@ -140,7 +140,7 @@ def _judge_events(audit: Audit) -> Check:
         return Check("acceptance", SKIPPED, "the greedy texts are empty")
     server = audit.server
     answer, chunks, _ = server.stream(
-        audit.told[longest[0]].prompt, max_tokens=audit.max_tokens, has_usage=True,
+        audit.told[longest[0]].prompt, max_tokens=audit.settings.max_tokens, has_usage=True,
         **server.offer.told,
     )  # fmt: skip
     choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]

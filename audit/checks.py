@@ -67,19 +67,11 @@ class Audit:
     rounds: list[Round] = dataclasses.field(default_factory=list)
     told: list[Answer] = dataclasses.field(default_factory=list)
 
-    @property
-    def max_tokens(self) -> int:
-        return self.settings.max_tokens
-
-    @property
-    def near_tie(self) -> float:
-        return self.settings.near_tie
-
     def ask_all(self) -> None:
         """Ask for the greedy texts once more."""
         before, offer = self.counters.read(), self.server.offer
         answers = [
-            self.server.complete(prompt, max_tokens=self.max_tokens, **offer.ids)
+            self.server.complete(prompt, max_tokens=self.settings.max_tokens, **offer.ids)
             for prompt in self.prompts
         ]
         after = self.counters.read()
@@ -88,7 +80,7 @@ class Audit:
 
     def compare(self, answer: Answer, known: Answer, at: int) -> list[Difference]:
         """The first difference of an answer to prompt `at` from what is known, if there is one."""
-        found = compare(answer, known, prompt=at, bound=self.near_tie)
+        found = compare(answer, known, prompt=at, bound=self.settings.near_tie)
         return [] if found is None else [found]
 
     def list_longest(self, count: int) -> list[int]:
@@ -119,7 +111,7 @@ def check_greedy(audit: Audit) -> Check:
         return Check("greedy", SKIPPED, "no --reference-engine or --reference-url was given")
     plain = [_with_tokens(*pair) for pair in zip(audit.rounds[0].answers, audit.told, strict=True)]
     prompts = [answer.prompt_ids or answer.prompt for answer in plain]
-    expected = reference.continue_all(prompts, audit.max_tokens)
+    expected = reference.continue_all(prompts, audit.settings.max_tokens)
     differences: list[Difference] = []
     num_compared = num_equal = 0
     for at, (answer, known) in enumerate(zip(plain, expected, strict=True)):
@@ -132,7 +124,7 @@ def check_greedy(audit: Audit) -> Check:
     return make_check(
         "greedy", f"{num_equal} of {len(plain)} texts equal, by {unit}", differences,
         verdict=find_verdict(d.cause for d in differences), reference=reference.name,
-        near_tie=audit.near_tie, compared_by=unit, tokens=num_compared, prompts=len(plain),
+        near_tie=audit.settings.near_tie, compared_by=unit, tokens=num_compared, prompts=len(plain),
         equal=num_equal,
     )  # fmt: skip
 
@@ -150,7 +142,7 @@ def _follow(
     """The differences of one answer: behind a near-tie the reference goes on from the server's."""
     start = 0
     for _ in range(MAX_TIES):
-        found = compare(answer, known, prompt=prompt, bound=audit.near_tie)
+        found = compare(answer, known, prompt=prompt, bound=audit.settings.near_tie)
         if found is None:
             return
         yield dataclasses.replace(found, position=start + found.position)
@@ -183,7 +175,7 @@ def check_own_choice(audit: Audit) -> Check:
             if token.logprob is None or not told:
                 continue
             logprobs.append(token.logprob)
-            if max(told) - token.logprob > audit.near_tie:
+            if max(told) - token.logprob > audit.settings.near_tie:
                 faults.append(
                     f"prompt {at}, token {place}: {shorten(token.text)} is written, another token"
                     f" is {max(told) - token.logprob:.3g} higher by the server's own logits"
@@ -248,7 +240,11 @@ def check_stops(audit: Audit) -> Check:
     for at in audit.list_longest(NUM_STOP_PROMPTS):
         base = audit.told[at]
         for number, stop in enumerate(choose_stops(base)):
-            body = {"max_tokens": audit.max_tokens, "stop": [stop], **audit.server.offer.told}
+            body = {
+                "max_tokens": audit.settings.max_tokens,
+                "stop": [stop],
+                **audit.server.offer.told,
+            }
             if number % 2:
                 answer, _, found = audit.server.stream(base.prompt, has_usage=True, **body)
                 faults += [f"stream with stop {stop!r}: {fault}" for fault in _list_grave(found)]

@@ -52,10 +52,10 @@ def check_drafter(audit: Audit) -> Check:
     reference = audit.reference
     if not audit.settings.same_drafter or not isinstance(reference, EngineReference):
         return Check("drafter", SKIPPED, "no --reference-engine was given with --same-drafter")
-    seen = _count_one(audit, audit.prompts[0], audit.max_tokens)[1]
+    seen = _count_one(audit, audit.prompts[0], audit.settings.max_tokens)[1]
     if seen is None or not seen.drafted:
         return Check("drafter", SKIPPED, "the server counts no drafts")
-    length = find_length(seen, audit.max_tokens)
+    length = find_length(seen, audit.settings.max_tokens)
     reference.start_drafting(length)
     pairs: list[Pair] = []
     num_asked = 0
@@ -77,7 +77,7 @@ def check_drafter(audit: Audit) -> Check:
             f"{len(pairs)} texts of {num_asked} are the reference's and counted, too few:"
             f" {LEAST_PIECES} are needed",
         )
-    return judge(pairs, length, num_asked, is_exact=audit.near_tie < EXACT)
+    return judge(pairs, length, num_asked, is_exact=audit.settings.near_tie < EXACT)
 
 
 def _count_one(

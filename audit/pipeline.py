@@ -63,7 +63,7 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
 def run_checks(audit: Audit) -> list[Check]:
     """Ask for the greedy texts, twice, with most checks in between."""
     wanted = [name for name in CHECKS if name in (audit.settings.checks or CHECKS)]
-    server, prompts, length = audit.server, audit.prompts, audit.max_tokens
+    server, prompts, length = audit.server, audit.prompts, audit.settings.max_tokens
     logger.info("%s: %d prompts, %d tokens each", server.base, len(prompts), length)
     audit.ask_all()
     audit.told = [server.ask_told(prompt, max_tokens=length) for prompt in prompts]

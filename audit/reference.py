@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
 from specdec.files.folders import read_backend
@@ -20,19 +20,11 @@ if TYPE_CHECKING:
     from specdec import Output
 
 
-class Reference(Protocol):
-    """Continues prompts greedily, without speculation, and tells of each token what it can."""
-
-    name: str
-
-    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]: ...
-
-
 @contextlib.contextmanager
 def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
     """The reference that the settings name; None where they name none."""
     if settings.reference_engine is not None:
-        with EngineReference(settings) as reference:
+        with contextlib.closing(EngineReference(settings)) as reference:
             yield reference
     elif settings.reference_url is not None:
         key = None
@@ -55,10 +47,7 @@ class EngineReference:
         self._settings = settings
         self._engine = self._load(speculation=False)
 
-    def __enter__(self) -> EngineReference:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._engine.close()
 
     def _load(self, **options: Any) -> Any:
@@ -103,8 +92,8 @@ class EngineReference:
     def can_continue(self, ids: Sequence[int], max_tokens: int) -> bool:
         """Whether a prompt is short enough."""
         engine = self._engine
-        is_long = len(ids) > engine.max_input_len or len(ids) + max_tokens > engine.max_seq_len
-        return not is_long
+        room = min(engine.max_input_len, engine.max_seq_len - max_tokens)
+        return bool(len(ids) <= room)
 
     def draft(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Output]:
         """Continue prompts greedily, several at once."""
@@ -154,3 +143,7 @@ def _make_prompt(prompt: AnyPrompt, **options: Any) -> Any:
         kind = "messages" if prompt and isinstance(prompt[0], dict) else "token_ids"
     given: dict[str, Any] = {kind: prompt, **options}
     return Prompt(**given, temperature=0.0)
+
+
+# Continues prompts greedily, without speculation, and tells of each token what it can.
+Reference = EngineReference | Server

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +80,8 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
 
 
 def observe_run(bench: Bench, batch_size: int) -> Observed:
-    """Decode once, untimed, and look at every step."""
+    """Decode once, untimed, and note what the engine's proposer is shown of each step."""
     observed = Observed()
-    with watch(bench, observed):
-        bench.run(bench.engine.proposer, batch_size)
-    return observed
-
-
-@contextlib.contextmanager
-def watch(bench: Bench, observed: Observed) -> Iterator[None]:
-    """Note what the engine's proposer is shown of each step."""
     proposer: Drafter = bench.engine.proposer
     honest = proposer.observe
     half = bench.dtype == "float16"
@@ -116,9 +107,10 @@ def watch(bench: Bench, observed: Observed) -> Iterator[None]:
 
     proposer.observe = observe  # type: ignore[method-assign]
     try:
-        yield
+        bench.run(proposer, batch_size)
     finally:
         del proposer.observe
+    return observed
 
 
 def describe_experts(bench: Bench, observed: Observed, batch_size: int) -> dict[str, Any] | None:

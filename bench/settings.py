@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from specdec.command.settings import require
 from specdec.decode.settings import DecodeSettings
@@ -40,6 +39,10 @@ class PromptSettings:
         5, minimum=1, metavar="N",
         help="Rounds to measure; in each, speculation and plain decoding take turns.",
     )  # fmt: skip
+    batch_sizes: str = MEASUREMENT(
+        "1", metavar="N[,N...]",
+        help="Numbers of requests to decode at the same time; each is measured.",
+    )  # fmt: skip
     device: str = like(DecodeSettings, "device")
     json: bool = setting(False, help="Print one JSON object on stdout.")
 
@@ -63,18 +66,10 @@ class EngineSettings(PromptSettings):
         )  # fmt: skip
 
 
-def _batch_sizes() -> Any:
-    return MEASUREMENT(
-        "1", metavar="N[,N...]",
-        help="Numbers of requests to decode at the same time; each is measured.",
-    )  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchSettings(EngineSettings):
     """One field is one flag of specdec-bench."""
 
-    batch_sizes: str = _batch_sizes()
     output: Path | None = OUTPUT(
         metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
     )
@@ -84,8 +79,6 @@ class BenchSettings(EngineSettings):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnoseSettings(EngineSettings):
     """One field is one flag of specdec diagnose."""
-
-    batch_sizes: str = _batch_sizes()
 
 
 @add_options(*list_options("tune"))
@@ -97,7 +90,6 @@ class TuneSettings(PromptSettings):
         required=True, folder="checkpoint", metavar="CKPT",
         help="Checkpoint folder of the target, with its drafter.",
     )  # fmt: skip
-    batch_sizes: str = _batch_sizes()
     max_length: int = MEASUREMENT(
         5, minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
         help="Longest draft to try, for ReDrafter and draft models.",
