@@ -271,9 +271,10 @@ def load_rows(setup: Setup, state: TrainingState, vocab_size: int) -> tuple[Rows
         tokenizer = load_tokenizer(settings.model_dir, vocab_size)
         rows = prepare_rows(settings.data, settings.eval_data, tokenizer, setup.max_length)
         state.data_folder.mkdir(exist_ok=True)
-        for name, part in zip(("train", "heldout"), rows, strict=True):
-            part.save(state.data_folder, name)
-        state.finish_rows()
+        with state.writing(state.data_folder):
+            for name, part in zip(("train", "heldout"), rows, strict=True):
+                part.save(state.data_folder, name)
+            state.finish_rows()
     accelerator.wait_for_everyone()
     if not state.has_rows():
         raise SpecDecError(

@@ -10,15 +10,16 @@ Data order and learning rate are functions of the step and the seed, so they nee
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec.command.settings import to_plain
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
 from specdec.files.reading import parse_json, read_json, write_json
 from specdec.logs import get_logger
 from specdec.options import name_flag
@@ -73,10 +74,25 @@ class TrainingState:
 
     def _write_aside(self, path: Path, write: Any) -> None:
         partial = path.with_name(path.name + ".partial")
-        write(partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        try:
+            with self.writing(path):
+                write(partial)
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Say of what the body writes that it cannot be; numpy and torch know no full disks."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            raise SpecDecError(
+                f"{path} cannot be written: {summarize(error)}",
+                "make room on its disk, then continue with --resume",
+            ) from error
 
     def has_rows(self) -> bool:
         """Tell whether the tokenized data is complete."""

@@ -88,6 +88,24 @@ def test_a_good_state_loads(state: TrainingState) -> None:
     assert state.read_log() == LOG[:2]
 
 
+def test_a_full_disk(state: TrainingState) -> None:
+    """torch says "unexpected pos", and numpy how many numbers were written."""
+    (state.folder / "checkpoint.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(SpecDecError, match=r"checkpoint\.pt cannot be written: ") as caught:
+        state.save_checkpoint(make_checkpoint())
+    assert "--resume" in caught.value.hint
+    assert not (state.folder / "checkpoint.pt.partial").is_symlink()
+    load(state)  # the one before
+    path = state.data_folder / "train.tokens.npy"
+    rows = Rows.load(state.data_folder, "train")
+    tokens = np.zeros(100_000, rows.tokens.dtype)
+    path.unlink()
+    path.symlink_to("/dev/full")
+    full = Rows(tokens, rows.mask, rows.bounds)
+    with pytest.raises(SpecDecError, match="cannot be written"), state.writing(state.data_folder):
+        full.save(state.data_folder, "train")
+
+
 def list_files(state: TrainingState) -> list[Path]:
     return sorted(p for p in state.folder.rglob("*") if p.is_file() and p.name != "complete")
 
