@@ -459,10 +459,11 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         const int64_t block = m / rows, r = m % rows;
         int8_t bytes[kMaxGroup] = {};
         const float factor = kBits == 4 && !w.has_zeros ? 0.0625f : 1.0f;
-        const float scale = m < M ? w.round(x + m * w.depth, g, bytes) * factor : 0.0f;
+        int32_t sum = 0;
+        const float scale = m < M ? w.round(x + m * w.depth, g, bytes, sum) * factor : 0.0f;
         uint32_t *own = heads + (block * w.groups + g) * head;
         own[r] = as_bits(scale);
-        own[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(add_bytes(bytes)));
+        own[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(sum));
         char *to = inputs + block * x_bytes + g * group * rows + r * 4 * part_words;
         for (int64_t part = 0; part < parts; ++part)
           std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);

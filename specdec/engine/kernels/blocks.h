@@ -62,7 +62,7 @@ inline Floats widen_bytes(const Byte *from) {
 template <int64_t kType>
 struct BlockMatrix {
   typedef uint32_t Input;
-  static constexpr int kMostRows = kMaxRows < 8 ? kMaxRows : 8;  // with scales, more do not fit
+  static constexpr int kMostRows = kMaxRows;
   static constexpr int kMostTiles = 1;  // memory is read faster in one stream
   static constexpr int64_t kNearRows = kType == kQ8_0 ? 4 : kType == kQ4_0 || kType == kQ4_1 ? 2 : 0;
   static constexpr int64_t kBits = kType == kQ8_0 ? 8 : kType == kQ6_K ? 6 : 4;
@@ -118,7 +118,7 @@ struct BlockMatrix {
     const auto read = [&](int64_t step) {
       return load<Words>(codes + step * kStepBytes + k * 4 * kVector);
     };
-    if constexpr (kBits == 8) return read(part);
+    if constexpr (kBits == 8) return pin(read(part));  // not to be read again for each row
     const Words low = read(part / 2) >> (part % 2 ? 4 : 0) & 0x0f0f0f0fu;
     if constexpr (kBits == 4) return low;
     const Words high = read(kParts / 2);
@@ -142,18 +142,22 @@ struct BlockMatrix {
   }
 
   // Of every group of every row its scale, what its sum begins with, what a minimum is multiplied by,
-  // and its inputs: each [rows].
-  void pack(const float *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+  // and its inputs: each [rows]. A last unit's groups beyond the depth are zeros.
+  template <typename X>
+  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
     const float sign = kIsSuper ? -1.0f : 1.0f;
-    for (int64_t g = begin / kUnitSteps * kGroups; g < end / kUnitSteps * kGroups; ++g) {
-      const int64_t first = g * kGroup, count = std::max<int64_t>(0, std::min(kGroup, depth - first));
+    for (int64_t g = begin / kUnitSteps * kGroups; g < end / kUnitSteps * kGroups; ++g)
       for (int64_t m = 0; m < rows; ++m) {
         uint32_t *words = to + g * kGroupRow * rows + m;
-        float numbers[kGroup];
+        float numbers[kGroup] = {};
+        if (g * kGroup < depth)
+          for (int64_t i = 0; i < kGroup; i += kVector) {
+            const Floats wide = widen(x + m * depth + g * kGroup + i);
+            std::memcpy(numbers + i, &wide, sizeof wide);
+          }
         int8_t bytes[kGroup];
-        for (int64_t i = 0; i < count; ++i) numbers[i] = x[m * depth + first + i];
-        const float scale = round_group<kGroup>(numbers, count, bytes);
-        const int32_t sum = add_bytes<kGroup>(bytes);
+        int32_t sum = 0;
+        const float scale = round_group<kGroup>(numbers, bytes, sum);
         words[0] = as_bits(scale);
         words[rows] = static_cast<uint32_t>(kHasMinima ? 0 : -kZero * sum);
         words[2 * rows] = as_bits(sign * scale * static_cast<float>(sum));
@@ -162,7 +166,6 @@ struct BlockMatrix {
           for (int lane = 0; lane < kLanes; ++lane, words += rows)
             *words = pack_lane(bytes + 4 * part, lane);
       }
-    }
   }
 
   // As of FloatMatrix; `begin` is where a unit begins.
@@ -170,52 +173,76 @@ struct BlockMatrix {
   void add(const Input *x, int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch,
            float *out) const {
     static_assert(G == 1, "one tile at a time");
-    add_units<M>(x, begin, end, tile, {fetch.from, fetch.stride}, out);
+    if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
+    constexpr bool kFits = 2 * kWords * M + 4 <= kRegisters;
+    constexpr int64_t kAtOnce = kFits || kLanes > 1 ? kWords : 1;
+    for (int64_t stop = 0; begin < end; fetch.from += (stop - begin) * fetch.stride, begin = stop) {
+      stop = kAtOnce == kWords ? end : std::min(begin + turn, end);
+      for (int64_t k = 0; k < kWords; k += kAtOnce)
+        add_units<M, kAtOnce>(x, begin, stop, tile, {fetch.from, fetch.stride}, k, out);
+    }
   }
 
-  template <int M>
+  // The same of K vectors of the tile's outputs, from vector `first` on: as many as have all their sums
+  // in registers, of integers and of floats. Taking codes apart twice would cost more than it saves where
+  // they are multiplied as pairs.
+  template <int M, int64_t K>
   static __attribute__((noinline)) void add_units(const Input *x, int64_t begin, int64_t end,
                                                   const char *tile, Fetch<kFetchesFar> fetch,
-                                                  float *out) {
-    if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
+                                                  int64_t first, float *out) {
     const uint32_t *head = x + begin / kUnitSteps * kGroups * kGroupRow * M;
+    fetch.from += first * 4 * kVector;
+    out += first * kVector;
+    Floats sums[K][M];
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < K; ++k)
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) sums[k][m] = load<Floats>(out + m * kTile + k * kVector);
     for (int64_t step = begin; step < end; step += kUnitSteps) {
       const char *unit = tile + step * kStepBytes, *codes = unit + kScaleSteps * kStepBytes;
-      for (int64_t i = 0; i < kScaleSteps; ++i, fetch.from += fetch.stride) fetch.fetch(fetch.from);
+      for (int64_t i = 0; i < kScaleSteps; ++i, fetch.from += fetch.stride)
+        fetch.template fetch<4 * K * kVector>(fetch.from);
       for (int64_t group = 0; group < kGroups; ++group) {
-        for (int64_t i = 0; i < kCodeSteps; ++i, fetch.from += fetch.stride) fetch.fetch(fetch.from);
-        add_group<M>(head, unit, codes, group, out);
+        for (int64_t i = 0; i < kCodeSteps; ++i, fetch.from += fetch.stride)
+          fetch.template fetch<4 * K * kVector>(fetch.from);
+        add_group<M, K>(head, unit, codes, group, first, sums);
         codes += kCodeSteps * kStepBytes;
         head += kGroupRow * M;
       }
     }
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < K; ++k)
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m)
+        std::memcpy(out + m * kTile + k * kVector, &sums[k][m], sizeof(Floats));
   }
 
   // The same of one group.
-  template <int M>
+  template <int M, int64_t K>
   static inline __attribute__((always_inline)) void add_group(const uint32_t *head, const char *unit,
                                                               const char *codes, int64_t group,
-                                                              float *out) {
-    Ints sums[kWords][M];
-    Words shorts[kWords][M] = {};
+                                                              int64_t first, Floats (&to)[K][M]) {
+    Ints sums[K][M];
+    Words shorts[K][M] = {};
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k)
+    for (int64_t k = 0; k < K; ++k)
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) sums[k][m] = static_cast<int32_t>(head[M + m]) - Ints{};
+      for (int m = 0; m < M; ++m)
+        sums[k][m] = kHasMinima ? Ints{} : static_cast<int32_t>(head[M + m]) - Ints{};
     const uint32_t *words = head + kHead * M;
 #pragma GCC unroll 8
     for (int64_t part = 0; part < kParts; ++part) {
-      Words bytes[kWords];
-      for (int64_t k = 0; k < kWords; ++k) bytes[k] = unpack(codes, part, k);
+      Words bytes[K];
+      for (int64_t k = 0; k < K; ++k) bytes[k] = unpack(codes, part, first + k);
 #pragma GCC unroll 2
       for (int lane = 0; lane < kLanes; ++lane) {
-        Words w[kWords];
-        for (int64_t k = 0; k < kWords; ++k) w[k] = pick_lane(bytes[k], lane);
+        Words w[K];
+        for (int64_t k = 0; k < K; ++k) w[k] = pick_lane(bytes[k], lane);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           const Words inputs = spread<Words>(words[(part * kLanes + lane) * M + m]);
 #pragma GCC unroll 2
-          for (int64_t k = 0; k < kWords; ++k)
+          for (int64_t k = 0; k < K; ++k)
             if constexpr (kHasShorts)
               shorts[k][m] = add_shorts(shorts[k][m], w[k], inputs);
             else
@@ -224,7 +251,7 @@ struct BlockMatrix {
       }
       if (kHasShorts && (part + 1) % kShortParts == 0)
 #pragma GCC unroll 2
-        for (int64_t k = 0; k < kWords; ++k)
+        for (int64_t k = 0; k < K; ++k)
 #pragma GCC unroll 12
           for (int m = 0; m < M; ++m) {
             sums[k][m] = add_parts(sums[k][m], shorts[k][m], Words{} + 0x00010001u);
@@ -232,17 +259,14 @@ struct BlockMatrix {
           }
     }
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < kWords; ++k) {
-      const Floats scale = read_scales(unit, group, false, k);
+    for (int64_t k = 0; k < K; ++k) {
+      const Floats scale = read_scales(unit, group, false, first + k);
       Floats minimum{};
-      if constexpr (kHasMinima) minimum = read_scales(unit, group, true, k);
+      if constexpr (kHasMinima) minimum = read_scales(unit, group, true, first + k);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
-        float *to = out + m * kTile + k * kVector;
-        Floats sum = load<Floats>(to);
-        sum = mul_add(to_floats(sums[k][m]) * as_float(head[m]), scale, sum);
-        if (kHasMinima) sum = mul_add(as_float(head[2 * M + m]) - Floats{}, minimum, sum);
-        std::memcpy(to, &sum, sizeof sum);
+        to[k][m] = mul_add(to_floats(sums[k][m]) * as_float(head[m]), scale, to[k][m]);
+        if (kHasMinima) to[k][m] = mul_add(as_float(head[2 * M + m]) - Floats{}, minimum, to[k][m]);
       }
     }
   }
@@ -368,20 +392,10 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, cha
 // y[M][N] = x[M][depth] W^T + bias.
 template <typename X, typename B, typename O>
 void multiply_parts(const X *x, int64_t M, const BlockRows *part, const B *bias, int64_t N, O *y) {
-  static thread_local std::vector<float> wide;
-  const float *inputs = nullptr;
-  if constexpr (std::is_same<X, float>::value) {
-    inputs = x;
-  } else {
-    float *to = borrow(wide, M * part->depth);
-#pragma omp simd
-    for (int64_t i = 0; i < M * part->depth; ++i) to[i] = to_float(x[i]);
-    inputs = to;
-  }
   for (int64_t output = 0;;) {
     const B *own_bias = bias == nullptr ? nullptr : bias + output;
     with_blocks(part->type, part->depth, reinterpret_cast<const char *>(part + 1), [&](const auto &w) {
-      multiply_matrix(inputs, M, w, own_bias, part->rows, y + output, N);
+      multiply_matrix(x, M, w, own_bias, part->rows, y + output, N);
     });
     if (part->next == 0) return;
     output += part->rows;

@@ -213,8 +213,9 @@ struct Fetch {
   int64_t stride;
 
   // What a step holds, or as many of a tile's scales.
+  template <int64_t kBytes = kStepBytes>
   static void fetch(const char *from) {
-    for (int64_t at = 0; at < kStepBytes; at += kLine) __builtin_prefetch(from + at, 0, kIsFar ? 2 : 3);
+    for (int64_t at = 0; at < kBytes; at += kLine) __builtin_prefetch(from + at, 0, kIsFar ? 2 : 3);
   }
 };
 

@@ -100,39 +100,55 @@ constexpr int64_t kMaxGroup = 128;
 constexpr int kLargest = 127;
 constexpr float kSmallest = 1e-30f;  // a group of smaller inputs is zeros: 127 times as much fits
 
-// Up to kSize inputs as bytes, zeros beyond `count`; returns their scale: one byte is so much.
-// Where an input is not finite, neither is the scale.
-template <int64_t kSize = kMaxGroup>
-inline float round_group(float *x, int64_t count, int8_t *bytes) {
-  for (int64_t i = count; i < kSize; ++i) x[i] = 0.0f;
+// The largest of a vector's numbers, and the sum of them all.
+inline uint32_t find_largest(Words x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)x);
+#else
+  uint32_t most = 0;
+  for (int64_t j = 0; j < kVector; ++j) most = std::max<uint32_t>(most, x[j]);
+  return most;
+#endif
+}
+
+inline int32_t add_up(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
+  int32_t sum = 0;
+  for (int64_t j = 0; j < kVector; ++j) sum += x[j];
+  return sum;
+#endif
+}
+
+// kSize inputs as bytes, and their sum; returns their scale: one byte is so much. Where an input is not
+// finite, neither is the scale.
+template <int64_t kSize>
+inline float round_group(const float *x, int8_t *bytes, int32_t &sum) {
   Words top{};
   for (int64_t i = 0; i < kSize; i += kVector) {
     const Words magnitude = load<Words>(x + i) & 0x7fffffffu;
     top = magnitude > top ? magnitude : top;
   }
-  uint32_t most = 0;
-  for (int64_t j = 0; j < kVector; ++j) most = std::max<uint32_t>(most, top[j]);
+  const uint32_t most = find_largest(top);
   const float largest = as_float(most);
-  const bool is_finite = most < 0x7f800000u;
-  const float factor = is_finite && largest >= kSmallest ? kLargest / largest : 0.0f;
+  if (most >= 0x7f800000u) {
+    std::memset(bytes, 0, kSize);
+    sum = 0;
+    return as_float(0x7fc00000u);
+  }
+  const bool is_zero = largest < kSmallest;
+  const float factor = is_zero ? 0.0f : kLargest / largest;
+  Ints sums{};
   for (int64_t i = 0; i < kSize; i += kVector) {
     typedef int8_t Bytes __attribute__((vector_size(kVector)));
     const Ints rounded = round_to_ints(load<Floats>(x + i) * factor);
     const Bytes narrow = __builtin_convertvector(rounded, Bytes);
+    sums += rounded;
     std::memcpy(bytes + i, &narrow, sizeof narrow);
   }
-  if (!is_finite) {
-    std::memset(bytes, 0, kSize);
-    return as_float(0x7fc00000u);
-  }
-  return largest >= kSmallest ? largest / kLargest : 0.0f;
-}
-
-template <int64_t kSize = kMaxGroup>
-inline int32_t add_bytes(const int8_t *bytes) {
-  int32_t sum = 0;
-  for (int64_t i = 0; i < kSize; ++i) sum += bytes[i];
-  return sum;
+  sum = add_up(sums);
+  return is_zero ? 0.0f : largest / kLargest;
 }
 
 template <int kBits>
@@ -201,12 +217,12 @@ struct IntegerMatrix {
     }
   }
 
-  // Group g of a row's inputs as kMaxGroup bytes, zeros beyond it; returns their scale.
+  // Group g of a row's inputs as kMaxGroup bytes, zeros beyond it, and their sum; returns their scale.
   template <typename X>
-  float round(const X *row, int64_t g, int8_t *bytes) const {
+  float round(const X *row, int64_t g, int8_t *bytes, int32_t &sum) const {
     const int64_t group = group_steps * kElements, first = g * group;
     const int64_t count = std::min(group, depth - first);
-    float numbers[kMaxGroup];
+    float numbers[kMaxGroup] = {};
     if (order == nullptr && input_scales == nullptr) {
 #pragma omp simd
       for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(row[first + i]);
@@ -217,7 +233,7 @@ struct IntegerMatrix {
         numbers[i] = to_float(row[which]) * scale;
       }
     }
-    return round_group(numbers, count, bytes);
+    return round_group<kMaxGroup>(numbers, bytes, sum);
   }
 
   // What a group's sum begins with where zeros are the usual, for inputs of this sum.
@@ -231,8 +247,8 @@ struct IntegerMatrix {
       uint32_t *start = to + g * group_row * rows;
       for (int64_t m = 0; m < rows; ++m) {
         int8_t bytes[kMaxGroup];
-        start[m] = as_bits(round(x + m * depth, g, bytes));
-        const int32_t sum = add_bytes(bytes);
+        int32_t sum = 0;
+        start[m] = as_bits(round(x + m * depth, g, bytes, sum));
         start[rows + m] = static_cast<uint32_t>(begin_sum(sum));
         start[2 * rows + m] = static_cast<uint32_t>(-sum);
         uint32_t *words = start + kHead * rows + m;

@@ -104,6 +104,11 @@ inline float round_through(float x) {
 
 // What fits a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
 // sums fit into all registers, beside what is multiplied.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 #if defined(__AVX512F__)
 constexpr int64_t kVector = 16;
 constexpr int kMaxRows = 12;
