@@ -294,8 +294,9 @@ def write_mtp(order: Order) -> Contents:
             "a head for multi-token prediction is written with its target's config.json",
             "give the target's own folder as --model-dir",
         )
-    config, form = read_json(folder / "config.json"), FORMS[order.mtp.form]
-    key = "num_nextn_predict_layers" if form.is_reversed else "mtp_num_hidden_layers"
+    config, form = read_json(folder / "config.json"), FORMS[order.source.head_form]
+    is_qwen = order.source.head_form == "qwen"
+    key = "mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"
     config.get("text_config", config)[key] = 1
     contents = Contents(config, order.list_tensors())
     if order.settings.to == "hf":
@@ -496,10 +497,10 @@ def find_unread(order: Order) -> dict[str, str] | None:
 
 def find_unread_head(order: Order) -> dict[str, str] | None:
     """A head in a form that runtimes do not read beside this target."""
-    model, form = order.source.model, order.mtp.form
+    model, form = order.source.model, order.source.head_form
     own = read_json(Path(order.settings.model_dir or "") / "config.json").get("architectures")
-    is_read = own == ["MiMoForCausalLM"] if form == "mimo" else model.linear_attention is not None
-    layout = "MiMo" if form == "mimo" else "Qwen"
+    readers = {"mimo": own == ["MiMoForCausalLM"], "qwen": model.linear_attention is not None}
+    is_read, layout = readers.get(form), {"mimo": "MiMo", "qwen": "Qwen", "glm": "GLM"}[form]
     return None if is_read else {"layout": layout, "target": model.architecture}
 
 

@@ -81,8 +81,11 @@ class Source:
     """A whole, unquantized checkpoint. `kind`: a key of TITLES.
 
     parts: of the drafter, or of a plain checkpoint's model, by Hugging Face's name. left_out: what
-    of a drafter need not be written, with the reason.
+    of a drafter need not be written, with the reason. head_form: the names, of `FORMS`, that a head
+    for multi-token prediction is written by.
     """
+
+    head_form = ""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -192,30 +195,31 @@ class Source:
         return parts
 
     def _list_mtp(self, params: MtpParams) -> dict[str, Part]:
-        """By Qwen's names, or MiMo's; embedding and head must be the target's."""
-        form, net = FORMS[params.form], params.make_net_model(self.model)
+        """By the names of `head_form`: only GLM's tell an embedding and a head of its own."""
+        net, names = params.make_net_model(self.model), params.list_tensors(self.model)
         head = HEAD if HEAD in self.file.tensors else EMBEDDING
         shared = {"drafter.vocab_embedding.weight": EMBEDDING, HEAD: head, HEAD_BIAS: HEAD_BIAS}
+        copies = {
+            own for own, theirs in shared.items()
+            if MTP_NET + own in names and self.is_same(MTP_NET + own, theirs)
+        }  # fmt: skip
+        has_own = not {MTP_NET + own for own in shared.keys() - copies}.isdisjoint(names)
+        assert not (has_own and params.blanks_first), "MiMo's layout has no room for them"
+        self.head_form = "mimo" if params.blanks_first else "glm" if has_own else "qwen"
+        self.left_out |= dict.fromkeys(copies, "equals the target's, which is taken")
+        form = FORMS[self.head_form]
+        prefix = form.prefix.format(layer=self.model.num_hidden_layers)
         parts: dict[str, Part] = {}
-        for name in params.list_tensors(self.model):
+        for name in names:
             own = name.removeprefix(MTP_NET)
             module, _, kind = own.removeprefix("drafter.").rpartition(".")
-            if own in shared and not self.is_same(name, shared[own]):
-                raise SpecDecError(
-                    f"{self.folder}: the head for multi-token prediction has an embedding or output"
-                    " layer of its own",
-                    "give its runtime the folder that it came in: Qwen's and MiMo's layouts have no"
-                    " room for it",
-                )
-            if own in shared:
-                self.left_out[own] = "equals the target's, which is taken"
-            elif own.startswith("drafter.layers."):
+            if own.startswith("drafter.layers."):
                 layer = name_layer(name, own.removeprefix("drafter."), net)
-                start = form.prefix + form.layer
+                start = prefix + form.layer
                 parts |= {start + key.removeprefix("layers.0."): part for key, part in layer}
-            else:
+            elif own not in copies:
                 swaps = form.is_reversed and module == "fc"
-                parts[f"{form.prefix}{form.names[module]}.{kind}"] = Part(name, swaps=swaps)
+                parts[f"{prefix}{form.names[module]}.{kind}"] = Part(name, swaps=swaps)
         return parts
 
     def _list_net(
@@ -279,12 +283,6 @@ class Order:
     def dflash(self) -> DFlashParams:
         """The parameters of a DFlash drafter."""
         assert isinstance(self.source.drafter, DFlashParams)
-        return self.source.drafter
-
-    @property
-    def mtp(self) -> MtpParams:
-        """The parameters of a head for multi-token prediction."""
-        assert isinstance(self.source.drafter, MtpParams)
         return self.source.drafter
 
     @property

@@ -68,11 +68,6 @@ class MtpParams(NetParams):
     KEYS: ClassVar[dict[str, str]] = {"blanks_first": "mtp_blanks_first"}
 
     @property
-    def form(self) -> str:
-        """The form, of `FORMS`, in which runtimes read the head in its target's folder."""
-        return "mimo" if self.blanks_first else "qwen"
-
-    @property
     def max_draft_depth(self) -> int:
         return self.max_draft_len
 

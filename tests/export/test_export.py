@@ -827,6 +827,13 @@ def test_heads_that_no_runtime_would_read(target: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecDecError, match="llama.cpp does not take a head for multi-token"):
         export(tmp_path / "out", to="gguf", **flags)
     own = make_mtp_head(tmp_path, target, form="glm", own=True, name="own")
-    with pytest.raises(SpecDecError, match="has an embedding or output layer of its own"):
-        export(tmp_path / "out", to="hf", **flags | {"mtp_model_dir": str(own)})
+    flags["mtp_model_dir"] = str(own)
+    with pytest.raises(SpecDecError, match="no head of GLM's layout beside a LlamaForCausalLM"):
+        export(tmp_path / "out", to="vllm", **flags)
     assert not (tmp_path / "out").exists()
+    report = export(tmp_path / "hf", to="hf", **flags)
+    assert report["kind"] == "mtp"
+    assert read_json(tmp_path / "hf" / "config.json")["num_nextn_predict_layers"] == 1
+    found, given = (load_file(f / "model.safetensors") for f in (tmp_path / "hf", own))
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
