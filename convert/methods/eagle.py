@@ -152,16 +152,13 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
     refuse_layer_types(net_reader, FULL)
     values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
     net = make_net(values, model.dtype)
-    if net.num_attention_heads % net.num_key_value_heads:
-        net_reader.refuse(
-            f"num_attention_heads {net.num_attention_heads} is not a multiple of"
-            f" num_key_value_heads {net.num_key_value_heads}",
-            "correct them",
-        )
     if net.hidden_act != "silu":
         net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
     reader.finish()
     check_num_layers(net.num_hidden_layers, folder)
+    for fact, remedy in net.find_problems():
+        net_reader.refuse(fact, remedy)
+    reader.finish()
     eagle3 = None
     if is_speculators or any(name.endswith("hidden_norm.weight") for name in folder.tensors):
         is_masked = MASK_HIDDEN.removeprefix("drafter.") in folder.tensors
