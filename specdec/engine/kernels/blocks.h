@@ -64,7 +64,7 @@ struct BlockMatrix {
   typedef uint32_t Input;
   static constexpr int kMostRows = kMaxRows;
   static constexpr int kMostTiles = 1;  // memory is read faster in one stream
-  static constexpr int64_t kNearRows = kType == kQ8_0 ? 4 : kType == kQ4_0 || kType == kQ4_1 ? 2 : 0;
+  static constexpr int64_t kNearRows = kType == kQ8_0 ? 4 : kType == kQ4_0 ? 1 : 0;
   static constexpr int64_t kBits = kType == kQ8_0 ? 8 : kType == kQ6_K ? 6 : 4;
   static constexpr bool kIsSuper = kType == kQ4_K || kType == kQ6_K;
   static constexpr bool kHasMinima = kType == kQ4_1 || kType == kQ4_K;
