@@ -79,13 +79,18 @@ def run_cli_here(
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
-def run_here(arguments: Sequence[str]) -> dict[str, Any]:
-    """`specdec run --json` in this process, which spares its start."""
+def call_here(stage: str, arguments: Sequence[object]) -> dict[str, Any]:
+    """`specdec STAGE --json` in this process, which spares its start; `train data` is `data`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        call("run", "--json", *arguments)
+        call(stage, *arguments, "--json")
     report: dict[str, Any] = json.loads(out.getvalue())
     return report
+
+
+def run_here(arguments: Sequence[object]) -> dict[str, Any]:
+    """`specdec run --json` in this process."""
+    return call_here("run", arguments)
 
 
 def start_cli(*args: object, pauses: bool = False) -> subprocess.Popen[str]:

@@ -5,8 +5,6 @@ One of them runs as the script does it, on the models that ship.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import subprocess
@@ -34,22 +32,13 @@ from tests.conftest import (
     make_mtp_head,
     make_tokenizer,
 )
-from tests.engines import call, reset_accelerator, run_cli_here
+from tests.engines import call_here, reset_accelerator, run_cli_here
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
 # Recipes whose drafter begins as that of another recipe.
 STARTS = {"p_eagle": "eagle3", "dspark": "dflash"}
 TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def", "import os", "for x in range(10):")
-
-
-def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """A stage in this process, which spares its start; `train data` is `data` here."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        call(stage, *arguments, "--json")
-    report: dict[str, Any] = json.loads(out.getvalue())
-    return report
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ import yaml
 
 from specdec.files import staging
 from tests.conftest import ROOT, make_drafter, make_medusa_heads, make_tokenizer
-from tests.e2e.test_recipes import call_here
+from tests.engines import call_here
 from tests.sparse import write_sparse
 
 PAGE = (ROOT / "docs" / "walkthrough.md").read_text()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from specdec.train.pipeline import fill_defaults
 from specdec.train.rows import Rows, prepare_rows
 from specdec.train.settings import TRAINABLE, TrainSettings
 from specdec.train.target import load_config, load_target, make_batch
-from tests.engines import call
+from tests.engines import call, call_here
 from tests.parity.models import make_model
 from tests.train.conftest import Finished
 
@@ -73,15 +71,6 @@ CONVERT_FLAGS = {
 @pytest.fixture
 def inputs(target_dir: Path, data_file: Path) -> tuple[object, ...]:
     return ("--model-dir", target_dir, "--data", data_file, *BASIC)
-
-
-def call_here(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """A stage in this process, which spares its start."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        call(stage, "--json", *arguments)
-    report: dict[str, Any] = json.loads(out.getvalue())
-    return report
 
 
 @pytest.fixture
