@@ -144,14 +144,16 @@ class PromptReader:
         max_tokens: int | None = None,
         *,
         num_others: int = 0,
+        longest: int = 0,
         min_size: int = 1,
         reads_all: bool = False,
     ) -> Reading:
         """What to read next.
 
         max_tokens: of the pass; None is as many as one should have. num_others: rows of `min_size`
-        tokens or fewer that the pass will have as well. reads_all: whether the last states of all
-        tokens are read, instead of only those with which prompts end.
+        tokens or fewer that the pass will have as well, padded to its size behind `longest`
+        committed positions at most. reads_all: whether the last states of all tokens are read,
+        instead of only those with which prompts end.
         """
         left = self._count_left()
         joined = self._decoder.max_joined_tokens
@@ -161,7 +163,7 @@ class PromptReader:
         else:
             counts = _share_out(left, min(max_tokens or joined, self._max_num_tokens))
             counts = self._pause(counts)
-            size = self._choose_size(counts, num_others, min_size)
+            size = self._choose_size(counts, num_others, longest, min_size)
         rows = sorted(counts)
         return Reading(
             rows=rows,
@@ -217,7 +219,9 @@ class PromptReader:
             rows = rows[: max(1, most // size)]
         return {row: min(left[row], size) for row in rows}
 
-    def _choose_size(self, counts: dict[int, int], num_others: int, min_size: int) -> int:
+    def _choose_size(
+        self, counts: dict[int, int], num_others: int, furthest: int, min_size: int
+    ) -> int:
         """Tokens of a row, for the fewest of padding and the fewest rows.
 
         Every row goes through all keys before it, which takes about as long as the products of one
@@ -233,6 +237,7 @@ class PromptReader:
         price = (parts * (sizes + (past + tokens) / ROW_POSITIONS)).sum(0) + num_others * sizes
         # One token per row always fits.
         fits = (past + parts * sizes <= self._cache.num_positions).all(0)
+        fits &= furthest + sizes <= self._cache.num_positions
         return int(sizes[np.where(fits, price, np.inf).argmin()])
 
     def _cut(self, row: int, count: int, size: int, *, reads_all: bool) -> list[Segment]:

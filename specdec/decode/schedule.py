@@ -113,9 +113,11 @@ class Scheduler:
             max_tokens = max(1, max_tokens - num_rows * num_nodes)
         reads_all = proposer.follows_prompts and proposer.follows_last
         reads_all |= any(r.request.wants_prompt_logprobs for r in self.reading)
+        longest = max((int(self._cache.past_lens[r.row]) for r in self.active), default=0)
         return self.reader.plan(
-            max_tokens, num_others=num_rows, min_size=max(1, num_nodes), reads_all=reads_all
-        )
+            max_tokens, num_others=num_rows, longest=longest, min_size=max(1, num_nodes),
+            reads_all=reads_all,
+        )  # fmt: skip
 
     def record(self, task: Pass, num_rows: int, num_nodes: int, seconds: float) -> None:
         """Take what a pass has cost that verified so many nodes of so many rows.

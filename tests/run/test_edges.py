@@ -109,6 +109,16 @@ def test_short_prompts_overtake_long_ones_which_are_not_starved() -> None:
     assert order == [*range(1, 7), 0, *range(7, 23)]
 
 
+def test_a_pass_stays_in_the_cache_of_a_row_that_is_nearly_full() -> None:
+    """That row is padded to the pass's size, which would be 4 for the prompt's own sake."""
+    cache = make_small_cache(2, 2048)
+    reader = make_reader(cache)
+    cache.past_lens[:] = 2046, 1500
+    reader.add(1, [5] * 2020)
+    assert reader.plan(512, num_others=1).size == 4
+    assert reader.plan(512, num_others=1, longest=2046).size == 2
+
+
 @pytest.mark.parametrize("least", [1, 5])
 def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
     cache = make_small_cache(8, 128)
