@@ -318,7 +318,7 @@ def test_a_second_thread_is_refused(engine: Engine) -> None:
         return forward(*arguments, **named)
 
     stream = engine.stream(PROMPTS[1], max_output_len=5, end_ids=())
-    core.decoder.forward = wait  # type: ignore[method-assign]
+    core.decoder.forward = wait
     thread = threading.Thread(
         target=lambda: found.append(engine.generate(PROMPTS[0], max_output_len=5, end_ids=()))
     )
