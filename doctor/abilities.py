@@ -25,8 +25,9 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> dict[str, list
     """What specdec does, each with what is missing for it here; nothing where it can be done."""
     packages, launchers = machine["packages"], machine["mpi"]["launchers"]
     torch, tensorrt = _find_torch_reasons(packages["torch"]), _find_tensorrt_reasons(machine, here)
-    *found, error = machine["tensorrt"].values()
-    library, networks = Library(*found), _choose((error, error))
+    told = machine["tensorrt"]
+    library = Library(told["name"], told["compute_capabilities"])
+    networks = _choose((told["error"], told["error"]))
     unusable = [library.explain(gpu.name, gpu.compute_capability) for gpu in here.gpus[:1]]
     has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))

@@ -138,19 +138,20 @@ def _check_networks(
 
     _, networks = read_network_config(folder)
     problems = find_network_problems(folder, checkpoint)
-    *library, _ = machine["tensorrt"].values()
-    ranks = checkpoint.model.tp_size
+    told, ranks = machine["tensorrt"], checkpoint.model.tp_size
     problems += Problems.where(
         (0 < len(here.gpus) < ranks,
          f"its {ranks} ranks need a GPU each, {len(here.gpus)} visible", "use more GPUs"),
         (not here.gpus, "it runs on a GPU, and none is visible", "use a machine with a GPU"),
     )  # fmt: skip
     for gpu in here.gpus[:1]:
-        own = Library(*library), gpu.name, gpu.compute_capability
-        problems += find_machine_problems(folder, networks, *own)
-        files = [folder / name for name in list_files(checkpoint) if not problems]
-        size = sum(path.stat().st_size for path in files)
-        problems += _check_memory(-(-size // ranks), gpu.memory_bytes, gpu.name)
+        library = Library(told["name"], told["compute_capabilities"])
+        problems += find_machine_problems(
+            folder, networks, library, gpu.name, gpu.compute_capability
+        )
+        if not problems:
+            size = sum((folder / file).stat().st_size for file in list_files(checkpoint))
+            problems += _check_memory(-(-size // ranks), gpu.memory_bytes, gpu.name)
     return problems, []
 
 

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import numpy as np
-
 from specdec.decode.accept import Accepted
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.pace import Pace
@@ -211,15 +209,21 @@ class Scheduler:
         And behind which tokens later prompts may part from this one: where it parts from what is
         held, if that is much further than it can be taken over, and where it ends.
         """
-        # The last token is always run: its hidden state is needed.
-        most = np.minimum(self._cache.past_lens, len(prompt) - 1).tolist()
-        texts = [[*read, *output] for read, output in self._texts]
-        held = [count_shared(text[:n], prompt) for text, n in zip(texts, most, strict=True)]
+        held = [self._count_held(row, prompt) for row in range(len(self._texts))]
         known = [self._cache.find_prefix(row, length) for row, length in enumerate(held)]
         source = max(range(len(known)), key=lambda row: (known[row], row in free))
         fork = max(held)
         places = [fork] if fork >= known[source] + WORTH_WAITING else []
         return source, known[source], [*places, len(prompt) - 1]
+
+    def _count_held(self, row: int, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens are in a row's cache, without the prompt's last."""
+        read, output = self._texts[row]
+        shared = count_shared(read, prompt)
+        if shared == len(read):
+            shared += count_shared(output, prompt[shared:])
+        # The last token is always run: its hidden state is needed.
+        return min(shared, int(self._cache.past_lens[row]), len(prompt) - 1)
 
     def _is_being_read(self, prompt: Sequence[int], known: int) -> bool:
         """Whether much more of a prompt than is known will be, from one that is being read."""

@@ -354,7 +354,8 @@ class Workshop:
 
     def build(self, argv: Sequence[str]) -> tuple[int, dict[str, tuple[int, ...]]]:
         """Be trtllm-build; return the networks' number here, and their inputs' shapes."""
-        sys.argv = list(argv)
+        cache = Path(argv[argv.index("--output_dir") + 1], "model.cache")  # else where pytest runs
+        sys.argv = [*argv, "--output_timing_cache", str(cache)]
         self.placed.networks.clear()
         self.command.main()
         ring = Ring(len(self.placed.networks))
