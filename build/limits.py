@@ -46,7 +46,11 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
          " elements",
          f"use --max-seq-len {MAX_ROTARY_ELEMENTS // max(1, rotary_size) - MAX_DRAFT_TOKENS} or"
          " less"),
-        (max_input_len >= max_seq_len,
+        (max_seq_len < 2,
+         f"max_seq_len={max_seq_len} has no room for a prompt and a token after it"
+         f" (max_position_embeddings={usual})",
+         "raise --max-seq-len, or convert again with max_position_embeddings corrected"),
+        (max_input_len >= max_seq_len > 1,
          f"max_input_len={max_input_len} leaves no room for output in max_seq_len={max_seq_len}",
          "raise --max-seq-len or lower --max-input-len"),
         (is_external and not draft_len,

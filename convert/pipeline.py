@@ -131,7 +131,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         _describe_ranks(report), report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     if report["lack"] is not None:
-        takers = "the torch backend" if "torch" in report["backends"] else "other runtimes"
+        own = "specdec's own backends, torch and (not every model) tensorrt"
+        takers = own if "torch" in report["backends"] else "other runtimes"
         logger.info("%s: this checkpoint is for %s", report["lack"], takers)
     return {"dry_run": False, **report, "convert_seconds": seconds}
 
@@ -576,7 +577,7 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
 
 
 def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str]:
-    """The backends of specdec-build that take a checkpoint.
+    """The backends of specdec-build that take a checkpoint, but tensorrt, whose build tells.
 
     is_lacking: whether TensorRT-LLM has no class for it, or loads no such matrices.
     """

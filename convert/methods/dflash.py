@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec import logs
-from specdec.errors import SpecDecError, join_names
+from specdec.errors import SpecDecError, join_names, shorten
 from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams, make_net
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
@@ -174,6 +174,13 @@ def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: 
 
 def _read_scale(reader: ConfigReader, place: ConfigReader, model: ModelConfig) -> float:
     """What the rows of the target's embedding are multiplied by; note fields that are unknown."""
+    if projector := place.config.get("projector_type"):
+        reader.refuse(
+            f"dflash_config.projector_type is {shorten(projector)}: only plain DFlash drafters of"
+            " SpecForge's are read, not its DSpark and Domino",
+            "DSpark drafters are read as DeepSpec, speculators and specdec-train write them",
+        )
+        return 1.0
     layouts = [name for name, *_ in list_layouts(place.config)]
     known = reader.config if place is reader else (*KNOWN, *layouts)
     if unknown := [key for key, value in place.config.items() if key not in known and value]:

@@ -229,6 +229,13 @@ def _read_eagle3(
     norms = {"norm_before_residual": reader.get_bool("norm_before_residual", False)}
     for name in Eagle3Params.NEWER:  # vLLM takes ModelOpt's object first
         norms[name] = (place if name in place.config else reader).get_bool(name, False)
+    is_tied = reader.config.get("tie_word_embeddings") is True
+    if is_tied and {HEAD, "embed_tokens.weight"} & folder.tensors.keys() == {"embed_tokens.weight"}:
+        reader.refuse(
+            "tie_word_embeddings is true and there is no lm_head.weight: SGLang drafts with the"
+            " drafter's embed_tokens then, vLLM with the target's head",
+            "set it to false for the target's head, or add the lm_head.weight of the training",
+        )
     if norms["norm_before_fc"] and norms["fc_norm"]:
         reader.refuse(
             "norm_before_fc and fc_norm are both true",

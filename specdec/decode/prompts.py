@@ -28,6 +28,7 @@ from specdec.errors import (
 )
 from specdec.files.reading import parse_json, read_json
 from specdec.gguf.folder import localize
+from specdec.hub import fetch_files
 from specdec.logs import get_logger
 from specdec.tokenizer import lack_tokenizer
 
@@ -336,6 +337,9 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     own: frozenset[int] = frozenset() if eos is None else frozenset([eos])
     if settings.tokenizer_dir is not None:
         folder = Path(localize(settings.tokenizer_dir))
+        if not folder.is_dir():  # of the Hub, whose tokenizer alone was fetched
+            names = ("generation_config.json", "config.json")
+            folder = fetch_files(settings.tokenizer_dir, "--tokenizer-dir", names)
         path = folder / "generation_config.json"
         if path.is_file():
             document = read_json(path)

@@ -180,6 +180,7 @@ def test_mode_without_a_drafter(plain_checkpoint: Path, tmp_path: Path) -> None:
         ({"quantization": {"quant_algo": "FP8"}}, "qkv is float32, config.json says FP8"),
         ({"rotary_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk' is not supported"),
         ({"rotary_scaling": {"rope_type": "linear", "factor": 0}}, "'linear' has factor 0"),
+        ({"max_position_embeddings": 1}, "max_seq_len=1 has no room for a prompt and a token"),
         ({"max_position_embeddings": 10**9}, "max_seq_len=1000000000 makes rotary tables"),
         ({"redrafter_draft_len_per_beam": 10**5}, "is 100000, not a whole number from 1 to 4096"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 1000"),

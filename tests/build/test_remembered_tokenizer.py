@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SpecDecError
+from specdec.decode.prompts import find_end_ids
+from specdec.decode.settings import DecodeSettings
 from specdec.files.reading import hash_file
 from specdec.tokenizer import FOLDER, copy_tokenizer, find_tokenizer
 from tests.conftest import make_llama, make_tokenizer
@@ -54,6 +56,20 @@ def test_the_engine_runs_without_another(folder: Path) -> None:
         assert engine._end_ids == {117, 5}
     with Engine.load(folder / "bare", device="cpu") as engine:
         assert engine.tokenizer is None
+
+
+def test_the_ends_of_a_tokenizer_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are those of its generation_config.json, which the tokenizer alone does not need."""
+    asked = []
+
+    def download(name: str, allow_patterns: list[str], **_: Any) -> str:
+        asked.append((name, "generation_config.json" in allow_patterns))
+        return str(folder / "target")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    settings = DecodeSettings(tokenizer_dir="someone/model")
+    assert find_end_ids(settings, None) == {117, 5}
+    assert asked == [("someone/model", True)]
 
 
 def test_the_manifest_lists_the_copied_files(folder: Path) -> None:

@@ -147,6 +147,10 @@ DSPARK: dict[str, Any] = {"form": "deepspec", "markov_rank": 4}
             "dflash_config has shift_label, which is not known here",
         ),
         (
+            {"dflash_config": {"projector_type": "domino", "mask_token_id": 2, "emb_dim": 8}},
+            "dflash_config.projector_type is 'domino': only plain DFlash drafters of SpecForge's",
+        ),
+        (
             {"dflash_config": {"mask_token_id": 2, "block_size": 8}},
             "block_size is 5 at the top and 8 in dflash_config",
         ),

@@ -445,6 +445,12 @@ def leave_vocabulary(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors["d2t"][69] = 100
 
 
+def tie_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    config.update(tie_word_embeddings=True, draft_vocab_size=131)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+
+
 def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors["t2d"][0] ^= True
 
@@ -497,6 +503,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (3, flip_flag, "t2d and d2t disagree"),
         (3, drop("d2t"), "lacks 1 tensor: d2t"),
         (3, drop("lm_head.weight"), "lacks 1 tensor: lm_head.weight"),
+        (3, tie_head, "tie_word_embeddings is true and there is no lm_head.weight"),
         (3, put_tensor("d2t", np.zeros(70, np.int32)), "d2t is int32"),
         (3, put(draft_vocab_size=71), "d2t is int64 [70], not int64 [71]"),
     ],
