@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,25 @@ from specdec.decode.drafters import base
 from specdec.decode.drafters.dflash import DFlashProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
-from specdec.decode.requests import Request
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 from tests.conftest import make_dflash_drafter, make_llama
 from tests.engine.dflash_reference import DFlashReference
-from tests.engine.eagle_reference import Drafts, record_drafts
 from tests.engines import (
     continue_by_transformers,
-    list_requests,
     make_constant_pair,
     make_tree_engine,
 )
+from tests.run.drafting import (
+    LIMIT,
+    PROMPTS,
+    check_drafts_depend_on_the_text_alone,
+    check_text,
+    make_requests,
+    record,
+)
 
-PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
-LIMIT = 24
 TREES = {"default": (None, None), "chain": (None, 1), "short": (2, 1), "wide": (30, 5)}
 WINDOW = {
     "use_sliding_window": True, "sliding_window": 6, "is_causal": False,
@@ -89,16 +91,6 @@ def expected(target: Path) -> list[list[int]]:
     return continue_by_transformers(target, PROMPTS, LIMIT)
 
 
-def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
-    return list_requests(prompts, limit)
-
-
-def record(case: Case, requests: Sequence[Request], **options: Any) -> Drafts:
-    with record_drafts(case.proposer) as drafts, torch.inference_mode():
-        generate(case.engine.decoder, case.proposer, requests, Options(**options))
-    return drafts
-
-
 def test_logits_are_the_reference_s(case: Case) -> None:
     """After a prompt, and after accepted tokens have joined the context."""
     proposer, text = case.proposer, PROMPTS[1] + [5, 88, 17, 4, 60]
@@ -125,7 +117,7 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
     """The paths of a whole generation; chains and trees."""
     for num_tokens, top_k in ((None, 1), (9, 3)):
         case.proposer.use_tree(num_tokens, top_k)
-        for drafts in record(case, make_requests(PROMPTS[:2], limit=6)).values():
+        for drafts in record(case.engine, make_requests(PROMPTS[:2], limit=6)).values():
             for text, paths in drafts[:1] + drafts[-1:]:
                 wanted = case.reference.draft(text, case.proposer.max_draft_tokens, top_k)
                 if top_k == 1:  # a chain goes on to its end
@@ -134,30 +126,18 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
 
 
 def test_drafts_depend_on_the_text_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache.
-
-    Nor on how many states wait, and for how long.
-    """
+    """Nor on how many states wait, and for how long."""
     monkeypatch.setattr(base, "MOST_WAITING", case.most_waiting)
     case.proposer.use_tree()
-    stem = [7, 3, 9, 22, 41, 13, 6, 80]
-    prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
-    requests = make_requests(prompts, limit=8)
-    alone = [record(case, [request])[request.index] for request in requests]
-    for options in (
-        {"max_batch_size": 3}, {"max_batch_size": 3, "max_num_tokens": 9},
-        {"max_batch_size": 2, "reuse_blocks": True},
-    ):  # fmt: skip
-        drafts = record(case, requests, **options)
-        assert [drafts[request.index] for request in requests] == alone, options
+    check_drafts_depend_on_the_text_alone(case.engine)
 
 
 def test_states_wait_until_a_row_is_drafted_for(case: Case) -> None:
     """In a step that reads prompts a few at a time, none of it drafts before all of it is read."""
     case.proposer.use_tree()
     requests = make_requests([[3] * 20, [5] * 31, [7] * 4], limit=24)
-    alone = [dict_of(record(case, [request])[request.index]) for request in requests]
-    drafts = record(case, requests, prompt_chunk=2)
+    alone = [dict_of(record(case.engine, [request])[request.index]) for request in requests]
+    drafts = record(case.engine, requests, prompt_chunk=2)
     drafted = 0
     for request, own in zip(requests, alone, strict=True):
         steps = drafts[request.index]
@@ -209,12 +189,7 @@ def test_random_drafters_leave_the_text_unchanged(
     case: Case, tree: str, expected: list[list[int]]
 ) -> None:
     case.proposer.use_tree(*TREES[tree])
-    results = case.engine.generate(make_requests())
-    assert [r.output_ids for r in results] == expected
-    for result in results:
-        stats = result.stats
-        assert len(stats.accepted_histogram) == 1 + case.proposer.max_draft_depth
-        assert stats.num_draft_tokens == stats.num_verify_steps * case.proposer.max_draft_tokens
+    check_text(case.engine, expected)
 
 
 @pytest.mark.parametrize("token", [7, None])

@@ -174,17 +174,6 @@ def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
     assert [r.output_ids for r in results] == expected
 
 
-def test_sampled_text_does_not_depend_on_what_is_compared(folder: Path) -> None:
-    """Without logits, the target's own draws decide: the text is that of plain sampling."""
-    requests = make_requests(11, temperature=0.8, top_p=0.95)
-    expected = [r.output_ids for r in load(folder).generate(requests)]
-    greedy = [r.output_ids for r in load(folder).generate(make_requests(11))]
-    assert expected != greedy
-    results = load(folder, "draft").generate(requests)
-    assert [r.output_ids for r in results] == expected
-    assert sum(r.stats.num_accepted for r in results) > 10
-
-
 # --- trees ---
 
 

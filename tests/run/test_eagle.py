@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from specdec.decode.drafters.eagle import (
     PUBLISHED_CHOICES,
@@ -21,25 +20,28 @@ from specdec.decode.drafters.eagle import (
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
-from specdec.decode.loop import Options, generate
-from specdec.decode.requests import Request
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.methods.base import parse_paths
 from specdec.methods.eagle import EagleParams
 from specdec.model.config import ModelConfig
 from tests.conftest import make_eagle_drafter, make_llama, make_tokenizer
-from tests.engine.eagle_reference import Drafts, EagleReference, record_drafts
+from tests.engine.eagle_reference import EagleReference
 from tests.engines import (
     call,
     continue_by_transformers,
-    list_requests,
     make_knowing_drafter,
     make_tree_engine,
 )
+from tests.run.drafting import (
+    LIMIT,
+    PROMPTS,
+    check_drafts_depend_on_the_text_alone,
+    check_text,
+    make_requests,
+    record,
+)
 
-PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
-LIMIT = 24
 TREES: dict[str, Callable[[EagleProposer], None]] = {
     "default": lambda proposer: None,
     "static": lambda proposer: proposer.use_choices(PUBLISHED_CHOICES[:-2]),
@@ -89,7 +91,10 @@ class Case:
         self.version = DRAFTERS[name].get("version", 1)
         self.target = target
         self.drafter = make_eagle_drafter(parent, scale=2.0, **DRAFTERS[name])
-        self.engine = TorchEngine(make_eagle_engine(parent, target, self.drafter), device="cpu")
+        # By the kernels and, of every third drafter, by torch's operators.
+        optimize = "auto" if self.number % 3 else "none"
+        folder = make_eagle_engine(parent, target, self.drafter, optimize=optimize)
+        self.engine = TorchEngine(folder, device="cpu")
         assert isinstance(self.engine.proposer, EagleProposer)
         self.proposer: EagleProposer = self.engine.proposer
 
@@ -111,16 +116,6 @@ def expected(target: Path) -> list[list[int]]:
     return continue_by_transformers(target, PROMPTS, LIMIT)
 
 
-def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
-    return list_requests(prompts, limit)
-
-
-def record(case: Case, requests: Sequence[Request], **options: Any) -> Drafts:
-    with record_drafts(case.proposer) as drafts, torch.inference_mode():
-        generate(case.engine.decoder, case.proposer, requests, Options(**options))
-    return drafts
-
-
 # ---- What is drafted.
 
 
@@ -129,7 +124,7 @@ def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
     """Every path of the trees of a whole generation, computed anew from the folder, no cache."""
     case.use(tree)
     reference = EagleReference(case.target, case.drafter, version=case.version)
-    for drafts in record(case, make_requests(PROMPTS[:2], limit=6)).values():
+    for drafts in record(case.engine, make_requests(PROMPTS[:2], limit=6)).values():
         for text, paths in drafts[:1] + drafts[-1:]:
             if tree == "static":
                 wanted = reference.draft_static(text, PUBLISHED_CHOICES[:-2])
@@ -140,18 +135,8 @@ def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
 
 
 def test_drafts_depend_on_the_text_alone(case: Case) -> None:
-    """Not on the batch, a row's last request, chunks of prompts, or a prefix from the cache."""
     case.use(("static", "dynamic")[case.number % 2])
-    stem = [7, 3, 9, 22, 41, 13, 6, 80]
-    prompts = [*PROMPTS, [*stem, 5, 5], [*stem, 9], stem, [*stem[:4], 90, 91]]
-    requests = make_requests(prompts, limit=8)
-    alone = [record(case, [request])[request.index] for request in requests]
-    for options in (
-        {"max_batch_size": 3}, {"max_batch_size": 3, "max_num_tokens": 9},
-        {"max_batch_size": 2, "reuse_blocks": True},
-    ):  # fmt: skip
-        drafts = record(case, requests, **options)
-        assert [drafts[request.index] for request in requests] == alone, options
+    check_drafts_depend_on_the_text_alone(case.engine)
 
 
 def test_reused_prefixes_are_not_run_again(case: Case) -> None:
@@ -168,7 +153,7 @@ def test_reused_prefixes_are_not_run_again(case: Case) -> None:
     requests = make_requests([[*stem, 5], [*stem, 9]], limit=2)
     case.proposer.net.forward = count  # type: ignore[method-assign]
     try:
-        record(case, requests, max_batch_size=1, reuse_blocks=True)
+        record(case.engine, requests, max_batch_size=1, reuse_blocks=True)
     finally:
         del case.proposer.net.forward
     masked = 0 if case.proposer.params.mask_token_id is None else case.proposer.max_draft_depth - 1
@@ -185,36 +170,10 @@ def test_random_drafters_leave_the_text_unchanged(
 ) -> None:
     """Each drafter with two trees; with the first also alone."""
     case.use([*TREES][(case.number + turn) % len(TREES)])
-    results = case.engine.generate(make_requests())
-    assert [r.output_ids for r in results] == expected
-    for result in results:
-        stats = result.stats
-        assert len(stats.accepted_histogram) == 1 + case.proposer.max_draft_depth
-        assert stats.num_draft_tokens == stats.num_verify_steps * case.proposer.max_draft_tokens
+    check_text(case.engine, expected)
     if turn == 0:
         alone = [case.engine.generate([request])[0].output_ids for request in make_requests()]
         assert alone == expected
-
-
-@pytest.mark.parametrize(("version", "mask"), [(1, None), (3, None), (3, 5)])
-def test_native_kernels(
-    version: int, mask: int | None, target: Path, tmp_path: Path, expected: Any
-) -> None:
-    """The target's layers are read on the way, which the kernels add to in place."""
-    drafter = make_eagle_drafter(tmp_path, version=version, mask_token_id=mask, scale=2.0)
-    folders = [
-        make_eagle_engine(tmp_path / optimize, target, drafter, optimize=optimize)
-        for optimize in ("auto", "none")
-    ]
-    drafts = []
-    for folder in folders:
-        engine = TorchEngine(folder, device="cpu")
-        assert isinstance(engine.proposer, EagleProposer)
-        with record_drafts(engine.proposer) as recorded:
-            results = engine.generate(make_requests())
-        assert [r.output_ids for r in results] == expected
-        drafts.append(recorded)
-    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("kind", ["embedding", "feature", "layers"])
@@ -310,11 +269,6 @@ def test_choices_that_the_engine_has_no_room_for(choices: str, message: str) -> 
     check_choices(((0,), (1,), (2,), (0, 89), (1, 0), (0, 89, 3)), PARAMS)
 
 
-def test_choices_that_are_none() -> None:
-    with pytest.raises(UsageError, match="--eagle-choices is not JSON"):
-        parse_paths("[[0", "--eagle-choices")
-
-
 def test_trees_know_their_sizes() -> None:
     static = StaticTree(PUBLISHED_CHOICES)
     assert (static.num_tokens, static.depth) == (25, 5)
@@ -381,7 +335,6 @@ def test_three_commands(target: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert drafted == [7, 0, 4, 7, 7, 16]
     for flags, message in (
-        (["--eagle-choices", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "is 4 deep, the engine has num_eag"),
         (["--eagle-dynamic-tree-max-top-k", 7], "max-top-k is 7, the engine's max_non_leaves_per"),
         (["--eagle-choices", "[[0]]", "--eagle-use-dynamic-tree"], "gives a static tree, --eagle"),
         (["--eagle-use-dynamic-tree", "--no-speculation"], "no effect with an engine that runs pl"),

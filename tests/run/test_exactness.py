@@ -26,13 +26,10 @@ from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from tests.conftest import (
     make_drafter,
-    make_eagle_drafter,
     make_llama,
-    make_medusa_heads,
-    make_mtp_head,
 )
 from tests.engine.kernels import FORMS, needs_compiler
-from tests.engines import OracleProposer, call, continue_greedily, make_engine
+from tests.engines import OracleProposer, continue_greedily, make_engine
 from tests.families import make_hybrid
 
 PROMPT_LENGTHS = (5, 17, 1, 40)
@@ -114,39 +111,6 @@ def test_redrafter_equals_transformers(
     assert isinstance(engine.proposer, ReDrafterProposer)
     engine.proposer = DynamicProposer(engine.proposer.head, (beams * length + 1) // 2)
     assert outputs_of(engine.generate(make_requests(prompts))) == expected, "a dynamic tree"
-
-
-@pytest.mark.parametrize(
-    ("target", "method", "optimize"),
-    [
-        (shape, method, "none" if row == column else "auto")
-        for row, shape in enumerate(TARGETS)
-        for column, method in enumerate(("medusa", "eagle", "eagle3", "mtp"))
-    ],
-    indirect=["target"],
-)
-def test_heads_and_eagle_equal_transformers(
-    target: Path, tmp_path: Path, method: str, optimize: str
-) -> None:
-    prompts, expected = reference(target)
-    if method == "medusa":
-        drafter = make_medusa_heads(tmp_path, scale=3.0)
-    elif method == "mtp":
-        drafter = make_mtp_head(tmp_path, target)
-    else:
-        drafter = make_eagle_drafter(tmp_path, version=3 if method == "eagle3" else 1, scale=2.0)
-    name = method.rstrip("3")
-    call(
-        "convert", "--model-dir", target, f"--{name}-model-dir", drafter,
-        "--output-dir", tmp_path / "checkpoint",
-    )  # fmt: skip
-    call(
-        "build", "--checkpoint-dir", tmp_path / "checkpoint", "--output-dir", tmp_path / "engine",
-        "--optimize", optimize, "--max-batch-size", 3,
-    )  # fmt: skip
-    engine = TorchEngine(tmp_path / "engine", device="cpu")
-    assert engine.method == name
-    assert outputs_of(engine.generate(make_requests(prompts))) == expected
 
 
 @pytest.fixture(scope="module")

@@ -541,22 +541,3 @@ def test_graphs(folder: Path, how: str) -> None:
     assert [r.output_ids for r in results] == [r.output_ids for r in plain]
     known = run(load(folder, "target", "merges", 3), requests, tokenizer)
     assert [r.stats for r in results] == [r.stats for r in known]
-
-
-def test_two_ranks(folder: Path) -> None:
-    names = {name: f"{name} of two" for name in ("target", "merges")}
-    for name, parts in names.items():
-        (folder / f"{parts} hf".replace(" ", "-")).symlink_to(folder / f"{name}-hf")
-        flags = EXTERNAL if name == "target" else ()
-        build(folder, parts, *flags, convert=["--tp-size", 2])
-    requests = make_requests(folder, "target")
-    tokenizer = load_tokenizer(folder, "target")
-    plain = run(load(folder), requests, tokenizer)
-    engine, draft = (
-        TorchEngine(name_folder(folder, parts), device="cpu") for parts in names.values()
-    )
-    tokens = make_map(folder, "target", "merges")
-    attach_draft(engine, draft, draft_len=4, use_logits=False, tokens=tokens)
-    results = run(engine, requests, tokenizer)
-    assert [r.output_ids for r in results] == [r.output_ids for r in plain]
-    assert sum(r.stats.num_accepted for r in results) > 20

@@ -33,13 +33,9 @@ from tests.engines import (
     run_cli_here,
 )
 from tests.families import make_family_model, make_hybrid
+from tests.run.drafting import PROMPTS, make_requests
 
-PROMPTS = ([5, 9, 77], [3] * 20, [100], [8, 60])
 LIMIT = 16
-
-
-def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT) -> list[Request]:
-    return list_requests(prompts, limit)
 
 
 class Reference:
@@ -111,80 +107,8 @@ class Reference:
         return drafted
 
 
-class MiMoReference:
-    """What Xiaomi's modeling_mimo.py computes, written down from its equations.
-
-    Its layer is a Qwen2's; the first pair of a text has no embedding, as in vLLM.
-    """
-
-    def __init__(self, target: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        self.tensors = load_file(target / "model.safetensors")
-        told = json.loads((target / "config.json").read_text()) | {"model_type": "qwen2"}
-        config = AutoConfig.for_model(**told)
-        own = {key: x for key, x in self.tensors.items() if "mtp_layers" not in key}
-        self.main = AutoModelForCausalLM.from_config(config).eval()
-        assert not self.main.load_state_dict(own, strict=False).unexpected_keys
-        self.heads, self.size = config.num_attention_heads, config.hidden_size // 8
-        rotary = getattr(config, "rope_parameters", None) or vars(config)  # transformers 5, or 4
-        self.epsilon, self.base = config.rms_norm_eps, rotary["rope_theta"]
-
-    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.tensors[f"model.mtp_layers.0.{name}.weight"] * (x * scale)
-
-    def _apply(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        stem = f"model.mtp_layers.0.{name}"
-        return torch.nn.functional.linear(
-            x, self.tensors[f"{stem}.weight"], self.tensors.get(f"{stem}.bias")
-        )
-
-    def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        angles = torch.arange(len(x))[:, None] / self.base ** (
-            torch.arange(0, self.size, 2) / self.size
-        )
-        turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-
-        def rotate(y: torch.Tensor) -> torch.Tensor:  # halves of a head are real and imaginary
-            turned = torch.complex(*y.chunk(2, dim=-1)) * turns
-            return torch.cat((turned.real, turned.imag), dim=-1)
-
-        q, k, v = (
-            self._apply(f"self_attn.{part}_proj", x).view(len(x), -1, self.size) for part in "qkv"
-        )
-        q, k = rotate(q), rotate(k)
-        k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / self.size**0.5
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-        return self._apply(
-            "self_attn.o_proj", torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-        )
-
-    @torch.no_grad()
-    def draft(self, text: Sequence[int], size: int) -> list[int]:
-        """What follows a text, whose last token the target's states do not reach."""
-        states = self.main.model(torch.tensor([list(text[:-1])])).last_hidden_state[0]
-        ids, drafted = list(text[1:]), []
-        for _ in range(size):
-            embedded = self.tensors["model.embed_tokens.weight"][ids]
-            embedded[0] = 0
-            pair = self._norm("hidden_layernorm", states), self._norm("token_layernorm", embedded)
-            x = self._apply("input_proj", torch.cat(pair, dim=-1))
-            x = x + self._attend(self._norm("input_layernorm", x))
-            y = self._norm("post_attention_layernorm", x)
-            gate = torch.nn.functional.silu(self._apply("mlp.gate_proj", y))
-            x = x + self._apply("mlp.down_proj", gate * self._apply("mlp.up_proj", y))
-            out = self._norm("final_layernorm", x)[-1:]
-            drafted.append(int((out @ self.main.lm_head.weight.T).argmax()))
-            states, ids = torch.cat((states, out)), [*ids, drafted[-1]]
-        return drafted
-
-
-def make_mimo(parent: Path) -> Path:
+def join_as_mimo(target: Path, head: Path) -> None:
     """Write what MiMo 7B is published as, in small: a Qwen2 and its head, in one folder."""
-    target = make_family_model(parent, "qwen2", vocab=128)
-    head = make_mtp_head(parent, target, form="mimo")
     tensors = load_file(target / "model.safetensors") | load_file(head / "model.safetensors")
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text()) | {
@@ -192,7 +116,6 @@ def make_mimo(parent: Path) -> Path:
         "attention_bias": True, "head_dim": 8,
     }  # fmt: skip
     (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 TARGETS: dict[str, Any] = {
@@ -227,12 +150,14 @@ def test_drafts_are_those_of_transformers(
 
 
 def test_mimo_drafts_by_its_own_head(tmp_path: Path) -> None:
-    target = make_mimo(tmp_path)
-    folder = make_tree_engine("mtp", tmp_path, target, target)
-    compare_drafts(folder, MiMoReference(target))
+    target = make_family_model(tmp_path, "qwen2", vocab=128)
+    head = make_mtp_head(tmp_path, target, form="mimo")
+    reference = Reference(target, head, "mimo")
+    join_as_mimo(target, head)
+    compare_drafts(make_tree_engine("mtp", tmp_path, target, target), reference)
 
 
-def compare_drafts(folder: Path, reference: Reference | MiMoReference, every: int = 1) -> None:
+def compare_drafts(folder: Path, reference: Reference, every: int = 1) -> None:
     """Those of every step of a batch, of whose texts so many are looked at."""
     engine = TorchEngine(folder, device="cpu")
     proposer = engine.proposer
@@ -249,7 +174,7 @@ def compare_drafts(folder: Path, reference: Reference | MiMoReference, every: in
         return found
 
     proposer.propose = watch  # type: ignore[method-assign]
-    results = engine.generate(make_requests())
+    results = engine.generate(list_requests(PROMPTS, LIMIT))
     expected = continue_greedily(reference.main, PROMPTS, LIMIT)
     assert [r.output_ids for r in results] == expected
     assert len(seen) > 3 * LIMIT / 2

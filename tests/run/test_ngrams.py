@@ -246,19 +246,6 @@ def test_a_text_that_repeats_itself_is_drafted_in_full(repeater: TorchEngine) ->
     assert histogram[3] > 10
 
 
-def test_a_window_of_wrong_tokens_leaves_the_text(
-    plain: tuple[TorchEngine, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hostile window: what it is filled with is nobody's choice."""
-    engine, expected = plain
-    advance = Lookahead.advance
-    monkeypatch.setattr(
-        Lookahead, "advance", lambda self, tokens: advance(self, [(t + 1) % 100 for t in tokens])
-    )
-    results = run(engine, LookaheadProposer(LookaheadConfig(4, 3, 4), engine.decoder))
-    assert [r.output_ids for r in results] == expected
-
-
 def test_window_rows_are_the_targets_own_choices(
     plain: tuple[TorchEngine, list[list[int]]],
 ) -> None:
@@ -405,11 +392,3 @@ def test_what_an_engine_refuses(
     with pytest.raises(SpecDecError) as caught:
         run_command(folder, mode, **flags)
     assert message in caught.value.message + caught.value.hint
-
-
-def test_build_wants_a_length(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="lookahead_decoding needs the most tokens"):
-        call(
-            "build", "--checkpoint-dir", folder / "checkpoint", "--output-dir", tmp_path / "e",
-            "--speculative-decoding-mode", "lookahead_decoding",
-        )  # fmt: skip

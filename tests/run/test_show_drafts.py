@@ -17,7 +17,7 @@ from specdec.errors import UsageError
 from specdec.run import drafts
 from specdec.run.drafts import COLOURS, MARKS, REJECTED, format_pieces, split_text
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
-from tests.engines import call, run_cli_here
+from tests.engines import call, make_noisy_copy, run_cli_here
 
 LIMIT = 40
 
@@ -25,18 +25,10 @@ LIMIT = 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and a draft model that is right now and then: the target with some noise."""
-    import torch
-    from transformers import LlamaForCausalLM
-
     parent = tmp_path_factory.mktemp("drafts")
     target = make_llama(parent, seed=5)
     make_tokenizer(target)
-    model = LlamaForCausalLM.from_pretrained(target)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.15 * weight.std() * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(parent / "noisy")
+    make_noisy_copy(target, parent / "noisy", noise=0.15)
     make_tokenizer(parent / "noisy")
     external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
     for name, source, flags in (("pair", "target", external), ("plain", "noisy", ())):

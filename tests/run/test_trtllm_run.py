@@ -151,15 +151,6 @@ def test_prompts_of_different_settings_go_in_calls_of_their_own(world: World, pl
     assert list_texts(again) == list_texts(report)
 
 
-def test_medusa_gets_a_tree(world: World) -> None:
-    requests = make_prompts(4, 11)
-    torch_engine = world.torch_engine("medusa", world.medusa())
-    expected = world.run(torch_engine, requests, draft_budget="fixed")
-    report = world.run(ENGINES["medusa"](world), requests)
-    assert list_texts(report) == list_texts(expected)
-    assert len(world.calls("from_dir")[0]["options"]["medusa_choices"]) == 6
-
-
 def test_a_redrafter_engine_that_samples(world: World) -> None:
     settings: dict[str, Any] = {"temperature": "0.7", "max_output_len": 4}
     report = world.run(ENGINES["sampling"](world), make_prompts(4), **settings)
