@@ -1,7 +1,8 @@
 """Every command of TensorRT-LLM's published workflows, and the specdec command that stands for it.
 
 The commands are carried out on tiny models under the pages' own names; a build is compared with
-the original by what trtllm-build of the line makes of both command lines.
+the original by what trtllm-build of the line makes of both command lines. Engines of every mode are
+run in tests/trtllm/test_whole_path.py.
 """
 
 from __future__ import annotations
@@ -10,20 +11,16 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from specdec.command.stages import load_command
-from specdec.errors import SpecDecError
-from specdec.trtllm.facts import LABELS, load_facts
+from specdec.trtllm.facts import load_facts
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import call
 from tests.families import make_family_model
-from tests.trtllm.double import H100, install_double, parse_arguments
-from tests.trtllm.runtime_double import free_memory, install_runtime
-from tests.trtllm.worlds import forget_runtime
+from tests.trtllm.double import parse_arguments
 
 PROGRAMS = {
     "convert_checkpoint.py": "convert", "quantize.py": "convert", "trtllm-build": "build",
@@ -166,68 +163,3 @@ def test_commands_of_the_page_have_their_equivalents(
                 for words in (ours, original)
             )
             assert read == wanted
-
-
-# The commands that the pages run, on engines that the pages build.
-
-
-@pytest.fixture(params=LABELS)
-def machine(
-    request: pytest.FixtureRequest, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """Work in a folder with the models, where a line of TensorRT-LLM seems to be installed."""
-    label: str = request.param
-    environment = install_double(tmp_path / "double", label, gpus=[H100, H100])
-    install_runtime(tmp_path / "double", label)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path / "double" / "site"))
-    forget_runtime()
-    free_memory()
-    enter(models, tmp_path, monkeypatch)
-    yield label
-    forget_runtime()
-
-
-def carry_out(steps: tuple[Step, ...], label: str, *further: object) -> None:
-    """Convert and build as the steps say; `further` goes to the builds."""
-    for step in steps:
-        stage, *words = shlex.split(step.ours)
-        if stage == "convert":
-            call(stage, *words, "--trtllm-version", label)
-        elif stage == "build":
-            call(stage, *words, "--backend", "tensorrt-llm", *further)
-
-
-def test_redrafters_page_writes_text(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    carry_out(REDRAFTER_FP16 if machine != "0.14" else REDRAFTER_FROM_HF, machine)
-    capsys.readouterr()
-    stage, *words = shlex.split(REDRAFTER_FP16[-1].ours)
-    call(stage, *words, "--max-output-len", 6)
-    shown = capsys.readouterr().out
-    assert shown.count("Input [Text ") == shown.count("Output [Text ") == 2
-
-
-def test_draft_targets_page_builds_engines_that_its_run_refuses(machine: str) -> None:
-    """It asks for logits, and builds both engines without them."""
-    carry_out(DRAFT_TARGET, machine)
-    stage, *words = shlex.split(DRAFT_TARGET[-1].ours)
-    with pytest.raises(
-        SpecDecError, match="--use-logits: target-engine and draft-engine"
-    ) as caught:
-        call(stage, *words)
-    assert "--gather-generation-logits" in caught.value.hint
-
-
-def test_draft_targets_page_runs_with_logits_gathered(
-    machine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    carry_out(DRAFT_TARGET, machine, "--gather-generation-logits")
-    capsys.readouterr()
-    stage, *words = shlex.split(DRAFT_TARGET[-1].ours)
-    call(stage, *words, "--max-output-len", 9, "--json")
-    report = json.loads(capsys.readouterr().out)
-    assert len(report["outputs"][0]["output_ids"]) == 9
-    assert report["stats"]["method"] == "draft_target"
-    assert "generation_logits" not in report

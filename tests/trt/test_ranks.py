@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.decode.drafters import read_drafting
 from specdec.decode.engine import TorchEngine
-from specdec.decode.settings import DecodeSettings
 from specdec.engine import loading
 from specdec.trt import target
 from specdec.trt.network import NetworkWriter
@@ -21,7 +19,7 @@ from tests.parity.models import make_model
 from tests.parity.test_families import check_logits
 from tests.run.test_fp8_engine import make_rows
 from tests.trt.networks import NEEDS_TENSORRT, load_here
-from tests.trt.test_modes import EXTERNAL, build_torch, compare
+from tests.trt.test_modes import build_torch, compare
 
 pytestmark = NEEDS_TENSORRT
 BATCH = ("--max-batch-size", 3)
@@ -72,24 +70,6 @@ def test_drafters(method: str, flags: Sequence[object], tmp_path: Path) -> None:
     target = make_llama(tmp_path, layers=3, seed=3)
     theirs, ours = load_both(target, tmp_path, *flags, drafter=MAKERS[method](tmp_path))
     assert any(any(result.rejected.values()) for result in compare(theirs, ours))
-    ours.close()
-
-
-@pytest.mark.parametrize(
-    "way", [{"prompt_lookup_num_tokens": 5}, {"suffix_max_tokens": 6}, {"draft_len": "4"}]
-)
-def test_drafts_without_weights(way: dict[str, Any], tmp_path: Path) -> None:
-    target = make_llama(tmp_path, layers=3, seed=3)
-    if "draft_len" in way:  # by a model of one rank
-        call("convert", "--model-dir", target, "--output-dir", tmp_path / "plain")
-        draft = build_torch(tmp_path / "plain", tmp_path / "draft", *BATCH)
-        way = way | {"draft_engine_dir": draft}
-    settings: dict[str, Any] = {"engine_dir": tmp_path / "torch", "draft_budget": "fixed", **way}
-    build = (*EXTERNAL, *BATCH)
-    drafting = read_drafting(DecodeSettings(**settings), None)
-    theirs, ours = load_both(target, tmp_path, build=build, drafting=drafting)
-    found = compare(theirs, ours)
-    assert sum(result.stats.num_draft_tokens for result in found) > 10
     ours.close()
 
 
