@@ -103,26 +103,6 @@ def test_no_round_profits_from_the_one_before(
     assert sum(r.stats.num_draft_tokens for r in first.results["code"]) > 0
 
 
-def test_a_draft_engine(pair: tuple[Path, Path], folder: Path) -> None:
-    """A target that drafts for itself: nearly all is accepted, at every position."""
-    report = bench(
-        pair[0],
-        folder,
-        draft_engine_dir=pair[1],
-        draft_len="3",
-        batch_sizes="1",
-        repeat=1,
-        draft_budget="fixed",
-    )
-    assert report["method"] == "draft_target"
-    (batch,) = report["batches"]
-    assert batch["texts"] == {"compared": 6, "equal": 6}
-    acceptance = batch["acceptance"]
-    assert acceptance["acceptance_rate"] == 1.0
-    assert len(acceptance["accepted_by_position"]) == 3
-    assert acceptance["accepted_by_position"][0] > 0.9
-
-
 def test_text_form(report: dict[str, Any]) -> None:
     text = format_report(report)
     assert "redrafter in float32 on cpu" in text
@@ -175,14 +155,6 @@ def test_loops_are_seen() -> None:
     assert measure_distinct([1] * 11) == 1 / 8
     assert is_looping([1, 2, 3] * 20)
     assert not is_looping(list(range(30)) + list(range(15)))
-
-
-def test_load_of_others() -> None:
-    meter = machine.LoadMeter()
-    sum(range(10**6))
-    found = meter.measure()
-    assert found is None or found >= 0
-    assert machine.describe_load(None) == []
 
 
 def test_written_report(

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import grow as shipped_grow
@@ -158,34 +157,6 @@ def test_the_same_drafts(
     assert found[0][1]["acceptance_length"] > 1.0
 
 
-def test_drafters_that_do_not_grow(grow: ModuleType, tmp_path: Path) -> None:
-    drafter = make_eagle_drafter(tmp_path, version=3, own_embedding=False, norm_before_fc=True)
-    words = ["--model-dir", str(drafter), "--output-dir", str(tmp_path / "grown")]
-    shape = grow.parse_args([*words, *SHAPE])
-    with pytest.raises(SystemExit, match="input_norm.weight is not known"):
-        write_drafter(drafter, tmp_path / "grown", shape)
-    silent = make_dflash_drafter(tmp_path, dflash_config={"mask_token_id": 2})
-    with pytest.raises(SystemExit, match="does not tell the layers"):
-        write_drafter(silent, tmp_path / "grown", shape)
-
-
-def test_what_is_added_is_not_zero(grow: ModuleType, small: Path, tmp_path: Path) -> None:
-    """Arithmetic on zeros may be cheaper: what reads is random but where it would be heard."""
-    run_grow(grow, small, tmp_path)
-    tensors = load_file(tmp_path / "target" / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        assert tensors[f"model.layers.0.self_attn.{name}.weight"][0].count_nonzero() == 96
-    for name in ("gate_proj", "up_proj"):
-        assert tensors[f"model.layers.0.mlp.{name}.weight"].count_nonzero() == 160 * 96
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        zeros = tensors[f"model.layers.2.{name}.weight"]
-        assert zeros.count_nonzero() == 0
-        assert 0.4 < zeros.signbit().float().mean() < 0.6, "else it is stored once for all layers"
-    assert tensors["lm_head.weight"].count_nonzero() == 128 * 96
-    assert (tmp_path / "target" / "tokenizer.json").is_file()
-
-
 def test_a_wrong_growth_is_not_written(
     grow: ModuleType, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,21 +170,6 @@ def test_a_wrong_growth_is_not_written(
     with pytest.raises(SystemExit, match="logits differ by"):
         run_grow(grow, small, tmp_path)
     assert not (tmp_path / "target").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--hidden", "32"), "--hidden is 32, the model has 64"),
-        (("--heads", "3"), "query heads of each K/V head is 1, the model has 2"),
-        (("--exit-dim", "192"), "without an input projection"),
-    ],
-)
-def test_shapes_that_cannot_be(
-    grow: ModuleType, small: Path, tmp_path: Path, flags: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(SystemExit, match=message):
-        run_grow(grow, small, tmp_path, *flags)
 
 
 def test_every_shape_of_the_benchmarks_holds_the_shipped_models() -> None:

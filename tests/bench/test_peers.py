@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,10 @@ import pytest
 from benchmarks import peers as command
 from benchmarks.side_by_side import install, models
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
-from benchmarks.side_by_side.report import format_markdown
 from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
 from benchmarks.side_by_side.ways import SearchShape, Way, list_ways, name_chain
 from benchmarks.side_by_side.wire import cut_at_end
 from benchmarks.side_by_side.workers import engine as engine_worker
-from benchmarks.side_by_side.workers import llama_cpp as llama_cpp_worker
 from benchmarks.side_by_side.workers.transformers_models import Models as Transformers
 from specdec.bench.measure import summarize
 from tests.conftest import ROOT, make_llama, make_tokenizer
@@ -159,88 +154,12 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
         run_logged([tmp_path / "nowhere"], tmp_path / "log", "installing y")
 
 
-def test_an_environment_is_made_once_and_again_when_its_versions_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[Sequence[Any]] = []
-    monkeypatch.setattr(install, "run_logged", lambda words, *_, **__: ran.append(words))
-    folder = tmp_path / "openvino"
-    folder.mkdir()
-    python = install.install_peer("openvino", folder, tmp_path / "log")
-    assert python == folder / "bin" / "python"
-    made, torch, installed, removed = ran
-    assert "venv" in made
-    assert torch[0] == python
-    assert Path(torch[1]).is_file()
-    assert torch[2:] == ["https://download.pytorch.org/whl/cpu", "torch==2.13.0"]
-    assert not [word for word in installed if "index" in str(word)], "other packages' is PyPI"
-    assert "openvino-genai==2026.4.1.0" in installed
-    assert removed[-1] == "torchvision"
-    install.install_peer("openvino", folder, tmp_path / "log")
-    assert len(ran) == 4
-    monkeypatch.setitem(install.RECIPES, "openvino", install.Recipe(("openvino-genai==1.0",)))
-    install.install_peer("openvino", folder, tmp_path / "log")
-    assert "openvino-genai==1.0" in ran[5], "and no torch for whom needs none"
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("peers")
     folder = make_llama(parent, seed=3, dtype="bfloat16", rope_theta=5000.0)
     make_tokenizer(folder)
     return folder
-
-
-def test_without_the_package_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only llama.cpp is left out."""
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    nothing: Any = None
-    with pytest.raises(PeerError, match=r"gguf.*pip install 'specdec-toolchain\[gguf\]'"):
-        models.make_gguf(nothing)
-
-
-@pytest.mark.parametrize(
-    ("peer", "flags", "spoils"),
-    [
-        ("llama.cpp-Q4_0", {"amx_tile", "amx_int8"}, True),
-        ("llama.cpp-Q4_0", {"avx512f"}, False),
-        ("llama.cpp", {"amx_int8"}, False),
-    ],
-)
-def test_quantized_llama_cpp_where_amx_is(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str, flags: set[str],
-    spoils: bool,
-) -> None:  # fmt: skip
-    """Its form for AMX is left out, and the table of peers says why."""
-    files = {"target": tmp_path / "model.gguf", "draft": tmp_path / "draft.gguf"}
-    monkeypatch.setattr(models, "prepare_models", lambda *_: models.Models(*[target] * 4))
-    monkeypatch.setattr(models, "make_gguf", lambda _: files)
-    monkeypatch.setattr(models, "quantize_gguf", lambda files, *_: files)
-    monkeypatch.setattr(install, "install_peer", lambda *_: tmp_path / "environment/bin/python")
-    monkeypatch.setattr(command, "read_cpu_flags", lambda: flags)
-    given: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(
-        command, "make_starter", lambda name, _, __, settings, ___: given.setdefault(name, settings)
-    )
-    words = ["--peers", peer, "--folder", str(tmp_path)]
-    assert command.prepare(command.make_parser().parse_args(words))[2] == {}
-    started: list[list[str]] = []
-
-    class NoServer:
-        load_seconds = 1.0
-
-        def __init__(self, words: list[str]) -> None:
-            started.append(words)
-
-        def end(self) -> None:
-            pass
-
-    monkeypatch.setattr(llama_cpp_worker, "Server", NoServer)
-    about, _ = llama_cpp_worker.start(**given[peer])
-    assert ("--no-repack" in started[0]) is spoils
-    assert ("for AMX ends with a segmentation fault" in about["computes_in"]) is spoils
-    kind = peer.partition("-")[2] or "bfloat16"
-    assert about["computes_in"].startswith(f"{kind} weights")
 
 
 def test_our_engine_and_transformers_as_workers(
@@ -284,60 +203,6 @@ def test_our_engine_and_transformers_as_workers(
         found = theirs.run(way, dict(setting), **common)
         assert found["texts"] == texts, way
     assert theirs.run("assisted", {"length": 2}, **common)["acceptance_length"] > 2.2
-
-
-def make_report(**changes: Any) -> dict[str, Any]:
-    """A report of seven ways."""
-
-    def way(peer: str, name: str, rate: float, **more: Any) -> dict[str, Any]:
-        return {
-            "peer": peer, "way": name, "setting": {"length": 4} if name != "plain" else {},
-            "tuning": [], "error": None, "rates": [rate, 2 * rate],
-            "tokens_per_second": summarize([rate, 2 * rate]), "acceptance_length": 3.0,
-            "texts": {
-                "reference": "specdec: plain", "of_reference": {"compared": 4, "equal": 4},
-                "of_own_plain": {"compared": 4, "equal": 4},
-            },
-            "first_token_seconds": summarize([1.0]), **more,
-        }  # fmt: skip
-
-    step = {"draft": 0.5, "verify": 10.0, "accept": 0.1, "other": 0.1}
-    alone = {"draft": 0.0, "verify": 8.0, "accept": 0.1, "other": 0.1}
-    report: dict[str, Any] = {
-        "date": "2026-01-01", "processor": "P", "usable_cores": 2, "memory_gb": 24.0,
-        "instructions": [], "specdec": "0", "commit": "abc", "threads": 2, "load_average": 0.1,
-        "processors_used_by_others": 0.0, "warnings": [], "dtype": "bfloat16", "num_prompts": 4,
-        "max_output_len": 64, "rounds": 2, "size": "full", "target_gb": 1.97,
-        "long_prompt_tokens": 512,
-        "ways": [
-            way("specdec", "plain", 10.0, step_ms=alone),
-            way("specdec", "redrafter", 20.0, step_ms=dict(step)),
-            way("specdec", "draft-target", 19.0, step_ms=dict(step)),
-            way("transformers", "plain", 3.0), way("transformers", "assisted", 6.0),
-            way("llama.cpp", "plain", 10.0), way("llama.cpp", "draft model", 12.0),
-        ],
-        "peers": {
-            "specdec": {
-                "versions": {"specdec": "0"}, "computes_in": "bfloat16", "load_seconds": 2.0,
-                "start_seconds": 5.0,
-            },
-        },
-    }  # fmt: skip
-    return report | changes
-
-
-def test_tables() -> None:
-    report = make_report()
-    report["ways"][3] = {
-        "peer": "transformers", "way": "plain", "setting": {}, "error": "a|b\nc",
-    }  # fmt: skip
-    report["ways"][5]["texts"]["of_reference"] = compare([[1, 2]], [[1, 3]])
-    report["peers"]["transformers"] = {"error": "no wheel"}
-    section = format_markdown(report)
-    assert "| transformers | plain |  | not measured: a\\|b c |" in section
-    assert "| llama.cpp | plain |  | 15.00 (10.00-20.00) |" in section
-    assert "prompt 0, token 1" in section
-    assert "| transformers | not measured: no wheel |" in section
 
 
 def test_the_command(
@@ -389,20 +254,6 @@ def test_a_machine_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found == "20 GB of free memory are needed, there are 3.0"
     with pytest.raises(SystemExit, match="error: 20 GB of free memory"):
         command.main(["--folder", str(tmp_path)])
-
-
-def test_what_an_earlier_run_has_left_needs_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = dataclasses.replace(models.SIZES["full"], memory_gb=0.0, disk_gb=3e-3)
-    disk = shutil.disk_usage(tmp_path)._replace(free=1_200_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
-    own = models.find_folder(size, tmp_path / "models")
-    for folder in (own.with_name("another"), own, tmp_path / "environments" / "a"):
-        assert len(models.find_shortage(size, tmp_path)) == 1
-        folder.mkdir(parents=True)
-        (folder / "file").write_bytes(b"1" * 1_000_000)
-    assert models.find_shortage(size, tmp_path) == []
 
 
 def test_settings_of_the_command() -> None:

@@ -19,7 +19,6 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
 from specdec.options import name_flag
 from specdec.pretrained import load_model
-from tests.conftest import read_error_lines, run_cli
 from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_tensors, rewrite, summarize_rank
@@ -625,33 +624,7 @@ def test_model_that_is_not_there(name: str, message: str, convert: Converter) ->
     assert message in convert.fail(model_dir=name).message
 
 
-def test_checkpoint_in_place_of_a_model(base: Path, convert: Converter) -> None:
-    error = convert.fail(model_dir=base)
-    assert error.message == (
-        f"--model-dir {base} is a checkpoint folder, not a Hugging Face model folder"
-    )
-    assert "--base-model-checkpoint-dir" in error.hint
-
-
 def test_output_that_would_replace_an_input(copy: Copy, convert: Converter) -> None:
     folder = copy(MODEL)
     error = convert.fail(model_dir=folder, output_dir=folder, force=True)
     assert "which it would replace" in error.message
-
-
-def test_the_command_prints_two_lines_and_the_status(
-    copy: Copy, source: Source, tmp_path: Path
-) -> None:
-    folder = copy(MODEL, edit=lambda t: t.pop(Q_PROJ))
-    done = run_cli("convert", "--model-dir", folder, "--output-dir", tmp_path / "out")
-    assert (done.returncode, done.stdout) == (1, "")
-    message, hint = read_error_lines(done.stderr)
-    assert message == f"{folder} lacks 1 tensor: {Q_PROJ}"
-    assert hint
-    assert "Traceback" not in done.stderr
-    done = run_cli(
-        "convert", "--model-dir", folder, "--output-dir", tmp_path / "out",
-        "--redrafter-num-beams", "5",
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "--redrafter-num-beams has no effect" in read_error_lines(done.stderr)[0]

@@ -20,7 +20,7 @@ from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.convert.checkpoints import read_config
-from tests.convert.conftest import Converter, Source
+from tests.convert.conftest import Converter
 from tests.convert.golden_models import GOLDEN, summarize_rank
 from tests.engines import call
 
@@ -341,19 +341,6 @@ def test_a_pickle_and_what_the_folder_lacks(
         )
         half = np.split(own["fc.weight"], 2)[rank]
         np.testing.assert_array_equal(written[prefix + "fc.weight"], half)
-
-
-def test_eagle3_for_another_family(source: Source, convert: Converter, tmp_path: Path) -> None:
-    """Any target, whichever TensorRT-LLM has EAGLE for."""
-    sizes: dict[str, Any] = read_config(source("qwen2_gqa"))
-    sizes = {"hidden": sizes["hidden_size"], "vocab": sizes["vocab_size"]}
-    drafter = make_eagle_drafter(tmp_path, version=3, **sizes)
-    convert(model_dir=source("qwen2_gqa"), eagle_model_dir=str(drafter))
-    checkpoint = parse_checkpoint_config(read_config(convert.output))
-    assert checkpoint.model.architecture == "Qwen2ForCausalLM"
-    other = make_eagle_drafter(tmp_path, name="other", **sizes)
-    convert(model_dir=source("qwen2_gqa"), eagle_model_dir=str(other), output_dir=tmp_path / "one")
-    assert read_config(tmp_path / "one")["architecture"] == "SpecDecEagleForCausalLM"
 
 
 # ---- P-EAGLE.

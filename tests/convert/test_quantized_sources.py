@@ -455,14 +455,6 @@ def test_damaged_tensors(
     assert message in convert.fail(model_dir=source).message
 
 
-def test_a_nan_scale_is_found_in_plain_weights_too(convert: Converter, tmp_path: Path) -> None:
-    source, plain = make_quantized(tmp_path, CASES["compressed"], layers=1)
-    name = f"{Q_PROJ}.weight_scale"
-    stored = load_file(source / "model.safetensors")[name]
-    change_folder(source, {name: damage(stored, torch.nan)})
-    assert f"{GROUP} NaN" in convert.fail(model_dir=source, dequantize=True).message
-
-
 KEPT = ["awq", "gptq", "compressed", "fp8-static", "fp8-channel", "modelopt-int4", "modelopt-nvfp4"]
 
 

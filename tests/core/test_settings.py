@@ -114,24 +114,10 @@ def test_unreadable_recipes(tmp_path: Path) -> None:
         read_recipe(tmp_path / "latin.yaml", "run")
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("enable", True), ("disable", False), (True, True), (False, False)]
-)
-def test_enable_words_and_booleans(value: Any, expected: bool) -> None:
-    assert resolve(use_fmha=value).use_fmha is expected
-
-
 @pytest.mark.parametrize("value", [10**400, "nan", float("nan"), "inf", "-1e400"])
 def test_numbers_that_are_none(value: Any) -> None:
     with pytest.raises(UsageError, match="rate: expected a (finite )?number"):
         check_value("rate", value, get_flags(ToySettings)["rate"][0])
-
-
-def test_largest_number() -> None:
-    flag = dataclasses.replace(get_flags(ToySettings)["max_len"][0], maximum=4096)
-    assert check_value("max_len", "4096", flag) == 4096
-    with pytest.raises(UsageError, match="max_len: expected at most 4096, got 4097"):
-        check_value("max_len", 4097, flag)
 
 
 def test_require_names_every_missing_flag() -> None:

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,15 +241,6 @@ def list_tree(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_output_appears_only_when_complete(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    with stage_folder(out, force=False) as partial:
-        (partial / "x").write_text("new")
-        assert not out.exists()
-        assert partial.parent == out.parent  # the same file system, so that renaming is atomic
-    assert list_tree(tmp_path) == ["deep", "deep/out", "deep/out/x"]
-
-
 def test_everything_is_on_the_disk_before_it_takes_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,29 +435,6 @@ def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
     place_file(partial, out, force=True)
     assert out.read_text() == "later"
     assert list_tree(tmp_path) == ["out"]
-
-
-def test_many_writers_never_mix(tmp_path: Path) -> None:
-    """Writers that race for one output are refused or alone in their folder."""
-    out = tmp_path / "out"
-
-    def write(number: int) -> int:
-        num_written = 0
-        for _ in range(30):
-            try:
-                with stage_folder(out, force=True) as partial:
-                    (partial / str(number)).write_text("")
-                    assert list_tree(partial) == [str(number)]
-                    num_written += 1
-            except SpecDecError as error:
-                if "another process" not in error.message:
-                    raise
-        return num_written
-
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(write, range(4))) > 0
-    assert len(list_tree(out)) == 1
-    assert list_tree(tmp_path) == ["out", f"out/{list_tree(out)[0]}"]
 
 
 def die_while_writing(out: Path) -> None:

@@ -109,19 +109,6 @@ def test_a_recipe_runs_from_data_to_text(name: str, paths: dict[str, str], tmp_p
     assert len(reports["run"]["outputs"]) == len(TEXTS)
 
 
-def test_data_are_made_once_and_trained_on(paths: dict[str, str], tmp_path: Path) -> None:
-    """All recipes share the file; each of its rows is a prompt that the target went on with."""
-    for method in TRAINABLE:
-        target, own = recipe.write_recipes(method, tmp_path, CHANGES, paths)
-        run_recipe(target, ("convert", "build"))
-        run_recipe(own, ("data",))
-        sections = recipe.read_recipe(own)
-        assert sections["train"]["data"] == sections["data"]["output"]
-    rows = [json.loads(line) for line in Path(sections["data"]["output"]).open()]
-    assert [row["text"][: len(text)] for row, text in zip(rows, TEXTS, strict=True)] == [*TEXTS]
-    assert all(len(row["text"]) > len(text) for row, text in zip(rows, TEXTS, strict=True))
-
-
 def test_every_method_has_a_recipe_that_is_run_here() -> None:
     assert set(METHODS) <= set(recipe.NAMES)
     for method in METHODS:
@@ -285,15 +272,3 @@ def test_shipped_edits_fit_the_shipped_target() -> None:
     for _, request in made:
         assert len(request.input_ids) + request.max_output_len < 1024
         assert request.max_output_len > 20
-
-
-def test_a_row_of_the_table() -> None:
-    found = {
-        "draft_tokens_per_step": 7.04, "acceptance_length": 1.996, "looping": 3, "prompts": 40,
-        "acceptance_length_without_loops": None,
-        "speed_ratio": {"median": 1.2345, "lowest": 1.1, "highest": 1.3},
-    }  # fmt: skip
-    row = {"name": "Medusa", "lengths": [{"acceptance_length": 1.5}, found]}
-    assert methods.format_row(row) == (
-        "| Medusa | 7.0 | 1.50 | 2.00 | 3 of 40 | none left | **1.23** (1.10 to 1.30) |"
-    )
