@@ -122,10 +122,12 @@ def test_the_window_is_the_papers() -> None:
 def test_ngrams_are_verified_once_the_rows_are_the_targets() -> None:
     """Row by row the first guesses leave; then each column is an n-gram, and so is the text."""
     lookahead = Lookahead(LookaheadConfig(2, 3, 4), [5, 6])
+    lookahead.window = [[5, 90], [91, 92]]
     for step, tokens in enumerate(([11, 12], [21, 22], [31, 32])):
         lookahead.grow([5] * (step + 1))
         assert list(lookahead.pool.find(11)) == []
         lookahead.advance(tokens)
+    assert list(lookahead.pool.find(90)) == [], "what follows a first guess is nobody's choice"
     lookahead.grow([5, 5, 5, 5, 12])
     assert list(lookahead.pool.find(12)) == [(22, 32)], "a column of the window"
     assert list(lookahead.pool.find(6)) == [(5, 5)], "the prompt's end and the output"

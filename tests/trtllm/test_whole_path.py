@@ -93,6 +93,8 @@ def check_mode(
     assert stats["acceptance_length"] >= 1 if is_told else stats["acceptance_length"] is None
     loaded = world.calls("from_dir")[0]["options"]
     assert ("multi_block_mode" in loaded) == (method in ("medusa", "eagle"))
+    if method == "medusa":
+        assert len(loaded["medusa_choices"]) == 6, "as many as the checkpoint has room for"
 
 
 def check_streaming(world: World, engine: Path, texts: list[Any]) -> None:
