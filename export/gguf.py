@@ -21,19 +21,18 @@ from specdec.errors import SpecDecError, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.staging import check_free_space
-from specdec.files.tensor_file import DTYPES
-from specdec.gguf.file import import_gguf
+from specdec.gguf.file import PLAIN, import_gguf
 from specdec.gguf.folder import localize
-from specdec.gguf.names import ARCHITECTURES, LAYER_NAMES, NAMES, interleave
+from specdec.gguf.names import ARCHITECTURES, LAYER_NAMES, NAMES, order_turned
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
-from .source import Contents, Order, Part, Source, list_entered
+from .source import Contents, Order, Part, list_entered
 from .tokenizers import Vocabulary, read_template, read_tokenizer
 
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 # dtype -> the file's type of matrices, by their names in the gguf package.
-TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+TYPES = {dtype: kind for kind, dtype in PLAIN.items()}
 Q8_BLOCK = 32
 
 
@@ -124,7 +123,7 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
     check_free_space(path, sum(tensor.num_bytes for tensor in planned), "the file takes at least")
     for tensor in planned:
         writer.add_tensor_info(
-            tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes, raw_dtype=tensor.kind
+            tensor.name, tensor.shape, np.float32, tensor.num_bytes, raw_dtype=tensor.kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -170,69 +169,47 @@ def add_values(
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as the file has it.
-
-    shape, dtype: of the numbers that `make` returns. kind: GGUF's type.
-    """
+    """A tensor of the file. shape: of its numbers; kind: GGUF's type; make: returns its array."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    num_bytes: int
     kind: Any
     make: Callable[[], Array]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def list_stored(gguf: Any, order: Order, contents: Contents, kind: str) -> list[Stored]:
     """Every tensor, read when it is made: vectors in float32, matrices as asked for."""
-    types, net, source = gguf.GGMLQuantizationType, get_net(order), order.source
-    dtype = source.model.dtype
-    heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
-    if ARCHITECTURES[net.architecture] != "llama":
-        heads = {}
-    found = []
-    factors = plan_rotary(net)
+    types, source, found = gguf.GGMLQuantizationType, order.source, []
+
+    def add(name: str, shape: tuple[int, ...], kind: Any, make: Callable[[], Array]) -> None:
+        size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        found.append(Stored(name, shape, math.prod(shape) // size * num_bytes, kind, make))
+
+    factors = plan_rotary(get_net(order))
     if factors is not None:
         single = factors.astype(np.float32)
-        found.append(
-            Stored("rope_freqs.weight", single.shape, single.dtype, types.F32, lambda: single)
-        )
+        add("rope_freqs.weight", single.shape, types.F32, lambda: single)
     for name in sorted(contents.tensors):
         part = contents.tensors[name]
         shape = source.get_info(part).shape
         if name == "d2t":
             # Absolute ids, where Hugging Face's are added to the number.
-            ids = source.read(part) + np.arange(shape[0])
-            found.append(
-                Stored(
-                    name, shape, np.dtype(np.int64), types.I64, functools.partial(np.asarray, ids)
-                )
-            )
+            ids: Array = source.read(part) + np.arange(shape[0])
+            add(name, shape, types.I64, functools.partial(np.asarray, ids))
             continue
-        chosen = "F32" if len(shape) == 1 else kind
-        wanted = next((n for n, stored in TYPES.items() if stored == chosen), "float32")
-        read = functools.partial(
-            read_matrix, source, part, heads.get(name.split(".")[-2]), dtype, wanted
-        )
-        stored = np.dtype(DTYPES[wanted][1])
-        if chosen == "Q8_0":
-            shape, stored = (
-                gguf.quants.quant_shape_to_byte_shape(shape, types.Q8_0),
-                np.dtype(np.uint8),
-            )
-            read = functools.partial(lambda inner: gguf.quants.quantize(inner(), types.Q8_0), read)
-        found.append(Stored(name, shape, stored, getattr(types, chosen), read))
+        chosen = types.F32 if len(shape) == 1 else types[kind]
+        add(name, shape, chosen, functools.partial(read_tensor, gguf, order, name, part, chosen))
     return found
 
 
-def read_matrix(
-    source: Source, part: Part, num_heads: int | None, dtype: str, wanted: str
-) -> Array:
-    """A tensor in the type `wanted`; num_heads: of a projection whose rows are reordered."""
-    array = source.read(part)
-    if num_heads is not None:
-        array = interleave(array, num_heads)
-    return np.ascontiguousarray(cast(array, dtype, wanted))
+def read_tensor(gguf: Any, order: Order, name: str, part: Part, kind: Any) -> Array:
+    """A tensor in a type of GGUF's, rows of queries and keys in llama.cpp's order."""
+    net, array = get_net(order), order.source.read(part)
+    heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
+    module = name.split(".")[-2]
+    if module in heads and ARCHITECTURES[net.architecture] == "llama":
+        array = array[np.argsort(order_turned(len(array), heads[module]))]
+    wanted = PLAIN.get(kind.name, "float32")
+    values: Array = np.ascontiguousarray(cast(array, order.source.model.dtype, wanted))
+    return values if kind.name in PLAIN else gguf.quants.quantize(values, kind)

@@ -19,7 +19,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.gguf.file import PLAIN
-from specdec.model.blocks import BLOCK_TYPES, GGUF, TYPES, BlockType, widen_rows
+from specdec.model.blocks import BLOCK_TYPES, GGUF, TYPES, widen_rows
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block
 from specdec.model.tensors import EMBEDDING, HEAD, list_linears
@@ -100,8 +100,14 @@ def _plan_blocks(
         assert piece.block is not None
         kind, (height, depth), raw = sources[piece.name]
         columns = piece.block.columns or (0, depth)
-        _check_columns(module, columns, TYPES[kind], folder, model)
         first, last = map(TYPES[kind].count_bytes, columns)
+        if columns[0] % TYPES[kind].size or columns[1] % TYPES[kind].size:
+            raise SpecDecError(
+                f"{folder.path}: {module} does not split over {model.tp_size} ranks: each would"
+                f" have {columns[1] - columns[0]} columns, and {TYPES[kind].name} has blocks of"
+                f" {TYPES[kind].size}",
+                f"use a smaller --tp-size, or {DEQUANTIZE}",
+            )
         for pieces, info, compute in (
             (rows, (height, width), functools.partial(_read_rows, raw, first, last, width)),
             (types, (height,), functools.partial(_read_types, int(kind))),
@@ -130,33 +136,19 @@ def _read_types(kind: int, _: str, start: int, stop: int, _columns: object) -> A
     return np.full(stop - start, kind, np.uint8)
 
 
-def _check_columns(
-    module: str, columns: tuple[int, int], kind: BlockType, folder: GgufFolder, model: ModelConfig
-) -> None:
-    first, last = columns
-    if first % kind.size or last % kind.size:
-        raise SpecDecError(
-            f"{folder.path}: {module} does not split over {model.tp_size} ranks: each would have"
-            f" {last - first} columns, and {kind.name} has blocks of {kind.size}",
-            f"use a smaller --tp-size, or {DEQUANTIZE}",
-        )
-
-
 def _report(
     folder: GgufFolder, rank: RankPlan, kept: Sequence[str], plain: Sequence[str],
     model: ModelConfig,
 ) -> None:  # fmt: skip
     """Say which types stay in blocks and which are widened, unless the file has no blocks."""
-    counts = []
+    told, names = [], set()
     for modules in (kept, plain):
         pieces = [piece for module in modules for piece in rank[f"{module}.weight"].pieces]
         found = [raw[0].name for p in pieces if (raw := folder.raw(p.name)) is not None]
-        counts.append(collections.Counter(found))
-    if not set(counts[0] + counts[1]) <= set(PLAIN):
-        told = [
-            ", ".join(f"{name} ({n})" for name, n in sorted(each.items())) or "none"
-            for each in counts
-        ]
+        names |= set(found)
+        counts = sorted(collections.Counter(found).items())
+        told.append(", ".join(f"{name} ({n})" for name, n in counts) or "none")
+    if not names <= set(PLAIN):
         logger.info(
             "%s: matrices that stay as they are: %s; widened to %s: %s", folder.path, told[0],
             model.dtype, told[1],

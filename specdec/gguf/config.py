@@ -148,16 +148,13 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": data.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": data.get("feed_forward_length") and data.count("feed_forward_length"),
         "max_position_embeddings": data.count("context_length"),
         "rope_theta": data.positive("rope.freq_base", 10000.0),
         "tie_word_embeddings": not data.has("output.weight"),
         "dtype": choose_dtype(data.tensors),
     }
-    if config["intermediate_size"] is None:
-        if not architecture.experts:
-            data.need("feed_forward_length")
-        del config["intermediate_size"]
+    if data.get("feed_forward_length") or not architecture.experts:
+        config["intermediate_size"] = data.count("feed_forward_length")
     if data.name == "stablelm":
         config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
     else:
@@ -282,14 +279,14 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": top}
     inner = data.count(
-        "expert_feed_forward_length", max(1, (config["intermediate_size"] or 1) // top)
+        "expert_feed_forward_length", max(1, config.get("intermediate_size", 1) // top)
     )
     own = {
         "num_experts": count, "num_experts_per_tok": top, "moe_intermediate_size": inner,
         "norm_topk_prob": data.name == "qwen3moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     if data.name == "qwen2moe":
-        size = data.get("expert_shared_feed_forward_length", config["intermediate_size"])
+        size = data.get("expert_shared_feed_forward_length", config.get("intermediate_size"))
         return own | {"shared_expert_intermediate_size": size}
     return own | {"attention_bias": _has_bias(data, "attn_q")}
 
@@ -381,13 +378,6 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_seed_oss(data: Metadata, _: object) -> dict[str, Any]:
-    return {
-        "attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate"),
-        "attention_out_bias": _has_bias(data, "attn_output"),
-    }  # fmt: skip
-
-
 def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
     # llama.cpp looks for the norm; its converter writes `true` where config.json does not say.
     data.used.add("use_parallel_residual")
@@ -413,7 +403,9 @@ OWN: dict[str, Own] = {
     "granite": _read_granite,
     "stablelm": _read_stablelm,
     "smollm3": lambda data, _: _read_biases(data, _) | {"no_rope_layer_interval": 4},
-    "seed_oss": _read_seed_oss,
+    "seed_oss": lambda data, _: _read_biases(data, _) | {
+        "attention_out_bias": _has_bias(data, "attn_output")
+    },
     "qwen3_5_text": _read_hybrid,
     "qwen3_5_moe_text": _read_hybrid,
 }  # fmt: skip

@@ -20,6 +20,7 @@ import numpy as np
 from specdec.errors import SpecDecError, join_names, name_extra, shorten
 from specdec.files.folders import GGUF_MAGIC, list_parts
 from specdec.files.reading import Array, open_file, read_into
+from specdec.files.tensor_file import DTYPES
 
 VERSIONS = (2, 3)
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -204,8 +205,7 @@ def decode(rows: Array, kind: str) -> Array:
     rows: uint8 [rows, bytes]. They are the bits that the package `gguf` computes.
     """
     if kind in PLAIN:
-        storage = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind]
-        return rows.view(storage)
+        return rows.view(DTYPES[PLAIN[kind]][1])
     gguf = import_gguf(f"a matrix of type {kind}")
     values: Array = gguf.quants.dequantize(rows, getattr(gguf.GGMLQuantizationType, kind))
     return values

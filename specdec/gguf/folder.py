@@ -6,6 +6,7 @@ It holds config.json, generation_config.json and the tokenizer's files, which tr
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -79,14 +80,11 @@ def _find_parent() -> Path:
     """The folder in the cache, or a temporary one where there is none that can be written."""
     from specdec.engine.kernel_cache import find_cache
 
-    cache = find_cache()
-    try:
-        if cache is not None:
+    if (cache := find_cache()) is not None:
+        with contextlib.suppress(OSError):
             (cache / "gguf").mkdir(parents=True, exist_ok=True)
             if os.access(cache / "gguf", os.W_OK):
                 return cache / "gguf"
-    except OSError:
-        pass
     return _make_temporary()
 
 

@@ -17,7 +17,7 @@ from specdec.files.tensor_file import TensorInfo
 
 from .config import Metadata, find_architecture, read_config
 from .file import PLAIN, Stored, decode, import_gguf, merge_tensors, open_parts
-from .names import MTP_NAMES, NAMES, Architecture, separate
+from .names import MTP_NAMES, NAMES, order_turned
 from .special import LISTS, PREFIX, read_special
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias|)")
@@ -138,16 +138,16 @@ class GgufModel:
     def _name_part(self, module: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
         """The modules of a layer that a tensor holds, with their parts of it."""
         own = self.architecture
-        if (found := find_module(own, module)) is not None:
+        if (found := own.modules.get(module)) is not None:
             yield found, self._open(found, module, stored)
         elif module == "attn_qkv":
             start = 0
             for part, count in (*self._heads.items(), ("attn_v", self._heads["attn_k"])):
                 rows = count * self.config["head_dim"]
                 is_turned = own.interleaves and part != "attn_v"
-                yield str(find_module(own, part)), Entry(
+                yield own.modules[part], Entry(
                     stored, (rows, *stored.shape[1:]), start=start,
-                    order=separate(np.arange(rows), count) if is_turned else None,
+                    order=order_turned(rows, count) if is_turned else None,
                 )  # fmt: skip
                 start += rows
         elif module == "ssm_ba":  # of each key head the rows of b, then those of a
@@ -181,7 +181,7 @@ class GgufModel:
         if self.architecture.deals_heads:
             order, columns = order_values(found, self.config)
         if self.architecture.interleaves and module in self._heads:
-            order = separate(np.arange(stored.num_rows), self._heads[module])
+            order = order_turned(stored.num_rows, self._heads[module])
         return Entry(stored, shape, order=order, columns=columns, change=self._find_change(found))
 
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:
@@ -247,11 +247,6 @@ class GgufModel:
 
     def release(self) -> None:
         """Nothing that was read is kept."""
-
-
-def find_module(architecture: Architecture, module: str) -> str | None:
-    """Hugging Face's name of a layer's module, None where it has none."""
-    return next((theirs for theirs, ours in architecture.layer.items() if ours == module), None)
 
 
 def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Array | None]:

@@ -6,7 +6,10 @@ Names are those of llama.cpp at 0c1e57098 (gguf-py/gguf/tensor_mapping.py, src/l
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+
+import numpy as np
 
 from specdec.files.reading import Array
 
@@ -64,7 +67,7 @@ MTP_NAMES = {
 class Architecture:
     """One of llama.cpp's, as transformers has it.
 
-    interleaves: rows of q and k are reordered, as `interleave` does. shift: what the file's norms
+    interleaves: rows of q and k lie in the order of `order_turned`. shift: what the file's norms
     are larger by, but those of linear attention. experts: modules of which a tensor holds all
     experts. deals_heads: value heads of linear attention come one of each key head, see
     `order_values`.
@@ -77,6 +80,11 @@ class Architecture:
     shift: float = 0.0
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     deals_heads: bool = False
+
+    @functools.cached_property
+    def modules(self) -> dict[str, str]:
+        """Hugging Face's name of a layer's module by GGUF's."""
+        return {theirs: ours for ours, theirs in self.layer.items()}
 
 
 READ = {
@@ -114,18 +122,11 @@ ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
 READ["qwen3next"] = dataclasses.replace(READ["qwen35moe"], deals_heads=False)
 
 
-def interleave(weight: Array, num_heads: int) -> Array:
-    """Rows of a projection, reordered: llama.cpp rotates a channel with the next one.
+def order_turned(num_rows: int, num_heads: int) -> Array:
+    """Where the rows of a projection lie in a file: llama.cpp rotates a channel with the next one.
 
     Hugging Face rotates it with the one half a head further on.
     """
-    halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, *weight.shape[1:])
-    result: Array = halves.swapaxes(1, 2).reshape(weight.shape)
-    return result
-
-
-def separate(weight: Array, num_heads: int) -> Array:
-    """Undo `interleave`."""
-    pairs = weight.reshape(num_heads, len(weight) // num_heads // 2, 2, *weight.shape[1:])
-    result: Array = pairs.swapaxes(1, 2).reshape(weight.shape)
-    return result
+    pairs = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
+    order: Array = pairs.swapaxes(1, 2).reshape(-1)
+    return order
