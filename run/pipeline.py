@@ -70,6 +70,7 @@ def run_engine(
             check_hashes(draft_options.engine_dir)
     from specdec.decode.encoding import use_template
     from specdec.decode.prompts import make_requests
+    from specdec.decode.requests import choose_best
     from specdec.pretrained import load_tokenizer
     from specdec.tokenizer import find_tokenizer, lack_tokenizer
 
@@ -78,7 +79,7 @@ def run_engine(
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     tokenizer = use_template(tokenizer, settings.chat_template)
-    requests = make_requests(prompts, settings, tokenizer)
+    requests = make_requests(prompts, settings, tokenizer, repeats=not settings.streaming)
     if settings.streaming and tokenizer is None:
         raise lack_tokenizer("--streaming needs")
     engine, core = load_any_engine(settings, draft_options, tokenizer)
@@ -92,19 +93,19 @@ def run_engine(
         refuse_greedy(requests)
     if settings.dry_run:
         longest = max(len(r.input_ids) for r in requests)
-        return {"dry_run": True, **about, "num_prompts": len(requests), "longest": longest}
+        return {"dry_run": True, **about, "num_prompts": len(prompts), "longest": longest}
     if core is engine:  # TensorRT-LLM's, which was only described so far
         core.load()
-    logger.info("generating for %s", count(len(requests), "prompt"))
+    logger.info("generating for %s", count(len(prompts), "prompt"))
     began = time.perf_counter()
     results, is_interrupted = generate(engine, requests, settings, write)
     seconds = time.perf_counter() - began
     report: dict[str, Any] = {
-        "outputs": [describe_result(r, tokenizer, settings) for r in results],
+        "outputs": [describe_result(r, tokenizer, settings) for r in choose_best(results)],
         "stats": {**about, **describe_stats(core, results, seconds, settings)},
     }
     if settings.writes_logits:
-        write_logits(settings, results, report)
+        write_logits(settings, choose_best(results), report)
     if is_interrupted:
         report["interrupted"] = True
     return report
@@ -145,12 +146,16 @@ def check_flags(settings: RunSettings) -> None:
 
 
 def list_prompts(settings: RunSettings) -> list[Prompt]:
-    """The prompts of --input-text or --input-file."""
+    """The prompts of --input-text or --input-file; UsageError for what no text shows."""
     from specdec.decode.prompts import Prompt, read_prompts
 
     if settings.input_file is None:
         return [Prompt(text=text) for text in settings.input_text]
-    return [line.prompt for line in read_prompts(settings.input_file, "--input-file")]
+    lines = read_prompts(settings.input_file, "--input-file")
+    asking = [line.where for line in lines if line.prompt.logprobs is not None]
+    if asking and not settings.json:
+        raise UsageError(f"{asking[0]} asks for logprobs, which texts do not show", "add --json")
+    return [line.prompt for line in lines]
 
 
 def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:
@@ -268,6 +273,11 @@ def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings
         shown["origins"] = result.origins
         if not settings.json:
             shown["pieces"] = split_pieces(result, text, tokenizer)
+    if result.request.num_logprobs is not None:
+        shown["logprobs"] = [dataclasses.asdict(one) for one in result.logprobs]
+    if result.request.wants_prompt_logprobs:
+        told = result.prompt_logprobs
+        shown["prompt_logprobs"] = [one and dataclasses.asdict(one) for one in told]
     return {
         "index": result.request.index,
         "input_text": result.request.input_text,

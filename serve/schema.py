@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from specdec import Engine, Prompt, PromptError, SpecDecError
 from specdec.chat import ChatError, wrap_calls
 from specdec.decode.encoding import render_chat
 from specdec.decode.grammar import SPACING, space_schema, write_choice
-from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check
+from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check, read_bias
 from specdec.decode.requests import ONLY, Request
 from specdec.decode.text import read_stream
 from specdec.errors import shorten, suggest, summarize
@@ -56,7 +55,6 @@ STRUCTURED = {
     "grammar": "lark",
 }  # fmt: skip
 PART = ("type", "text")  # of a message
-TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 # Settings of a prompt under their own names.
 SETTINGS = {
     name: CHECKS[name] for name in (
@@ -97,10 +95,6 @@ def _or(special: int, check: Check) -> Check:
     return lambda v: (type(v) is int and v == special) or check[0](v), check[1]
 
 
-def _read_bias(value: Mapping[str, Any]) -> dict[Any, Any]:
-    return {int(k) if TOKEN_NAME.fullmatch(k) else k: value[k] for k in value}
-
-
 def _is_stop(value: Any) -> bool:
     words = [value] if _is_text(value) else value
     return (
@@ -130,16 +124,13 @@ ASKED: Parameters = {
     "max_tokens": LIMIT,
     **{name: _or(-1, CHECKS[name]) for name in ("top_k", "truncate_prompt_tokens")},  # all
     "logit_bias": (
-        lambda v: OBJECT[0](v) and len(v) <= MAX_BIASES and CHECKS["logit_bias"][0](_read_bias(v)),
+        lambda v: OBJECT[0](v) and len(v) <= MAX_BIASES and CHECKS["logit_bias"][0](read_bias(v)),
         f"{CHECKS['logit_bias'][1]}, at most {MAX_BIASES}",
     ),
     "stop": (
         _is_stop, f"a text of at most 1000 characters, or a list of at most {MAX_STOPS} of them"
     ),
-    **dict.fromkeys(("n", "best_of"), (
-        lambda v: type(v) is int and 1 <= v <= MAX_CHOICES,
-        f"a whole number from 1 to {MAX_CHOICES}",
-    )),
+    **dict.fromkeys(("n", "best_of"), CHECKS["best_of"]),
     "prompt_logprobs": TOP,
     "seed": (
         lambda v: type(v) is int and -(2**63) <= v < 2**64,
@@ -424,7 +415,7 @@ def _read_settings(
         room = engine.max_seq_len - (own["max_output_len"] or 1)
         most = max(1, min(engine.max_input_len, room))
     shared = {"temperature": 1.0} | {name: asked[name] for name in SETTINGS if name in asked} | {
-        "logit_bias": _read_bias(asked.get("logit_bias", {})) or None,
+        "logit_bias": read_bias(asked.get("logit_bias", {})) or None,
         "stop": [word for word in ([stop] if _is_text(stop) else stop or ()) if word],
         "top_k": 0 if top_k == -1 else top_k,  # vLLM's for all
         "truncate_prompt_tokens": most,

@@ -28,6 +28,7 @@ from specdec.decode.requests import (
     Request,
     RequestStats,
     TokenLogprob,
+    choose_best,
     name_prompt,
 )
 from specdec.decode.settings import DecodeSettings
@@ -312,7 +313,7 @@ class Engine:
         """
         listed, defaults = _list_prompts(prompts), Prompt(**settings)
         with self._use() as core:
-            requests = self._make_requests(core, listed, defaults)
+            requests = self._make_requests(core, listed, defaults, repeats=True)
             if not requests:
                 return []
             batch = self._batch
@@ -330,7 +331,7 @@ class Engine:
                 for request in results:
                     while request.finish_reason is None:
                         self._step(batch)
-        return [_describe(result, self.tokenizer) for result in results]
+        return [_describe(result, self.tokenizer) for result in choose_best(results)]
 
     def run(self, requests: Sequence[Request], **kept: Any) -> list[ActiveRequest]:
         """Decode prepared requests while no stream is open; `generate` for commands.
@@ -443,8 +444,9 @@ class Engine:
         )
 
     def _make_requests(
-        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt, first: int = 0
-    ) -> list[Request]:
+        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt, first: int = 0,
+        *, repeats: bool = False,
+    ) -> list[Request]:  # fmt: skip
         checked = []
         for index, prompt in enumerate(map(_to_prompt, prompts), first):
             given = prompt.list_given()
@@ -460,7 +462,7 @@ class Engine:
             checked.append(check_prompt(index, Prompt(**filled)))
         requests = make_requests(
             checked, self._settings, self.tokenizer, self._end_ids,
-            lambda grammar: self._grammars.compile(grammar), first,
+            lambda grammar: self._grammars.compile(grammar), first, repeats,
         )  # fmt: skip
         core.check_requests(requests)
         return requests

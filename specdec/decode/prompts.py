@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import math
 import numbers
+import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ STDIN, GZIP = Path("-"), ".gz"
 MAX_LOGPROBS = 20
 MAX_WORDS = 1024
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
+TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
@@ -136,11 +138,13 @@ class Prompt:
     those in the output.
     logprobs: for how many of the likeliest tokens to return log-probabilities, besides each new
     one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens too,
-    which takes reading it whole. speculation: False drafts nothing for this prompt. keep_trees: let
-    the events of a stream have the tree of each step. grammar: what the text keeps to:
-    {"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["...", "..."]} or
-    {"lark": "..."}. Between the parts of a JSON text there is at most the white space that
-    json.dumps writes; {"x-guidance": {"whitespace_flexible": True}} in its schema allows all.
+    which takes reading it whole. best_of: so many outputs are made, with consecutive seeds, and the
+    one with the highest sum of log-probabilities is returned; not of streams. speculation: False
+    drafts nothing for this prompt. keep_trees: let the events of a stream have the tree of each
+    step. grammar: what the text keeps to: {"json_schema": {...}}, {"json_object": True}, {"regex":
+    "..."}, {"choice": ["...", "..."]} or {"lark": "..."}. Between the parts of a JSON text there is
+    at most the white space that json.dumps writes; {"x-guidance": {"whitespace_flexible": True}} in
+    its schema allows all.
     """
 
     text: str | None = _field((lambda v: isinstance(v, str), "a text"))
@@ -177,6 +181,7 @@ class Prompt:
     presence_penalty: float | None = _field(_number(-2, 2))
     logprobs: int | None = _field(_count(0, MAX_LOGPROBS))
     prompt_logprobs: bool | None = _field(BOOL)
+    best_of: int | None = _field(_count(1, 128))
     speculation: bool | None = _field(BOOL)
     keep_trees: bool | None = _field(BOOL)
     grammar: Mapping[str, Any] | None = _field(OBJECT)
@@ -192,7 +197,7 @@ CHECKS: dict[str, Check] = {
 }
 # The fields of a prompt by their keys in a .jsonl line; error messages name the keys.
 SOURCES = {"prompt": "text", "input_ids": "token_ids", "messages": "messages"}
-NOT_IN_LINES = {"end_ids", *SHAPING, "logprobs", "prompt_logprobs", "speculation", "keep_trees"}
+NOT_IN_LINES = {"end_ids", "keep_trees"}
 LINE_FIELDS = SOURCES | {
     name: name for name in CHECKS if name not in {*NOT_IN_LINES, *SOURCES.values()}
 }
@@ -285,9 +290,16 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
             f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
     values = {LINE_FIELDS[key]: value for key, value in entry.items() if key in LINE_FIELDS}
+    if isinstance(bias := values.get("logit_bias"), dict):
+        values["logit_bias"] = read_bias(bias)
     find_faults(values, f"{where}: ").raise_all()
     others = {key: value for key, value in entry.items() if key not in LINE_FIELDS}
     return Line(where, Prompt(**values), others)
+
+
+def read_bias(value: Mapping[str, Any]) -> dict[Any, Any]:
+    """A logit_bias of JSON by token ids; a key that is no id stays a text."""
+    return {int(k) if TOKEN_NAME.fullmatch(k) else k: value[k] for k in value}
 
 
 def find_faults(
@@ -403,11 +415,13 @@ def make_requests(
     end_ids: frozenset[int] | None = None,
     compile_grammar: Callable[[Mapping[str, Any]], Grammar] | None = None,
     first: int = 0,
+    repeats: bool = False,
 ) -> list[Request]:
     """Tokenize prompts that are checked already; a prompt's own settings win over the flags.
 
     first: the index of the first one. end_ids: tokens that end a request, where they are known
-    already. compile_grammar: for prompts that have a grammar, where there is one already.
+    already. compile_grammar: for prompts that have a grammar, where there is one already. repeats:
+    whether a prompt may have several requests, of which `choose_best` takes one.
     """
     from specdec.decode.encoding import encode_prompt  # which knows prompts
 
@@ -423,6 +437,14 @@ def make_requests(
         if tokenizer is None and (prompt.stop or prompt.bad_words):
             raise lack_tokenizer("stop words need" if prompt.stop else "bad_words need")
         _check_combination(name_prompt(index), prompt)
+        best_of = prompt.best_of or 1
+        if best_of > 1 and not repeats:
+            raise PromptError(
+                f"{name_prompt(index)} has best_of {best_of}, which chooses among complete outputs;"
+                " here it has one, or its output is streamed",
+                "leave best_of out",
+                field="best_of",
+            )
         grammar = None
         if prompt.grammar is not None:
             compile_grammar = compile_grammar or GrammarCompiler(tokenizer, end_ids).compile
@@ -434,14 +456,15 @@ def make_requests(
         ends = stop_ids | (end_ids if prompt.end_ids is None else frozenset(prompt.end_ids))
         hidden = stop_ids if prompt.skip_special_tokens is not False else ends
         assert prompt.max_output_len is not None
-        requests.append(
+        sampling = _make_sampling(prompt, typical, tokenizer)
+        requests += [
             Request(
                 index=index,
                 input_text=text,
                 input_ids=ids,
                 max_output_len=prompt.max_output_len,
                 end_ids=ends,
-                sampling=_make_sampling(prompt, typical, tokenizer),
+                sampling=dataclasses.replace(sampling, seed=(sampling.seed + at) % 2**64),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 form=TextForm(
                     hidden=frozenset() if prompt.include_stop_str_in_output else hidden,
@@ -450,13 +473,14 @@ def make_requests(
                     spaces_special=prompt.spaces_between_special_tokens is not False,
                     min_tokens=prompt.min_tokens or 0,
                 ),
-                num_logprobs=prompt.logprobs,
+                num_logprobs=prompt.logprobs if best_of == 1 else prompt.logprobs or 0,
                 wants_prompt_logprobs=bool(prompt.prompt_logprobs),
                 drafts=prompt.speculation is not False,
                 keep_trees=bool(prompt.keep_trees),
                 grammar=grammar,
             )
-        )
+            for at in range(best_of)
+        ]
     return requests
 
 

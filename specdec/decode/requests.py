@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -307,6 +308,16 @@ class ActiveRequest:
         """Keep what was drafted where the newest token was emitted instead."""
         if tokens:
             self.rejected[len(self.output_ids) - 1] = tokens
+
+
+def choose_best(results: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+    """Of each prompt's results that with the highest sum of log-probabilities, ended ones first."""
+
+    def rate(result: ActiveRequest) -> tuple[bool, float]:
+        return result.finish_reason is not None, sum(one.logprob for one in result.logprobs)
+
+    by_prompt = itertools.groupby(results, lambda result: result.request.index)
+    return [max(own, key=rate) for _, own in by_prompt]
 
 
 def find_problems(

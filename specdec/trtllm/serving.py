@@ -199,19 +199,13 @@ class ExecutorCore:
         """Raise SpecDecError that lists every request that the engine cannot do."""
         problems = Problems()
         for request in requests:
-            is_plain = self.folder.mode is None
-            for is_asked, field, what in (
-                (request.num_logprobs is not None, "logprobs", "log-probabilities"),
-                (request.keep_trees, "keep_trees", "draft trees"),
-                (not request.drafts and not is_plain, "speculation", "decoding without drafts"),
-            ):
-                if is_asked:
-                    problems.add(
-                        f"{request.name} asks for {what}, which is not offered with an"
-                        " engine of TensorRT-LLM",
-                        "leave it out, or serve an engine of the torch backend",
-                        field,
-                    )
+            if request.keep_trees:
+                problems.add(
+                    f"{request.name} asks for draft trees, which is not offered with an engine of"
+                    " TensorRT-LLM",
+                    "leave it out, or serve an engine of the torch backend",
+                    "keep_trees",
+                )
         problems.raise_all()
         check_requests(requests, self.folder, None)
 

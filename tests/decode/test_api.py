@@ -166,6 +166,18 @@ def test_prompts_have_their_own_settings(engine: Engine) -> None:
     assert engine.generate([5, 9], temperature=0.8, seed=7, max_output_len=12)[0] == alone[1]
 
 
+def test_the_best_of_several_outputs(engine: Engine) -> None:
+    given: dict[str, Any] = {"token_ids": [5, 9], "temperature": 1.5, "max_output_len": 5}
+    several = [Prompt(**given, seed=seed, logprobs=0) for seed in range(3, 8)]
+    sums = [sum(o.logprob for o in output.logprobs) for output in engine.generate(several)]
+    best = Prompt(**given, seed=3, best_of=5)
+    (output,) = engine.generate(best)
+    assert sum(one.logprob for one in output.logprobs) == pytest.approx(max(sums), abs=1e-4)
+    with pytest.raises(PromptError, match="the prompt has best_of 5") as caught:
+        engine.stream(best)
+    assert caught.value.field == "best_of"
+
+
 def test_a_stream_gives_the_text_of_generate(engine: Engine) -> None:
     """Stop words held back and cut; the last event says how it ended."""
     (whole,) = engine.generate("def a", max_output_len=LIMIT, end_ids=())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from specdec import logs
 from specdec.decode import loop
@@ -469,6 +470,38 @@ def test_prompts_from_stdin(folder: Path) -> None:
     assert len(json.loads(lines.stdout)["outputs"][0]["output_ids"]) == 1
     empty = run(folder, *flags, stdin="\n")
     assert read_error_lines(empty.stderr)[0] == "- holds no prompt"
+
+
+def test_log_probabilities_and_the_best_of_several(folder: Path, tmp_path: Path) -> None:
+    """Lines ask for them as requests to the server do; transformers has the same of a prompt."""
+    sampled = {"prompt": "cd", "temperature": 1, "max_output_len": 6}
+    lines = [
+        {"prompt": "abc", "logprobs": 2, "prompt_logprobs": True, "logit_bias": {"101": 100}},
+        *({**sampled, "seed": seed, "logprobs": 0} for seed in (5, 6, 7)),
+        {**sampled, "seed": 5, "best_of": 3},
+    ]
+    (path := tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = run(folder, "--input-file", path, "--max-output-len", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    first, *others, best = json.loads(done.stdout)["outputs"]
+    assert first["output_ids"] == [101] * 3
+    assert [len(told["top"]) for told in first["logprobs"]] == [2] * 3
+    model = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    ids = torch.tensor([first["input_ids"]])
+    with torch.no_grad():
+        wanted = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None]).flatten()
+    assert first["prompt_logprobs"][0] is None
+    told = [one["logprob"] for one in first["prompt_logprobs"][1:]]
+    assert told == pytest.approx(wanted.tolist(), abs=1e-4)
+    sums = [sum(one["logprob"] for one in output["logprobs"]) for output in others]
+    assert len({tuple(output["output_ids"]) for output in others}) == 3
+    assert best["output_ids"] == others[sums.index(max(sums))]["output_ids"]
+    assert best["index"] == 4
+
+    refused = run(folder, "--input-file", path)
+    assert f"{path} line 1 asks for logprobs" in read_error_lines(refused.stderr)[0]
+    refused = run(folder, "--input-file", path, "--json", "--streaming")
+    assert "prompt 4 has best_of 3" in read_error_lines(refused.stderr)[0]
 
 
 def test_logits_file(folder: Path, tmp_path: Path) -> None:
