@@ -102,8 +102,12 @@ def read_spec_bench(folder: Path) -> list[Prompt]:
 def read_human_eval(path: Path) -> list[Prompt]:
     """The beginnings of functions of https://github.com/openai/human-eval, each a user's turn."""
     lines = read_prompts(path, "--prompts", HUMAN_EVAL_KEYS)
-    if wrong := next((line.where for line in lines if line.prompt.text is None), None):
-        raise SpecDecError(f'{wrong} has no "prompt"', "name HumanEval.jsonl or HumanEval.jsonl.gz")
+    for line in lines:
+        if line.prompt.text is None or "task_id" not in line.others:
+            raise SpecDecError(
+                f'{line.where} has no "task_id" or no "prompt"',
+                "name HumanEval.jsonl or HumanEval.jsonl.gz",
+            )
     return [Prompt(HUMAN_EVAL, Asked(), (str(line.prompt.text),)) for line in lines]
 
 

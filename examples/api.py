@@ -43,4 +43,6 @@ def main(engine_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"{__doc__}")
+    main(sys.argv[1])

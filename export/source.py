@@ -159,7 +159,7 @@ class Source:
             kind = "MinistralForCausalLM"
         if kind not in MODEL_TYPES or model.own_arithmetic is not None:
             raise SpecDecError(
-                f"{self.folder} holds a {kind}, which is not exported",
+                f"a {kind} is not exported",
                 f"the models that are: {', '.join(MODEL_TYPES)}; any other is given to its runtime"
                 " as the Hugging Face folder that it was converted from",
             )

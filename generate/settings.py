@@ -116,6 +116,9 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     (lambda s: s.draft_model_dir is None and s.draft_len not in (None, "auto"),
      "--draft-len {draft_len}" + LACK,
      "give the draft model, or 'auto', which adapts the length of any drafts"),
+    (lambda s: s.texts and s.max_seq_len is not None and s.max_output_len >= s.max_seq_len,
+     "--max-output-len {max_output_len} leaves a prompt no room in --max-seq-len {max_seq_len}",
+     "lower the first, or raise the second"),
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 class SpecDecError(Exception):
@@ -18,6 +19,9 @@ class SpecDecError(Exception):
         self.message = message
         self.hint = hint
         self.problems = list(problems) or [(message, hint)]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # or a process pool could not hand it on
+        return type(self), (self.message, self.hint), vars(self)
 
 
 DISTRIBUTION = "specdec-toolchain"  # `specdec` on the package index is another project
@@ -59,6 +63,9 @@ class Fault(tuple[str, str]):
         fault = super().__new__(cls, (fact, remedy))
         fault.field, fault.reason = field, reason
         return fault
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self.field, self.reason)
 
 
 class EngineBusyError(SpecDecError):
@@ -129,12 +136,37 @@ class Problems(list[tuple[str, str]]):
         )
 
 
-def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
+# What other tools call an option or a setting -> what it is called here, where one of these is.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_output_len",), "max_new_tokens": ("max_output_len", "max_tokens"),
+    "n_predict": ("max_output_len", "max_tokens"), "n": ("max_output_len",),
+    "max_length": ("max_output_len", "model_max_length", "max_seq_len"),
+    "max_model_len": ("max_seq_len",), "ctx_size": ("max_seq_len",), "c": ("max_seq_len",),
+    "prompt": ("input_text", "prompts", "messages"), "p": ("input_text", "input_file"),
+    "prompts": ("input_file",), "qformat": ("quantization",), "f": ("input_file",),
+    "calib_dataset": ("calibration_data",), "seed": ("random_seed",), "stop": ("stop_words",),
+    "eos_token_id": ("end_id",), "model": ("model_dir", "engine_dir"),
+    "m": ("model_dir", "engine_dir"), "engine": ("engine_dir",), "tokenizer": ("tokenizer_dir",),
+    "draft_model": ("draft_model_dir", "draft_engine_dir", "drafter_model_dir"),
+    "md": ("draft_model_dir", "draft_engine_dir"), "model_draft": ("draft_model_dir",),
+    "batch_size": ("max_batch_size", "batch_sizes"), "tp": ("tp_size",),
+    "tensor_parallel_size": ("tp_size",), "output": ("output_dir", "output_file"),
+    "o": ("output_dir", "output_file"), "outfile": ("output_dir",),
+}  # fmt: skip
+
+
+def find_nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name that is meant by `name`, or is nearest to it."""
     import difflib
 
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    meant = [alias for alias in ALIASES.get(name, ()) if alias in known]
+    return next(iter(meant or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
+def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+    """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
+    found = find_nearest(name, known, cutoff)
+    return f" (did you mean {found}?)" if found else ""
 
 
 def summarize(error: BaseException) -> str:

@@ -155,6 +155,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         "float": _read_number,
     }  # fmt: skip
     read: Callable[[Any, Flag], Any] = readers.get(flag.kind, _read_text)
+    if str(value).startswith("~/") and (flag.kind == "path" or name.endswith("dir")):
+        value = os.path.expanduser(value)  # as no shell does in a recipe and in --model-dir=~/m
     try:
         found = None if value is None else read(value, flag)
     except _Unexpected as error:
@@ -190,7 +192,7 @@ def _read_list(value: Any, flag: Flag) -> list[str]:
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in values):
         raise _Unexpected("a text or a list of texts")
-    if not all(_is_whole(str(v)) for v in values):
+    if not all(is_whole(str(v)) for v in values):
         raise _Unexpected("text of whole characters, in UTF-8")
     return [str(v) for v in values]
 
@@ -216,7 +218,7 @@ def _read_text(value: Any, flag: Flag) -> str | Path:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise _Unexpected("a text")
     text, is_path = str(value), flag.kind == "path"
-    if not _is_whole(text):
+    if not is_whole(text):
         raise _Unexpected("text of whole characters, in UTF-8")
     if is_path and (not text or "\0" in text):
         raise _Unexpected("a path")  # Path("") would be the current folder
@@ -226,7 +228,7 @@ def _read_text(value: Any, flag: Flag) -> str | Path:
     return Path(text) if is_path else same.get(text.replace("_", "-"), text)
 
 
-def _is_whole(text: str) -> bool:
+def is_whole(text: str) -> bool:
     """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 

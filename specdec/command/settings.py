@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.errors import UsageError, suggest
+from specdec.errors import UsageError, find_nearest, suggest
 from specdec.options import check_value, get_flags, name_flag
 
 T = TypeVar("T")
+OPTION_HINT = (
+    "--help and --all list the options, `specdec docs flags` has what replaces TensorRT-LLM's"
+)
 SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
 
 
@@ -22,31 +25,13 @@ class Other:
     recipe: Path | None = None  # None: the command line
 
 
-# What other tools call an option -> what it is called here, where a command has one of these.
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "max_tokens": ("max_output_len",), "max_new_tokens": ("max_output_len", "max_tokens"),
-    "max_length": ("max_output_len", "model_max_length", "max_seq_len"),
-    "max_model_len": ("max_seq_len",), "prompt": ("input_text", "prompts"),
-    "prompts": ("input_file",), "qformat": ("quantization",),
-    "calib_dataset": ("calibration_data",), "seed": ("random_seed",), "stop": ("stop_words",),
-    "eos_token_id": ("end_id",), "model": ("model_dir", "engine_dir"),
-    "engine": ("engine_dir",), "tokenizer": ("tokenizer_dir",),
-    "draft_model": ("draft_engine_dir", "drafter_model_dir"),
-    "batch_size": ("max_batch_size", "batch_sizes"), "tp": ("tp_size",),
-    "tensor_parallel_size": ("tp_size",), "output": ("output_dir", "output_file"),
-}  # fmt: skip
-
-
 def suggest_option(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean --X?)` for an option that is not known, or an empty string.
 
     name, known: options with or without their dashes.
     """
     names = [option.lstrip("-").replace("-", "_") for option in known]
-    bare = name.lstrip("-").replace("-", "_")
-    found = next((alias for alias in ALIASES.get(bare, ()) if alias in names), None)
-    if found is None:
-        found = suggest(bare, names).removeprefix(" (did you mean ").removesuffix("?)")
+    found = find_nearest(name.lstrip("-").replace("-", "_"), names)
     return f" (did you mean {name_flag(found)}?)" if found else ""
 
 
@@ -63,7 +48,7 @@ def make_unknown_error(settings_class: type, section: str, name: str, other: Oth
         hint = f"`specdec {section} --help` lists the keys"
         return UsageError(fact + suggest(name, known), hint)
     fact = f"no such option {name_flag(name)}{suggest_option(name, known)}"
-    return UsageError(fact, "--help lists the options")
+    return UsageError(fact, OPTION_HINT)
 
 
 def _refuse_twins(mapping: Any) -> None:

@@ -19,7 +19,13 @@ from click.core import ParameterSource
 
 from specdec import __version__, errors, logs
 from specdec.command import help
-from specdec.command.settings import SECTIONS, resolve_settings, suggest_option, takes_others
+from specdec.command.settings import (
+    OPTION_HINT,
+    SECTIONS,
+    resolve_settings,
+    suggest_option,
+    takes_others,
+)
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
 from specdec.methods import METHODS
 from specdec.options import Flag, get_flags, name_flag
@@ -328,7 +334,7 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         command = error.ctx.command if error.ctx is not None else None
         known = [option for param in command.params for option in param.opts] if command else []
         nearest = suggest_option(error.option_name, known)
-        return 2, f"no such option {error.option_name}{nearest}", _HELP_HINT
+        return 2, f"no such option {error.option_name}{nearest}", OPTION_HINT
     if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA):
         words = error.message.partition("(")[2].removesuffix(")")
         name = getattr(error.ctx and error.ctx.command, "stage", "")

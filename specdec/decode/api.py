@@ -578,8 +578,8 @@ def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> Decode
 
 def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
     """Tell one prompt from several."""
-    if isinstance(prompts, (str, Prompt)):
-        return [prompts]
+    if isinstance(prompts, (str, bytes, Prompt)):
+        return [prompts]  # bytes are refused: they are no token ids
     listed: list[Any] = list(prompts)
     if listed and isinstance(listed[0], numbers.Integral):
         return [listed]

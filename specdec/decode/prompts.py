@@ -31,6 +31,7 @@ from specdec.files.reading import parse_json, read_json
 from specdec.gguf.folder import localize
 from specdec.hub import fetch_files
 from specdec.logs import get_logger
+from specdec.options import is_whole
 from specdec.tokenizer import lack_tokenizer
 
 logger = get_logger(__name__)
@@ -147,7 +148,9 @@ class Prompt:
     its schema allows all.
     """
 
-    text: str | None = _field((lambda v: isinstance(v, str), "a text"))
+    text: str | None = _field(
+        (lambda v: isinstance(v, str) and is_whole(v), "a text of whole characters")
+    )
     token_ids: Sequence[int] | None = _field(IDS)
     messages: Sequence[Mapping[str, Any]] | None = _field(MESSAGES)
     chat_template_kwargs: Mapping[str, Any] | None = _field(OBJECT)
@@ -264,7 +267,8 @@ def _read_lines(path: Path, flag: str) -> list[str]:
         raise SpecDecError(f"{path} is not gzip: {error}", "fetch the file again") from None
     except UnicodeError:
         raise SpecDecError(f"{name} is not UTF-8 text", f"convert {remedy}to UTF-8") from None
-    return text.split("\n")  # not splitlines(): U+2028 and its like may stand inside a JSON text
+    # not splitlines(): U+2028 and its like may stand inside a JSON text
+    return text.replace("\r\n", "\n").split("\n")
 
 
 def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
@@ -328,8 +332,10 @@ def check_prompt(index: int, prompt: Prompt) -> Prompt:
 
 def _make_plain(value: Any) -> Any:
     """A list, dict or int for what is like one, as an array of token ids is; else the value."""
-    if isinstance(value, (str, bool, int, float)):
+    if isinstance(value, (str, bytes, bool, int, float)):
         return value
+    if hasattr(value, "tolist"):  # an array or a tensor
+        return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numbers.Integral):

@@ -58,14 +58,16 @@ def check_vocabularies(
             raise SpecDecError(
                 f"the tokenizers differ: {how}",
                 "use a draft model of the target's family, or let it draft the tokens that both"
-                " have: --draft-vocabulary shared --draft-tokenizer-dir DRAFT",
+                " have: --draft-vocabulary shared (with --draft-tokenizer-dir DRAFT, except in"
+                " specdec generate)",
             )
         return
     if sizes[0] != sizes[1]:
         raise SpecDecError(
             f"the target's vocab_size is {sizes[0]}, the draft model's {sizes[1]}, and whether"
             " only padding differs is not known",
-            "give --tokenizer-dir and --draft-tokenizer-dir to compare them",
+            "use a draft model of the target's family; engines of folders that hold tokenizers tell"
+            " by themselves, for others give specdec-run --tokenizer-dir and --draft-tokenizer-dir",
         )
     logger.warning(
         "whether both models have one tokenizer is not known: their manifests record none;"

@@ -112,8 +112,10 @@ def test_what_is_no_benchmark_is_refused(tmp_path: Path) -> None:
         return caught.value.message
 
     assert "holds no Spec-Bench" in refuse(f"spec-bench:{tmp_path}")
-    write_lines(tmp_path / "a.jsonl", [{"task_id": "a", "input_ids": [1]}])
-    assert 'line 1 has no "prompt"' in refuse(f"humaneval:{tmp_path / 'a.jsonl'}")
+    for line in ({"task_id": "a", "input_ids": [1]}, {"prompt": "a"}):
+        write_lines(tmp_path / "a.jsonl", [line])
+        wrong = refuse(f"humaneval:{tmp_path / 'a.jsonl'}")
+        assert 'line 1 has no "task_id" or no "prompt"' in wrong
     path = write_human_eval(tmp_path / "a.jsonl.gz")
     path.write_bytes(path.read_bytes()[:-9])
     assert "a.jsonl.gz is not gzip" in refuse(f"humaneval:{path}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.command.stages import MAX_LINE, MAX_LISTED, MAX_WORD, print_error
-from specdec.errors import Problems, SpecDecError, cut_middle, summarize
+from specdec.errors import Problems, PromptError, SpecDecError, cut_middle, summarize
 from tests.conftest import (
     make_drafter,
     make_eagle_drafter,
@@ -78,6 +80,15 @@ def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
     assert "vocab_size is 200, the target's 128" in caught.value.message
 
 
+def test_errors_come_back_from_a_process_pool() -> None:
+    with pytest.raises(SpecDecError) as caught:
+        Problems().add("prompt 0 is empty", "give one", "text", "is empty").raise_all()
+    error: Any = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, PromptError)
+    assert (error.message, error.hint, error.field) == ("prompt 0 is empty", "give one", "text")
+    assert error.reason == error.problems[0].reason == "is empty"
+
+
 @pytest.mark.parametrize(
     ("stage", "option", "meant"),
     [
@@ -86,6 +97,9 @@ def test_a_wrong_vocabulary_is_told_once(kind: str, tmp_path: Path) -> None:
         ("run", "--prompt", "--input-text"),
         ("run", "--prompts", "--input-file"),
         ("run", "--engine-dri", "--engine-dir"),
+        ("generate", "-m", "--model-dir"),
+        ("generate", "--ctx-size", "--max-seq-len"),
+        ("serve", "-c", "--max-seq-len"),
         ("convert", "--qformat", "--quantization"),
         ("convert", "--tp", "--tp-size"),
         ("build", "--max-model-len", "--max-seq-len"),

@@ -62,6 +62,12 @@ def test_recipe_values_take_their_types(tmp_path: Path) -> None:
     assert to_plain(settings)["output_dir"] == "out/x"
 
 
+def test_a_recipe_may_name_the_home_folder(tmp_path: Path) -> None:
+    settings = resolve(write_recipe(tmp_path, "run: {output_dir: ~/x, texts: [~/x]}"))
+    assert settings.output_dir == Path.home() / "x"
+    assert settings.texts == ["~/x"]
+
+
 @pytest.mark.parametrize("empty", ["", "run:\n", "run: {}\n", "run:\n  max_len:\n"])
 def test_empty_recipe_leaves_defaults(tmp_path: Path, empty: str) -> None:
     assert resolve(write_recipe(tmp_path, empty)) == ToySettings()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import specdec
 from specdec import (
@@ -310,6 +311,17 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
             engine.generate([5], stop="a")
         with pytest.raises(PromptError, match="temperature is -1, not a number of at least 0"):
             engine.generate([5], temperature=-1)
+        with pytest.raises(PromptError, match="not a list of token ids"):
+            engine.generate(b"ab")
+        with pytest.raises(PromptError, match="not a text of whole characters"):
+            engine.generate("a\ud800")
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(engine: Engine, expected: list[list[int]]) -> None:
+    made: list[Any] = [torch.tensor([PROMPTS[0]]), np.array([PROMPTS[0]])]
+    for ids in made:
+        (output,) = engine.generate(ids, max_output_len=len(expected[0]), end_ids=())
+        assert output.token_ids == expected[0]
         with pytest.raises(PromptError, match="not exactly one of text, token_ids and messages"):
             engine.generate(Prompt(text="a", token_ids=[1]))
         with pytest.raises(PromptError, match=r"input_ids is \[5, 'a'\]"):

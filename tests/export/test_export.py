@@ -669,7 +669,7 @@ def test_checkpoints_that_cannot_be_exported(
     ):
         config = windows if family == "ministral" else {}
         other = make_family_model(tmp_path, family, name=family, **config)
-        with pytest.raises(SpecDecError, match=f"holds a {title}, which is not exported"):
+        with pytest.raises(SpecDecError, match=f"a {title} is not exported"):
             export(tmp_path / "out", model_dir=str(other), to="hf")
     folder = tmp_path / "copies"
     folder.mkdir()

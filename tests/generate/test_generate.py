@@ -256,6 +256,7 @@ def test_a_hub_model_is_known_by_its_commit(
         ),
         (["--model-dir", "x", "--no-cache", "--force", "abc"], "--force has no effect"),
         (["--clear-cache", "abc"], "TEXT was given too"),
+        (["--model-dir", "x", "--max-seq-len", "64", "abc"], "100 leaves a prompt no room in"),
     ],
 )
 def test_what_cannot_be_meant(args: list[str], fact: str) -> None:

@@ -332,6 +332,7 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
         ('{"messages": [{"role": "user"}]}', "messages is"),
         ('{"prompt": "a", "input_ids": [1]}', "exactly one of prompt, input_ids, messages"),
         ('{"prompt": "a", "temprature": 1}', "did you mean temperature?"),
+        ('{"prompt": "a", "max_tokens": 1}', "did you mean max_output_len?"),
         ('{"prompt": "a", "top_k": -1, "seed": 1.5}', "2 problems"),
         ("{", "is not JSON"),
         ("[1]", "not a JSON object"),
@@ -348,6 +349,12 @@ def test_wrong_lines(tmp_path: Path, line: str, message: str) -> None:
         list_prompts(RunSettings(input_file=tmp_path / "p.jsonl"))
     assert "line 2" in caught.value.message
     assert message in caught.value.message
+
+
+def test_lines_that_windows_wrote(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"def a():\r\n\r\nclass B:\r\n")
+    given = list_prompts(RunSettings(input_file=tmp_path / "p.txt"))
+    assert given == [Prompt(text="def a():"), Prompt(text="class B:")]
 
 
 def test_line_separators_inside_a_text(tmp_path: Path) -> None:
