@@ -225,7 +225,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give the rows that are free to requests that wait; the lock is held."""
-        self._running = [job for job in self._running if not self._let_go(job)]
+        for job in self._running:
+            if job.is_cancelled:
+                self._end(job, "cancelled")
+        self._running = [job for job in self._running if not job.is_cancelled]
         while self._waiting and len(self._running) < self.engine.max_batch_size:
             job = self._waiting.popleft()
             job.begun = time.perf_counter()
@@ -235,12 +238,6 @@ class Scheduler:
                 self._fail_all([job], error)
                 continue
             self._running.append(job)
-
-    def _let_go(self, job: Job) -> bool:
-        """End a running request that was cancelled."""
-        if job.is_cancelled:
-            self._end(job, "cancelled")
-        return job.is_cancelled
 
     def _deliver(self) -> None:
         """Hand on what the step gave."""
