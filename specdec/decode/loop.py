@@ -7,6 +7,7 @@ Legend: B rows that are verified, E prompts that end, T tree nodes, D hidden, V 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -107,6 +108,7 @@ class Batch:
         )  # fmt: skip
         may_go_ahead = not (proposer.max_draft_tokens or options.keep_logits or timing.is_exact)
         self._ahead = PlainAhead(decoder, self.cache, is_allowed=may_go_ahead)
+        self._recording = 0.0  # seconds that noting the newest pass took, which the next one bears
         self._clocks = {p: Stopwatch(timing, p, decoder.device) for p in timing.list_seconds()}
 
     @property
@@ -135,11 +137,13 @@ class Batch:
         A request whose prompt has ended has its first token.
         """
         for task in self.scheduler.plan():
-            before = self.timing.target_seconds
+            began, drafting = time.perf_counter(), self.timing.draft
             num_rows, num_nodes = self._run(task)
             self.scheduler.retire()
-            seconds = self.timing.target_seconds - before
+            ended, drafting = time.perf_counter(), self.timing.draft - drafting
+            seconds = ended - began - drafting + self._recording
             self.scheduler.record(task, num_rows, num_nodes, seconds)
+            self._recording = time.perf_counter() - ended
 
     def _run(self, task: Pass) -> tuple[int, int]:
         """Propose, forward, accept, commit; return the rows that were verified, and their size."""

@@ -25,11 +25,6 @@ class Timing:
     num_reused_tokens: int = 0
     is_exact: bool = False
 
-    @property
-    def target_seconds(self) -> float:
-        """What steps took without drafters."""
-        return self.prefill + self.verify + self.accept
-
     def list_seconds(self) -> dict[str, float]:
         """The seconds of each part, by its name."""
         fields = dataclasses.fields(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -89,6 +90,25 @@ def test_a_machine_that_is_slow_for_a_while_changes_nothing() -> None:
         step(pace, size, FLAT(size) * slow, [1 + size // 2], 0.01 * slow if size > 1 else None)
         sizes.append(size)
     assert set(sizes[10:]) <= {4, 5}
+
+
+def test_what_is_known_of_steps_does_not_drift_away_where_all_are_alike() -> None:
+    """Else nothing that was measured long ago could be compared with it."""
+    pace, chance = Pace(), random.Random(1)
+    for _ in range(3000):
+        pace.record_step(1, 1, 0, 1 + 0.1 * chance.expovariate(1))
+    assert pace.even_out(1.0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_close_decision_waits_for_plain_steps_that_no_draft_has_slowed_down() -> None:
+    """Drafts lose 4 %, and the two plain steps behind one are 8 % slower than others."""
+    pace, warm, drafted = Pace(1, is_whole=True), 0, 0
+    for at in range(300):
+        drafts = pace.plan([1000])
+        took = 1.3 if drafts else 1.0 if warm > 1 else 1.08
+        step(pace, 1 + drafts, took, [1 + (drafts and at % 2)], 0.2624 if drafts else None)
+        warm, drafted = 0 if drafts else warm + 1, drafted + drafts * (at >= 100)
+    assert drafted < 40
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])

@@ -30,6 +30,7 @@ KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 LONG_KEEP = 0.99  # the same where only what was accepted tells, or whole steps are counted
 NUM_MEASURED = 7  # measurements of a size that count, the newest
 NUM_RATIOS = 5  # steps that say how slow the machine is at present
+NUM_USUAL = 63  # measurements of a size, as they were taken, that say what it usually takes
 MOST_WEIGHT = 1e100  # of a measurement, before all are counted in small numbers again
 # Of a draft's tokens: deeper ones are counted as these; buckets of the drafter's confidence; trials
 # that its own word weighs as much as; the most that is believed of a token.
@@ -41,6 +42,10 @@ PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
 # After so many drafted steps a plain one is measured again; times the plain steps so far, while
 # those are few. Not where drafts would pay even if it took this share of its time.
 MAX_REFRESH, REFRESH_GROWTH, CLEAR_SHARE = 128, 4, 0.6
+# Plain steps behind a draft that are slower than others, since the processor's caches hold what the
+# drafter has read. Where the gain is less than this, they do not count as measurements, and so many
+# plain steps in a row are made.
+COLD_STEPS, CLOSE_GAIN, CLOSE_RUN = 2, 1.25, 4
 # Shares of the time of plain decoding: what drafts may lose, and what trials may lose of
 # drafts that are known not to pay. The steps to come that count: the text may end before.
 LOSS_SHARE, TRIAL_SHARE, HORIZON = 0.02, 0.012, 64
@@ -77,19 +82,25 @@ class Costs:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
+        self._taken: dict[int, deque[float]] = {}  # the same, however slow the machine was
         self._low: dict[int, float] = {}  # what each is believed to take
         self._counts: dict[int, int] = {}
         self.smallest = self.largest = 0  # sizes that were measured
         self._line: tuple[list[int], list[float], float] | None = None  # and the rise beyond
 
-    def record(self, size: int, seconds: float, guess: float | None = None) -> None:
-        """Take a measurement. guess: what was foreseen, which counts too: a first is doubtful."""
+    def record(
+        self, size: int, seconds: float, guess: float | None = None, slow: float = 1.0
+    ) -> None:
+        """Take a measurement. guess: what was foreseen, which counts too: a first is doubtful.
+        slow: how many times as long as it takes alone everything takes at present.
+        """
         if size not in self._recent:
             self._recent[size] = deque([] if guess is None else [guess], maxlen=NUM_MEASURED)
-            self._counts[size] = 0
+            self._taken[size], self._counts[size] = deque(maxlen=NUM_USUAL), 0
             self.smallest, self.largest = min(self._recent), max(self._recent)
         self._counts[size] += 1
-        self._recent[size].append(seconds)
+        self._taken[size].append(seconds)
+        self._recent[size].append(seconds / slow)
         self._low[size] = find_low(self._recent[size])
         self._line = None
 
@@ -103,8 +114,11 @@ class Costs:
         return sum(self._counts.values())
 
     def find_usual(self, size: int) -> float:
-        """The median of a size that was measured."""
-        return statistics.median_low(self._recent[size])
+        """What a size that was measured took in the middle, however slow the machine was.
+
+        Were it divided by how slow that was, which follows from this, both would drift away.
+        """
+        return statistics.median_low(self._taken[size])
 
     def predict(self, sizes: Array) -> Array:
         """What each of some sizes costs; 0 where nothing was measured."""
@@ -401,6 +415,7 @@ class Pace:
         self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS  # of planned drafts
         self._known: set[int] = set()  # numbers of requests that plain steps had
         self._num_plain = self._since_plain = self._num_small = self._since_small = 0
+        self._num_warm = 0  # plain steps behind the newest draft or prompt
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
         self._seconds = np.zeros(1)  # of a step by nodes a row, by the newest plan
         self._rest, self.drafts_on = 0, False  # steps to come without a plan; what it decided
@@ -464,6 +479,7 @@ class Pace:
         if num_unread > FEW_UNREAD:
             expected += min(num_unread, FIRST_PIECE) * self._reading.estimate(1)
         if self._is_plain_due():
+            self.drafts_on, self._rest = False, CLOSE_RUN * (self._gain < CLOSE_GAIN)
             return False
         drafts = (
             seconds[least + 1] - plain <= self._allowance
@@ -636,17 +652,23 @@ class Pace:
             self._num_small += 1
             self._since_small = 0
         guess, steps = None, self._steps
+        drafted, self._drafted = self._drafted, None
+        if drafted is None or drafted.seconds is not None or num_prompt_tokens:
+            self._num_warm = -1
+        is_plain = drafted is not None and drafted.size == 1 and not num_prompt_tokens
         if steps.count(num_tokens) > 2 and not num_prompt_tokens:
             self._ratios.append(seconds / steps.find_usual(num_tokens))
             self._slow = statistics.median_low(self._ratios)
         elif steps.largest and not steps.count(num_tokens):  # a token costs no more than others did
             token = self._token or steps.estimate(steps.largest) / steps.largest
             guess = max(steps.estimate(num_tokens), num_tokens * token)
+        is_cold = is_plain and self._num_warm < COLD_STEPS and self._gain < CLOSE_GAIN
+        if not is_cold or steps.count(num_tokens) < PLAIN_STEPS:
+            steps.record(num_tokens, seconds, guess, self._slow)
         seconds /= self._slow
-        steps.record(num_tokens, seconds, guess)
-        drafted, self._drafted = self._drafted, None
         if drafted is not None:
             self._settle(drafted, seconds)
+        self._num_warm += 1
 
     def _settle(self, drafted: Drafted, seconds: float) -> None:
         """Learn from a step and its drafts, and enter it into the account."""
@@ -657,7 +679,9 @@ class Pace:
             self._num_plain += 1
             self._since_plain = 0
         if drafted.seconds is None and not self._num_prompt_tokens:
-            self.account.add(seconds, 0.0, is_trial=self.is_trial)
+            is_cold = self._num_warm < COLD_STEPS  # and what it takes longer, drafts have lost
+            lost = seconds - self._steps.estimate(num_rows) if is_cold else 0.0
+            self.account.add(seconds, lost, is_trial=self.is_trial)
             return
         if self._num_prompt_tokens:
             sizes = num_rows * np.array([1, max(2, size)])
@@ -665,6 +689,7 @@ class Pace:
             plain, step = foreseen[0], foreseen[size > 1]
         else:
             plain, step = (self._steps.estimate(num_rows * n) for n in (1, size))
+            step = seconds if size == 1 else step
         took, lost = (drafted.seconds or 0.0) / self._slow, 0.0
         if drafted.seconds is not None:
             levels = max(1, drafted.num_levels)

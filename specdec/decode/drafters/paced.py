@@ -122,7 +122,7 @@ class PacedDrafter(Drafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        pace, self._drafts, self.num_prefilled = self.pace, [], 0
+        pace, self._drafts, self.num_prefilled, began = self.pace, [], 0, self._clock()
         if not self.is_fixed and pace.rest(len(requests), self.num_prompt_tokens):
             return []
         remaining = [request.remaining for request in requests]
@@ -139,7 +139,6 @@ class PacedDrafter(Drafter):
             if not self.is_fixed:
                 member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
-        began = self._clock()
         left = list(range(len(requests)))
         for group in range(len(self.groups)):
             if left and self._is_worth(group, len(left)):
