@@ -351,7 +351,9 @@ def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Layers of linear attention, and how many layers that draft stand behind the others."""
-    heads = data.count("ssm.time_step_rank")
+    heads, key_heads = data.count("ssm.time_step_rank"), data.count("ssm.group_count")
+    if heads % key_heads:
+        data.refuse(f"ssm.time_step_rank {heads} is no multiple of ssm.group_count {key_heads}")
     drafting = data.get("nextn_predict_layers", 0) and data.count("nextn_predict_layers")
     num_layers = config["num_hidden_layers"] - drafting
     interval = data.count("full_attention_interval", 4)
@@ -366,7 +368,7 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "linear_conv_kernel_dim": data.count("ssm.conv_kernel"),
         "linear_key_head_dim": data.count("ssm.state_size"),
         "linear_value_head_dim": data.count("ssm.inner_size") // heads,
-        "linear_num_key_heads": data.count("ssm.group_count"), "linear_num_value_heads": heads,
+        "linear_num_key_heads": key_heads, "linear_num_value_heads": heads,
     }  # fmt: skip
     if data.name == "qwen35":
         return own

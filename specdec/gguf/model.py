@@ -181,7 +181,14 @@ class GgufModel:
         if self.architecture.deals_heads:
             order, columns = order_values(found, self.config)
         if self.architecture.interleaves and module in self._heads:
-            order = order_turned(stored.num_rows, self._heads[module])
+            count = self._heads[module]
+            if stored.num_rows != count * self.config["head_dim"]:
+                raise SpecDecError(
+                    f"{self.path}: {stored.name} has {stored.num_rows} rows, for {count} heads of"
+                    f" {self.config['head_dim']} it would have {count * self.config['head_dim']}",
+                    "the file is damaged: copy or download it again",
+                )
+            order = order_turned(stored.num_rows, count)
         return Entry(stored, shape, order=order, columns=columns, change=self._find_change(found))
 
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:

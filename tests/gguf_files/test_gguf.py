@@ -211,6 +211,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
         ({"llama__block_count": 2**31 - 1}, "F32", "block_count is .*, not .* from 1 to 1000"),
         ({"llama__rope__dimension_count": 0}, "F32", "dimension_count is 0, not a whole number"),
         ({"llama__rope__freq_base": float("nan")}, "F32", "freq_base is nan, not a positive"),
+        ({"llama__attention__head_count": 3}, "F32", "attn_q.weight has 256 rows, for 3 heads of"),
         ({"tokenizer__ggml__tokens": 5}, "F32", "tokens is 5, not a list of str"),
         ({"tokenizer__ggml__scores": ["a"]}, "F32", "scores is .*, not a list of float"),
         ({"split__count": "2"}, "F32", "is 0 of '2'"),
@@ -222,6 +223,12 @@ def test_what_is_not_read_is_refused_by_name(
     write_gguf(tmp_path / "model.gguf", kind, **more)
     with pytest.raises(SpecDecError, match=told):
         GgufModel(tmp_path / "model.gguf")
+
+
+def test_value_heads_that_key_heads_do_not_divide(tmp_path: Path) -> None:
+    edit(GOLDEN / "qwen35.gguf", tmp_path / "m.gguf", {"qwen35.ssm.group_count": 3})
+    with pytest.raises(SpecDecError, match=r"time_step_rank 4 is no multiple of .*group_count 3"):
+        GgufModel(tmp_path / "m.gguf")
 
 
 def test_a_window_pattern_of_0_is_a_window_everywhere(tmp_path: Path) -> None:
