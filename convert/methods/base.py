@@ -66,21 +66,22 @@ def share_nothing(folder: HfFolder, params: Any, canonical: Sequence[str]) -> di
 
 
 def share_net(
-    folder: HfFolder, params: NetParams, canonical: Mapping[str, str]
+    folder: HfFolder, canonical: Mapping[str, str], prefix: str = ""
 ) -> dict[str, str | None]:
     """What a drafter with layers of its own need not hold: embedding and head, zeros for a bias.
 
-    canonical: each tensor's name, and the name without what stands for its net.
+    canonical: each tensor's name, and the name without what stands for its net. prefix: of the
+    names in the folder.
     """
     absent: dict[str, tuple[str, str | None]] = {
         "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
         "drafter.fc.bias": ("fc.bias", None),
     }
-    if params.draft_vocab_size == params.net.vocab_size:
+    if OFFSETS not in canonical.values():  # all of the vocabulary is drafted
         absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
     return {
         name: absent[bare][1] for name, bare in canonical.items()
-        if bare in absent and absent[bare][0] not in folder.tensors
+        if bare in absent and prefix + absent[bare][0] not in folder.tensors
     }  # fmt: skip
 
 
@@ -91,17 +92,18 @@ def ignore_net(params: NetParams) -> tuple[str, ...]:
 
 
 def find_net_sources(
-    decoder: Family, names: Mapping[str, str], extras: Mapping[str, str]
+    decoder: Family, names: Mapping[str, str], extras: Mapping[str, str], *in_folder: Any
 ) -> dict[str, tuple[Part, ...]]:
     """Map canonical names to a folder's that names a drafter's layers as a decoder's.
 
-    names: each tensor's, and the same without what stands for its net; extras: what no decoder has.
+    names: each tensor's, and the same without what stands for its net; extras: what no decoder has;
+    in_folder: what else `Family.find_sources` takes.
     """
     inner = {
         name: f"transformer.{bare.removeprefix('drafter.')}"
         for name, bare in names.items() if bare not in extras
     }  # fmt: skip
-    found = decoder.find_sources(inner.values())
+    found = decoder.find_sources(inner.values(), *in_folder)
     sources: dict[str, tuple[Part, ...]] = {
         name: (Part(extras[bare]),) for name, bare in names.items() if bare in extras
     }

@@ -267,7 +267,7 @@ def share_tensors(
     folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
 ) -> dict[str, str | None]:
     """What the folder does not hold: the target's embedding and head."""
-    return share_net(folder, params, {name: name.removeprefix(DFLASH_NET) for name in canonical})
+    return share_net(folder, {name: name.removeprefix(DFLASH_NET) for name in canonical})
 
 
 def find_sources(

@@ -335,7 +335,7 @@ def share_tensors(
 ) -> dict[str, str | None]:
     """What the folder does not hold: the target's embedding and head, and zeros for a bias."""
     bare = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
-    return share_net(folder, params, bare)
+    return share_net(folder, bare)
 
 
 def find_sources(

@@ -13,9 +13,10 @@ import numpy as np
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
 from specdec.files.reading import Array
-from specdec.methods.mtp import FORMS, METHOD, Form, MtpConvert, MtpParams
+from specdec.methods.mtp import FORMS, METHOD, MODULES, NORMS, Form, MtpConvert, MtpParams
 from specdec.model.config import ModelConfig
-from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, MTP_NET
+from specdec.model.config_reader import ConfigReader, count_experts
+from specdec.model.tensors import HEAD, HEAD_BIAS, MTP_NET
 from specdec.options import as_options
 
 from ..families import find_family
@@ -23,7 +24,7 @@ from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
 from ..plan import Computed, Part
 from ..wrappers import unwrap
-from .base import list_held, name_own_architecture
+from .base import find_net_sources, list_held, name_own_architecture, share_net
 
 if TYPE_CHECKING:
     from ..settings import ConvertSettings
@@ -32,11 +33,11 @@ logger = logs.get_logger(__name__)
 
 IN_TARGET: tuple[str, ...] = ()  # what is left out of a target is told by `list_head`
 
-FINAL_NORM = "transformer.ln_f.weight"
-FIRST = "model.layers.0."  # what the names of a layer begin with in every family that has a head
 _LAYER, _GLM = (re.compile(rf"model\.layers\.(\d+)\.{rest}") for rest in ("", "eh_proj"))
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_DRAFTER = f"{MTP_NET}drafter."
+# `prepare_head` gives every head Qwen's names, and notes whether its `fc` was MiMo's.
+QWEN, IS_REVERSED = FORMS["qwen"], "mtp_is_reversed"
+STEMS = {ours: f"{QWEN.prefix}{QWEN.names.get(ours, ours)}." for ours in MODULES}
+FC = STEMS["fc"] + "weight"
 
 
 def find_form(folder: HfFolder) -> tuple[Form, str] | None:
@@ -76,7 +77,7 @@ def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
 
 
 def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
-    """Return the head's tensors alone, `fc` with the columns of the embedding first."""
+    """Return the head's tensors alone by Qwen's names, `fc` with the embedding's columns first."""
     unwrap(folder)
     folder = find_family(folder).prepare(folder, model.dtype)
     found = find_form(folder)
@@ -89,24 +90,32 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
             " --method mtp, and give its folder as --mtp-model-dir",
         )
     form, prefix = found
-    folder = folder.select(list_head(folder))
-    start, names = prefix + form.layer, form.names.values()
-    own = [f"{prefix}{name}." for name in names] + [start]
-    if others := sorted(name for name in folder.tensors if not name.startswith(tuple(own))):
+    known = {f"{prefix}{own}.": STEMS[ours] for ours, own in form.names.items()}
+    known[prefix + form.layer] = QWEN.prefix + QWEN.layer
+    names, others = {}, []
+    for name in list_head(folder):
+        start = next((start for start in known if name.startswith(start)), None)
+        if start is None:
+            others.append(name)
+        else:
+            names[name] = known[start] + name.removeprefix(start)
+    if others:
         raise SpecDecError(
-            f"{folder.path} holds a head of more than one layer: {join_names(others)}",
+            f"{folder.path} holds a head of more than one layer: {join_names(sorted(others))}",
             "only heads of one layer are supported, which is applied again for each token",
         )
+    folder = source = folder.select(names)
+    folder.rename(names, left_out=())
+    folder.config = folder.config | {IS_REVERSED: form.is_reversed}
     if not form.is_reversed:
         return folder
-    name, source = f"{prefix}{form.names['fc']}.weight", folder
 
     def swap(_: str, first: int, last: int, columns: tuple[int, int] | None) -> Array:
-        rows = source.read_block(name, first, last)
+        rows = source.read_block(FC, first, last)
         rows = np.roll(rows, rows.shape[1] // 2, axis=1)
         return rows if columns is None else rows[:, slice(*columns)]
 
-    return folder.substitute(Computed(folder, {name: folder.tensors[name]}, swap), [name])
+    return folder.substitute(Computed(folder, {FC: folder.tensors[FC]}, swap), [FC])
 
 
 def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> MtpParams:
@@ -118,71 +127,33 @@ def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig)
             " side, and no head for multi-token prediction is known for it",
             "use another method",
         )
-    found = find_form(folder)
-    assert found is not None
     return MtpParams(
         max_draft_len=as_options(settings, MtpConvert).mtp_max_draft_len or 8,
-        blanks_first=found[0].is_reversed,
+        blanks_first=folder.config[IS_REVERSED],
     )
-
-
-def _name_modules(folder: HfFolder) -> dict[str, str]:
-    """Our names of what is not in the layer -> the folder's."""
-    found = find_form(folder)
-    assert found is not None
-    form, prefix = found
-    named = {
-        f"{_DRAFTER}{ours}.weight": f"{prefix}{own}.weight" for ours, own in form.names.items()
-    }
-    head = named.pop(f"{_DRAFTER}lm_head.weight", "")
-    return named | {f"{MTP_NET}{HEAD}": head, f"{MTP_NET}{HEAD_BIAS}": ""}
 
 
 def share_tensors(
     folder: HfFolder, params: MtpParams, canonical: Sequence[str]
 ) -> dict[str, str | None]:
     """What the folder does not hold: the target's embedding and head."""
-    named = _name_modules(folder)
-    targets = {
-        f"{_DRAFTER}vocab_embedding.weight": EMBEDDING,
-        f"{MTP_NET}{HEAD}": HEAD,
-        f"{MTP_NET}{HEAD_BIAS}": HEAD_BIAS,
-    }
-    return {name: targets[name] for name in canonical
-            if name in targets and named.get(name) not in folder.tensors}  # fmt: skip
+    return share_net(folder, {name: name.removeprefix(MTP_NET) for name in canonical}, QWEN.prefix)
 
 
 def find_sources(
     folder: HfFolder, params: MtpParams, canonical: Sequence[str]
 ) -> dict[str, tuple[Part, ...]]:
     """Map canonical tensor names to the folder's; those of the layer are its family's."""
-    named, family = _name_modules(folder), find_family(folder)
-    (norm,) = family.find_sources([FINAL_NORM])[FINAL_NORM]
-    sources: dict[str, tuple[Part, ...]] = {  # norms are stored as the target's
-        name: (Part(named[name], added=norm.added if "norm" in name or "ln_f" in name else 0.0),)
-        for name in canonical
-        if name in named
-    }
-    form, prefix = find_form(folder) or (FORMS["qwen"], "")
-    start = prefix + form.layer
-    view = folder.select(())
-    view.tensors = {
-        FIRST + name.removeprefix(start): info
-        for name, info in folder.tensors.items() if name.startswith(start)
-    }  # fmt: skip
-    layer = {
-        name: f"transformer.{name.removeprefix(_DRAFTER)}"
-        for name in canonical if name not in named
-    }  # fmt: skip
-    numbers = [int(number[1]) for name in view.tensors if (number := _EXPERT.search(name))]
-    fused = [info.shape[0] for name, info in view.tensors.items() if name.endswith("gate_up_proj")]
-    num_experts = 1 + max(numbers) if numbers else max(fused, default=1)
-    found = family.find_sources(layer.values(), view, num_experts)
-    for name, own in layer.items():
-        sources[name] = tuple(
-            dataclasses.replace(part, name=start + part.name.removeprefix(FIRST))
-            for part in found[own]
-        )
+    names = {name: name.removeprefix(MTP_NET) for name in canonical}
+    extras = {name: QWEN.prefix + name for name in (HEAD, HEAD_BIAS)}
+    extras |= {f"drafter.{ours}.weight": f"{STEMS[ours]}weight" for ours in ("fc", *NORMS)}
+    family = dataclasses.replace(find_family(folder), prefixes=("model.", QWEN.prefix))
+    num_experts = count_experts(ConfigReader(folder.config, folder.path), 1)
+    sources = find_net_sources(family, names, extras, folder, num_experts)
+    (norm,) = sources[f"{MTP_NET}drafter.ln_f.weight"]
+    for name in NORMS:  # stored as the target's
+        (part,) = sources[f"{MTP_NET}drafter.{name}.weight"]
+        sources[f"{MTP_NET}drafter.{name}.weight"] = (dataclasses.replace(part, added=norm.added),)
     return sources
 
 
