@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.folders import (
@@ -209,12 +207,8 @@ class GgufFolder(HfFolder):
         stored = self._stored.get(name, name)
         if name not in self.computed:
             return self._model.raw(stored) if self._holders[stored] is self._model else None
-        runs = getattr(self._holders[name], "runs", {})
-        if name not in runs:
-            return None
-        own, parts = runs[name]
-        rows = np.concatenate([np.arange(first, first + count) for first, count in parts])
-        return self._model.raw(self._stored.get(own, own), rows)
+        own, rows = getattr(self._holders[name], "rows", {}).get(name, (None, None))
+        return self._model.raw(self._stored.get(own, own), rows) if own is not None else None
 
 
 def read_index(path: Path) -> dict[str, set[str]]:

@@ -46,9 +46,8 @@ class TensorSource(int4.Source, Protocol):
 class Computed:
     """Tensors that are computed from a folder's when they are read; they lie in no file.
 
-    compute: returns rows [start, stop) of one by name, all columns or columns [first, last). runs:
-    of those that are rows of a tensor of the folder as they are, its name and first rows and
-    numbers of rows, in their order.
+    compute: returns rows [start, stop) of one by name, all columns or columns [first, last). rows:
+    of those that are rows of a tensor of the folder as they are, its name and theirs, in order.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class Computed:
         folder: TensorSource,
         tensors: Mapping[str, TensorInfo],
         compute: Callable[[str, int, int, tuple[int, int] | None], Array],
-        runs: Mapping[str, tuple[str, Sequence[tuple[int, int]]]] | None = None,
+        rows: Mapping[str, tuple[str, Array]] | None = None,
     ) -> None:
         self.folder, self.tensors, self.compute = folder, tensors, compute
-        self.runs = runs or {}
+        self.rows = rows or {}
         self.path = folder.path
 
     def read(self, name: str) -> Array:

@@ -6,9 +6,8 @@ are stored less one.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,6 @@ from .qwen import EXPERTS, HEAD_NORMS, SHARED, describe_sizes, refuse_uneven_lay
 
 _ATTENTION, _LINEAR = SELF + "self_attn.", SELF + "linear_attn."
 _OURS_LINEAR = OURS + "linear_attention"
-Runs = list[tuple[int, int]]  # first row and number of rows, one run below the other
-
 
 # `prepare` gives every folder these names: gate_proj is a half of q_proj.
 _SHARED_MODULES: Modules = {
@@ -135,7 +132,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     heads, size = reader.get_int("num_attention_heads"), reader.get_int("head_dim", 256)
     sizes = read_linear(reader)
     reader.finish()
-    sources: dict[str, tuple[str, Runs]] = {}
+    sources: dict[str, tuple[str, Array]] = {}
     infos: dict[str, TensorInfo] = {}
     replaced = []
     for name, info in folder.tensors.items():
@@ -149,7 +146,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
                 " kept",
                 "give --dequantize, or convert the unquantized model",
             )
-        wanted = sum(count for runs in found.values() for _, count in runs)
+        wanted = sum(map(len, found.values()))
         if len(info.shape) == 0 or wanted != info.shape[0]:
             raise SpecDecError(
                 f"{folder.path}: {name} is {list(info.shape)}, and config.json tells of {wanted}"
@@ -157,63 +154,46 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
                 "its config.json and tensors disagree: take both from the same model",
             )
         replaced.append(name)
-        for part, runs in found.items():
+        for part, rows in found.items():
             own = f"{stem.rpartition('.')[0]}.{part}.{kind}"
-            shape = (sum(count for _, count in runs), *info.shape[1:])
+            shape = (len(rows), *info.shape[1:])
             # A convolution's is [channels, 1, taps].
             shape = (math.prod(shape),) if len(shape) == 3 else shape
-            sources[own], infos[own] = (name, runs), TensorInfo(info.dtype, shape)
+            sources[own], infos[own] = (name, rows), TensorInfo(info.dtype, shape)
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
-        own, runs = sources[name]
+        own, rows = sources[name]
         if len(folder.tensors[own].shape) == 3:
             return folder.read(own).reshape(-1)[start:stop]
-        parts = [
-            folder.read_block(own, first, last, columns)
-            for first, last in _cut_runs(runs, start, stop)
-        ]
-        return np.concatenate(parts)
+        rows = rows[start:stop]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return np.concatenate(
+            [folder.read_block(own, int(run[0]), int(run[-1]) + 1, columns) for run in runs]
+        )
 
     return folder.substitute(Computed(folder, infos, compute, sources), replaced)
 
 
-def _divide(module: str, heads: int, size: int, sizes: LinearAttention) -> dict[str, Runs] | None:
-    """The modules that are made of a module's rows, by name; None for one that stays."""
+def _divide(module: str, heads: int, size: int, sizes: LinearAttention) -> dict[str, Array] | None:
+    """Which of a module's rows make up which modules, by name; None for one that stays."""
     if module == "q_proj":
-        return {
-            part: [((2 * head + place) * size, size) for head in range(heads)]
-            for place, part in enumerate(("q_proj", "gate_proj"))
-        }
+        return dict(zip(("q_proj", "gate_proj"), _deal(heads, size, size), strict=True))
     if module == "conv1d":
-        return {"conv1d": [(0, sizes.num_channels)]}
+        return {"conv1d": np.arange(sizes.num_channels)}
     num, share = sizes.num_key_heads, sizes.num_value_heads // max(1, sizes.num_key_heads)
     values = share * sizes.value_size
     if module == "in_proj_qkvz":
-        q, k, v, z = _list_runs(num, (sizes.key_size, sizes.key_size, values, values))
-        return {"in_proj_qkv": [*q, *k, *v], "in_proj_z": z}
+        q, k, v, z = _deal(num, sizes.key_size, sizes.key_size, values, values)
+        return {"in_proj_qkv": np.concatenate((q, k, v)), "in_proj_z": z}
     if module == "in_proj_ba":
-        b, a = _list_runs(num, (share, share))
-        return {"in_proj_b": b, "in_proj_a": a}
+        return dict(zip(("in_proj_b", "in_proj_a"), _deal(num, share, share), strict=True))
     return None
 
 
-def _list_runs(num_groups: int, sizes: Sequence[int]) -> list[Runs]:
+def _deal(num_groups: int, *sizes: int) -> list[Array]:
     """Of groups one below the other, each with parts of these sizes: every part's rows."""
-    starts = [0, *itertools.accumulate(sizes)]
-    return [
-        [(group * starts[-1] + start, size) for group in range(num_groups)]
-        for start, size in zip(starts, sizes, strict=False)
-    ]
-
-
-def _cut_runs(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The first row of a source, and the one behind its last, of each run of rows in a range."""
-    top = 0
-    for first, count in runs:
-        low, high = max(start - top, 0), min(stop - top, count)
-        if low < high:
-            yield first + low, first + high
-        top += count
+    rows = np.arange(num_groups * sum(sizes)).reshape(num_groups, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
 
 
 def describe_linear(model: Any, config: dict[str, Any]) -> dict[str, Any]:

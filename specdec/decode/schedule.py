@@ -230,6 +230,6 @@ class Scheduler:
         worth = 1 if self._prompt_chunk is None else WORTH_WAITING
         for other in self.reading:
             shared = min(count_shared(other.request.input_ids, prompt), len(prompt) - 1)
-            if shared >= known + worth and self._cache.will_have(other.row, shared):
+            if shared >= known + worth and self._cache.want_places(other.row, (shared,)):
                 return True
         return False

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.integers import make_linear
+from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
@@ -53,6 +54,8 @@ class DraftNet:
         named = name_decoder_tensors(own, weights, net)
         head = head if head is not None and _is_head(own, weights) else None
         self.decoder = Decoder(net, named, head=head, **options)
+        assert self.decoder.stack.final_norm is not None
+        self.final_norm: Norm = self.decoder.stack.final_norm
         self.layout: dict[str, Any] = {
             "prepack": self.decoder.is_prepacked,
             "kernels": self.decoder.kernels,

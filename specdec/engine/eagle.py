@@ -62,8 +62,6 @@ class EagleNet(DraftNet):
         super().__init__(own, weights, net, model, **options)
         if self.is_third:  # which learns by a head of its own
             self.head_scale = 1.0
-        assert self.decoder.stack.final_norm is not None
-        self.final_norm: Norm = self.decoder.stack.final_norm
         self.hidden_norm: Norm | None = None
         # Norms of what `fc` reads: one of all of it, or one of each layer's part.
         self.read_norms: list[Norm] = []

@@ -5,7 +5,7 @@ Legend: R cache rows (requests), N K/V heads, S positions, H head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -75,15 +75,12 @@ class KVCache:
         length = min(length, past)
         return length if self.states is None else self.states.find_place(row, length, past)
 
-    def want_places(self, row: int, places: Iterable[int]) -> None:
-        """See to it that `find_prefix` will find these of a row that is still read or written."""
-        if self.states is not None:
-            self.states.want(row, places)
+    def want_places(self, row: int, places: Collection[int]) -> bool:
+        """Whether `find_prefix` will find these of a row that is still read or written, if asked.
 
-    def will_have(self, row: int, place: int) -> bool:
-        """Whether `find_prefix` will find so many tokens of a row whose prompt is being read."""
-        self.want_places(row, (place,))
-        return self.states is None or self.states.will_have(row, place)
+        A hybrid's are kept from now on.
+        """
+        return self.states is None or self.states.want(row, places)
 
     def find_stop(self, row: int) -> int | None:
         """Where reading a row's prompt has to pause, None if nowhere."""

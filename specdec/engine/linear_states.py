@@ -13,7 +13,8 @@ K key heads, V value heads, I and J their sizes, N runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from specdec.engine.tree import IntArray
 from specdec.model.linear_attention import LinearAttention
+
+if TYPE_CHECKING:
+    from specdec.engine.step import Step
 
 MAX_PLACES = 3  # kept of a row, each as large as the row's state
 # A row's state after a token of its text: how many tokens are in it, the state [L, V, I, J], the
@@ -78,14 +82,17 @@ class LinearStates:
         """Tokens of a row that can be logged."""
         return self.log[0].shape[2]
 
-    def begin(
-        self, rows: IntArray, past: IntArray, counts: IntArray, kept: IntArray, size: int
-    ) -> Runs:
-        """The runs of a step of rows [B] of `size` tokens, which may now be computed.
+    def begin(self, step: Step, past: IntArray) -> Runs:
+        """The runs of a step, which may now be computed.
 
-        Rows in which one text goes on are joined. past: [B], as in `Step`.
+        Rows in which one text goes on are joined. past: [B], positions that each row sees.
         """
         self.moves.clear()
+        rows, (batch, size) = step.rows, step.tokens.shape
+        counts = np.full(batch, size) if step.counts is None else step.counts
+        kept = np.zeros(batch, np.int64) if step.kept is None else step.kept
+        offsets = step.positions - past[:, None] - np.arange(size)
+        assert not (offsets * (np.arange(size) < counts[:, None])).any(), "a state follows one text"
         starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
         assert len(set(rows[starts].tolist())) == len(starts), "a text's parts lie side by side"
         last = np.append(starts[1:], len(rows)) - 1
@@ -116,13 +123,10 @@ class LinearStates:
             return min(length, past)
         return max((place for place in self._places[row] if place <= length), default=0)
 
-    def want(self, row: int, places: Iterable[int]) -> None:
-        """Keep a row's state when so many tokens of it are committed."""
+    def want(self, row: int, places: Collection[int]) -> bool:
+        """Keep a row's state when so many tokens of it are committed; whether it is or will be."""
         self._wanted[row] |= {place for place in places if place > self.lens[row]}
-
-    def will_have(self, row: int, place: int) -> bool:
-        """Whether a row's state is kept behind so many tokens, or will be."""
-        return place in self._wanted[row] or place in self._places[row]
+        return set(places) <= self._wanted[row] | self._places[row].keys()
 
     def find_stop(self, row: int) -> int | None:
         """The next of a row's places at which its state is kept."""

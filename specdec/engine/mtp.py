@@ -48,8 +48,6 @@ class MtpNet(DraftNet):
         self.norms = [
             Norm(own[f"drafter.{name}.weight"], None, net.norm_epsilon, offset) for name in NORMS
         ]
-        assert self.decoder.stack.final_norm is not None
-        self.final_norm: Norm = self.decoder.stack.final_norm
 
     def make_features(self, states: Tensor) -> Tensor:
         """What a pair has of the target's states [..., D]: the states."""

@@ -21,7 +21,6 @@ from specdec.engine.group import Group
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import ACTIVATIONS, Attention, Norm, attend
 from specdec.engine.linear import Linear
-from specdec.engine.linear_states import Runs
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
@@ -227,7 +226,8 @@ class TorchLayers:
         place: where keys go and what is seen, for `_attend`. last_norm: None where nothing is
         normed behind the last layer.
         """
-        stack, runs, seen = self.stack, begin_runs(step, cache), []
+        stack, states, seen = self.stack, cache.states, []
+        runs = None if states is None else states.begin(step, find_past(step, cache))
         is_post_norm = stack.final_norm is None
         if first_input is not None:
             h = first_input
@@ -238,9 +238,9 @@ class TorchLayers:
             if layer.linear is None:
                 mixed = self._attend(layer, product, blocks[at], place)
             else:
-                assert cache.states is not None
+                assert states is not None
                 assert runs is not None
-                mixed = layer.linear.run(product, layer.linear.ba(h), cache.states, runs)
+                mixed = layer.linear.run(product, layer.linear.ba(h), states, runs)
             mixed = layer.dense(mixed)
             if is_post_norm:
                 _, x = self._add(x, mixed, None, layer.input_norm)
@@ -257,8 +257,8 @@ class TorchLayers:
                 x, h = self._add(x, mixed, layer.down_norm, norm)
             if index in observed_layers:
                 seen.append(x.clone() if self.adds_in_place else x)
-        if cache.states is not None and runs is not None:
-            cache.states.finish(runs)
+        if states is not None and runs is not None:
+            states.finish(runs)
         return x, h, torch.cat(seen, dim=-1) if seen else None
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -328,18 +328,6 @@ class TorchLayers:
 def find_past(step: Step, cache: KVCache) -> IntArray:
     """How many positions each row of a step sees, [B]."""
     return cache.past_lens[step.rows] if step.past is None else step.past
-
-
-def begin_runs(step: Step, cache: KVCache) -> Runs | None:
-    """The runs of a step's linear layers; None where a model has none."""
-    if cache.states is None:
-        return None
-    batch, size = step.tokens.shape
-    counts = np.full(batch, size) if step.counts is None else step.counts
-    kept = np.zeros(batch, np.int64) if step.kept is None else step.kept
-    offsets = step.positions - find_past(step, cache)[:, None] - np.arange(size)
-    assert not (offsets * (np.arange(size) < counts[:, None])).any(), "a state follows one text"
-    return cache.states.begin(step.rows, find_past(step, cache), counts, kept, size)
 
 
 def find_lines(step: Step, cache: KVCache) -> IntArray:

@@ -68,7 +68,7 @@ class ResidualBlock(torch.nn.Module):
 class Drafter(torch.nn.Module):
     """A network being trained; its parameters' names are those of the written file.
 
-    A method writes `judge`, and `draft` or `guess`, or a `forward` of its own.
+    A method writes `draft` or `guess`, and mostly `judge`, or a `forward` of its own.
     """
 
     def __init__(
@@ -115,8 +115,14 @@ class Drafter(torch.nn.Module):
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the labels' losses and their ranks; x: what was drafted at them."""
-        raise NotImplementedError
+        """Return the loss, the labels' losses and their ranks; x: what was drafted at them.
+
+        Here by the target's own output layer.
+        """
+        head = features.head
+        assert head is not None
+        x = head.join_input(x)
+        return self.compare(features, x, head.joint_weight, labels, measure=measure)
 
     def compare(
         self, features: Features, x: Tensor, weight: Tensor, labels: Labels, *, measure: bool,

@@ -169,7 +169,51 @@ class RotaryTables:
         return self._table.cos.to(device), self._table.sin.to(device)
 
 
-class Eagle(Drafter):
+class PairDrafter(Drafter):
+    """Layers that read pairs of an embedding and a state, and then their own states instead."""
+
+    def begin(self, features: Features) -> Tensor:
+        """What the first step reads along with the embeddings, [B, T, D]."""
+        return features.hidden
+
+    def begin_history(self) -> Any:
+        """What the layers keep of the steps so far."""
+        raise NotImplementedError
+
+    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """What enters the layers, [B, T_i, D]."""
+        raise NotImplementedError
+
+    def run_layers(self, x: Tensor, embedded: Tensor, history: Any, step: int) -> Tensor:
+        """The layers' output of a step, whose places have positions from `step` on."""
+        raise NotImplementedError
+
+    def leave(self, state: Tensor) -> Tensor:
+        """What comes of the layers' output: a step's guess, and the next one's state."""
+        return state
+
+    def go_on(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What a step after the first reads, of the text's embeddings and the state before it."""
+        return embedded, state
+
+    def draft(self, features: Features) -> list[Tensor]:
+        """Run all steps from every place: guesses [B, T-2-i, D]."""
+        state, history = self.begin(features), self.begin_history()
+        guesses = []
+        for step in range(self.num_positions):
+            num_places = max(0, features.tokens.shape[1] - 2 - step)
+            state = state[:, :num_places]
+            if num_places:
+                embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
+                if step:
+                    embedded, state = self.go_on(embedded, state)
+                x = self.join(embedded, state)
+                state = self.leave(self.run_layers(x, embedded, history, step))
+            guesses.append(state)
+        return guesses
+
+
+class Eagle(PairDrafter):
     """The drafter and its loss; parameter names are those of SafeAILab's drafters."""
 
     def __init__(self, settings: TrainSettings, model: ModelConfig) -> None:
@@ -187,42 +231,15 @@ class Eagle(Drafter):
             for index in range(self.model.num_hidden_layers)
         )
 
-    def begin(self, features: Features) -> Tensor:
-        """What the first step reads along with the embeddings, [B, T, D]."""
-        raise NotImplementedError
+    def begin_history(self) -> list[History]:
+        return [[] for _ in self.layers]
 
-    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """What enters the layers, [B, T_i, D]."""
-        raise NotImplementedError
-
-    def leave(self, state: Tensor) -> Tensor:
-        """What comes of the layers' output: a step's guess, and the next one's state."""
-        return state
-
-    def go_on(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What a step after the first reads, of the text's embeddings and the state before it."""
-        return embedded, state
-
-    def draft(self, features: Features) -> list[Tensor]:
-        """Run all steps from every place: guesses [B, T-2-i, D]."""
-        state = self.begin(features)
-        histories: list[History] = [[] for _ in self.layers]
-        guesses = []
-        for step in range(self.num_positions):
-            num_places = max(0, features.tokens.shape[1] - 2 - step)
-            state = state[:, :num_places]
-            if num_places:
-                embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
-                if step:
-                    embedded, state = self.go_on(embedded, state)
-                angles = self._rotary.find(step + num_places, state.device)
-                cos, sin = (part[step : step + num_places, None] for part in angles)
-                x = self.join(embedded, state)
-                for layer, history in zip(self.layers, histories, strict=True):
-                    x = layer(x, embedded, history, cos, sin)
-                state = self.leave(x)
-            guesses.append(state)
-        return guesses
+    def run_layers(self, x: Tensor, embedded: Tensor, history: list[History], step: int) -> Tensor:
+        end = step + x.shape[1]
+        cos, sin = (part[step:end, None] for part in self._rotary.find(end, x.device))
+        for layer, own in zip(self.layers, history, strict=True):
+            x = layer(x, embedded, own, cos, sin)
+        return x
 
 
 class Eagle1(Eagle):
@@ -253,13 +270,9 @@ class Eagle1(Eagle):
     def judge(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert features.head is not None
         token_weight = self.options.eagle_token_weight
         tokens = dataclasses.replace(labels, weights=labels.weights * token_weight)
-        loss, losses, ranks = self.compare(
-            features, features.head.join_input(x), features.head.joint_weight, tokens,
-            measure=measure,
-        )  # fmt: skip
+        loss, losses, ranks = super().judge(features, position, x, tokens, measure=measure)
         missed = smooth_l1_loss(x.float(), labels.hidden.float(), reduction="none").mean(-1)
         loss = loss + (missed * labels.weights).sum()
         return loss, token_weight * losses + missed.detach(), ranks

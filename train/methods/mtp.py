@@ -24,11 +24,10 @@ from specdec.errors import SpecDecError
 from specdec.methods.mtp import MtpTrain
 from specdec.options import as_options
 
-from ..features import Features
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, TrainingMethod
-from .eagle import make_linear, make_mask
+from .base import TrainingMethod
+from .eagle import PairDrafter, make_linear, make_mask
 
 
 def make_layer(target: Target) -> Any:
@@ -51,25 +50,7 @@ def make_layer(target: Target) -> Any:
     return base
 
 
-class Head(torch.nn.Module):
-    """The parameters, by Qwen's names."""
-
-    def __init__(self, base: Any, width: int) -> None:
-        super().__init__()
-        self.fc = make_linear(2 * width, width)
-        self.pre_fc_norm_embedding = copy.deepcopy(base.norm)
-        self.pre_fc_norm_hidden = copy.deepcopy(base.norm)
-        self.norm = copy.deepcopy(base.norm)
-        self.layers = base.layers
-
-    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """What enters the layer, [B, T_i, D]."""
-        pair = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)
-        joined: Tensor = self.fc(torch.cat(pair, dim=-1))
-        return joined
-
-
-class Mtp(Drafter):
+class Mtp(PairDrafter):
     """The head and its loss."""
 
     def __init__(self, settings: TrainSettings, target: Target) -> None:
@@ -80,44 +61,42 @@ class Mtp(Drafter):
         )  # fmt: skip
         base, width = make_layer(target), target.shape.hidden_size
         self._rotary, self._scale = [base.rotary_emb], target.shape.embedding_scale
-        self.mtp = Head(base, width)
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # by Qwen's names
+        self.mtp = torch.nn.ModuleDict({
+            "fc": make_linear(2 * width, width),
+            **{name: copy.deepcopy(base.norm) for name in norms},
+            "layers": base.layers,
+        })  # fmt: skip
         called = inspect.signature(base.layers[0].forward).parameters
         self._cache_name = "cache" if "cache" in called else "past_key_values"
 
-    def draft(self, features: Features) -> list[Tensor]:
-        """Run all steps from every place: states [B, T-2-i, D]."""
+    def begin_history(self) -> Any:
         from transformers import DynamicCache
 
-        state, cache = features.hidden, DynamicCache()
-        sizes: list[int] = []
-        guesses = []
-        for step in range(self.num_positions):
-            num_places = max(0, features.tokens.shape[1] - 2 - step)
-            state = state[:, :num_places]
-            if num_places:
-                sizes.append(num_places)
-                embedded = features.embedded[:, 1 + step : 1 + step + num_places] * self._scale
-                x = self.mtp.join(embedded.to(state.dtype), state)
-                places = torch.arange(step, step + num_places, device=x.device)[None]
-                hidden = ~make_mask(sizes, x.device)
-                mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
-                x = self.mtp.layers[0](
-                    x, attention_mask=mask.masked_fill(hidden, torch.finfo(x.dtype).min),
-                    position_ids=places, position_embeddings=self._rotary[0](x, places),
-                    **{self._cache_name: cache},
-                )  # fmt: skip
-                state = self.mtp.norm(x[0] if isinstance(x, tuple) else x)
-            guesses.append(state)
-        return guesses
+        return DynamicCache()
 
-    def judge(
-        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert features.head is not None
-        head = features.head
-        return self.compare(
-            features, head.join_input(x), head.joint_weight, labels, measure=measure
-        )
+    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+        embedded = self.mtp["pre_fc_norm_embedding"](embedded * self._scale)
+        state = self.mtp["pre_fc_norm_hidden"](state)
+        joined: Tensor = self.mtp["fc"](torch.cat((embedded, state), dim=-1))
+        return joined
+
+    def run_layers(self, x: Tensor, embedded: Tensor, history: Any, step: int) -> Tensor:
+        size = x.shape[1]
+        places = torch.arange(step, step + size, device=x.device)[None]
+        hidden = ~make_mask([size + step - at for at in range(step + 1)], x.device)
+        mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
+        out = self.mtp.get_submodule("layers.0")(
+            x, attention_mask=mask.masked_fill(hidden, torch.finfo(x.dtype).min),
+            position_ids=places, position_embeddings=self._rotary[0](x, places),
+            **{self._cache_name: history},
+        )  # fmt: skip
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+    def leave(self, state: Tensor) -> Tensor:
+        normed: Tensor = self.mtp["norm"](state)
+        return normed
 
 
 def describe_mtp(drafter: Mtp, target: Target) -> Mapping[str, Any]:

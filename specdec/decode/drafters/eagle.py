@@ -9,7 +9,6 @@ places of a tree by then, which know nothing of one another's tokens: any may fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from specdec.decode.drafters.levels import (
     DynamicTree,
     Level,
     TreeDraft,
-    TreeNet,
     make_first,
     read_temperatures,
 )
@@ -45,6 +43,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.mtp import MtpNet
 from specdec.engine.step import States, Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray, Tree
@@ -201,27 +200,14 @@ def make_proposer(context: DraftContext) -> EagleProposer:
     return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 
-class PairNet(TreeNet, Protocol):
-    """A drafter's layers that run pairs of a feature and the token after it."""
-
-    decoder: Decoder
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    def make_features(self, states: Tensor) -> Tensor:
-        """Features [..., D] from what is read of the target [..., F]."""
-        ...
-
-
 class PairProposer(StateKeeper):
     """Proposes what a drafter of pairs does; keeps the features of all committed tokens."""
 
-    net: PairNet
+    net: EagleNet | MtpNet
     tree: StaticTree | DynamicTree
 
     def __init__(
-        self, net: PairNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
+        self, net: EagleNet | MtpNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
     ) -> None:
         """layers, title: as in `StateKeeper`."""
         super().__init__(decoder, layers, title)
