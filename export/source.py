@@ -16,6 +16,7 @@ from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import MASK_DEPTH, Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.mtp import FORMS, MtpParams
+from specdec.methods.net import NetParams
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.config import ModelConfig
@@ -43,6 +44,7 @@ LAYER = {
     "mlp.fc": "mlp.gate_proj", "mlp.gate": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
     "attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm",
 }  # fmt: skip
+OURS = {"vocab_embedding": "embed_tokens", "ln_f": "norm"}  # the same of other modules of a net
 # Architecture of a model that can be exported -> its `model_type`.
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
@@ -143,14 +145,14 @@ class Source:
         if isinstance(params, ReDrafterParams):
             return "redrafter", self._list_redrafter(params)
         if isinstance(params, DFlashParams):
-            return "dflash", self._list_net(params, DFLASH_NET, shares_head=True)
+            return "dflash", self._list_net(params, params.net, DFLASH_NET, shares_head=True)
         if isinstance(params, MtpParams):
             return "mtp", self._list_mtp(params)
         if not isinstance(params, EagleParams):
             return "plain", self._list_model()
         if params.eagle3 is not None:
-            return "eagle3", self._list_net(params, EAGLE_NET, shares_head=False)
-        return "eagle1", self._list_net(params, EAGLE_NET, shares_head=True)
+            return "eagle3", self._list_net(params, params.net, EAGLE_NET, shares_head=False)
+        return "eagle1", self._list_net(params, params.net, EAGLE_NET, shares_head=True)
 
     def _list_model(self) -> dict[str, Part]:
         model = self.model
@@ -196,39 +198,28 @@ class Source:
 
     def _list_mtp(self, params: MtpParams) -> dict[str, Part]:
         """By the names of `head_form`: only GLM's tell an embedding and a head of its own."""
-        net, names = params.make_net_model(self.model), params.list_tensors(self.model)
-        head = HEAD if HEAD in self.file.tensors else EMBEDDING
-        shared = {"drafter.vocab_embedding.weight": EMBEDDING, HEAD: head, HEAD_BIAS: HEAD_BIAS}
-        copies = {
-            own for own, theirs in shared.items()
-            if MTP_NET + own in names and self.is_same(MTP_NET + own, theirs)
-        }  # fmt: skip
-        has_own = not {MTP_NET + own for own in shared.keys() - copies}.isdisjoint(names)
+        net = params.make_net_model(self.model)
+        found = self._list_net(params, net, MTP_NET, shares_head=True)
+        has_own = not found.keys().isdisjoint(("embed_tokens.weight", HEAD, HEAD_BIAS))
         assert not (has_own and params.blanks_first), "MiMo's layout has no room for them"
         self.head_form = "mimo" if params.blanks_first else "glm" if has_own else "qwen"
-        self.left_out |= dict.fromkeys(copies, "equals the target's, which is taken")
         form = FORMS[self.head_form]
         prefix = form.prefix.format(layer=self.model.num_hidden_layers)
-        parts: dict[str, Part] = {}
-        for name in names:
-            own = name.removeprefix(MTP_NET)
-            module, _, kind = own.removeprefix("drafter.").rpartition(".")
-            if own.startswith("drafter.layers."):
-                layer = name_layer(name, own.removeprefix("drafter."), net)
-                start = prefix + form.layer
-                parts |= {start + key.removeprefix("layers.0."): part for key, part in layer}
-            elif own not in copies:
-                swaps = form.is_reversed and module == "fc"
-                parts[f"{prefix}{form.names[module]}.{kind}"] = Part(name, swaps=swaps)
-        return parts
+        if form.is_reversed:
+            found["fc.weight"] = dataclasses.replace(found["fc.weight"], swaps=True)
+        starts = {"layers.0.": prefix + form.layer}
+        starts |= {f"{OURS.get(own, own)}.": f"{prefix}{to}." for own, to in form.names.items()}
+        return {
+            starts[own] + name.removeprefix(own): part
+            for name, part in found.items() for own in starts if name.startswith(own)
+        }  # fmt: skip
 
     def _list_net(
-        self, params: EagleParams | DFlashParams, prefix: str, *, shares_head: bool
+        self, params: NetParams, net: ModelConfig, prefix: str, *, shares_head: bool
     ) -> dict[str, Part]:
         """The parts of a drafter with layers; what equals the target's is noted and left out."""
         names = {
-            "drafter.vocab_embedding.weight": "embed_tokens.weight",
-            "drafter.ln_f.weight": "norm.weight",
+            **{f"drafter.{own}.weight": f"{theirs}.weight" for own, theirs in OURS.items()},
             MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
             MARKOV_HEAD: "markov_head.markov_w2.weight",
         }
@@ -243,7 +234,7 @@ class Source:
                 continue
             own = name.removeprefix(prefix)
             if own.startswith("drafter.layers."):
-                parts |= name_layer(name, own.removeprefix("drafter."), params.net)
+                parts |= name_layer(name, own.removeprefix("drafter."), net)
             else:
                 parts[names.get(own, own.removeprefix("drafter."))] = Part(name)
         head = HEAD if HEAD in self.file.tensors else EMBEDDING

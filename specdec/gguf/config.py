@@ -283,9 +283,9 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     )
     own = {
         "num_experts": count, "num_experts_per_tok": top, "moe_intermediate_size": inner,
-        "norm_topk_prob": data.name == "qwen3moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "norm_topk_prob": data.name != "qwen2moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
-    if data.name == "qwen2moe":
+    if data.name != "qwen3moe":
         size = data.get("expert_shared_feed_forward_length", config.get("intermediate_size"))
         return own | {"shared_expert_intermediate_size": size}
     return own | {"attention_bias": _has_bias(data, "attn_q")}
@@ -370,14 +370,7 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "linear_value_head_dim": data.count("ssm.inner_size") // heads,
         "linear_num_key_heads": key_heads, "linear_num_value_heads": heads,
     }  # fmt: skip
-    if data.name == "qwen35":
-        return own
-    return own | {
-        "num_experts": data.count("expert_count"),
-        "num_experts_per_tok": data.count("expert_used_count"),
-        "moe_intermediate_size": data.count("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": data.count("expert_shared_feed_forward_length"),
-    }
+    return own if data.name == "qwen35" else own | _read_experts(data, config)
 
 
 def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
