@@ -275,9 +275,13 @@ class StateKeeper(Drafter):
     `_num_known`, `_num_read`: tokens of each row whose states have come, and of which what is kept
     is made, [R]. A prompt's come by `follow`, so what `observe` then brings of its last token is
     nothing new.
+
+    net: the drafter's layers, whose cache has `_num_run` positions for a draft behind a text.
     """
 
     follows_prompts = True
+    net: DraftNet
+    _num_run: int
 
     def __init__(self, decoder: Decoder, layers: tuple[int, ...] | None, title: str) -> None:
         """layers: the target's whose outputs are read; None for its last hidden state."""
@@ -300,11 +304,48 @@ class StateKeeper(Drafter):
             )
         decoder.observed_layers = layers
 
-    def _forget(self, num_rows: int) -> None:
-        """Know of no token of so many rows."""
+    def allocate(self, num_rows: int, num_positions: int) -> None:
+        """Make a cache of the drafter's own, and know of no token of so many rows."""
+        vars(self).pop("_cache", None)  # what it has is free for the next
+        self._cache = self.net.decoder.make_cache(num_rows, num_positions + self._num_run)
         self._num_known, self._num_read = np.zeros((2, num_rows), np.int64)
         self._waiting, self._fresh = {}, set()
         self._steps, self._num_unsorted = [], 0
+
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        """Tokens of the texts that are not in the drafter's cache."""
+        return sum(self._list_unread(requests))
+
+    def _list_unread(self, requests: Sequence[ActiveRequest]) -> list[int]:
+        """How many tokens its cache lacks of each text, but those that a step has brought."""
+        own = self.max_draft_depth + 1
+        lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
+        past = self._cache.past_lens[list_rows(requests)].tolist()
+        return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Read what is new of the texts, and draft.
+
+        Nothing is drafted for those of whose prompts a part is left for later steps.
+        """
+        ready, pieces = self._plan_reading(self._list_unread(requests))
+        for at, count in pieces.items():
+            self._read_piece(requests[at], count)
+        candidates = list_roots(requests)
+        if ready:
+            chosen = [requests[at] for at in ready]
+            self._read([request.row for request in chosen])
+            for at, found in zip(ready, self._draft(chosen), strict=True):
+                candidates[at] = found
+        return candidates
+
+    def _read_piece(self, request: ActiveRequest, count: int) -> None:
+        """Read so many more tokens of a prompt."""
+        self._read([request.row], count)
+
+    def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Draft for requests whose texts are known."""
+        raise NotImplementedError
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """The prompts' states are known; what `observe` brings of them is nothing new."""

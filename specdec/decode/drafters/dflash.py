@@ -18,7 +18,6 @@ from specdec.decode.drafters.base import (
     ALL_LEVELS,
     DraftContext,
     StateKeeper,
-    list_roots,
     list_rows,
     make_net,
 )
@@ -71,14 +70,15 @@ def make_proposer(context: DraftContext) -> DFlashProposer:
 class DFlashProposer(StateKeeper):
     """Proposes the likeliest paths of a block; its cache holds the context of committed tokens."""
 
+    net: DFlashNet
+
     def __init__(
         self, net: DFlashNet, decoder: Decoder, options: DFlashOptions | None = None, *,
         has_budget: bool = False,
     ) -> None:  # fmt: skip
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         super().__init__(decoder, net.params.aux_layers, "DFlash")
-        self.net = net
-        self.params = net.params
+        self.net, self.params, self._num_run = net, net.params, net.params.block_size
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
         options = options or DFlashOptions()
         self.use_tree(options.num_tokens, options.top_k)
@@ -113,10 +113,7 @@ class DFlashProposer(StateKeeper):
             self.max_draft_tokens = self._tree.num_tokens
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make a cache of the drafter's own, with room for a block."""
-        vars(self).pop("_cache", None)  # what it has is free for the next
-        self._cache = self.net.decoder.make_cache(num_rows, num_positions + self.params.block_size)
-        self._forget(num_rows)
+        super().allocate(num_rows, num_positions)
         self._num_read = self._cache.past_lens  # what is read of a row is what its cache holds
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
@@ -133,34 +130,10 @@ class DFlashProposer(StateKeeper):
             self._cache, to_device(rows, device), to_device(places, device), states
         )
 
-    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of the texts whose context is not in the cache."""
-        return sum(self._list_unread(list_rows(requests)))
-
-    def _list_unread(self, rows: IntArray) -> list[int]:
-        """How many tokens' context each row lacks, but those that a step has brought."""
-        self._sort()
-        own = self.max_draft_depth + 1
-        return [max(0, int(self._num_known[row] - self._num_read[row]) - own) for row in rows]
-
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Fill a block for every request, and make a tree of each.
-
-        Nothing is drafted for those of whose context a part is left for later steps.
-        """
+    def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Fill a block for every request, and make a tree of each."""
         rows = list_rows(requests)
-        ready, pieces = self._plan_reading(self._list_unread(rows))
-        for at, count in pieces.items():
-            self._read([int(rows[at])], count)
-        candidates = list_roots(requests)
-        if ready:
-            self._read(rows[ready].tolist())
-            roots = np.array([requests[at].output_ids[-1] for at in ready], np.int64)
-            for at, found in zip(ready, self._draft(rows[ready], roots), strict=True):
-                candidates[at] = found
-        return candidates
-
-    def _draft(self, rows: IntArray, roots: IntArray) -> list[Candidates]:
+        roots = np.array([request.output_ids[-1] for request in requests], np.int64)
         hidden = self.net.run_blocks(self._cache, rows, roots)[:, : self.max_draft_depth]
         if self._tree is not None:
             return self._tree.grow(BlockDraft(self.net, hidden, roots))

@@ -19,7 +19,6 @@ from specdec.decode.drafters.base import (
     ALL_LEVELS,
     DraftContext,
     StateKeeper,
-    list_roots,
     list_rows,
     make_net,
 )
@@ -200,6 +199,12 @@ def make_proposer(context: DraftContext) -> EagleProposer:
     return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
 
 
+def list_texts(requests: Sequence[ActiveRequest]) -> tuple[IntArray, list[list[int]], IntArray]:
+    """The cache rows [B], the second tokens of all pairs of the texts, and the last ones [B]."""
+    texts = [[*r.request.input_ids[1:], *r.output_ids] for r in requests]
+    return list_rows(requests), texts, np.array([text[-1] for text in texts], np.int64)
+
+
 class PairProposer(StateKeeper):
     """Proposes what a drafter of pairs does; keeps the features of all committed tokens."""
 
@@ -214,17 +219,15 @@ class PairProposer(StateKeeper):
         self.net = net
 
     def _use(self, tree: StaticTree | DynamicTree) -> None:
-        self.tree = tree
+        self.tree, self._num_run = tree, tree.num_run
         self.max_draft_tokens, self.max_draft_depth = tree.num_tokens, tree.depth
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Make a cache of the drafter's own, and room for a feature a position."""
-        decoder = self.net.decoder
-        vars(self).pop("_cache", None)  # what it has is free for the next
-        self._cache = decoder.make_cache(num_rows, num_positions + self.tree.num_run)
+        """Make room for a feature a position, too."""
+        super().allocate(num_rows, num_positions)
         shape = (num_rows, self._cache.num_positions, self.net.hidden_size)
+        decoder = self.net.decoder
         self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self._forget(num_rows)
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Start a row over; `follow` then says where its prompt goes on."""
@@ -243,30 +246,13 @@ class PairProposer(StateKeeper):
         past = int(self._cache.past_lens[row])
         self._cache.copy_prefix(row, row, min(past, max(0, length - 1)))
 
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Run the pairs of all tokens that are new, then draft the tree's levels from the last.
-
-        Nothing is drafted for those of whose prompts a part is left for later steps.
-        """
-        rows = list_rows(requests)
-        texts = [[*r.request.input_ids, *r.output_ids] for r in requests]
-        ready = self._read_prompts(rows, [text[1:] for text in texts])
-        candidates = list_roots(requests)
-        if ready:
-            chosen = [requests[at] for at in ready], rows[ready], [texts[at] for at in ready]
-            for at, own in zip(ready, self._draft(*chosen), strict=True):
-                candidates[at] = own
-        return candidates
-
-    def _draft(
-        self, requests: Sequence[ActiveRequest], rows: IntArray, texts: Sequence[Sequence[int]]
-    ) -> list[Candidates]:
+    def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Run the new pairs, then the levels of a tree below the last of each row."""
-        hidden = self._run_pairs(rows, [text[1:] for text in texts])
+        rows, texts, roots = list_texts(requests)
+        hidden = self._run_pairs(rows, texts)
         draft = TreeDraft(
-            self.net, self._cache, rows, np.array([text[-1] for text in texts], np.int64), hidden,
-            read_temperatures(requests), self.min_gain,
-        )  # fmt: skip
+            self.net, self._cache, rows, roots, hidden, read_temperatures(requests), self.min_gain
+        )
         found = self.tree.grow(draft)
         self.num_levels = draft.num_levels
         return found
@@ -285,28 +271,11 @@ class PairProposer(StateKeeper):
             self.net.decoder, self._cache, rows.tolist(), texts, MAX_PASS_TOKENS, follow, run
         )
 
-    def _read_prompts(self, rows: IntArray, texts: Sequence[Sequence[int]]) -> list[int]:
-        """Run pairs of prompts up to `max_prefill`; return the places of those all of whose are.
-
-        What a step has brought a row itself is left for its draft.
-        """
-        ready, pieces = self._plan_reading(self._list_unread(rows, [*map(len, texts)]))
-        self._read(rows[[*pieces, *ready]].tolist())
-        for at, count in pieces.items():
-            known = texts[at][: int(self._cache.past_lens[rows[at]]) + count]
-            self._run_pairs(rows[[at]], [known])
-        return ready
-
-    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of the texts whose pairs were not run."""
-        lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
-        return sum(self._list_unread(list_rows(requests), lengths))
-
-    def _list_unread(self, rows: IntArray, lengths: Sequence[int]) -> list[int]:
-        """How many pairs each row lacks, but those that a step has brought."""
-        own = self.max_draft_depth + 1
-        past = self._cache.past_lens[rows].tolist()
-        return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
+    def _read_piece(self, request: ActiveRequest, count: int) -> None:
+        """Run so many more pairs of a prompt, whose features are all made."""
+        self._read([request.row])
+        rows, (text,), _ = list_texts([request])
+        self._run_pairs(rows, [text[: int(self._cache.past_lens[request.row]) + count]])
 
     def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Keep the features of some tokens."""
@@ -368,14 +337,12 @@ class EagleProposer(PairProposer):
         ]  # fmt: skip
         return tuple(fitting[: params.max_draft_len])
 
-    def _draft(
-        self, requests: Sequence[ActiveRequest], rows: IntArray, texts: Sequence[Sequence[int]]
-    ) -> list[Candidates]:
+    def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         if self.params.mask_token_id is None:
-            return super()._draft(requests, rows, texts)
-        hidden = self._run_masked(rows, [text[1:] for text in texts])
+            return super()._draft(requests)
+        rows, texts, roots = list_texts(requests)
+        hidden = self._run_masked(rows, texts)
         ranked = to_host(*self.net.rank_tokens(hidden, self.tree.max_width))
-        roots = np.array([text[-1] for text in texts], np.int64)
         return self.tree.grow(PassDraft(roots, *ranked))
 
     def _run_masked(self, rows: IntArray, texts: Sequence[Sequence[int]]) -> Tensor:
