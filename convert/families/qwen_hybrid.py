@@ -6,6 +6,7 @@ are stored less one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,6 @@ from ..plan import CASTABLE, Computed
 from .base import (
     Family,
     Layout,
-    add_keys,
     describe_rotary,
     read_decoder,
     read_experts,
@@ -97,28 +97,25 @@ def read_hybrid(
     }  # fmt: skip
 
 
-def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
-    """Read a mixture's config.json, which need not tell the size of a dense MLP."""
-    refuse_unless(
-        reader, "norm_topk_prob", True,
-        remedy="Qwen3.5's mixtures always normalize the weights of the chosen experts",
-    )  # fmt: skip
-    return _read_mixture(reader, layout, num=256, top_k=8, renormalizes=True)
+def read_mixture(
+    reader: ConfigReader, layout: Layout, *, num: int = 256, top_k: int = 8, is_next: bool = False
+) -> dict[str, Any]:
+    """Read a mixture's config.json, which need not tell the size of a dense MLP.
 
-
-def read_next(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
-    """Read Qwen3-Next's config.json."""
-    renormalizes = reader.get_bool("norm_topk_prob", True)
-    return _read_mixture(reader, layout, num=512, top_k=10, renormalizes=renormalizes)
-
-
-def _read_mixture(reader: ConfigReader, layout: Layout, **experts: Any) -> dict[str, Any]:
+    num, top_k: transformers' defaults. is_next: whether it is Qwen3-Next's.
+    """
+    if not is_next:
+        refuse_unless(
+            reader, "norm_topk_prob", True,
+            remedy="Qwen3.5's mixtures always normalize the weights of the chosen experts",
+        )  # fmt: skip
     refuse_uneven_layers(reader)
     inner = reader.get_int("moe_intermediate_size", 512)
     values = read_hybrid(reader.enter({"intermediate_size": inner, **reader.config}), "swiglu", 2)
     return values | read_experts(
-        reader, layout, values, **experts, inner=("moe_intermediate_size", 512),
+        reader, layout, values, num=num, top_k=top_k, inner=("moe_intermediate_size", 512),
         shared_inner=("shared_expert_intermediate_size", 512),
+        renormalizes=reader.get_bool("norm_topk_prob", True),
     )  # fmt: skip
 
 
@@ -130,15 +127,15 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     """
     reader = ConfigReader(folder.config, folder.path / "config.json")
     heads, size = reader.get_int("num_attention_heads"), reader.get_int("head_dim", 256)
-    sizes = read_linear(reader)
+    dealt = _list_parts(heads, size, read_linear(reader))
     reader.finish()
     sources: dict[str, tuple[str, Array]] = {}
     infos: dict[str, TensorInfo] = {}
     replaced = []
     for name, info in folder.tensors.items():
         stem, _, kind = name.rpartition(".")
-        found = _divide(stem.rpartition(".")[2], heads, size, sizes)
-        if found is None or kind not in ("weight", "bias"):
+        module = stem.rpartition(".")[2]
+        if module not in dealt or kind not in ("weight", "bias"):
             continue
         if info.dtype not in CASTABLE:
             raise SpecDecError(
@@ -146,7 +143,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
                 " kept",
                 "give --dequantize, or convert the unquantized model",
             )
-        wanted = sum(map(len, found.values()))
+        wanted = dealt[module][0] * sum(rows for _, rows in dealt[module][1])
         if len(info.shape) == 0 or wanted != info.shape[0]:
             raise SpecDecError(
                 f"{folder.path}: {name} is {list(info.shape)}, and config.json tells of {wanted}"
@@ -154,7 +151,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
                 "its config.json and tensors disagree: take both from the same model",
             )
         replaced.append(name)
-        for part, rows in found.items():
+        for part, rows in _deal(*dealt[module]).items():
             own = f"{stem.rpartition('.')[0]}.{part}.{kind}"
             shape = (len(rows), *info.shape[1:])
             # A convolution's is [channels, 1, taps].
@@ -174,51 +171,54 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     return folder.substitute(Computed(folder, infos, compute, sources), replaced)
 
 
-def _divide(module: str, heads: int, size: int, sizes: LinearAttention) -> dict[str, Array] | None:
-    """Which of a module's rows make up which modules, by name; None for one that stays."""
-    if module == "q_proj":
-        return dict(zip(("q_proj", "gate_proj"), _deal(heads, size, size), strict=True))
-    if module == "conv1d":
-        return {"conv1d": np.arange(sizes.num_channels)}
+def _list_parts(
+    heads: int, size: int, sizes: LinearAttention
+) -> dict[str, tuple[int, list[tuple[str, int]]]]:
+    """By module: how many groups of rows it has, and what each group holds: modules and rows."""
     num, share = sizes.num_key_heads, sizes.num_value_heads // max(1, sizes.num_key_heads)
-    values = share * sizes.value_size
-    if module == "in_proj_qkvz":
-        q, k, v, z = _deal(num, sizes.key_size, sizes.key_size, values, values)
-        return {"in_proj_qkv": np.concatenate((q, k, v)), "in_proj_z": z}
-    if module == "in_proj_ba":
-        return dict(zip(("in_proj_b", "in_proj_a"), _deal(num, share, share), strict=True))
-    return None
+    keys, values = ("in_proj_qkv", sizes.key_size), share * sizes.value_size
+    return {
+        "q_proj": (heads, [("q_proj", size), ("gate_proj", size)]),
+        "conv1d": (1, [("conv1d", sizes.num_channels)]),
+        "in_proj_qkvz": (num, [keys, keys, ("in_proj_qkv", values), ("in_proj_z", values)]),
+        "in_proj_ba": (num, [("in_proj_b", share), ("in_proj_a", share)]),
+    }
 
 
-def _deal(num_groups: int, *sizes: int) -> list[Array]:
-    """Of groups one below the other, each with parts of these sizes: every part's rows."""
-    rows = np.arange(num_groups * sum(sizes)).reshape(num_groups, -1)
-    return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
+def _deal(num_groups: int, parts: list[tuple[str, int]]) -> dict[str, Array]:
+    """The rows of each module that groups hold which lie one below the other."""
+    ends = np.cumsum([size for _, size in parts])
+    rows = np.split(np.arange(num_groups * ends[-1]).reshape(num_groups, -1), ends[:-1], axis=1)
+    return {
+        name: np.concatenate([
+            own.reshape(-1) for own, (other, _) in zip(rows, parts, strict=True) if other == name
+        ])
+        for name, _ in parts
+    }  # fmt: skip
 
 
-def describe_linear(model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Add the sizes of linear attention to a checkpoint's config.json."""
-    return describe_rotary(model, config) | {"linear_attention": vars(model.linear_attention)}
+def describe_hybrid(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the sizes of linear attention and of experts to a checkpoint's config.json."""
+    config = describe_rotary(model, config) | {"linear_attention": vars(model.linear_attention)}
+    return config if model.experts is None else config | describe_sizes(model)
 
 
 _COMMON: Mapping[str, Any] = {
-    "prefixes": ("model.", "model.language_model.", ""), "prepare": prepare
+    "prefixes": ("model.", "model.language_model.", ""), "prepare": prepare,
+    "describe": describe_hybrid,
 }  # fmt: skip
 _MIXTURE_MODULES = BESIDE_MLP | HEAD_NORMS | EXPERTS | SHARED | _SHARED_MODULES
-_describe_mixture = add_keys(base=lambda model, config: (
-    describe_linear(model, config) | describe_sizes(model)
-))  # fmt: skip
 QWEN3_5 = Family(
     name="qwen3_5", model_type="qwen3_5_text", architectures=("Qwen3_5ForCausalLM",),
     modules=MODULES | HEAD_NORMS | _SHARED_MODULES,
-    read_config=lambda reader, _: read_hybrid(reader),
-    describe=describe_linear, **_COMMON,
+    read_config=lambda reader, _: read_hybrid(reader), **_COMMON,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe", model_type="qwen3_5_moe_text", architectures=("Qwen3_5MoeForCausalLM",),
-    modules=_MIXTURE_MODULES, read_config=read_mixture, describe=_describe_mixture, **_COMMON,
+    modules=_MIXTURE_MODULES, read_config=read_mixture, **_COMMON,
 )  # fmt: skip
 QWEN3_NEXT = Family(
     name="qwen3_next", architectures=("Qwen3NextForCausalLM",),
-    modules=_MIXTURE_MODULES, read_config=read_next, describe=_describe_mixture, **_COMMON,
+    modules=_MIXTURE_MODULES, **_COMMON,
+    read_config=functools.partial(read_mixture, num=512, top_k=10, is_next=True),
 )  # fmt: skip

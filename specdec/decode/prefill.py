@@ -192,12 +192,11 @@ class PromptReader:
         return {row: len(prompt) - int(past[row]) for row, prompt in self._prompts.items()}
 
     def _pause(self, counts: dict[int, int]) -> dict[int, int]:
-        """Tokens to read of each row, no further than where the cache has to pause."""
-        past, stops = self._cache.past_lens, {row: self._cache.find_stop(row) for row in counts}
-        return {
-            row: count if (stop := stops[row]) is None else min(count, stop - int(past[row]))
-            for row, count in counts.items()
-        }
+        """Tokens to read of each row, no further than where its state is to be kept."""
+        if (states := self._cache.states) is None:
+            return counts
+        past = self._cache.past_lens
+        return {row: min(n, states.find_stop(row) - int(past[row])) for row, n in counts.items()}
 
     def _choose_alike(self, left: dict[int, int], max_tokens: int | None) -> dict[int, int]:
         """Tokens to read of each row, in a pass in which a prompt has one row."""

@@ -364,14 +364,12 @@ class _Parts:
             return None
         own = sizes.split(model.tp_size)
         assert model.layer_types is not None
+        taps = weights[prefix + "conv.weight"].float().view(own.num_channels, own.num_taps)
         return DeltaNet(
             sizes=own,
             index=model.layer_types[:index].count(model.layer_types[index]),
             ba=self.make_linear(prefix + "ba"),
-            taps=weights[prefix + "conv.weight"]
-            .float()
-            .view(own.num_channels, own.num_taps)
-            .T.contiguous(),
+            taps=taps.T.contiguous(),
             decay=-weights[prefix + "A_log"].exp(),
             bias=weights[prefix + "dt_bias"],
             norm=Norm(weights[prefix + "norm.weight"], None, model.norm_epsilon),

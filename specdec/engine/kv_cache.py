@@ -82,10 +82,6 @@ class KVCache:
         """
         return self.states is None or self.states.want(row, places)
 
-    def find_stop(self, row: int) -> int | None:
-        """Where reading a row's prompt has to pause, None if nowhere."""
-        return None if self.states is None else self.states.find_stop(row)
-
     def fill(self, length: int) -> None:
         """Take so many positions of every row as committed, whatever they hold."""
         self.past_lens[:] = length

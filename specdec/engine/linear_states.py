@@ -13,6 +13,7 @@ K key heads, V value heads, I and J their sizes, N runs.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,11 +78,6 @@ class LinearStates:
         # with a source of -1 where a place was kept.
         self.moves: list[int] = []
 
-    @property
-    def num_log_tokens(self) -> int:
-        """Tokens of a row that can be logged."""
-        return self.log[0].shape[2]
-
     def begin(self, step: Step, past: IntArray) -> Runs:
         """The runs of a step, which may now be computed.
 
@@ -105,7 +101,7 @@ class LinearStates:
         )
         assert (0 <= runs.folded).all()
         assert (runs.folded <= self.num_logged[runs.rows]).all(), "no state for what is committed"
-        if (most := int((runs.counts - runs.kept).max(initial=0))) > self.num_log_tokens:
+        if (most := int((runs.counts - runs.kept).max(initial=0))) > self.log[0].shape[2]:
             self._make_log(most)
         return runs
 
@@ -128,9 +124,9 @@ class LinearStates:
         self._wanted[row] |= {place for place in places if place > self.lens[row]}
         return set(places) <= self._wanted[row] | self._places[row].keys()
 
-    def find_stop(self, row: int) -> int | None:
-        """The next of a row's places at which its state is kept."""
-        return min((p for p in self._wanted[row] if p > self.lens[row]), default=None)
+    def find_stop(self, row: int) -> int:
+        """The next of a row's places at which its state is kept, far away where there is none."""
+        return min((p for p in self._wanted[row] if p > self.lens[row]), default=sys.maxsize)
 
     def reach(self, row: int, past: int) -> None:
         """Keep a row's state if that is wanted behind `past` tokens."""

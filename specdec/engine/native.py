@@ -481,7 +481,7 @@ class NativeKernels:
             _check("a part of the states", part, part.dtype, *part.shape)
         columns = (runs.rows, runs.firsts, runs.counts, runs.kept, runs.folded)
         table = np.ascontiguousarray(np.stack(columns, axis=1), np.int64)
-        room, logged = states.num_log_tokens, runs.counts - runs.kept
+        room, logged = states.log[0].shape[2], runs.counts - runs.kept
         if (
             table.min() < 0 or logged.min() < 0 or max(logged.max(), runs.folded.max()) > room
             or runs.rows.max() >= len(parts[0]) or weights[0].shape[1] != channels

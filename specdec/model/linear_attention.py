@@ -48,13 +48,8 @@ class LinearAttention:
 
     def find_problems(self, tp_size: int) -> Problems:
         """List what is inconsistent for so many ranks, each with a remedy."""
-        rows = (
-            ("num_key_heads", self.num_key_heads, MAX_SIZE),
-            ("num_value_heads", self.num_value_heads, MAX_SIZE),
-            ("key_size", self.key_size, MAX_HEAD_SIZE),
-            ("value_size", self.value_size, MAX_HEAD_SIZE),
-            ("num_taps", self.num_taps, MAX_TAPS),
-        )
+        limits = {"key_size": MAX_HEAD_SIZE, "value_size": MAX_HEAD_SIZE, "num_taps": MAX_TAPS}
+        rows = [(name, size, limits.get(name, MAX_SIZE)) for name, size in vars(self).items()]
         return Problems.where(*(
             (not 1 <= value <= most,
              f"{KEY}.{name} is {shorten(value)}, not of 1 to {most}",
