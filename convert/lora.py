@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.wrappers import NAMES
 
+from .families.base import Family
 from .hf import HfFolder
 from .plan import Computed, collect
 from .torch_file import TorchFile
@@ -172,15 +173,20 @@ def _compile(patterns: Any, what: str) -> None:
 
 
 def merge_adapter(
-    folder: HfFolder, adapter: Adapter, *, transposed: Collection[str], tied: Collection[str]
+    folder: HfFolder, adapter: Adapter, family: Family, *, is_quantized: bool
 ) -> HfFolder:
     """Return a folder like this, with an adapter merged into the tensors that it names.
 
-    transposed: tensors that are stored as [in, out]. tied: the embedding and the head of a target
-    that has one tensor for both; an adapter of either is refused, since PEFT's own result then
-    depends on how the model was loaded. Raises SpecDecError with everything that does not fit.
+    They are the folder's own, before `prepare` divides and renames them. Where the embedding and
+    the head are one tensor, an adapter of either is refused, since PEFT's own result then depends
+    on how the model was loaded. Raises SpecDecError with everything that does not fit.
     """
-    problems = Problems()
+    if is_quantized:
+        raise SpecDecError(
+            f"{folder.path} is quantized, and {FLAG} adds to plain weights",
+            "give --dequantize, too",
+        )
+    problems, tied = Problems(), family.list_tied(folder)
     updates: dict[str, Update] = {}
     for own in adapter.tensors:
         match = _PARTS.fullmatch(own)
@@ -191,7 +197,7 @@ def merge_adapter(
             lack = "is tied to another" if found or wanted in tied else "is not in the target"
             problems.add(f"{adapter.path}: {own}: {wanted} {lack}", MERGE)
             continue
-        update = updates.setdefault(found, Update(is_turned=found in transposed))
+        update = updates.setdefault(found, Update(is_turned=family.is_turned(folder, found)))
         update.is_turned |= side is not None and "embedding" in side
         field = "value" if side is None else "down" if side.endswith("A") else "up"
         if getattr(update, field) is not None:

@@ -47,7 +47,7 @@ from . import config as checkpoint_config
 from . import stream
 from .checkpoint import CheckpointFolder
 from .families import find_family
-from .families.base import Family, Layout, tie_head
+from .families.base import Layout, tie_head
 from .flags import check_flags
 from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, open_model
 from .lora import Adapter, merge_adapter
@@ -233,7 +233,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     if settings.lora_dir is not None:
         adapter = Adapter(settings.lora_dir)
         files += adapter.files
-        folder = merge_lora(folder, adapter, family, is_quantized=held is not None)
+        folder = merge_adapter(folder, adapter, family, is_quantized=held is not None)
     folder = family.prepare(folder, dtype)
     layout = Layout(
         dtype=dtype,
@@ -304,21 +304,6 @@ def read_tokens(folder: HfFolder) -> dict[str, Any] | None:
     except SpecDecError as error:  # of a GGUF file, whose weights are read
         logger.warning("%s; weights are converted: give --tokenizer-dir when you build", error)
         return None
-
-
-def merge_lora(
-    folder: HfFolder, adapter: Adapter, family: Family, *, is_quantized: bool
-) -> HfFolder:
-    """Merge an adapter into a folder's own tensors, before `prepare` divides and renames them."""
-    if is_quantized:
-        raise SpecDecError(
-            f"{folder.path} is quantized, and {name_flag('lora_dir')} adds to plain weights",
-            "give --dequantize, too",
-        )
-    return merge_adapter(
-        folder, adapter, tied=family.list_tied(folder),
-        transposed=[name for name in folder.tensors if family.is_turned(folder, name)],
-    )  # fmt: skip
 
 
 def check_experts(

@@ -283,9 +283,11 @@ class StateKeeper(Drafter):
     net: DraftNet
     _num_run: int
 
-    def __init__(self, decoder: Decoder, layers: tuple[int, ...] | None, title: str) -> None:
-        """layers: the target's whose outputs are read; None for its last hidden state."""
-        self._decoder, self.follows_last = decoder, layers is None
+    def __init__(
+        self, net: DraftNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
+    ) -> None:
+        """decoder: the target's. layers: whose outputs are read; None: its last hidden state."""
+        self.net, self._decoder, self.follows_last = net, decoder, layers is None
         self._num_known: IntArray = np.zeros(0, np.int64)
         self._num_read: IntArray = np.zeros(0, np.int64)
         self._waiting: dict[int, list[Tensor]] = {}  # by row, the newest states in order: [N, F]
@@ -311,6 +313,14 @@ class StateKeeper(Drafter):
         self._num_known, self._num_read = np.zeros((2, num_rows), np.int64)
         self._waiting, self._fresh = {}, set()
         self._steps, self._num_unsorted = [], 0
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Start a row over with what is kept; `follow` then says where its prompt goes on."""
+        if length:
+            self._read([source])
+        known = int(self._cache.past_lens[source])
+        self._cache.copy_prefix(source, row, min(known, length))
+        self._start_over(row, length)
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
         """Tokens of the texts that are not in the drafter's cache."""

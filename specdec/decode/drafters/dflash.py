@@ -77,8 +77,8 @@ class DFlashProposer(StateKeeper):
         has_budget: bool = False,
     ) -> None:  # fmt: skip
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
-        super().__init__(decoder, net.params.aux_layers, "DFlash")
-        self.net, self.params, self._num_run = net, net.params, net.params.block_size
+        super().__init__(net, decoder, net.params.aux_layers, "DFlash")
+        self.params, self._num_run = net.params, net.params.block_size
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
         options = options or DFlashOptions()
         self.use_tree(options.num_tokens, options.top_k)
@@ -115,13 +115,6 @@ class DFlashProposer(StateKeeper):
     def allocate(self, num_rows: int, num_positions: int) -> None:
         super().allocate(num_rows, num_positions)
         self._num_read = self._cache.past_lens  # what is read of a row is what its cache holds
-
-    def copy_prefix(self, source: int, row: int, length: int) -> None:
-        """Let `row` start over with the context of the first tokens of `source`."""
-        if length:
-            self._read([source])
-        self._cache.copy_prefix(source, row, length)
-        self._start_over(row, length)
 
     def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
         """Write the keys and values that the context has in every layer."""

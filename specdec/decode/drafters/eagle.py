@@ -211,13 +211,6 @@ class PairProposer(StateKeeper):
     net: EagleNet | MtpNet
     tree: StaticTree | DynamicTree
 
-    def __init__(
-        self, net: EagleNet | MtpNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
-    ) -> None:
-        """layers, title: as in `StateKeeper`."""
-        super().__init__(decoder, layers, title)
-        self.net = net
-
     def _use(self, tree: StaticTree | DynamicTree) -> None:
         self.tree, self._num_run = tree, tree.num_run
         self.max_draft_tokens, self.max_draft_depth = tree.num_tokens, tree.depth
@@ -230,14 +223,9 @@ class PairProposer(StateKeeper):
         self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
-        """Start a row over; `follow` then says where its prompt goes on."""
-        if length:
-            self._read([source])
+        super().copy_prefix(source, row, length)
         if source != row and length:
             self._features[row, :length] = self._features[source, :length]
-        known = int(self._cache.past_lens[source])
-        self._cache.copy_prefix(source, row, min(known, length))
-        self._start_over(row, length)
 
     def _go_back(self, row: int, length: int) -> None:
         super()._go_back(row, length)
