@@ -150,6 +150,12 @@ class GgufModel:
                     order=order_turned(rows, count) if is_turned else None,
                 )  # fmt: skip
                 start += rows
+        elif module == "ssm_ba":  # of each key head the rows of b, then those of a
+            key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
+            turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
+            for part, order in zip("ba", turns, strict=True):
+                shape = (count, *stored.shape[1:])
+                yield f"linear_attn.in_proj_{part}", Entry(stored, shape, order=order)
         elif len(stored.shape) == 3:
             for theirs in (theirs for theirs, ours in own.experts.items() if ours == module):
                 for expert in range(stored.shape[0]):

@@ -52,7 +52,7 @@ _LINEAR = {
     for ours, theirs in {
         "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta",
         "in_proj_a": "ssm_alpha", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "dt_bias": "ssm_dt",
-        "norm": "ssm_norm", "out_proj": "ssm_out", "in_proj_ba": "ssm_ba",
+        "norm": "ssm_norm", "out_proj": "ssm_out",
     }.items()
 }  # fmt: skip
 HYBRID_NAMES = SEED_NAMES | _LINEAR
