@@ -176,6 +176,8 @@ struct BlockMatrix {
     if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
     constexpr bool kFits = 2 * kWords * M + 4 <= kRegisters;
     constexpr int64_t kAtOnce = kFits || kLanes > 1 ? kWords : 1;
+    // One turn ahead: with super-blocks that is less than what is fetched ahead elsewhere.
+    if (kIsFar && kIsSuper && kAtOnce < kWords) fetch.from += turn * kStepBytes - kPrefetchBytes;
     for (int64_t stop = 0; begin < end; fetch.from += (stop - begin) * fetch.stride, begin = stop) {
       stop = kAtOnce == kWords ? end : std::min(begin + turn, end);
       for (int64_t k = 0; k < kWords; k += kAtOnce)
@@ -185,13 +187,15 @@ struct BlockMatrix {
 
   // The same of K vectors of the tile's outputs, from vector `first` on: as many as have all their sums
   // in registers, of integers and of floats. Taking codes apart twice would cost more than it saves where
-  // they are multiplied as pairs.
+  // they are multiplied as pairs. Each pass over a tile fetches its part of what is ahead, line by line;
+  // Zen 4 is faster if it also fetches its own lines, every other one, where a unit has few of them.
   template <int M, int64_t K>
   static __attribute__((noinline)) void add_units(const Input *x, int64_t begin, int64_t end,
                                                   const char *tile, Fetch<kFetchesFar> fetch,
                                                   int64_t first, float *out) {
     const uint32_t *head = x + begin / kUnitSteps * kGroups * kGroupRow * M;
-    fetch.from += first * 4 * kVector;
+    fetch.stride = fetch.stride * K / kWords;
+    fetch.from += first / K * (end - begin) * fetch.stride;
     out += first * kVector;
     Floats sums[K][M];
 #pragma GCC unroll 2
@@ -200,6 +204,9 @@ struct BlockMatrix {
       for (int m = 0; m < M; ++m) sums[k][m] = load<Floats>(out + m * kTile + k * kVector);
     for (int64_t step = begin; step < end; step += kUnitSteps) {
       const char *unit = tile + step * kStepBytes, *codes = unit + kScaleSteps * kStepBytes;
+      if (kFetchesFar && kBits == 4 && !kIsSuper && K < kWords)
+        for (int64_t i = 0; i < kUnitSteps; ++i)
+          Fetch<false>::fetch<4 * K * kVector>(unit + i * kStepBytes + first * 4 * kVector + kNearBytes);
       for (int64_t i = 0; i < kScaleSteps; ++i, fetch.from += fetch.stride)
         fetch.template fetch<4 * K * kVector>(fetch.from);
       for (int64_t group = 0; group < kGroups; ++group) {

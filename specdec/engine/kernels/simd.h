@@ -102,13 +102,14 @@ inline float round_through(float x) {
   return to_float(stored);
 }
 
-// What fits a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
-// sums fit into all registers, beside what is multiplied.
+// How many registers of vectors there are.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
 #endif
+// What fits a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
+// sums fit into all registers, beside what is multiplied.
 #if defined(__AVX512F__)
 constexpr int64_t kVector = 16;
 constexpr int kMaxRows = 12;
