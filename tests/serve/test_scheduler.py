@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specdec import Engine, Event, Prompt, PromptError, SpecDecError, Stream, UsageError
-from specdec.decode import timing
+from specdec.decode import loop, timing
 from specdec.decode.drafters.pace import CHUNK_SHARE, LEAST_CHUNK, MOST_TIMES, Pace
 from specdec.decode.loop import Batch
 from specdec.decode.prefill import PromptReader
@@ -329,7 +329,8 @@ def test_with_auto_a_step_is_bounded_by_time(
         return forward(decoder, step, *arguments)
 
     monkeypatch.setattr(Decoder, "forward", take_time)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    for module in (timing, loop):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     prompts = [[n + 9, *range(3, 113)] for n in range(2)]
     options: dict[str, Any] = {"device": "cpu", "speculation": False, "prompt_chunk": "auto"}
     with Engine.load(folder / name, **options) as engine:
