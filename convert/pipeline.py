@@ -131,8 +131,9 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         _describe_ranks(report), report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     if report["lack"] is not None:
-        own = "specdec's own backends, torch and (not every model) tensorrt"
-        takers = own if "torch" in report["backends"] else "other runtimes"
+        takers = "other runtimes"
+        if "torch" in report["backends"]:
+            takers = "specdec's own backends, torch and (not every model) tensorrt"
         logger.info("%s: this checkpoint is for %s", report["lack"], takers)
     return {"dry_run": False, **report, "convert_seconds": seconds}
 

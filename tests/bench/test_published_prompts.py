@@ -112,7 +112,8 @@ def test_what_is_no_benchmark_is_refused(tmp_path: Path) -> None:
         return caught.value.message
 
     assert "holds no Spec-Bench" in refuse(f"spec-bench:{tmp_path}")
-    for line in ({"task_id": "a", "input_ids": [1]}, {"prompt": "a"}):
+    lines: list[dict[str, object]] = [{"task_id": "a", "input_ids": [1]}, {"prompt": "a"}]
+    for line in lines:
         write_lines(tmp_path / "a.jsonl", [line])
         wrong = refuse(f"humaneval:{tmp_path / 'a.jsonl'}")
         assert 'line 1 has no "task_id" or no "prompt"' in wrong
