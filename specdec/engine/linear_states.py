@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,9 +22,6 @@ from torch import Tensor
 
 from specdec.engine.tree import IntArray
 from specdec.model.linear_attention import LinearAttention
-
-if TYPE_CHECKING:
-    from specdec.engine.step import Step
 
 MAX_PLACES = 3  # kept of a row, each as large as the row's state
 # A row's state after a token of its text: how many tokens are in it, the state [L, V, I, J], the
@@ -78,16 +74,19 @@ class LinearStates:
         # with a source of -1 where a place was kept.
         self.moves: list[int] = []
 
-    def begin(self, step: Step, past: IntArray) -> Runs:
-        """The runs of a step, which may now be computed.
+    def begin(
+        self, rows: IntArray, positions: IntArray, past: IntArray, counts: IntArray | None,
+        kept: IntArray | None,
+    ) -> Runs:  # fmt: skip
+        """The runs of a step, which may now be computed; arguments as in `Step`.
 
         Rows in which one text goes on are joined. past: [B], positions that each row sees.
         """
         self.moves.clear()
-        rows, (batch, size) = step.rows, step.tokens.shape
-        counts = np.full(batch, size) if step.counts is None else step.counts
-        kept = np.zeros(batch, np.int64) if step.kept is None else step.kept
-        offsets = step.positions - past[:, None] - np.arange(size)
+        batch, size = positions.shape
+        counts = np.full(batch, size) if counts is None else counts
+        kept = np.zeros(batch, np.int64) if kept is None else kept
+        offsets = positions - past[:, None] - np.arange(size)
         assert not (offsets * (np.arange(size) < counts[:, None])).any(), "a state follows one text"
         starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
         assert len(set(rows[starts].tolist())) == len(starts), "a text's parts lie side by side"

@@ -227,7 +227,9 @@ class TorchLayers:
         normed behind the last layer.
         """
         stack, states, seen = self.stack, cache.states, []
-        runs = None if states is None else states.begin(step, find_past(step, cache))
+        runs = None if states is None else states.begin(
+            step.rows, step.positions, find_past(step, cache), step.counts, step.kept
+        )  # fmt: skip
         is_post_norm = stack.final_norm is None
         if first_input is not None:
             h = first_input
