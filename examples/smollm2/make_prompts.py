@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Make the prompts whose answers the drafters of SmolLM2 learn from; train.sh says how.
 
-    python make_prompts.py turns --engine-dir ENGINE --output turns.jsonl --num-turns 2048
-    python make_prompts.py join --turns turns.jsonl --output prompts.jsonl --num-docs 800 \\
-        --without Spec-Bench/data/spec_bench/question.jsonl HumanEval.jsonl.gz
+    python make_prompts.py turns --engine-dir ENGINE --output turns.jsonl --num-turns 6144
+    python make_prompts.py turns --engine-dir ENGINE --output begun.jsonl --num-turns 2560 --begun
+    python make_prompts.py join --turns turns.jsonl begun.jsonl --output prompts.jsonl \\
+        --num-docs 1500 --without Spec-Bench/data/spec_bench/question.jsonl HumanEval.jsonl.gz
 
 `turns` lets the model write user turns: it continues its own chat template from where a user would
-speak, at temperature 1 (Magpie, https://arxiv.org/abs/2406.08464). A run that was interrupted goes
-on where it stopped. `join` keeps the sensible ones, adds questions about the documentation of the
-packages that are installed here and of Python's standard library, and leaves out every prompt that
-shares 8 words in a row with a benchmark's.
+speak, at temperature 1 (Magpie, https://arxiv.org/abs/2406.08464), with `--begun` after a few first
+words of a list. A run that was interrupted goes on where it stopped. `join` keeps the sensible
+ones, adds questions about the documentation of the packages that are installed here and of Python's
+standard library, and leaves out every prompt that shares 8 words in a row with a benchmark's.
 """
 
 from __future__ import annotations
@@ -23,55 +24,72 @@ import json
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec import Engine, Prompt
 from specdec.bench.repetition import is_looping
 
-TURNS_AT_ONCE, TURN_TOKENS = 32, 128
+TURNS_AT_ONCE, TURN_TOKENS = 512, 128
+# What `turns --begun` lets a user begin with: turns of the kinds that bare templates rarely bring.
+BEGINNINGS = (
+    "Summarize the following article:", "Translate this German sentence into English:",
+    "Write a Python function that", "Who", "When did", "What is the", "Where", "A farmer has",
+    "A shop sells", "If a train", "There are", "Read the text and answer the question.\n\nText:",
+    "Rewrite this sentence:", "Explain", "Write a short", "Translate from German into English:",
+)  # fmt: skip
 SHARED_WORDS = 8
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
 MARK = "\0"  # stands where the user's text would; no template has it
 
 
-def write_turns(engine_dir: str, model: str, output: Path, num_turns: int) -> None:
-    """Append user turns to a file until it has as many as asked for; turn N has the seed N."""
+def write_turns(
+    engine_dir: str, model: str, output: Path, num_turns: int, beginnings: Sequence[str]
+) -> None:
+    """Append user turns to a file until it has as many as asked for.
+
+    Turn N has the seed N and the beginning N, counted around.
+    """
     with Engine.load(engine_dir, tokenizer=model) as engine, output.open("ab+") as file:
         file.seek(0)
         written = file.read()
         file.truncate(written.rfind(b"\n") + 1)  # without a line that a kill cut
         num_written = written.count(b"\n")
-        ids = find_beginning(engine.tokenizer)
+        begun = [find_beginning(engine.tokenizer, text) for text in beginnings]
         while num_written < num_turns:
             seeds = range(num_written, min(num_written + TURNS_AT_ONCE, num_turns))
-            prompts = [Prompt(token_ids=ids, temperature=1.0, seed=seed) for seed in seeds]
-            for turn in engine.generate(prompts, max_output_len=TURN_TOKENS):
+            prompts = [
+                Prompt(token_ids=begun[seed % len(begun)], temperature=1.0, seed=seed)
+                for seed in seeds
+            ]
+            turns = engine.generate(prompts, max_output_len=TURN_TOKENS)
+            for seed, turn in zip(seeds, turns, strict=True):
                 is_whole = turn.finish_reason == "eos" and not is_looping(turn.token_ids)
-                line = json.dumps({"text": turn.text, "is_whole": is_whole})
+                text = beginnings[seed % len(begun)] + turn.text
+                line = json.dumps({"text": text, "is_whole": is_whole})
                 file.write(line.encode() + b"\n")
             file.flush()
             num_written = seeds.stop
             print(f"{num_written} of {num_turns} turns", flush=True)
 
 
-def find_beginning(tokenizer: Any) -> list[int]:
-    """The ids of the chat template up to where the user's first turn begins."""
+def find_beginning(tokenizer: Any, text: str) -> list[int]:
+    """The ids of the chat template up to and including the beginning of the user's first turn."""
     talk = [{"role": "user", "content": MARK}]
     rendered = tokenizer.apply_chat_template(talk, tokenize=False)
-    ids: list[int] = tokenizer(rendered.split(MARK)[0], add_special_tokens=False)["input_ids"]
+    begun = rendered.split(MARK)[0] + text
+    ids: list[int] = tokenizer(begun, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def is_sensible(turn: dict[str, Any]) -> bool:
-    """Whether a turn ended by itself and looks like a request in English."""
+    """Whether a turn ended by itself and looks like a request in English or German."""
     text = turn["text"].strip()
-    num_plain = sum(c.isascii() and (c.isalnum() or c in " ,.?!'\"") for c in text)
+    num_plain = sum(c < "\u0180" and (c.isalnum() or c in " ,.?!'\"\n") for c in text)
     return (
         turn["is_whole"]
-        and 20 <= len(text) <= 600
-        and text.isascii()
+        and 15 <= len(text) <= 600
         and num_plain >= 0.93 * len(text)
         and text[0].isupper()
         and text[-1] in ".?!:"
@@ -163,18 +181,20 @@ def main() -> None:
     turns = commands.add_parser("turns")
     turns.add_argument("--engine-dir", required=True)
     turns.add_argument("--model", required=True, help="the GGUF file, for its tokenizer")
-    turns.add_argument("--num-turns", type=int, default=2048)
+    turns.add_argument("--num-turns", type=int, default=6144)
+    turns.add_argument("--begun", action="store_true", help="with the first words of a list")
     join = commands.add_parser("join")
-    join.add_argument("--turns", type=Path, required=True)
-    join.add_argument("--num-docs", type=int, default=800)
+    join.add_argument("--turns", type=Path, nargs="+", required=True)
+    join.add_argument("--num-docs", type=int, default=1500)
     join.add_argument("--without", type=Path, nargs="*", default=[], help="benchmarks' prompts")
     for command in (turns, join):
         command.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "turns":
-        write_turns(args.engine_dir, args.model, args.output, args.num_turns)
+        beginnings = BEGINNINGS if args.begun else ("",)
+        write_turns(args.engine_dir, args.model, args.output, args.num_turns, beginnings)
         return
-    written = [json.loads(line) for line in args.turns.open(encoding="utf-8")]
+    written = [json.loads(line) for path in args.turns for line in path.open(encoding="utf-8")]
     questions = sort_by_hash(list_docs(Path(sysconfig.get_paths()["stdlib"])))
     known = set[tuple[str, ...]]().union(*map(read_benchmark, args.without))
     prompts, counts = join_prompts(written, questions[: args.num_docs], known)

@@ -74,11 +74,16 @@ def test_turns_go_on_where_they_were_interrupted(
     engine = make_engine(tmp_path, target, optimize="none", build=["--max-batch-size", 2])
 
     def write(name: str, num_turns: int) -> bytes:
-        make_prompts.write_turns(str(engine), str(target), tmp_path / name, num_turns)
+        make_prompts.write_turns(
+            str(engine), str(target), tmp_path / name, num_turns, ("", "Who", "What")
+        )
         return (tmp_path / name).read_bytes()
 
     whole = write("whole.jsonl", 5)
-    assert len({json.loads(line)["text"] for line in whole.splitlines()}) == 5
+    texts = [json.loads(line)["text"] for line in whole.splitlines()]
+    assert len(set(texts)) == 5
+    assert [text[:3] for text in texts[1::3]] == ["Who", "Who"]
+    assert texts[2].startswith("What")
     first = write("parts.jsonl", 2)
     (tmp_path / "parts.jsonl").write_bytes(first + b'{"text": "cut')
     assert write("parts.jsonl", 5) == whole
@@ -98,7 +103,7 @@ def test_prompts_are_sensible_and_of_no_benchmark(tmp_path: Path) -> None:
             "What is a good name for a cat?",
             "Tell me: why do LEAVES turn red, yellow and brown in the autumn?",
             "This one was cut at the limit of its length.",
-            "Qu'est-ce que c'est que \u00e7a, monsieur le professeur?",
+            "\u0427\u0442\u043e \u044d\u0442\u043e \u0442\u0430\u043a\u043e\u0435, Mister?",
             "12 34 56 78 <> {} [] || && ^^ ~~ 90?",
         )
     ]
