@@ -2,7 +2,7 @@
 
 Of each value head, S [I, J] is the state. A token with key k, value v, decay a and strength b:
 S = a S; d = b (v - k^T S); S = S + k d^T; its output is q^T S.
-Legend: B rows of the step, T tokens; the others as in linear_states.py.
+Legend: B rows of the step, T tokens, n rows computed at once; the others as in linear_states.py.
 """
 
 from __future__ import annotations
@@ -56,17 +56,25 @@ class DeltaNet:
         flat, strengths = qkvz.flatten(0, 1), ba.flatten(0, 1)
         width = self.sizes.sections[2]
         out = qkvz.new_zeros((batch * num_tokens, width))
-        steps = np.arange(runs.counts.max())
-        is_real = steps < runs.counts[:, None]
-        at = to_device(runs.firsts[:, None] + np.where(is_real, steps, 0), qkvz.device)  # [N, T]
-        mask = to_device(is_real, qkvz.device)
-        out[at[mask]] = self._compute(flat[at], strengths[at], mask, states, runs)[mask]
+        # Runs that are certain as a whole, and others by how much of them is.
+        kinds = np.where(runs.kept == runs.counts, -1, runs.kept)
+        for kind in sorted(set(kinds.tolist())):
+            some = np.flatnonzero(kinds == kind)
+            counts = runs.counts[some]
+            steps = np.arange(counts.max())
+            is_real = steps < counts[:, None]
+            places = runs.firsts[some, None] + np.where(is_real, steps, 0)
+            at = to_device(places, qkvz.device)  # [n, T]
+            mask = to_device(is_real, qkvz.device)
+            chosen = Runs(*(getattr(runs, f.name)[some] for f in dataclasses.fields(Runs)))
+            found = self._compute(flat[at], strengths[at], mask, states, chosen)
+            out[at[mask]] = found[mask]
         return out.view(batch, num_tokens, width)
 
     def _compute(
         self, qkvz: Tensor, ba: Tensor, mask: Tensor, states: LinearStates, runs: Runs
     ) -> Tensor:
-        """The same of runs [N, T, ...] whose real tokens the mask [N, T] tells."""
+        """The same of rows [n, T, ...] whose real tokens the mask [n, T] tells."""
         sizes, index, device = self.sizes, self.index, qkvz.device
         size, rows = qkvz.shape[1], to_device(runs.rows, device)
         folds, kept = int(runs.folded.max()), runs.kept
@@ -77,7 +85,7 @@ class DeltaNet:
         states.window[index, rows] = _take(text, kept, sizes.num_taps - 1)
         q, k, v = self._convolve(text, size)
         is_folded = to_device(np.arange(folds) < runs.folded[:, None], device)[..., None]
-        state = states.state[index, rows]  # [N, V, I, J]
+        state = states.state[index, rows]  # [n, V, I, J]
         decays = torch.where(is_folded, log[2], 1.0)
         deltas = torch.where(is_folded[..., None], log[1], 0.0)
         for at in range(folds):
@@ -88,29 +96,27 @@ class DeltaNet:
         strength = strength.sigmoid() * mask[..., None]
         decay = (self.decay * torch.nn.functional.softplus(rate + self.bias)).exp()
         decay = torch.where(mask[..., None], decay, 1.0)
-        outputs = []
-        for at in range(size + 1):
-            if len(done := np.flatnonzero(kept == at)):
-                chosen = to_device(done, device)
-                states.state[index, rows[chosen]] = state[chosen]
-            if at == size:
-                break
+        outputs, last = [], int(kept.max())
+        for at in range(size):
+            if at == last:
+                states.state[index, rows] = state
             key = self._share(k[:, at])
             faded = state * decay[:, at, :, None, None]
             seen = (key[:, :, None] @ faded)[:, :, 0]
             delta = strength[:, at, :, None] * (v[:, at] - seen)
             state = faded + key[..., None] * delta[:, :, None]
             outputs.append((self._share(q[:, at])[:, :, None] @ state)[:, :, 0])
-            if len(drafted := np.flatnonzero((kept <= at) & (at < runs.counts))):
-                chosen, places = (to_device(x, device) for x in (drafted, at - kept[drafted]))
+            if at >= last:
                 new = (k[:, at], delta, decay[:, at], inputs[:, at])
                 for part, value in zip(states.log, new, strict=True):
-                    part[index, rows[chosen], places] = value[chosen]
+                    part[index, rows, at - last] = value
+        if last >= size:
+            states.state[index, rows] = state
         out = torch.stack(outputs, dim=1)
         return self._finish(out, qkvz[..., sizes.num_channels :].view(out.shape)).flatten(2)
 
     def _convolve(self, text: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed, [N, T, K, I], and values [N, T, V, J] of the newest tokens."""
+        """Queries and keys, normed, [n, T, K, I], and values [n, T, V, J] of the newest tokens."""
         sizes, text = self.sizes, text.float()
         mixed = sum(
             (text[:, tap : tap + size] * self.taps[tap] for tap in range(sizes.num_taps)),
@@ -123,12 +129,12 @@ class DeltaNet:
         return q * sizes.key_size**-0.5, k, values
 
     def _share(self, of_keys: Tensor) -> Tensor:
-        """What key heads have, [N, K, I], for the value heads that share them, [N, V, I]."""
+        """What key heads have, [n, K, I], for the value heads that share them, [n, V, I]."""
         times = self.sizes.num_value_heads // self.sizes.num_key_heads
         return of_keys.repeat_interleave(times, dim=1) if times > 1 else of_keys
 
     def _finish(self, outputs: Tensor, gate: Tensor) -> Tensor:
-        """Norm each head's output and multiply it with its gate, both [N, T, V, J]."""
+        """Norm each head's output and multiply it with its gate, both [n, T, V, J]."""
         scale = torch.rsqrt(outputs.square().mean(-1, keepdim=True) + self.norm.epsilon)
         normed = self.norm.weight.float() * (outputs * scale)
         return (normed * torch.nn.functional.silu(gate.float())).to(gate.dtype)
@@ -139,6 +145,6 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _take(tokens: Tensor, starts: IntArray, count: int) -> Tensor:
-    """`count` tokens of each row [N, ..., C] from `starts` on."""
+    """`count` tokens of each row [n, ..., C] from `starts` on."""
     at = to_device(starts[:, None] + np.arange(count), tokens.device)
     return tokens[torch.arange(len(tokens), device=tokens.device)[:, None], at]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,17 @@ from typing import Any, TypeVar
 from specdec.errors import SpecDecError, UsageError
 from specdec.options import get_flags, name_flag
 
+from . import (
+    dflash,
+    draft_target,
+    eagle,
+    lookahead,
+    medusa,
+    mtp,
+    prompt_lookup,
+    redrafter,
+    suffix,
+)
 from .base import DrafterParams, Method
 from .budget import BudgetDraft
 from .chain import ChainDraft
@@ -30,13 +40,14 @@ __all__ = [
 
 S = TypeVar("S")
 
+# fmt: off
 METHODS: dict[str, Method] = {
-    name: importlib.import_module(f"{__name__}.{name}").METHOD
-    for name in (
-        "redrafter", "medusa", "eagle", "dflash", "mtp", "draft_target", "prompt_lookup", "suffix",
-        "lookahead",
+    module.METHOD.name: module.METHOD
+    for module in (
+        redrafter, medusa, eagle, dflash, mtp, draft_target, prompt_lookup, suffix, lookahead,
     )
-}  # fmt: skip
+}
+# fmt: on
 
 
 def list_options(*uses: str) -> tuple[type, ...]:
