@@ -101,6 +101,19 @@ def lasting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lasting", numbered=False)
 
 
+@pytest.fixture
+def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes a millisecond as far as `Pace` is told, so that its first draft is made."""
+    from specdec.decode.drafters.pace import Pace
+
+    record = Pace.record_step
+
+    def record_even(self: Pace, rows: int, verified: int, prompt: int, seconds: float) -> None:
+        record(self, rows, verified, prompt, 1e-3)
+
+    monkeypatch.setattr(Pace, "record_step", record_even)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def free_machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -201,7 +201,8 @@ def test_experts_of_a_mixture(tmp_path: Path) -> None:
     make_tokenizer(target)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"input_ids": [5, 9, 5, 9, 5, 9, 5]}) + "\n")
     engine = make_engine(tmp_path, target, make_drafter(tmp_path), beams=1, length=3)
-    report = run_diagnose(engine, tmp_path, target, batch_sizes="1", max_output_len=6)
+    settings: dict[str, Any] = {"batch_sizes": "1", "max_output_len": 6, "draft_budget": "fixed"}
+    report = run_diagnose(engine, tmp_path, target, **settings)
     experts = report["experts"]
     assert (experts["per_layer"], experts["per_token"], experts["batch_size"]) == (4, 2, 1)
     tokens, touched = experts["tokens_per_step"], experts["per_step"]

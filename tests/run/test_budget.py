@@ -156,6 +156,7 @@ def test_the_text_is_that_of_plain_decoding(
     assert engine.proposer.is_indivisible == (method == "lookahead")
 
 
+@pytest.mark.usefixtures("even_steps")
 @pytest.mark.parametrize("method", ["eagle", "draft_target, tree"])
 def test_a_drafter_reads_a_piece_of_the_prompts_first(parent: Path, method: str) -> None:
     plain = TorchEngine(parent / "pair-engine", device="cpu", speculate=False)

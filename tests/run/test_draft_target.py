@@ -581,7 +581,7 @@ def test_the_command(folder: Path) -> None:
         [joined, "[4,[0],[1],True]"], [joined, "[4,[0],[1],False]"],
         ["--draft-len", 4, "--draft-devices", 0, "--target-devices", 1, "--use-logits"],
     ):  # fmt: skip
-        done = run_cli_here(*common, *draft, *flags)
+        done = run_cli_here(*common, *draft, *flags, "--draft-budget", "fixed")
         assert done.returncode == 0, done.stderr
         assert "draft devices [0]: running on the CPU" in done.stderr
         assert "target devices [1]: running on the CPU" in done.stderr
