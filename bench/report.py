@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import logs
-from specdec.errors import name_extra
+from specdec.errors import count, name_extra
 from specdec.files.reading import write_json
 from specdec.files.staging import stage_folder
 
@@ -41,8 +41,9 @@ def format_machine(report: dict[str, Any]) -> list[str]:
     """What ran where."""
     others = report["processors_used_by_others"]
     return [
-        f"{report['processor']}, {report['usable_cores']} cores, {report.get('threads')} threads,"
-        f" {report.get('gpu', 'no GPU')}, torch {report.get('torch')}, {report['date']}",
+        f"{report['processor']}, {count(report['usable_cores'], 'core')},"
+        f" {count(report['threads'], 'thread')}, {report.get('gpu', 'no GPU')},"
+        f" torch {report['torch']}, {report['date']}",
         f"load average {report['load_average']}, processors used by others meanwhile:"
         f" {'unknown' if others is None else others}",
     ]

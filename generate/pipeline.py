@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
 from specdec.methods import METHODS
 from specdec.options import get_flags
+from specdec.pretrained import load_tokenizer
 
 from .cache import EngineCache, measure_folder
 from .settings import DRAFTER_FOLDERS, DRAFTS, GenerateSettings
@@ -102,14 +103,25 @@ def generate(settings: GenerateSettings) -> None:
 @contextlib.contextmanager
 def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
     """Make the engines, or take those that are kept; yield the options of a run with them."""
+    from specdec.decode.prompts import list_prompts, make_requests
+
     run = settings.list_stage("run") | {
         "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip
+    run_settings = load_command("run").settings_class(**run)
+    run_settings.refuse_contradictions()
+    prompts = list_prompts(settings.texts, settings.input_file, json=settings.json)
+
+    def check() -> None:
+        """Tokenize the prompts, before minutes of building rather than behind them."""
+        tokenizer = load_tokenizer(run_settings.tokenizer_dir)
+        make_requests(prompts, run_settings, tokenizer, repeats=not settings.streaming)
+
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(open_cache(settings))
-        engine = stack.enter_context(hold_engine(cache, plan_target(settings), settings))
+        engine = stack.enter_context(hold_engine(cache, plan_target(settings), settings, check))
         if settings.draft_model_dir is not None:
-            draft = stack.enter_context(hold_engine(cache, plan_draft(settings), settings))
+            draft = stack.enter_context(hold_engine(cache, plan_draft(settings), settings, check))
             if not settings.no_speculation:
                 run["draft_engine_dir"] = draft
                 if settings.draft_vocabulary != "same":
@@ -137,8 +149,10 @@ def open_cache(settings: GenerateSettings) -> Iterator[EngineCache]:
 
 
 @contextlib.contextmanager
-def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings) -> Iterator[Path]:
-    """Yield the folder of a planned engine, which is made if it is not there."""
+def hold_engine(
+    cache: EngineCache, plan: EnginePlan, settings: GenerateSettings, check: Callable[[], None]
+) -> Iterator[Path]:
+    """Yield the folder of a planned engine, which is made if it is not there, after a check."""
     description = plan.describe()
     name = name_entry(plan.models[0], description)
     is_made = False
@@ -146,6 +160,7 @@ def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings
     def make(folder: Path) -> None:
         nonlocal is_made
         is_made = True
+        check()
         make_engine(plan, folder)
         if plan.describe() != description:
             raise SpecDecError(

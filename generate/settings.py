@@ -107,6 +107,8 @@ class GenerateSettings:
 
 LACK, REMEDY = " without --draft-model-dir", "give the draft model, or leave it out"
 CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (lambda s: s.texts and s.input_file is not None,
+     "prompts and --input-file are both given", "leave one of them out"),
     (lambda s: s.no_cache and s.force,
      "--force has no effect with --no-cache", "leave one of them out"),
     (lambda s: s.draft_model_dir is None and s.draft_vocabulary != "same",

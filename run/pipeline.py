@@ -18,12 +18,12 @@ from specdec.methods import METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
-from specdec.options import Contradiction, refuse_contradictions
+from specdec.options import refuse_contradictions
 
 from .settings import RunSettings
 
 if TYPE_CHECKING:
-    from specdec import Engine, Prompt
+    from specdec import Engine
     from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request
 
@@ -32,23 +32,6 @@ if TYPE_CHECKING:
     Core = TorchEngine | TensorRTEngine
 
 logger = logs.get_logger(__name__)
-
-CONTRADICTIONS: tuple[Contradiction, ...] = (
-    (lambda s: s.use_py_session,
-     "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
-     "leave it out; specdec-run uses the C++ session"),
-    (lambda s: s.num_beams > 1,
-     "--num-beams is {num_beams}: speculative decoding has no beam search over the output",
-     "leave it out; ReDrafter's own beams are chosen by specdec-convert"),
-    (lambda s: s.show_drafts and s.no_speculation,
-     "--show-drafts has no effect with --no-speculation", "leave one of them out"),
-    (lambda s: s.show_drafts and s.streaming and not s.json,
-     "--show-drafts and --streaming: what is rejected is known when a text is complete",
-     "leave --streaming out, or add --json, whose lines say how each token came about"),
-    (lambda s: bool(s.input_text) == (s.input_file is not None),
-     "give exactly one of --input-text and --input-file",
-     'for example --input-text "def main():"'),
-)  # fmt: skip
 
 
 def run_engine(
@@ -69,12 +52,12 @@ def run_engine(
         if draft_options is not None:
             check_hashes(draft_options.engine_dir)
     from specdec.decode.encoding import use_template
-    from specdec.decode.prompts import make_requests
+    from specdec.decode.prompts import list_prompts, make_requests
     from specdec.decode.requests import choose_best
     from specdec.pretrained import load_tokenizer
     from specdec.tokenizer import find_tokenizer, lack_tokenizer
 
-    prompts = list_prompts(settings)
+    prompts = list_prompts(settings.input_text, settings.input_file, json=settings.json)
     folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
@@ -132,7 +115,7 @@ def check_flags(settings: RunSettings) -> None:
         check_output_file(settings.output_file, force=settings.force)
         if settings.writes_logits:
             check_output_file(name_logits(settings.output_file), force=settings.force)
-    refuse_contradictions(settings, CONTRADICTIONS)
+    settings.refuse_contradictions()
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
     if settings.output_generation_logits and not settings.writes_logits:
@@ -143,19 +126,6 @@ def check_flags(settings: RunSettings) -> None:
             )
         # So does TensorRT-LLM's page of draft-target ask for acceptance by logits.
         logger.info("logits decide what is accepted, and are not written: give --output-file")
-
-
-def list_prompts(settings: RunSettings) -> list[Prompt]:
-    """The prompts of --input-text or --input-file; UsageError for what no text shows."""
-    from specdec.decode.prompts import Prompt, read_prompts
-
-    if settings.input_file is None:
-        return [Prompt(text=text) for text in settings.input_text]
-    lines = read_prompts(settings.input_file, "--input-file")
-    asking = [line.where for line in lines if line.prompt.logprobs is not None]
-    if asking and not settings.json:
-        raise UsageError(f"{asking[0]} asks for logprobs, which texts do not show", "add --json")
-    return [line.prompt for line in lines]
 
 
 def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:

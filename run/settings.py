@@ -6,12 +6,29 @@ import dataclasses
 from pathlib import Path
 
 from specdec.decode.settings import DecodeSettings
-from specdec.options import option_group, setting
+from specdec.options import Contradiction, option_group, refuse_contradictions, setting
 
 ENGINE_PROMPTS = option_group("Engine and prompts")
 OUTPUT = option_group("Output")
 MACHINE = option_group("Machine", rare=True)
 MEASUREMENT = option_group("Measurement", rare=True)
+
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (lambda s: s.use_py_session,
+     "--use-py-session: TensorRT-LLM's Python session cannot run speculative engines",
+     "leave it out; specdec-run uses the C++ session"),
+    (lambda s: s.num_beams > 1,
+     "--num-beams is {num_beams}: speculative decoding has no beam search over the output",
+     "leave it out; ReDrafter's own beams are chosen by specdec-convert"),
+    (lambda s: s.show_drafts and s.no_speculation,
+     "--show-drafts has no effect with --no-speculation", "leave one of them out"),
+    (lambda s: s.show_drafts and s.streaming and not s.json,
+     "--show-drafts and --streaming: what is rejected is known when a text is complete",
+     "leave --streaming out, or add --json, whose lines say how each token came about"),
+    (lambda s: bool(s.input_text) == (s.input_file is not None),
+     "give exactly one of --input-text and --input-file",
+     'for example --input-text "def main():"'),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,3 +78,7 @@ class RunSettings(DecodeSettings, PromptSettings):
     def writes_logits(self) -> bool:
         """Whether tokens' logits go into a file; a draft-target run may merely compare them."""
         return self.output_generation_logits and self.output_file is not None
+
+    def refuse_contradictions(self) -> None:
+        """Raise UsageError for flags that exclude one another, as specdec generate does early."""
+        refuse_contradictions(self, CONTRADICTIONS)

@@ -9,6 +9,7 @@ from typing import Any
 from specdec.errors import SpecDecError, UsageError
 from specdec.gguf.folder import localize
 from specdec.hub import fetch_files
+from specdec.logs import get_logger
 from specdec.pretrained import load_tokenizer
 from specdec.vocabulary import read_vocabulary
 
@@ -21,6 +22,8 @@ FILES = (
     "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
     "config.json", "generation_config.json",
 )  # fmt: skip
+
+logger = get_logger(__name__)
 
 
 def find_tokenizer(engine_dir: Path, given: str | None = None) -> str | None:
@@ -39,7 +42,7 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
     """
     folder = Path(localize(directory))
     if not folder.is_dir():
-        folder = fetch_files(directory, "--tokenizer-dir", FILES)
+        folder = fetch_tokenizer(directory)
     load_tokenizer(str(folder))
     found = read_vocabulary(folder)
     if recorded is not None and found is not None and found != recorded:
@@ -47,6 +50,18 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
             f"the tokenizer in {directory} ({found['num_tokens']} tokens) is not the one that the"
             f" checkpoint was made with ({recorded['num_tokens']} tokens)",
             "give the folder of the Hugging Face base model, or leave --tokenizer-dir out",
+        )
+    return folder
+
+
+def fetch_tokenizer(hub_id: str) -> Path:
+    """Fetch a tokenizer's files from the Hub, or find them cached; return their folder."""
+    folder = fetch_files(hub_id, "--tokenizer-dir", FILES)
+    if not (folder / "generation_config.json").is_file():
+        logger.warning(
+            "--tokenizer-dir %s: no generation_config.json was found, so only the end tokens of"
+            " its tokenizer and config.json end a text; download the whole model, or give --end-id",
+            hub_id,
         )
     return folder
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import numbers
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -18,7 +18,7 @@ from specdec.decode.encoding import use_template
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loop import Batch, Options
-from specdec.decode.prompts import Prompt, check_prompt, find_end_ids, make_requests
+from specdec.decode.prompts import CHECKS, Prompt, check_prompt, find_end_ids, make_requests
 from specdec.decode.requests import (
     ONLY,
     ActiveRequest,
@@ -41,6 +41,7 @@ from specdec.errors import (
     SpecDecError,
     StepError,
     UsageError,
+    shorten,
     suggest,
 )
 from specdec.files.folders import TENSORRT_LLM, read_backend
@@ -170,7 +171,8 @@ class Engine:
         """Load an engine folder of the torch backend, and start its other ranks where it has some.
 
         tokenizer: a folder, a hub id, or a transformers tokenizer; None is the one that the engine
-        holds, if any. draft: the engine folder of a draft model. device: auto, cpu or cuda.
+        holds, if any; its end tokens count with a tokenizer of transformers, too. draft: the
+        engine folder of a draft model. device: auto, cpu or cuda.
         speculation: False decodes one token per step. max_batch_size, max_seq_len: fewer and
         shorter requests than the engine was built for, which take less memory. prompt_chunk: tokens
         of new prompts that are read in a step of streams that have begun; "auto" is as many as
@@ -189,12 +191,21 @@ class Engine:
                 "this process was started by a launcher, and an Engine starts its ranks itself",
                 "start one process, without torchrun or mpirun",
             )
+        name = tokenizer if isinstance(tokenizer, (str, Path)) else None
+        if not isinstance(speculation, bool):
+            raise UsageError(f"speculation is {shorten(speculation)}", "give True or False")
         settings = read_options(options, {
-            "engine_dir": Path(path), "device": device, "no_speculation": not speculation,
-            "draft_engine_dir": None if draft is None else Path(draft),
+            "engine_dir": "" if path is None else path, "device": device,
+            "no_speculation": not speculation, "draft_engine_dir": draft, "tokenizer_dir": name,
         })  # fmt: skip
-        if isinstance(tokenizer, (str, Path)):
-            settings, tokenizer = dataclasses.replace(settings, tokenizer_dir=str(tokenizer)), None
+        if name is not None:
+            tokenizer = None
+        elif tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
+            raise UsageError(
+                f"tokenizer is {shorten(tokenizer)}, of the type {type(tokenizer).__name__}",
+                "give a folder, a Hub id, or a tokenizer of transformers, such as AutoTokenizer"
+                " returns",
+            )
         return cls.open(
             settings, tokenizer, max_batch_size=max_batch_size, max_seq_len=max_seq_len,
             prompt_chunk=prompt_chunk,
@@ -226,10 +237,10 @@ class Engine:
             raise UsageError(
                 f"prompt_chunk is {prompt_chunk!r}", 'give a number from 1 on, "auto", or None'
             )
-        if tokenizer is None:
-            folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
-            settings = dataclasses.replace(settings, tokenizer_dir=folder)
-            tokenizer = None if folder is None else load_tokenizer(folder)
+        folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
+        settings = dataclasses.replace(settings, tokenizer_dir=folder)
+        if tokenizer is None and folder is not None:
+            tokenizer = load_tokenizer(folder)
         tokenizer = use_template(tokenizer, settings.chat_template)
         end_ids = find_end_ids(settings, tokenizer)
         core = load_engine(settings, tokenizer)
@@ -311,7 +322,7 @@ class Engine:
         Raises PromptError that lists every prompt beyond the engine's limits, before anything is
         decoded; EngineBusyError and EngineLostError as their names say.
         """
-        listed, defaults = _list_prompts(prompts), Prompt(**settings)
+        listed, defaults = _list_prompts(prompts), _make_defaults(settings)
         with self._use() as core:
             requests = self._make_requests(core, listed, defaults, repeats=True)
             if not requests:
@@ -371,7 +382,7 @@ class Engine:
             if isinstance(prompt, Request):
                 request = prompt
             else:
-                (request,) = self._make_requests(core, [prompt], Prompt(**settings), ONLY)
+                (request,) = self._make_requests(core, [prompt], _make_defaults(settings), ONLY)
             if self._batch is None:
                 self._batch = self._make_batch(core)
             return Stream(self, self._batch, self._batch.submit(request))
@@ -448,7 +459,13 @@ class Engine:
         *, repeats: bool = False,
     ) -> list[Request]:  # fmt: skip
         checked = []
-        for index, prompt in enumerate(map(_to_prompt, prompts), first):
+        for index, one in enumerate(prompts, first):
+            if one is None or isinstance(one, (Mapping, numbers.Number)):
+                raise PromptError(
+                    f"{name_prompt(index)} is {shorten(one)}, of the type {type(one).__name__}",
+                    "give a text, a list of token ids, or a Prompt, which has messages too",
+                )
+            prompt = _to_prompt(one)
             given = prompt.list_given()
             if "grammar" in given and "end_ids" in given:
                 raise PromptError(
@@ -578,12 +595,26 @@ def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> Decode
 
 def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
     """Tell one prompt from several."""
-    if isinstance(prompts, (str, bytes, Prompt)):
-        return [prompts]  # bytes are refused: they are no token ids
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, bytes, Prompt, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]  # which are refused but for texts and prompts
     listed: list[Any] = list(prompts)
     if listed and isinstance(listed[0], numbers.Integral):
         return [listed]
     return listed
+
+
+def _make_defaults(settings: Settings) -> Prompt:
+    """Settings of a call as a prompt's; UsageError for those that no prompt has."""
+    known = list(Settings.__annotations__)
+    for name in settings:
+        if name not in CHECKS:
+            raise UsageError(
+                f"there is no setting {name!r}{suggest(name, known)}",
+                f"a call's are {', '.join(known)}; a Prompt has more",
+            )
+    return Prompt(**settings)
 
 
 def _to_prompt(prompt: AnyPrompt) -> Prompt:

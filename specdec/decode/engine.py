@@ -191,10 +191,10 @@ class TorchEngine:
         lower: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
         build = self.config.build
         for name, value in lower.items():
-            if not 1 <= value <= getattr(build, name):
+            if type(value) is not int or not 1 <= value <= getattr(build, name):
                 raise UsageError(
-                    f"{name} is {value}, the engine was built for 1 to {getattr(build, name)}",
-                    f"give a number up to {getattr(build, name)}, or build a larger engine",
+                    f"{name} is {value!r}, the engine was built for 1 to {getattr(build, name)}",
+                    f"give a whole number up to {getattr(build, name)}, or build a larger engine",
                 )
         self.config = dataclasses.replace(self.config, build=dataclasses.replace(build, **lower))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import math
 import numbers
@@ -11,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from specdec.decode.grammar import Grammar, GrammarCompiler
 from specdec.decode.requests import Request, name_prompt
@@ -29,10 +30,9 @@ from specdec.errors import (
 )
 from specdec.files.reading import parse_json, read_json
 from specdec.gguf.folder import localize
-from specdec.hub import fetch_files
 from specdec.logs import get_logger
 from specdec.options import is_whole
-from specdec.tokenizer import lack_tokenizer
+from specdec.tokenizer import fetch_tokenizer, lack_tokenizer
 
 logger = get_logger(__name__)
 
@@ -61,7 +61,7 @@ def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+    return isinstance(value, str) and value != "" and is_whole(value)
 
 
 def _is_list(value: Any, is_part: Callable[[Any], bool]) -> bool:
@@ -69,7 +69,17 @@ def _is_list(value: Any, is_part: Callable[[Any], bool]) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+    if not (isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value):
+        return False
+    content = value["content"]
+    return content is None or isinstance(content, str) or _is_list(content, _is_part)
+
+
+def _is_part(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and value.get("type") == "text"
+        and isinstance(value.get("text"), str)
+    )  # fmt: skip
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
@@ -99,7 +109,8 @@ IDS: Check = (
 )  # fmt: skip
 SOME_IDS: Check = (lambda v: IDS[0](v) and v != [], f"{IDS[1]}, not empty")
 MESSAGES: Check = (
-    lambda v: _is_list(v, _is_message) and v != [], 'a list of {"role", "content"}'
+    lambda v: _is_list(v, _is_message) and v != [],
+    'a list of {"role", "content"} with texts, or lists of {"type": "text", "text"}, as contents',
 )  # fmt: skip
 STOP: Check = (
     lambda v: _is_text(v) or _is_list(v, _is_text), "a text or a list of texts, none empty"
@@ -216,6 +227,20 @@ class Line:
     others: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def list_prompts(texts: Sequence[str], input_file: Path | None, *, json: bool) -> list[Prompt]:
+    """The prompts of a command line: texts, or those of --input-file.
+
+    json: whether the command prints JSON; UsageError for what texts alone do not show.
+    """
+    if input_file is None:
+        return [Prompt(text=text) for text in texts]
+    lines = read_prompts(input_file, "--input-file")
+    asking = [line.where for line in lines if line.prompt.logprobs is not None]
+    if asking and not json:
+        raise UsageError(f"{asking[0]} asks for logprobs, which texts do not show", "add --json")
+    return [line.prompt for line in lines]
+
+
 def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[Line]:
     """Read a file of prompts that a flag names: .txt or .jsonl, also gzipped; stdin for "-".
 
@@ -252,7 +277,7 @@ def _read_lines(path: Path, flag: str) -> list[str]:
     name, remedy = path if path != STDIN else "stdin", "the file " if path != STDIN else "it "
     try:
         if path == STDIN:
-            text = sys.stdin.read().removeprefix("\ufeff")
+            text = _read_once(sys.stdin).removeprefix("\ufeff")
             text.encode()  # in some locales Python lets other bytes through
         else:
             content = path.read_bytes()
@@ -269,6 +294,12 @@ def _read_lines(path: Path, flag: str) -> list[str]:
         raise SpecDecError(f"{name} is not UTF-8 text", f"convert {remedy}to UTF-8") from None
     # not splitlines(): U+2028 and its like may stand inside a JSON text
     return text.replace("\r\n", "\n").split("\n")
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(stream: TextIO) -> str:
+    """All that stdin holds, also for who asks again: specdec generate checks it, then runs it."""
+    return stream.read()
 
 
 def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
@@ -356,8 +387,7 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     if settings.tokenizer_dir is not None:
         folder = Path(localize(settings.tokenizer_dir))
         if not folder.is_dir():  # of the Hub, whose tokenizer alone was fetched
-            names = ("generation_config.json", "config.json")
-            folder = fetch_files(settings.tokenizer_dir, "--tokenizer-dir", names)
+            folder = fetch_tokenizer(settings.tokenizer_dir)
         path = folder / "generation_config.json"
         if path.is_file():
             document = read_json(path)

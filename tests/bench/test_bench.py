@@ -106,6 +106,7 @@ def test_no_round_profits_from_the_one_before(
 def test_text_form(report: dict[str, Any]) -> None:
     text = format_report(report)
     assert "redrafter in float32 on cpu" in text
+    assert "1 core, 1 thread, " in format_report(report | {"usable_cores": 1, "threads": 1})
     assert "6 of 6" in text
     assert "prose" in text
     assert "steps that accept at least 1, 2, ..." in text

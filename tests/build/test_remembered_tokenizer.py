@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,9 @@ def test_the_engine_runs_without_another(folder: Path) -> None:
         outputs = engine.generate(["def a", "return"], max_output_len=20, stop="zq")
         assert [output.text for output in outputs] == [o["output_text"] for o in given]
         assert engine._end_ids == {117, 5}
+        tokenizer = engine.tokenizer
+    with Engine.load(folder / "engine", tokenizer=tokenizer, device="cpu") as engine:
+        assert engine._end_ids == {117, 5}, "the model's, whose generation_config.json is there"
     with Engine.load(folder / "bare", device="cpu") as engine:
         assert engine.tokenizer is None
 
@@ -70,6 +75,17 @@ def test_the_ends_of_a_tokenizer_of_the_hub(folder: Path, monkeypatch: pytest.Mo
     settings = DecodeSettings(tokenizer_dir="someone/model")
     assert find_end_ids(settings, None) == {117, 5}
     assert asked == [("someone/model", True)]
+
+
+def test_a_hub_model_without_the_file_of_its_ends_is_told_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where only the tokenizer is in the Hub's cache and there is no network."""
+    shutil.copyfile(folder / "target" / "tokenizer.json", tmp_path / "tokenizer.json")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
+    assert find_end_ids(DecodeSettings(tokenizer_dir="someone/model"), None) == set()
+    assert "someone/model: no generation_config.json was found" in caplog.text
 
 
 def test_the_manifest_lists_the_copied_files(folder: Path) -> None:

@@ -23,6 +23,7 @@ from specdec import (
     StepError,
     UsageError,
 )
+from specdec.decode.encoding import TEMPLATES
 from specdec.decode.ranks import processes
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, continue_by_transformers
@@ -293,6 +294,16 @@ def test_options_are_checked(folder: Path) -> None:
         load(folder, max_batch_size=3)
     with pytest.raises(SpecDecError, match="does not exist"):
         Engine.load(folder / "nothing")
+    for nothing in ("", None):
+        with pytest.raises(UsageError, match="engine_dir: expected a path"):
+            Engine.load(nothing)  # type: ignore[arg-type]
+    for limit in (2.0, "2"):
+        with pytest.raises(UsageError, match="max_batch_size is .*, the engine was built for"):
+            load(folder, max_batch_size=limit)
+    with pytest.raises(UsageError, match="speculation is 'no'"):
+        Engine.load(folder / "redrafter-engine", speculation="no")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="tokenizer is 5, of the type int"):
+        load(folder, tokenizer=5)
     with load(folder, "medusa", medusa_choices=[[0], [0, 0]]) as engine:
         (output,) = engine.generate([5, 9], max_output_len=9)
         assert output.stats.num_draft_tokens == 2 * output.stats.num_verify_steps
@@ -313,12 +324,22 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
             engine.generate([5], temperature=-1)
         with pytest.raises(PromptError, match="not a list of token ids"):
             engine.generate(b"ab")
+        for wrong in ({"input_ids": [5]}, None, 5):  # a dict as of a tokenizer is no list of texts
+            with pytest.raises(PromptError, match="prompt 0 is .*, of the type (dict|None|int)"):
+                engine.generate(wrong)  # type: ignore[arg-type]
         with pytest.raises(PromptError, match="not a text of whole characters"):
             engine.generate("a\ud800")
+        for field in ("bad_words", "stop"):
+            with pytest.raises(PromptError, match=f"{field} is .*, not a"):
+                engine.generate(Prompt(token_ids=[5], **{field: ["\ud800"]}))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="'max_new_tokens' .did you mean max_output_len"):
+            engine.generate([5], max_new_tokens=3)  # type: ignore[call-arg]
 
 
 def test_what_a_tokenizer_returns_is_a_prompt(engine: Engine, expected: list[list[int]]) -> None:
-    made: list[Any] = [torch.tensor([PROMPTS[0]]), np.array([PROMPTS[0]])]
+    made: list[Any] = [
+        torch.tensor([PROMPTS[0]]), np.array([PROMPTS[0]]), torch.tensor(PROMPTS[0]),
+    ]  # fmt: skip
     for ids in made:
         (output,) = engine.generate(ids, max_output_len=len(expected[0]), end_ids=())
         assert output.token_ids == expected[0]
@@ -327,6 +348,25 @@ def test_what_a_tokenizer_returns_is_a_prompt(engine: Engine, expected: list[lis
         with pytest.raises(PromptError, match=r"input_ids is \[5, 'a'\]"):
             engine.generate(Prompt(token_ids=[5, "a"]))  # type: ignore[list-item]
         assert len(engine.generate([5], max_output_len=3)[0].token_ids) == 3
+
+
+def test_half_a_character_in_a_message(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATES["raw"])
+    messages = [{"role": "user", "content": "a\ud800"}]
+    with pytest.raises(PromptError, match="half a character") as caught:
+        engine.generate(Prompt(messages=messages))
+    assert caught.value.field == "messages"
+
+
+def test_contents_of_messages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of text are joined, for a template would show a list as Python does."""
+    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATES["raw"])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (output,) = engine.generate(Prompt(messages=[{"role": "user", "content": parts}]))
+    assert output.prompt == "ab"
+    for wrong in ([{"type": "image", "url": "x"}], 5):
+        with pytest.raises(PromptError, match="not a list of .*as contents"):
+            engine.generate(Prompt(messages=[{"role": "user", "content": wrong}]))
 
 
 def test_a_second_thread_is_refused(engine: Engine) -> None:

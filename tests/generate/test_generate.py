@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from specdec.command.stages import load_command
 from specdec.errors import UsageError
+from specdec.generate import pipeline
 from specdec.generate.cache import EngineCache
 from tests.conftest import (
     ROOT,
@@ -120,6 +121,34 @@ def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Generat
         assert baseline.ids == plain.ids
         assert baseline.report["stats"]["method"] == "plain"
         assert "checkpoint" not in baseline.stderr, "the engines are the same"
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "message"),
+    [
+        (["--input-file", "-"], '{"prompt": 3}\n', "line 1: prompt is 3, not a text"),
+        (["--input-file", "-"], '{"prompt": "a", "logprobs": 1}\n', "add --json"),
+        (["abc", "--show-drafts", "--streaming"], "", "what is rejected is known when"),
+        (["abc", "--input-file", "-"], "abc\n", "prompts and --input-file are both given"),
+        (["abc", "--apply-chat-template"], "", "the tokenizer has no chat template"),
+        (["abc", "--temperature", "1,2"], "", "--temperature has 2 values for 1 prompts"),
+    ],
+)
+def test_prompts_are_checked_before_anything_is_built(
+    models: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], stdin: str, message: str
+) -> None:
+    monkeypatch.setattr(pipeline, "make_engine", lambda *_: pytest.fail("built first"))
+    done = run_cli_here("generate", "--model-dir", models / "target", *flags, stdin=stdin)
+    assert done.returncode in (1, 2)
+    assert message in " ".join(done.stderr.split())
+
+
+def test_stdin_is_read_once(models: Path, generate: Generate) -> None:
+    words = ("generate", "--model-dir", models / "target", "--max-output-len", 8, "--input-file")
+    done = run_cli_here(*words, "-", "--json", stdin="abc\nhello there\n")
+    assert [o["output_ids"] for o in json.loads(done.stdout)["outputs"]] == generate(
+        *PROMPTS, "--json"
+    ).ids
 
 
 def test_a_tokenizer_from_elsewhere(models: Path, generate: Generate, tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decode.prompts import make_requests, read_line
+from specdec.decode.prompts import list_prompts, make_requests, read_line
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import SpecDecError, UsageError
-from specdec.run.pipeline import list_prompts
 from specdec.run.settings import RunSettings
 from tests.conftest import make_tokenizer
 from tests.convert.fuzzing import attempt, fuzz
@@ -101,10 +100,10 @@ def test_damaged_lines(data: st.DataObject, tokenizer: Any, tmp_path: Path) -> N
         content = content or bytearray(b"{")
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
-    settings = RunSettings(input_file=path)
+    settings = RunSettings()
 
     def work() -> list[Request]:
-        return make_requests(list_prompts(settings), settings, tokenizer)
+        return make_requests(list_prompts([], path, json=True), settings, tokenizer)
 
     attempt(work)
 
@@ -151,7 +150,7 @@ def test_stdin_in_a_locale_that_lets_bytes_through(monkeypatch: pytest.MonkeyPat
         sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), "ascii", "surrogateescape")
     )
     with pytest.raises(SpecDecError, match="stdin is not UTF-8"):
-        list_prompts(RunSettings(input_file=Path("-")))
+        list_prompts([], Path("-"), json=True)
 
 
 def test_a_tokenizer_that_cannot_decode_is_told() -> None:

@@ -22,12 +22,11 @@ from specdec.decode import loop
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
 from specdec.decode.prefill import PromptReader
-from specdec.decode.prompts import Prompt, make_requests, read_line
+from specdec.decode.prompts import Prompt, list_prompts, make_requests, read_line
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
-from specdec.run.pipeline import list_prompts
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
 from tests.engines import OracleProposer, run_cli_here, start_cli
@@ -346,20 +345,20 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
 def test_wrong_lines(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(SpecDecError) as caught:
-        list_prompts(RunSettings(input_file=tmp_path / "p.jsonl"))
+        list_prompts([], tmp_path / "p.jsonl", json=False)
     assert "line 2" in caught.value.message
     assert message in caught.value.message
 
 
 def test_lines_that_windows_wrote(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"def a():\r\n\r\nclass B:\r\n")
-    given = list_prompts(RunSettings(input_file=tmp_path / "p.txt"))
+    given = list_prompts([], tmp_path / "p.txt", json=False)
     assert given == [Prompt(text="def a():"), Prompt(text="class B:")]
 
 
 def test_line_separators_inside_a_text(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b"}\r\n\n', encoding="utf-8")
-    assert list_prompts(RunSettings(input_file=tmp_path / "p.jsonl")) == [Prompt(text="a\u2028b")]
+    assert list_prompts([], tmp_path / "p.jsonl", json=False) == [Prompt(text="a\u2028b")]
 
 
 def test_chat_template(folder: Path, tokenizer: Any) -> None:
