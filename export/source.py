@@ -54,17 +54,13 @@ MODEL_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of a checkpoint's tensor; stop None: to the end.
+    """Rows of a checkpoint's tensor by their numbers, None for all, in the order of the folder.
 
-    gates: where as many rows of gates begin; each `head_size` rows are followed by theirs. swaps:
-    whether the halves of every row change places.
+    swaps: whether the halves of every row change places.
     """
 
     name: str
-    start: int = 0
-    stop: int | None = None
-    gates: int | None = None
-    head_size: int = 0
+    rows: Array | None = None
     swaps: bool = False
 
 
@@ -113,23 +109,16 @@ class Source:
         if part.name in self.made:
             return TensorInfo("bool", self.made[part.name].shape)
         whole = self.file.tensors[part.name]
-        rows = (whole.shape[0] if part.stop is None else part.stop) - part.start
-        rows *= 1 if part.gates is None else 2
-        return TensorInfo(whole.dtype, (rows, *whole.shape[1:]))
+        num_rows = whole.shape[0] if part.rows is None else len(part.rows)
+        return TensorInfo(whole.dtype, (num_rows, *whole.shape[1:]))
 
     def read(self, part: Part) -> Array:
         """A part in its storage type."""
         if part.name in self.made:
             return self.made[part.name]
         whole: Array = self.file.read(part.name)
-        rows = whole[part.start : part.stop]
-        if part.swaps:
-            return np.roll(rows, rows.shape[1] // 2, axis=1)
-        if part.gates is None:
-            return rows
-        gates = whole[part.gates : part.gates + len(rows)]
-        heads = [x.reshape(-1, part.head_size, *x.shape[1:]) for x in (rows, gates)]
-        return np.concatenate(heads, axis=1).reshape(-1, *rows.shape[1:])
+        rows: Array = whole if part.rows is None else whole[part.rows]
+        return np.roll(rows, rows.shape[1] // 2, axis=1) if part.swaps else rows
 
     def is_same(self, name: str, other: str) -> bool:
         """Whether two tensors of the checkpoint are equal, byte for byte."""
@@ -332,15 +321,15 @@ def name_layer(name: str, own: str, model: ModelConfig) -> Iterable[tuple[str, P
     prefix, layer, rest = own.split(".", 2)
     module, _, kind = rest.rpartition(".")
     if module == "attention.qkv":
-        queries = model.num_attention_heads * model.head_size
-        keys = queries + model.num_key_value_heads * model.head_size
-        values = keys + model.num_key_value_heads * model.head_size
-        has_gates = model.query_parts > 1
-        parts = {
-            "q": Part(name, 0, queries, values if has_gates else None, model.head_size),
-            "k": Part(name, queries, keys), "v": Part(name, keys, values),
-        }  # fmt: skip
-        return [(f"{prefix}.{layer}.self_attn.{key}_proj.{kind}", p) for key, p in parts.items()]
+        queries, keys = model.num_attention_heads, model.num_key_value_heads
+        counts = [queries, keys, keys, queries][: 2 + model.query_parts]  # of heads; gates are last
+        heads = np.arange(sum(counts) * model.head_size).reshape(-1, model.head_size)
+        q, k, v, *gates = np.split(heads, np.cumsum(counts)[:-1])
+        parts = {"q": np.stack((q, *gates), axis=1), "k": k, "v": v}  # a head's gates follow it
+        return [
+            (f"{prefix}.{layer}.self_attn.{key}_proj.{kind}", Part(name, rows.reshape(-1)))
+            for key, rows in parts.items()
+        ]
     if module not in LAYER:
         raise SpecDecError(f"{name} has no name in Hugging Face's layers", "convert it again")
     return [(f"{prefix}.{layer}.{LAYER[module]}.{kind}", Part(name))]

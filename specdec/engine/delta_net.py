@@ -66,7 +66,7 @@ class DeltaNet:
             places = runs.firsts[some, None] + np.where(is_real, steps, 0)
             at = to_device(places, qkvz.device)  # [n, T]
             mask = to_device(is_real, qkvz.device)
-            chosen = Runs(*(getattr(runs, f.name)[some] for f in dataclasses.fields(Runs)))
+            chosen = Runs(*(part[some] for part in runs))
             found = self._compute(flat[at], strengths[at], mask, states, chosen)
             out[at[mask]] = found[mask]
         return out.view(batch, num_tokens, width)

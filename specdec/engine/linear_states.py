@@ -12,13 +12,14 @@ K key heads, V value heads, I and J their sizes, N runs.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec.engine.tree import IntArray
 from specdec.model.linear_attention import LinearAttention
@@ -29,8 +30,7 @@ MAX_PLACES = 3  # kept of a row, each as large as the row's state
 Place = tuple[int, Tensor, Tensor, list[Tensor]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """The tokens of a step, one run for each cache row, all [N].
 
     rows: of the cache. firsts: each run's first token, counted through the rows of the step.
@@ -58,14 +58,15 @@ class LinearStates:
         device: torch.device,
     ) -> None:  # fmt: skip
         """sizes: of one rank; num_layers: of linear attention."""
-        self.sizes = sizes
-        shape = (num_layers, num_rows)
-        heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
+        self.sizes, shape = sizes, (num_layers, num_rows)
+        keys, values = sizes.num_key_heads, sizes.num_value_heads
+        heads = (values, sizes.key_size, sizes.value_size)
         self.state = torch.zeros((*shape, *heads), device=device)
         width = (sizes.num_taps - 1, sizes.num_channels)
         self.window = torch.zeros((*shape, *width), dtype=dtype, device=device)
-        self.log: tuple[Tensor, ...] = ()
-        self._make_log(0)
+        logged = (keys, sizes.key_size), (values, sizes.value_size), (values,)
+        self.log = [self.state.new_zeros((*shape, 0, *own)) for own in logged]
+        self.log.append(self.window[:, :, :0])
         self.lens: IntArray = np.zeros(num_rows, np.int64)
         self.num_logged: IntArray = np.zeros(num_rows, np.int64)
         self._places: list[dict[int, Place]] = [{} for _ in range(num_rows)]
@@ -100,8 +101,9 @@ class LinearStates:
         )
         assert (0 <= runs.folded).all()
         assert (runs.folded <= self.num_logged[runs.rows]).all(), "no state for what is committed"
-        if (most := int((runs.counts - runs.kept).max(initial=0))) > self.log[0].shape[2]:
-            self._make_log(most)
+        more = int((runs.counts - runs.kept).max(initial=0)) - self.log[0].shape[2]
+        if more > 0:  # room for more logged tokens; what is logged stays
+            self.log = [pad(part, (0, 0) * (part.dim() - 3) + (0, more)) for part in self.log]
         return runs
 
     def finish(self, runs: Runs) -> None:
@@ -175,18 +177,3 @@ class LinearStates:
         lens = int(self.lens[row])
         log = [part[:, row, : place - lens] for part in self.log]
         return lens, self.state[:, row], self.window[:, row], log
-
-    def _make_log(self, num_tokens: int) -> None:
-        """Make room for more logged tokens; what is logged stays."""
-        sizes, before = self.sizes, self.log
-        kinds = (
-            (sizes.num_key_heads, sizes.key_size), (sizes.num_value_heads, sizes.value_size),
-            (sizes.num_value_heads,), (sizes.num_channels,),
-        )  # fmt: skip
-        shape = (*self.state.shape[:2], num_tokens)
-        like = (self.state, self.state, self.state, self.window)
-        self.log = tuple(
-            own.new_zeros((*shape, *rest)) for own, rest in zip(like, kinds, strict=True)
-        )
-        for new, old in zip(self.log, before, strict=False):
-            new[:, :, : old.shape[2]] = old

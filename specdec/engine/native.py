@@ -479,8 +479,7 @@ class NativeKernels:
         parts = states.state[index], states.window[index], *(part[index] for part in states.log)
         for part in parts:
             _check("a part of the states", part, part.dtype, *part.shape)
-        columns = (runs.rows, runs.firsts, runs.counts, runs.kept, runs.folded)
-        table = np.ascontiguousarray(np.stack(columns, axis=1), np.int64)
+        table = np.ascontiguousarray(np.stack(runs, axis=1), np.int64)
         room, logged = states.log[0].shape[2], runs.counts - runs.kept
         if (
             table.min() < 0 or logged.min() < 0 or max(logged.max(), runs.folded.max()) > room

@@ -66,12 +66,10 @@ class KernelLayers(TorchLayers):
 
     def _attend(self, layer: Layer, product: Tensor, block: Tensor, place: StepPlan) -> Tensor:
         stack = self.stack
-        width = (stack.num_heads + 2 * stack.num_kv_heads) * stack.head_size
-        qkv = product[..., :width].contiguous() if stack.has_gates else product
-        out = self.kernels.attend(
-            qkv, block, layer.attention, place, stack.num_heads, stack.num_kv_heads, stack.head_size
-        )
-        return out * product[..., width:].sigmoid() if stack.has_gates else out
+        return self.kernels.attend(
+            product.contiguous(), block, layer.attention, place,
+            stack.num_heads, stack.num_kv_heads, stack.head_size,
+        )  # fmt: skip
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         activation = self.stack.activation

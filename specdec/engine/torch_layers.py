@@ -72,6 +72,10 @@ class Stack:
     has_gates: bool = False
 
     @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    @property
     def places(self) -> list[int]:
         """Where in the cache each layer's keys are, among those of the layers that attend."""
         attends = (layer.linear is None for layer in self.layers[:-1])
@@ -238,7 +242,9 @@ class TorchLayers:
         for index, (layer, at) in enumerate(zip(stack.layers, stack.places, strict=True)):
             product = layer.qkv(h)
             if layer.linear is None:
-                mixed = self._attend(layer, product, blocks[at], place)
+                mixed = self._attend(layer, product[..., : stack.qkv_size], blocks[at], place)
+                if stack.has_gates:
+                    mixed = mixed * product[..., stack.qkv_size :].sigmoid()
             else:
                 assert states is not None
                 assert runs is not None
@@ -281,15 +287,13 @@ class TorchLayers:
     def _attend(self, layer: Layer, product: Tensor, block: Tensor, place: Any) -> Tensor:
         """Write keys and values into a layer's part of the cache, [2, R, N, S, H], and attend.
 
-        product: [B, T, heads of all parts * H]. place: a `_Placement`.
+        product: [B, T, heads of queries, keys and values * H]. place: a `_Placement`.
         """
         stack, rows, slots = self.stack, place.rows, place.slots
-        num_rows, num_tokens = slots.shape
         num_heads = stack.num_heads
         num_turned = num_heads + stack.num_kv_heads  # queries and keys
-        qkv = product.view(num_rows, num_tokens, -1, stack.head_size)
-        turned = qkv[:, :, :num_turned]
-        new_values = qkv[:, :, num_turned : num_turned + stack.num_kv_heads]
+        qkv = product.view(*product.shape[:-1], -1, stack.head_size)
+        turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
         how = layer.attention
         if how.q_norm is not None and how.k_norm is not None:
             q, k = turned[:, :, :num_heads], turned[:, :, num_heads:]
@@ -306,13 +310,10 @@ class TorchLayers:
         first, mask = place.views[how.window]
         keys, values = keys[:, :, first : place.end], values[:, :, first : place.end]
         if place.is_prefix:
-            keys, values = keys[:num_rows], values[:num_rows]
+            keys, values = keys[: len(rows)], values[: len(rows)]
         else:
             keys, values = keys[rows], values[rows]
-        out = attend(queries, keys, values, mask, how.scale, how.cap)
-        if not stack.has_gates:
-            return out
-        return out * qkv[:, :, num_turned + stack.num_kv_heads :].sigmoid().flatten(2)
+        return attend(queries, keys, values, mask, how.scale, how.cap)
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         if layer.experts is not None:

@@ -9,6 +9,7 @@ from specdec.errors import UsageError
 from specdec.options import as_options, setting
 
 from .draft_target import DraftTargetDraft
+from .mtp import MtpDraft
 
 Mode = Literal["auto", "fixed"]
 
@@ -40,14 +41,15 @@ def read_budget(settings: Any) -> DraftBudget:
     text = as_options(settings, BudgetDraft).draft_budget
     pair = as_options(settings, DraftTargetDraft)
     mode: Mode | None = None if text is None else "auto" if text == "auto" else "fixed"
-    if mode == "fixed" and pair.draft_len == "auto":
-        raise UsageError("--draft-budget fixed and --draft-len auto are both given", "give one")
+    head = as_options(settings, MtpDraft).mtp_num_draft_tokens
+    lengths = {"--draft-len auto": pair.draft_len, "--mtp-num-draft-tokens auto": head}
+    auto = [flag for flag, length in lengths.items() if length == "auto"]
+    if mode == "fixed" and auto:
+        raise UsageError(f"--draft-budget fixed and {auto[0]} are both given", "give one")
     if mode == "fixed" and pair.draft_engine_dir is not None:
-        lengths = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
-        if all(length is None for length in lengths):
+        given = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
+        if all(length is None for length in given):
             raise UsageError("--draft-budget fixed without --draft-len", "give --draft-len N")
     if mode is not None:
         return DraftBudget(mode, f"--draft-budget {mode}")
-    if pair.draft_len == "auto":
-        return DraftBudget("auto", "--draft-len auto")
-    return DraftBudget()
+    return DraftBudget("auto", auto[0]) if auto else DraftBudget()

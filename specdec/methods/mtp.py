@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.errors import Problems, UsageError
+from specdec.errors import Problems
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import FULL, ModelConfig
 from specdec.model.tensors import HEAD_BIAS, MTP_NET, Shard, TensorSpec, list_norm
 from specdec.options import as_options, setting
 
 from .base import Method, bounds, count, read_length, share
-from .budget import BudgetDraft
 from .net import NetParams
 
 ARCHITECTURE = "SpecDecMtpForCausalLM"
@@ -138,23 +137,13 @@ class MtpOptions:
 
     num_tokens: int | None
 
-    @property
-    def leaves_length(self) -> bool:
-        """Whether nothing says how much to draft."""
-        return self.num_tokens is None
-
 
 def read_options(settings: Any) -> MtpOptions | None:
     """Return how many tokens are asked for, None where nothing is; raise UsageError."""
     text = as_options(settings, MtpDraft).mtp_num_draft_tokens
     if text is None:
         return None
-    num_tokens = read_length("--mtp-num-draft-tokens", text)
-    if num_tokens is None and as_options(settings, BudgetDraft).draft_budget == "fixed":
-        raise UsageError(
-            "--draft-budget fixed and --mtp-num-draft-tokens auto are both given", "give one"
-        )
-    return MtpOptions(num_tokens=num_tokens)
+    return MtpOptions(num_tokens=read_length("--mtp-num-draft-tokens", text))
 
 
 METHOD = Method(

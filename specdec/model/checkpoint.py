@@ -14,9 +14,9 @@ from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS, DrafterParams, Method, find_method
 from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithmetic
 from specdec.model.blocks import GGUF
-from specdec.model.config import LINEAR, ModelConfig, list_layer_types
+from specdec.model.config import ModelConfig, list_layer_types
 from specdec.model.experts import parse_experts
-from specdec.model.linear_attention import parse_linear_attention
+from specdec.model.linear_attention import KEY, LinearAttention
 from specdec.model.quantization import Quantization, parse_quantization
 
 # What a key may be, by the type of the field of ModelConfig that it is.
@@ -25,7 +25,7 @@ KINDS: Mapping[str, type] = {
     "tuple[str, ...]": list,
 }  # fmt: skip
 # Fields that are not read of a key of their name.
-OTHERS = ("architecture", "tp_size", "pp_size", "experts", "linear_attention", "own_arithmetic")
+OTHERS = ("architecture", "tp_size", "pp_size", "experts", KEY, "own_arithmetic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             f"checkpoint architecture {base!r} is not supported{suggest(str(base), known)}",
             f"the supported ones are {', '.join(known)}",
         )
-    mapping = _get_mapping(config)
+    mapping = _get_object(config, "mapping")
     tp_size, pp_size = (mapping.get(name, 1) for name in ("tp_size", "pp_size"))
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if type(size) is not int:
@@ -67,7 +67,9 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             "convert it without pipeline parallelism: speculative engines have none",
         )
     problems = Problems()
-    values = _read_fields(config, _list_defaults(config, arithmetic), problems)
+    values = _read_fields(ModelConfig, config, _list_defaults(config, arithmetic), problems)
+    if sizes := _get_object(config, KEY):
+        values[KEY] = LinearAttention(**_read_fields(LinearAttention, sizes, {}, problems))
     pattern = config.get("_sliding_window_pattern")
     if pattern is None:
         pattern = arithmetic.window_pattern
@@ -79,13 +81,6 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     if types is None and pattern is not None:
         types = list_layer_types(values["num_hidden_layers"], max(1, pattern))
     values["layer_types"] = None if types is None else tuple(types)
-    values["linear_attention"] = parse_linear_attention(config)
-    if (values["linear_attention"] is not None) != (LINEAR in (types or ())):
-        raise SpecDecError(
-            f"checkpoint config: layer_types and linear_attention disagree on whether there are"
-            f" layers of {LINEAR}",
-            "convert it again",
-        )
     own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
     if arithmetic.mlp == "experts":
         values["experts"] = parse_experts(config, tp_size)
@@ -136,24 +131,24 @@ def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Prob
 
 
 def _read_fields(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
+    kind: type, config: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
 ) -> dict[str, Any]:
-    """The fields of ModelConfig that have keys; adds what is wrong to `problems`."""
+    """The fields of a dataclass that have keys; adds what is wrong to `problems`."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(ModelConfig):
+    for field in dataclasses.fields(kind):
         name = field.name
         if name in OTHERS:
             continue
-        kind = KINDS[str(field.type).removesuffix(" | None")]
+        wanted = KINDS[str(field.type).removesuffix(" | None")]
         is_needed = field.default is dataclasses.MISSING
         value = config.get(name)
         if value is None:
             value = defaults.get(name) if is_needed else field.default
-        is_known = isinstance(value, (int, float) if kind is float else kind)
-        is_stray_bool = isinstance(value, bool) and kind is not bool
+        is_known = isinstance(value, (int, float) if wanted is float else wanted)
+        is_stray_bool = isinstance(value, bool) and wanted is not bool
         if is_stray_bool or (not is_known and (is_needed or value is not None)):
             fact = f"checkpoint config: {name} is {value!r}"
-            problems.add(fact, f"give {name} as {kind.__name__}")
+            problems.add(fact, f"give {name} as {wanted.__name__}")
         values[name] = value
     return values
 
@@ -203,7 +198,7 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     1.x has no such key: there a head that is not stored is the embedding.
     """
     path = folder / "rank0.safetensors"
-    has_stages = _get_mapping(config).get("pp_size", 1) != 1
+    has_stages = _get_object(config, "mapping").get("pp_size", 1) != 1
     if config.get("share_embedding_table") is not None or has_stages or not path.is_file():
         return {}
     stored = TensorFile(path).tensors
@@ -211,9 +206,9 @@ def find_shared_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"share_embedding_table": True} if is_shared else {}
 
 
-def _get_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    value = config.get("mapping") or {}
+def _get_object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name) or {}
     if not isinstance(value, dict):
-        fact = f"checkpoint config: mapping is {value!r}, not an object"
+        fact = f"checkpoint config: {name} is {value!r}, not an object"
         raise SpecDecError(fact, "correct the key")
     return value

@@ -105,8 +105,6 @@ class ModelConfig:
             )
         if (self.experts is not None) != (self.arithmetic.mlp == "experts"):
             raise ValueError(f"{self.architecture} with experts={self.experts}")
-        if (self.linear_attention is not None) != (LINEAR in (self.layer_types or ())):
-            raise ValueError(f"layer_types with linear_attention={self.linear_attention}")
 
     @property
     def arithmetic(self) -> Architecture:
@@ -202,6 +200,9 @@ class ModelConfig:
                   or any(kind not in (SLIDING, FULL, LINEAR) for kind in types)),
              f"layer_types is {shorten(list(types or ()))} for {self.num_hidden_layers} layers",
              f"give {SLIDING}, {FULL} or {LINEAR} for each layer"),
+            ((self.linear_attention is None) == (LINEAR in (types or ())),
+             f"layer_types and linear_attention={self.linear_attention} disagree on whether there"
+             f" are layers of {LINEAR}", "convert the model again"),
             (dim not in (0, 1), f"embedding_sharding_dim={dim}", "use 0 or 1"),
             (not 0 < self.rotary_pct <= 1,
              f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from specdec.errors import Problems, SpecDecError, shorten
+from specdec.errors import Problems, shorten
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_SIZE
 
 KEY = "linear_attention"  # of a checkpoint's config.json
@@ -63,19 +61,3 @@ class LinearAttention:
              f"{self.num_key_heads} key heads of the linear attention do not split over"
              f" tp_size={tp_size}", "use a tp_size that divides them"),
         )  # fmt: skip
-
-
-def parse_linear_attention(config: Mapping[str, Any]) -> LinearAttention | None:
-    """Read what a checkpoint's config.json says of it, if anything; raise SpecDecError."""
-    found = config.get(KEY)
-    if found is None:
-        return None
-    names = [field.name for field in dataclasses.fields(LinearAttention)]
-    is_right = isinstance(found, dict) and sorted(found) == sorted(names)
-    if not is_right or any(type(value) is not int for value in found.values()):
-        raise SpecDecError(
-            f"checkpoint config: {KEY} is {shorten(found)}, not whole numbers for"
-            f" {', '.join(names)}",
-            "convert it again",
-        )
-    return LinearAttention(**found)

@@ -122,6 +122,9 @@ TARGETS_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"mapping": {"pp_size": 3}}, ["pp_size=3"]),
     ({"mapping": {"tp_size": 3}}, ["num_attention_heads=4", "=112", "over tp_size=3"]),
     ({"mapping": {"tp_size": 4}, "intermediate_size": 110}, ["=110", "over tp_size=4"]),
+    ({"linear_attention": 3}, ["linear_attention is 3, not an object"]),
+    ({"linear_attention": {"num_taps": "4"}}, ["num_key_heads is None", "num_taps is '4'"]),
+    ({"layer_types": ["linear_attention"] * 2}, ["disagree on whether there are layers of"]),
     (
         {
             "mapping": {"tp_size": 2}, "use_parallel_embedding": True,

@@ -14,7 +14,7 @@ from specdec.decode.requests import Request
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 from specdec.train.features import Features
-from specdec.train.methods.mtp import Mtp, describe_mtp
+from specdec.train.methods.mtp import METHOD, Mtp
 from specdec.train.settings import TrainSettings
 from specdec.train.target import load_config, load_target
 from tests.conftest import make_llama
@@ -60,7 +60,7 @@ def test_a_head_that_learned_a_text_is_accepted_in_an_engine(kind: str, tmp_path
     head = tmp_path / "head"
     head.mkdir()
     save_file(dict(drafter.state_dict()), head / "model.safetensors", metadata={"format": "pt"})
-    write_json(head / "config.json", dict(describe_mtp(drafter, target)))
+    write_json(head / "config.json", dict(METHOD.describe(drafter, target)))
     flags = ("--mtp-max-draft-len", STEPS)
     engine = TorchEngine(make_tree_engine("mtp", tmp_path, folder, head, flags=flags), device="cpu")
     seen, propose = [], engine.proposer.propose

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -99,12 +98,10 @@ class Mtp(PairDrafter):
         return normed
 
 
-def describe_mtp(drafter: Mtp, target: Target) -> Mapping[str, Any]:
-    """Return the target's own config.json, by which the layer is read."""
-    config: dict[str, Any] = json.loads(target.config.to_json_string(use_diff=False))
-    return config
-
-
 METHOD = TrainingMethod(
-    build=Mtp, describe=describe_mtp, convert_folder="--mtp-model-dir", needs_head=True
+    build=Mtp,
+    # The target's own config.json, by which the layer is read.
+    describe=lambda drafter, target: json.loads(target.config.to_json_string(use_diff=False)),
+    convert_folder="--mtp-model-dir",
+    needs_head=True,
 )
