@@ -70,9 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage be searched for in what tests make, not in all that was imported: 0.3 s each."""
+    """Let garbage be searched for in what tests make, not in all that was imported: 0.3 s each.
+
+    And seldom, as what tests make is small.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +50,28 @@ def train(base: Path, folder: Path, options: dict[str, Any], dtype: str = "float
         if parameter.requires_grad:
             parameter.data += torch.randn_like(parameter) / 4
     model.save_pretrained(folder)
-    return peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)), folder
-    )
+    return model
 
 
-@pytest.fixture(scope="module", params=CASES)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base, an adapter of it, and what PEFT's merge saves."""
-    family, options = CASES[request.param]
-    folder = tmp_path_factory.mktemp("lora")
+@pytest.mark.parametrize("case", CASES)
+def test_a_merged_checkpoint_is_that_of_the_merge_by_peft(case: str, tmp_path: Path) -> None:
+    """On one rank and on two."""
+    family, options = CASES[case]
     family, _, size = family.partition("-")
     narrow: dict[str, Any] = {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
     small = narrow if size else {}
-    base = make_family_model(folder, family, **small)
-    train(base, folder / "adapter", options).merge_and_unload().save_pretrained(folder / "merged")
-    return base.rename(folder / "base").parent
+    base = make_family_model(tmp_path, family, **small)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    train(base, adapter, options).merge_and_unload().save_pretrained(merged)
 
+    def convert(name: str, model: Path, **flags: Any) -> dict[str, Any]:
+        return join_checkpoint(Converter(tmp_path / name)(model_dir=model, **flags))
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_merged_checkpoint_is_that_of_the_merge_by_peft(
-    trained: Path, tp_size: int, tmp_path: Path
-) -> None:
-    def convert(model: str, **flags: Any) -> dict[str, Any]:
-        out = tmp_path / f"{model}-{len(flags)}"
-        return join_checkpoint(Converter(out)(model_dir=trained / model, tp_size=tp_size, **flags))
-
-    plain, theirs = convert("base"), convert("merged")
-    ours = convert("base", lora_dir=trained / "adapter")
+    plain, theirs = convert("plain", base), convert("theirs", merged)
+    ours = convert("ours", base, lora_dir=adapter)
+    split = convert("split", base, lora_dir=adapter, tp_size=2)
+    assert split.keys() == ours.keys()
+    assert all(np.array_equal(split[key], value) for key, value in ours.items())
     assert ours.keys() == theirs.keys()
     changed = {key for key in plain if not np.array_equal(plain[key], theirs[key])}
     assert len(changed) >= 2
@@ -105,6 +100,15 @@ def test_the_bits_do_not_depend_on_ranks_and_a_sum_is_rounded_once(tmp_path: Pat
         assert different <= value.size / 1000, name
 
 
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and an adapter of it, not to be changed."""
+    folder = tmp_path_factory.mktemp("lora")
+    base = make_llama(folder)
+    train(base, folder / "adapter", LINEAR)
+    return base, folder / "adapter"
+
+
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
@@ -118,20 +122,20 @@ def test_the_bits_do_not_depend_on_ranks_and_a_sum_is_rounded_once(tmp_path: Pat
     ],
 )
 def test_what_an_adapter_cannot_be_is_told(
-    changes: dict[str, Any], fact: str, tmp_path: Path, convert: Converter
-) -> None:
-    base = make_llama(tmp_path)
-    train(base, tmp_path / "adapter", LINEAR)
-    path = tmp_path / "adapter" / "adapter_config.json"
+    changes: dict[str, Any], fact: str, linear: tuple[Path, Path], tmp_path: Path,
+    convert: Converter,
+) -> None:  # fmt: skip
+    base, adapter = linear
+    path = Path(shutil.copytree(adapter, tmp_path / "adapter")) / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     assert fact in str(convert.fail(model_dir=base, lora_dir=path.parent))
 
 
 def test_tensors_that_do_not_fit_are_told_with_their_shapes(
-    tmp_path: Path, convert: Converter
+    linear: tuple[Path, Path], tmp_path: Path, convert: Converter
 ) -> None:
-    base = make_llama(tmp_path)
-    train(base, tmp_path / "adapter", LINEAR)
+    base, adapter = linear
+    shutil.copytree(adapter, tmp_path / "adapter")
     other = make_llama(tmp_path, name="wide", hidden=96)
     assert "cannot be merged into" in str(
         convert.fail(model_dir=other, lora_dir=tmp_path / "adapter")

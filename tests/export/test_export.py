@@ -73,6 +73,7 @@ FLAGS = {
     "medusa": "--medusa-model-dir", "redrafter": "--drafter-model-dir",
     **dict.fromkeys(DFLASH, "--dflash-model-dir"),
 }  # fmt: skip
+DIRECT = ("medusa", "redrafter", "eagle1", "eagle3-reduced", "dspark")  # one of each layout
 EVERY = ("vllm", "hf")
 # What each runtime can hold.
 PAIRS = {
@@ -197,7 +198,7 @@ def test_what_is_exported_is_converted_to_the_same_bytes(
     export(folder, checkpoint_dir=checkpoint, model_dir=str(target), to=to)
     again = convert(tmp_path / "again", target, kind, folder)
     assert read_checkpoint(again) == read_checkpoint(checkpoint)
-    if to != PAIRS[kind][0]:
+    if kind not in DIRECT or to != PAIRS[kind][0]:
         return
     # The other way in: from the folders, without a checkpoint of one's own.
     option = FLAGS.get(kind, "--eagle-model-dir").removeprefix("--").replace("-", "_")

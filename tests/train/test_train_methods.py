@@ -43,28 +43,20 @@ KINDS = {
     "dspark": ("--method", "dflash", "--dflash-block-size", 3, "--dflash-markov-rank", 8),
     "mtp": ("--method", "mtp"),
     "eagle-bare": ("--method", "eagle", "--no-eagle-bias"),
-    "eagle3": ("--method", "eagle", "--eagle-version", 3, "--eagle-intermediate-size", OWN_SIZE),
-    "eagle3-few": ("--method", "eagle", "--eagle-version", 3, "--eagle-draft-vocab-size", 50),
-    "eagle3.1": (
-        "--method",
-        "eagle",
-        "--eagle-version",
-        3,
-        "--eagle-fc-norm",
-        "--eagle-norm-output",
+    "eagle3": ("--method", "eagle", "--eagle-version", 3),
+    "eagle3-all": (
+        "--method", "eagle", "--eagle-version", 3, "--eagle-intermediate-size", OWN_SIZE,
+        "--eagle-draft-vocab-size", 50, "--eagle-fc-norm", "--eagle-norm-output",
     ),
 }  # fmt: skip
-CONVERT_FLAGS = {
-    "redrafter": ("--redrafter-draft-len-per-beam", "3", "--drafter-model-dir"),
-    "medusa": ("--medusa-model-dir",),
-    "eagle": ("--eagle-model-dir",),
-    "dflash": ("--dflash-model-dir",),
-    "dspark": ("--dflash-model-dir",),
-    "mtp": ("--mtp-model-dir",),
-    "p-eagle": ("--num-eagle-layers", "3", "--eagle-model-dir"),
-    "eagle3": ("--eagle-model-dir",),
-    "eagle3-few": ("--eagle-model-dir",),
-    "eagle3.1": ("--eagle-model-dir",),
+# Those whose drafts are accepted here; of all others tests/e2e/test_recipes.py measures some steps.
+MEASURED = {
+    "medusa": "--medusa-model-dir",
+    "eagle": "--eagle-model-dir",
+    "dflash": "--dflash-model-dir",
+    "dspark": "--dflash-model-dir",
+    "mtp": "--mtp-model-dir",
+    "eagle3-all": "--eagle-model-dir",
 }
 
 
@@ -90,7 +82,7 @@ def test_every_method_has_its_case_here() -> None:
     assert {flags[1] for flags in KINDS.values()} == set(TRAINABLE)
 
 
-@pytest.mark.parametrize("kind", CONVERT_FLAGS)
+@pytest.mark.parametrize("kind", MEASURED)
 def test_every_evaluation_converts_builds_and_runs(
     kind: str, run_train: Any, inputs: Any, stages_here: list[str], target_dir: Path, tmp_path: Path
 ) -> None:
@@ -105,8 +97,7 @@ def test_every_evaluation_converts_builds_and_runs(
     log = [json.loads(line) for line in (heads / "training_log.jsonl").read_text().splitlines()]
     lengths = [line["eval"]["acceptance"]["acceptance_length"] for line in log if "eval" in line]
     assert len(lengths) == 2
-    # A random target's text is nothing like the data: some drafters need more than this.
-    assert lengths[-1] > 1 or kind in ("redrafter", "p-eagle") and lengths[-1] == 1
+    assert lengths[-1] > 1
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     has_own_size = any("intermediate-size" in str(flag) for flag in KINDS[kind])
     config = json.loads((heads / "config.json").read_text())
@@ -118,8 +109,7 @@ def test_every_evaluation_converts_builds_and_runs(
     checkpoint, engine = str(tmp_path / "checkpoint"), str(tmp_path / "engine")
     base = str(target_dir)
     call_here(
-        "convert",
-        ["--model-dir", base, *CONVERT_FLAGS[kind], str(heads), "--output-dir", checkpoint],
+        "convert", ["--model-dir", base, MEASURED[kind], str(heads), "--output-dir", checkpoint]
     )
     call_here("build", ["--checkpoint-dir", checkpoint, "--output-dir", engine, "--optimize=none"])
     from transformers import AutoTokenizer
@@ -155,7 +145,7 @@ def train(run_train: Any, inputs: Any, tmp_path: Path) -> Train:
     return run
 
 
-@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3-few", "dflash"])
+@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "eagle3-all", "dflash"])
 def test_a_training_goes_on_from_a_written_drafter(kind: str, train: Train, tmp_path: Path) -> None:
     """By a step that is too small to change a weight; without the flag all of them differ."""
     first, still = tmp_path / "first", ("--max-steps", 1, "--learning-rate", 1e-30, "--seed", 4)
@@ -210,7 +200,7 @@ def test_a_drafter_of_other_sizes_is_no_start(train: Train, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3-few", "float32")],
+    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3-all", "float32")],
 )
 def test_an_interrupted_training_resumes_to_the_same_bytes(
     kind: str, dtype: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +227,7 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle", "p-eagle", "dspark"])
+@pytest.mark.parametrize("kind", ["redrafter", "p-eagle", "dspark"])
 def test_sanity_passes_where_one_row_can_be_learned(
     kind: str, train: Train, tmp_path: Path
 ) -> None:
