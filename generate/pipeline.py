@@ -14,10 +14,11 @@ from typing import Any
 from specdec import logs
 from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
-from specdec.errors import SpecDecError
+from specdec.errors import Problems, SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
 from specdec.methods import METHODS
+from specdec.methods.budget import read_budget
 from specdec.options import get_flags
 from specdec.pretrained import load_tokenizer
 
@@ -103,19 +104,29 @@ def generate(settings: GenerateSettings) -> None:
 @contextlib.contextmanager
 def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
     """Make the engines, or take those that are kept; yield the options of a run with them."""
-    from specdec.decode.prompts import list_prompts, make_requests
+    from specdec.decode.prompts import MAX_COUNT, list_prompts, make_requests
+    from specdec.decode.requests import find_problems
 
     run = settings.list_stage("run") | {
         "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip
     run_settings = load_command("run").settings_class(**run)
     run_settings.refuse_contradictions()
+    if settings.draft_model_dir is not None and not settings.no_speculation:
+        read_budget(dataclasses.replace(run_settings, draft_engine_dir=settings.draft_model_dir))
     prompts = list_prompts(settings.texts, settings.input_file, json=settings.json)
 
     def check() -> None:
         """Tokenize the prompts, before minutes of building rather than behind them."""
-        tokenizer = load_tokenizer(run_settings.tokenizer_dir)
-        make_requests(prompts, run_settings, tokenizer, repeats=not settings.streaming)
+        flag = "--model-dir" if settings.tokenizer_dir is None else "--tokenizer-dir"
+        tokenizer = load_tokenizer(run_settings.tokenizer_dir, flag)
+        most, problems = settings.max_seq_len or MAX_SEQ_LEN, Problems()
+        limits = {"max_input_len": most, "max_seq_len": most, "vocab_size": MAX_COUNT}
+        for request in make_requests(
+            prompts, run_settings, tokenizer, repeats=not settings.streaming
+        ):
+            problems += find_problems(request, **limits)
+        problems.raise_all()
 
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(open_cache(settings))

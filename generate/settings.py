@@ -152,6 +152,11 @@ def check_settings(settings: GenerateSettings) -> None:
     drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
     if len(drafters) > 1:
         raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
+    if settings.show_drafts and not drafters:
+        raise UsageError(
+            "--show-drafts, and nothing drafts",
+            "give a drafter, --draft-model-dir or --suffix-max-tokens 8, or leave it out",
+        )
     refuse_contradictions(settings, CONTRADICTIONS)
 
 

@@ -152,6 +152,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("max_batch_size", "batch_sizes"), "tp": ("tp_size",),
     "tensor_parallel_size": ("tp_size",), "output": ("output_dir", "output_file"),
     "o": ("output_dir", "output_file"), "outfile": ("output_dir",),
+    "text": ("prompt",), "conversations": ("messages",),
     "num_speculative_tokens": ("draft_len", "max_draft_len"),
 }  # fmt: skip
 

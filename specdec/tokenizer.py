@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.folders import is_hub_id, refuse_absent
 from specdec.gguf.folder import localize
 from specdec.hub import fetch_files
 from specdec.logs import get_logger
@@ -56,6 +57,8 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
 
 def fetch_tokenizer(hub_id: str) -> Path:
     """Fetch a tokenizer's files from the Hub, or find them cached; return their folder."""
+    if not is_hub_id(hub_id):
+        raise refuse_absent(Path(hub_id), f"--tokenizer-dir {hub_id}")
     folder = fetch_files(hub_id, "--tokenizer-dir", FILES)
     if not (folder / "generation_config.json").is_file():
         logger.warning(

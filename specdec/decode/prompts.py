@@ -247,7 +247,7 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
     more_keys: other keys that a line of .jsonl may have; `turns` stands for the prompt. Raises
     SpecDecError that lists what is wrong of all lines.
     """
-    lines = _read_lines(path, flag)
+    lines, name = _read_lines(path, flag), "stdin" if path == STDIN else path
     suffix = Path(path.stem).suffix if path.suffix == GZIP else path.suffix
     if path == STDIN:
         first = next((line for line in lines if line.strip()), "")
@@ -256,7 +256,7 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
         raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
     found, problems = [], Problems()
     for number, line in enumerate(lines, 1):
-        where = f"{path} line {number}"
+        where = f"{name} line {number}"
         if not line.strip():
             continue
         if suffix == ".txt":
@@ -268,7 +268,7 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
             problems += error.problems
     problems.raise_all()
     if not found:
-        raise SpecDecError(f"{path} holds no prompt", "write one prompt per line")
+        raise SpecDecError(f"{name} holds no prompt", "write one prompt per line")
     return found
 
 

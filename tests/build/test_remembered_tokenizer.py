@@ -14,7 +14,7 @@ from specdec import Engine, SpecDecError
 from specdec.decode.prompts import find_end_ids
 from specdec.decode.settings import DecodeSettings
 from specdec.files.reading import hash_file
-from specdec.tokenizer import FOLDER, copy_tokenizer, find_tokenizer
+from specdec.tokenizer import FOLDER, check_tokenizer, copy_tokenizer, find_tokenizer
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, run_here
 
@@ -88,6 +88,11 @@ def test_a_hub_model_without_the_file_of_its_ends_is_told_of(
     assert "someone/model: no generation_config.json was found" in caplog.text
 
 
+def test_an_absent_folder_is_not_asked_for_at_the_hub(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="--tokenizer-dir .*/nothere does not exist"):
+        check_tokenizer(str(tmp_path / "nothere"), None)
+
+
 def test_the_manifest_lists_the_copied_files(folder: Path) -> None:
     manifest = json.loads((folder / "engine" / "manifest.json").read_text())
     listed = {entry["path"]: entry["sha256"] for entry in manifest["outputs"]}
@@ -121,7 +126,7 @@ def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecDecError, match="has no tokenizer"):
         build(folder, "refused", "--tokenizer-dir", tmp_path / "empty")
-    with pytest.raises(SpecDecError, match="is not a local folder"):
+    with pytest.raises(SpecDecError, match="absent does not exist"):
         build(folder, "refused", "--tokenizer-dir", tmp_path / "absent")
     assert not (folder / "refused").exists()
 

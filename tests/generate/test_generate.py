@@ -128,7 +128,21 @@ def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Generat
     [
         (["--input-file", "-"], '{"prompt": 3}\n', "line 1: prompt is 3, not a text"),
         (["--input-file", "-"], '{"prompt": "a", "logprobs": 1}\n', "add --json"),
-        (["abc", "--show-drafts", "--streaming"], "", "what is rejected is known when"),
+        (
+            ["abc", "--show-drafts", "--streaming", "--suffix-max-tokens", "3"],
+            "",
+            "what is rejected is known when",
+        ),
+        (["abc", "--show-drafts"], "", "--show-drafts, and nothing drafts"),
+        ([""], "", "prompt 0 is empty"),
+        (["abc", "--max-seq-len", "20", "--max-output-len", "19"], "", "lower --max-output-len"),
+        (["a", "--draft-model-dir", "x", "--draft-budget", "fixed"], "", "give --draft-len N"),
+        (["a", "--model-dir", "x/y"], "", "--model-dir x/y is not a local folder"),
+        (
+            ["--input-file", "-"],
+            '{"text": "a"}',
+            "stdin line 1: unknown key 'text' (did you",
+        ),
         (["abc", "--input-file", "-"], "abc\n", "prompts and --input-file are both given"),
         (["abc", "--apply-chat-template"], "", "the tokenizer has no chat template"),
         (["abc", "--temperature", "1,2"], "", "--temperature has 2 values for 1 prompts"),

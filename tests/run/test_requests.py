@@ -475,7 +475,7 @@ def test_prompts_from_stdin(folder: Path) -> None:
     lines = run(folder, *flags, stdin='{"prompt": "ab", "max_output_len": 1}\n')
     assert len(json.loads(lines.stdout)["outputs"][0]["output_ids"]) == 1
     empty = run(folder, *flags, stdin="\n")
-    assert read_error_lines(empty.stderr)[0] == "- holds no prompt"
+    assert read_error_lines(empty.stderr)[0] == "stdin holds no prompt"
 
 
 def test_log_probabilities_and_the_best_of_several(folder: Path, tmp_path: Path) -> None:
