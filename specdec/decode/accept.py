@@ -61,7 +61,7 @@ class Candidates:
     def keep(self, nodes: Sequence[int] | IntArray) -> Candidates:
         """Candidates of these nodes only, which were not drawn; see `Tree.keep`."""
         confidence = None if self.confidence is None else self.confidence[nodes]
-        return dataclasses.replace(self, tree=self.tree.keep(nodes), confidence=confidence)
+        return Candidates(self.tree.keep(nodes), self.draft_probs, confidence, self.source)
 
     def make_chain(self) -> Candidates:
         """The likeliest path alone: at a fork the child of most confidence, else the first."""

@@ -216,7 +216,7 @@ def test_a_dynamic_tree_equals_the_slow_reference(
     found, num_levels = grow(head, case.hidden, tokens, size, temperatures)
     for row, candidates in enumerate(found):
         assert candidates.confidence is not None
-        chances = follow_chances(candidates.tree, candidates.confidence)
+        (chances,) = follow_chances([candidates.tree], candidates.confidence.tolist())
         found_paths = dict(zip(list_paths(candidates)[1:], chances[1:], strict=True))
         step = case.make_stepper(row, VOCAB)
         expected = grow_slowly(head.params, step, int(tokens[row]), size, temperatures[row])

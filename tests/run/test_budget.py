@@ -44,7 +44,7 @@ def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
     sure = Candidates(pack_beams(0, np.array([[1, 2, 3]])), None, np.array([1.0, 0.95, 0.35, 0.95]))
     assert np.allclose(calibration.estimate(sure), [1, 0.95, 0.35, 0.95])
     for step in range(200):
-        calibration.record(sure, [1, 2, 3, 9] if step % 2 else [8])
+        calibration.record([sure], [[0, 1, 2, 3] if step % 2 else [0]])
     chances = calibration.estimate(sure)
     assert chances[1] == pytest.approx(0.5, abs=0.05)
     assert chances[2] > 0.9
@@ -58,7 +58,7 @@ def test_confidence_that_is_no_number_is_none() -> None:
     calibration, confidence = Calibration(), np.array([1.0, 0.9, np.nan, np.nan])
     lost = Candidates(pack_beams(0, np.array([[1, 2, 3]])), None, confidence)
     assert np.allclose(calibration.estimate(lost), [1, 0.9, 0, 0])
-    calibration.record(lost, [1, 2, 9])
+    calibration.record([lost], [[0, 1, 2]])
     assert calibration.estimate(lost)[2] > 0.01
 
 
@@ -87,8 +87,8 @@ def test_a_step_in_which_drafters_only_read() -> None:
 def test_a_tree_is_cut_to_its_likeliest_nodes() -> None:
     """By their whole paths; siblings count as the drafter ranks them where it tells no more."""
     tree = pack_beams(7, np.array([[4, 5, 6], [4, 5, 8], [3, 5, 8]]))
-    chances = follow_chances(tree, Calibration().estimate(Candidates(tree)))
-    kept = tree.keep(np.sort(np.argsort(-chances, kind="stable")[:4]))
+    (chances,) = follow_chances([tree], Calibration().estimate(Candidates(tree)))
+    kept = tree.keep(np.sort(np.argsort(-np.array(chances), kind="stable")[:4]))
     assert list_paths(kept) == [[0, 2], [0, 1, 3]]
     assert kept.tokens.tolist() == [7, 4, 3, 5]
     everything = tree.keep(range(tree.num_nodes))

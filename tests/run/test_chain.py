@@ -170,13 +170,13 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
         pace, chosen = Pace(4, max_depths=(4, 4)), 0
         for _ in range(200):
             pace.plan([100])
-            value = pace.value(np.cumprod([rate] * 4))
+            (value,) = pace.value(np.cumprod([[rate] * 4], axis=1))
             is_best = pace.is_best(0, value, 1)
             chosen += is_best
             pace.sources[0].record([value])
             if not is_best:
                 pace.sources[1].costs.record(1, seconds)
-                pace.sources[1].record([pace.value(np.cumprod([0.6] * 4))])
+                pace.sources[1].record(pace.value(np.cumprod([[0.6] * 4], axis=1)).tolist())
             pace.record_drafts(0.0 if is_best else seconds, 5, [3])
             pace.record_step(1, 5, 0, 1.0)
         counts.append(chosen)

@@ -83,7 +83,7 @@ def test_what_was_won_pays_for_no_trials_of_what_is_known_not_to_pay() -> None:
 def test_a_machine_that_is_slow_for_a_while_changes_nothing() -> None:
     """The sizes that nobody has measured since are as dear as others are."""
     pace, sizes = Pace(4), []
-    chances = [np.cumprod([0.9] * 4)]
+    chances = np.cumprod([[0.9] * 4], axis=1)
     for at in range(90):
         size = 1 + pace.choose(chances) if pace.plan([100]) else 1
         slow = 3.0 if 20 < at < 50 else 1.0
@@ -116,7 +116,7 @@ def test_a_close_decision_waits_for_plain_steps_that_no_draft_has_slowed_down() 
 def test_one_disturbed_step_does_not_end_drafting(num_rows: int, slow: float) -> None:
     """The first drafts are verified while another program runs, and seem dear."""
     pace, sizes = Pace(4), list[int]()
-    chances = [np.cumprod([0.9] * 4)] * num_rows
+    chances = np.cumprod([[0.9] * 4] * num_rows, axis=1)
     for _ in range(60):
         size = 1 + pace.choose(chances) if pace.plan([100] * num_rows) else 1
         disturbed = slow if size > 1 and max(sizes) == 1 else 1.0
@@ -131,12 +131,24 @@ def test_plain_steps_are_measured_again_where_drafts_win_little() -> None:
     for rate, most in ((0.9, 0), (0.35, 12)):
         pace, plain = Pace(4), 0
         for at in range(100):
-            size = 1 + pace.choose([np.cumprod([rate] * 4)]) if pace.plan([100]) else 1
+            size = 1 + pace.choose(np.cumprod([[rate] * 4], axis=1)) if pace.plan([100]) else 1
             right = [at * 7 % 20 < 20 * rate, at * 11 % 20 < 20 * rate**2]
             emitted = 1 + int(right[0]) * (1 + int(right[1])) if size > 1 else 1
             step(pace, size, FLAT(size), [emitted], 0.06 if size > 1 else None)
             plain += at >= 8 and size == 1
         assert bool(most) * 2 <= plain <= most
+
+
+def test_a_drafter_of_one_pass_is_seldom_asked_for_all_its_levels() -> None:
+    """It has no more, so drafts of one level are no reason to try what more would cost."""
+    pace, deep = Pace(4, max_depths=(3,)), 0
+    for at in range(400):
+        size = 1
+        if pace.plan([1000]):
+            deep += at >= 100 and pace.price_level() == -np.inf
+            size += pace.choose(np.cumprod([[0.9] * 4], axis=1))
+        step(pace, size, FLAT(size), [size], 0.06 if size > 1 else None)
+    assert 1 <= deep <= 5
 
 
 def test_a_planned_draft_is_as_long_as_is_worth_its_time() -> None:
@@ -207,7 +219,7 @@ def test_it_drafts_where_every_step_reads_prompts_too(num_rows: int) -> None:
         for _ in range(60):
             size = 1
             if pace.plan([100] * num_rows, 70):
-                size += pace.choose([np.cumprod([rate] * 8)] * num_rows)
+                size += pace.choose(np.cumprod([[rate] * 8] * num_rows, axis=1))
             emitted = 1 + round(sum(rate**n for n in range(1, size)))
             pace.record_drafts(0.06 if size > 1 else None, size, [emitted] * num_rows)
             pace.record_step(num_rows, num_rows * size, 70, clock(num_rows * size + 80))
@@ -225,7 +237,7 @@ def count_trials(num_unread: int) -> tuple[int, float]:
     for at in range(num_steps):
         size, draft, num_read, unread = 1, 0.0, 0, num_unread if at > 100 else 0
         if pace.plan([1000], 0, unread):
-            size, num_read = 1 + pace.choose([np.full(4, 0.05)]), unread
+            size, num_read = 1 + pace.choose(np.full((1, 4), 0.05)), unread
             draft = 0.3 + 0.002 * num_read
         if draft and pace.is_trial:
             trials, lost = trials + 1, lost + draft + FLAT(size) - FLAT(1)

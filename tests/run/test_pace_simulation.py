@@ -143,7 +143,9 @@ class World:
             ]  # fmt: skip
             most = max(lengths)
             if self.kind not in ("whole", "planned"):
-                chances = [np.cumprod(pace.calibration.estimate(c))[1:] for c in found]
+                chances = np.zeros((num_rows, most))
+                for row, own in enumerate(found):
+                    chances[row, : lengths[row]] = np.cumprod(pace.calibration.estimate(own))[1:]
                 most = pace.choose(chances)
             found = [
                 dataclasses.replace(
@@ -157,14 +159,15 @@ class World:
         took = MACHINES[self.machine](num_rows * size) * noise
         if self.is_cold and size == 1 and self.since <= len(COLD):
             took *= 1 + COLD[max(0, self.since - 1)]
-        emitted, expected = [1] * num_rows, float(num_rows)
+        paths, expected = [[0] for _ in range(num_rows)], float(num_rows)
         for row, candidates in enumerate(found):
             kept = drafts[row][0][: candidates.tree.num_nodes - 1]
             expected += np.cumprod(kept).sum()
             right = list(itertools.takewhile(lambda each: chance.random() < each, kept))
-            emitted[row] += len(right)
-            pace.calibration.record(candidates, [*range(1, len(right) + 1), 99])
-        pace.record_drafts(draft_seconds, size, emitted, num_levels)
+            paths[row] = [*range(len(right) + 1)]
+        if found:
+            pace.calibration.record(found, paths)
+        pace.record_drafts(draft_seconds, size, [len(path) for path in paths], num_levels)
         pace.record_step(num_rows, num_rows * size, 0, took)
         return expected, took + (draft_seconds or 0.0)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -35,6 +34,7 @@ MOST_WEIGHT = 1e100  # of a measurement, before all are counted in small numbers
 # Of a draft's tokens: deeper ones are counted as these; buckets of the drafter's confidence; trials
 # that its own word weighs as much as; the most that is believed of a token.
 MAX_DEPTH, NUM_BUCKETS, FIRST_TRIALS, SURE = 12, 10, 4.0, 0.999
+NUM_PLACES = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
 # Believed at first: of the drafted tokens that are reached, those that are accepted; and the drafts
 # that this weighs as much as.
 FIRST_RATE, FIRST_DRAFTS = 0.7, 3.0
@@ -82,7 +82,8 @@ class Costs:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        self._taken: dict[int, deque[float]] = {}  # the same, however slow the machine was
+        # The same, however slow the machine was, by age and by size.
+        self._taken: dict[int, tuple[deque[float], list[float]]] = {}
         self._low: dict[int, float] = {}  # what each is believed to take
         self._counts: dict[int, int] = {}
         self.smallest = self.largest = 0  # sizes that were measured
@@ -96,13 +97,18 @@ class Costs:
         """
         if size not in self._recent:
             self._recent[size] = deque([] if guess is None else [guess], maxlen=NUM_MEASURED)
-            self._taken[size], self._counts[size] = deque(maxlen=NUM_USUAL), 0
+            self._taken[size], self._counts[size] = (deque(), []), 0
             self.smallest, self.largest = min(self._recent), max(self._recent)
         self._counts[size] += 1
-        self._taken[size].append(seconds)
+        by_age, ordered = self._taken[size]
+        by_age.append(seconds)
+        bisect.insort(ordered, seconds)
+        if len(by_age) > NUM_USUAL:
+            del ordered[bisect.bisect_left(ordered, by_age.popleft())]
         self._recent[size].append(seconds / slow)
-        self._low[size] = find_low(self._recent[size])
-        self._line = None
+        low = find_low(self._recent[size])
+        if low != self._low.get(size):
+            self._low[size], self._line = low, None
 
     def count(self, size: int) -> int:
         """How often a size was measured."""
@@ -118,7 +124,8 @@ class Costs:
 
         Were it divided by how slow that was, which follows from this, both would drift away.
         """
-        return statistics.median_low(self._taken[size])
+        ordered = self._taken[size][1]
+        return ordered[(len(ordered) - 1) // 2]
 
     def predict(self, sizes: Array) -> Array:
         """What each of some sizes costs; 0 where nothing was measured."""
@@ -213,65 +220,68 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        # By source, depth and bucket, under depth 0 those of all depths: right ones, and all. Lists
-        # of numbers: trees are so small that calls of numpy would take longer.
-        self._counts: dict[int, tuple[list[list[float]], list[list[float]]]] = {}
+        # By place (`_find_places`), where depth 0 stands for all depths: right ones, and all. Lists
+        # and a loop: the few nodes of most steps would take longer by calls of numpy.
+        self._right, self._seen = list[float](), list[float]()
         self._weight = 1.0  # of a token that is counted now; it grows, as older ones count less
 
-    def estimate(self, candidates: Candidates) -> Array:
-        """[T], the chance that a node is accepted where its parent is; 1 for the root."""
-        right, seen = self._get(candidates.source)
-        trials, chances = FIRST_TRIALS * self._weight, []
-        for depth, sure in _list_places(candidates):
-            bucket = min(int(sure * NUM_BUCKETS), NUM_BUCKETS - 1)
-            anywhere = (right[0][bucket] + trials * sure) / (seen[0][bucket] + trials)
-            chance = (right[depth][bucket] + trials * anywhere) / (seen[depth][bucket] + trials)
-            chances.append(min(chance, SURE))
-        return np.array([1.0, *chances[1:]])
+    def estimate(self, *found: Candidates) -> list[float]:
+        """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
+        known: dict[int, tuple[float, float]] = {}  # by place: chance = base + rise * confidence
+        right, seen, trials, chances = self._right, self._seen, FIRST_TRIALS * self._weight, []
+        for place, sure in zip(*self._find_places(found), strict=True):
+            if place not in known:
+                at = place - place % NUM_PLACES + place % NUM_BUCKETS
+                share, anywhere = trials / (seen[place] + trials), seen[at] + trials
+                base = right[place] / (seen[place] + trials) + share * right[at] / anywhere
+                known[place] = base, share * trials / anywhere
+            base, rise = known[place]
+            chances.append(min(base + rise * sure, SURE))
+        start = 0
+        for candidates in found:
+            chances[start] = 1.0
+            start += candidates.tree.num_nodes
+        return chances
 
-    def record(self, candidates: Candidates, emitted: Sequence[int]) -> None:
-        """Take what was emitted after the root: on the way through the tree, what was right."""
-        tree = candidates.tree
-        if tree.num_nodes == 1:
-            return
-        right, seen = self._get(candidates.source)
-        self._weight /= KEEP
-        places, tokens, node = _list_places(candidates), tree.tokens.tolist(), 0
-        children: list[list[int]] = [[] for _ in tokens]
-        for child, parent in enumerate(tree.parents.tolist()[1:], 1):
-            children[parent].append(child)
-        for token in emitted:
-            below, node = children[node], 0
-            for child in below:
-                depth, sure = places[child]
-                bucket = min(int(sure * NUM_BUCKETS), NUM_BUCKETS - 1)
-                node = child if tokens[child] == token else node
-                for own in {0, depth}:
-                    seen[own][bucket] += self._weight
-                    right[own][bucket] += self._weight * (tokens[child] == token)
-            if not node:
-                break
+    def record(self, found: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
+        """Take which nodes were accepted, root first; only children of these were looked at."""
+        places, right, seen = self._find_places(found)[0], self._right, self._seen
+        start = 0
+        for candidates, path in zip(found, paths, strict=True):
+            if candidates.tree.num_nodes > 1:
+                self._weight /= KEEP
+                accepted = set(path)
+                for node, parent in enumerate(candidates.tree.parents.tolist()):
+                    if parent in accepted:
+                        place = places[start + node]
+                        is_right = self._weight * (node in accepted)
+                        for own in (place, place - place % NUM_PLACES + place % NUM_BUCKETS):
+                            seen[own] += self._weight
+                            right[own] += is_right
+            start += candidates.tree.num_nodes
         if self._weight > MOST_WEIGHT:
             self._forget()
 
     def _forget(self) -> None:
         """Count in small numbers again."""
-        for counts in self._counts.values():
-            for table in counts:
-                table[:] = [[value / self._weight for value in own] for own in table]
+        for table in (self._right, self._seen):
+            table[:] = [value / self._weight for value in table]
         self._weight = 1.0
 
-    def _get(self, source: int) -> tuple[list[list[float]], list[list[float]]]:
-        if source not in self._counts:
-            right, seen = np.zeros((2, MAX_DEPTH + 1, NUM_BUCKETS)).tolist()
-            self._counts[source] = right, seen
-        return self._counts[source]
-
-
-def _list_places(candidates: Candidates) -> list[tuple[int, float]]:
-    """By which depth each node is counted, and the drafter's confidence in it."""
-    depths = np.minimum(candidates.tree.depths, MAX_DEPTH).tolist()
-    return list(zip(depths, read_confidence(candidates).tolist(), strict=True))
+    def _find_places(self, found: Sequence[Candidates]) -> tuple[list[int], list[float]]:
+        """Where the nodes of trees are counted, and the drafter's confidence in each."""
+        sure = np.concatenate([read_confidence(candidates) for candidates in found])
+        depths = np.concatenate([candidates.tree.depths for candidates in found])
+        buckets = np.minimum(sure * NUM_BUCKETS, NUM_BUCKETS - 1).astype(np.int64)
+        places = np.minimum(depths, MAX_DEPTH) * NUM_BUCKETS + buckets
+        sources = [candidates.source for candidates in found]
+        if (most := max(sources)) > 0:
+            places += NUM_PLACES * np.repeat(sources, [c.tree.num_nodes for c in found])
+        missing = (most + 1) * NUM_PLACES - len(self._seen)
+        if missing > 0:
+            self._right += [0.0] * missing
+            self._seen += [0.0] * missing
+        return places.tolist(), sure.tolist()
 
 
 def read_confidence(candidates: Candidates) -> Array:
@@ -289,12 +299,17 @@ def read_confidence(candidates: Candidates) -> Array:
     return np.asarray(estimate_accuracy(np.maximum(tree.depths - 1, 0), ranks))
 
 
-def follow_chances(tree: Tree, chances: Array) -> Array:
-    """[T], the chance that the whole path to a node is accepted, by that of each node on it."""
-    found = chances.tolist()
-    for node, parent in enumerate(tree.parents.tolist()[1:], 1):  # parents come first
-        found[node] *= found[parent]
-    return np.array(found)
+def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list[float]]:
+    """The chances that whole paths to nodes are accepted, of each tree, by those of all nodes."""
+    found, start = [], 0
+    for tree in trees:
+        own = list(chances[start : start + tree.num_nodes])
+        for node, parent in enumerate(tree.parents.tolist()):
+            if node:  # parents come first
+                own[node] *= own[parent]
+        found.append(own)
+        start += tree.num_nodes
+    return found
 
 
 @dataclasses.dataclass
@@ -558,12 +573,15 @@ class Pace:
         price = self._rate * (self._drafts.price_level(self._num_rows) + token)
         return float(price * self._weight / self._gains[0])
 
-    def value(self, chances: Array) -> float:
-        """Tokens that a request's draft promises, without those that its verifying would emit."""
+    def value(self, chances: Array) -> Array:
+        """Tokens that the draft of each row promises, without those that its verifying would emit.
+
+        chances: [B, N] of each row's paths, best first, then zeros.
+        """
         seconds = self._seconds
         token = (seconds[-1] - seconds[0]) / max(1, (len(seconds) - 1) * self._num_rows)
-        worth = np.cumsum(chances) - self._rate * token * np.arange(1, len(chances) + 1)
-        return float(worth.max(initial=0.0))
+        worth = np.cumsum(chances - self._rate * token, axis=1)
+        return np.asarray(worth.max(axis=1, initial=0.0))
 
     def value_source(self, source: int, num_left: int) -> float:
         """What a drafter of a chain would be worth to each of so many requests, its time paid."""
@@ -575,25 +593,25 @@ class Pace:
         later = range(source + 1, len(self.sources))
         return value > 0 and value >= max(self.value_source(at, num_left) for at in later)
 
-    def choose(self, chances: Sequence[Array]) -> int:
-        """How many nodes of each row to verify besides the root, by their chances, best first."""
-        seconds, size = self._seconds, self.max_tokens
+    def choose(self, chances: Array) -> int:
+        """How many nodes of each row to verify besides the root.
+
+        chances: [B, N] of each row's paths, best first, then zeros.
+        """
+        seconds, size, num_rows = self._seconds, self.max_tokens, len(chances)
         promised = np.zeros(size)
-        for row in chances:
-            if len(row):
-                found = np.cumsum(row[:size])
-                promised[: len(found)] += found
-                promised[len(found) :] += found[-1]
-        gains = np.concatenate(([0.0], promised[: len(seconds) - 1]))
+        found = chances.sum(axis=0)[:size]
+        promised[: len(found)] = found
+        promised = np.cumsum(promised)
+        worth = -self._rate * seconds
+        worth[1:] += promised[: len(seconds) - 1]
         if self.is_brief:  # as if each further level were as good as the first
-            first = sum(float(row[0]) for row in chances if len(row)) / len(chances)
-            chain = len(chances) * np.cumsum(first ** np.arange(1, size + 1))
-            promised = np.maximum(promised, chain)
+            first = float(found[0]) / num_rows if len(found) else 0.0
+            promised = np.maximum(promised, num_rows * np.cumsum(first ** np.arange(1, size + 1)))
         # What a draft of this kind promises, whatever is verified of it.
-        kept = KEEP ** len(chances)
+        kept = KEEP**num_rows
         self._gains = kept * self._gains + promised
-        self._weight = kept * self._weight + len(chances)
-        worth = gains - self._rate * seconds
+        self._weight = kept * self._weight + num_rows
         if seconds[-1] - seconds[0] > self._allowance:
             worth[seconds - seconds[0] > self._allowance] = -np.inf
         return max(int(worth.argmax()), int(self._gain <= 1))
@@ -658,7 +676,7 @@ class Pace:
         is_plain = drafted is not None and drafted.size == 1 and not num_prompt_tokens
         if steps.count(num_tokens) > 2 and not num_prompt_tokens:
             self._ratios.append(seconds / steps.find_usual(num_tokens))
-            self._slow = statistics.median_low(self._ratios)
+            self._slow = sorted(self._ratios)[(len(self._ratios) - 1) // 2]
         elif steps.largest and not steps.count(num_tokens):  # a token costs no more than others did
             token = self._token or steps.estimate(steps.largest) / steps.largest
             guess = max(steps.estimate(num_tokens), num_tokens * token)
@@ -701,7 +719,7 @@ class Pace:
                 took -= read
             else:
                 self._drafts.record(num_rows, levels, took, plain)
-                self._since_deep = 0 if levels > 1 else self._since_deep + 1
+                self._since_deep = 0 if levels > 1 or self._is_deep else self._since_deep + 1
                 self._is_tried |= not self.is_brief and (levels > 1 or not self.is_planned)
             self._num_levels += (levels - self._num_levels) / FIRST_TRIALS
             # What others delay is nobody's loss: costs of the same kind are compared.

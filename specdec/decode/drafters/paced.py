@@ -84,7 +84,6 @@ class PacedDrafter(Drafter):
         self._clock = clock
         self._seconds = 0.0  # that the newest drafts took
         self._drafts: list[Candidates] = []
-        self._lengths: list[int] = []  # of the outputs when they were drafted
 
     def fit_budget(self) -> PacedDrafter:
         """The members as they draft where only what is worth its time is verified."""
@@ -130,7 +129,6 @@ class PacedDrafter(Drafter):
         if not (drafts or self.is_fixed):
             return []
         self._drafts = list_roots(requests)
-        self._lengths = [len(request.output_ids) for request in requests]
         min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
         limits = [self.max_prefill, None if self.is_fixed else pace.max_read]
         most = min([n for n in limits if n is not None], default=None)
@@ -174,7 +172,7 @@ class PacedDrafter(Drafter):
         source = pace.sources[group]
         if read <= FEW_UNREAD:  # else most of the time was not the drafts'
             source.costs.record(len(left), pace.even_out(self._clock() - began))
-        values = [pace.value(self._rank(candidates)[0]) for candidates in joined]
+        values = pace.value(self._rank(joined)[0]).tolist()
         source.record(values)
         if group == len(self.groups) - 1:
             return []
@@ -199,32 +197,32 @@ class PacedDrafter(Drafter):
         )
         if size == 1:
             return
-        for request, candidates, length in zip(requests, drafts, self._lengths, strict=True):
-            self.pace.calibration.record(candidates, request.output_ids[length:])
+        self.pace.calibration.record(drafts, paths)
 
-    def _rank(self, candidates: Candidates) -> tuple[Array, Array]:
-        """The chances of a draft's nodes, best first, and which nodes those are."""
-        if candidates.tree.num_nodes == 1:
-            return np.zeros(0), np.zeros(0, np.int64)
-        chances = follow_chances(candidates.tree, self.pace.calibration.estimate(candidates))
-        order = np.argsort(-chances[1:], kind="stable") + 1
-        return chances[order], order
+    def _rank(self, found: Sequence[Candidates]) -> tuple[Array, Array]:
+        """The chances of the drafted nodes of each row, best first, then zeros; which these are."""
+        trees = [candidates.tree for candidates in found]
+        rows = follow_chances(trees, self.pace.calibration.estimate(*found))
+        most = max(tree.num_nodes for tree in trees)
+        chances = np.array([row + [0.0] * (most - len(row)) for row in rows])[:, 1:]
+        order = np.argsort(-chances, axis=1, kind="stable")
+        return chances[np.arange(len(rows))[:, None], order], order + 1
 
     def _cut(self) -> None:
         """Keep as many nodes of each tree as are worth their time, the likeliest.
 
         A parent's chance is never the smaller.
         """
-        ranked = [self._rank(candidates) for candidates in self._drafts]
-        found = [chances for chances, _ in ranked]
+        chances, order = self._rank(self._drafts)
         if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
-            found = [chances for chances in found if len(chances)]
-        most = self.pace.choose(found) if found else 0
+            chances = chances[chances.any(axis=1)]
+        most = self.pace.choose(chances) if len(chances) else 0
+        kept = np.sort(order[:, :most], axis=1)
         self._drafts = [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
-            else candidates.keep(np.concatenate(([0], np.sort(order[:most]))))
-            for candidates, (_, order) in zip(self._drafts, ranked, strict=True)
+            else candidates.keep([0, *own])
+            for candidates, own in zip(self._drafts, kept.tolist(), strict=True)
         ]
 
 

@@ -7,14 +7,13 @@ most probable token after the most probable one. Others have each step's most pr
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from specdec.decode.accept import Candidates
-from specdec.engine.tree import IntArray, TreeBuilder
+from specdec.engine.tree import IntArray, Tree
 from specdec.errors import Problems, SpecDecError
 from specdec.methods.base import Choices
 
@@ -107,43 +106,41 @@ def grow_choices(
     paths of one length, how many may go on, where that is bounded: the first that come to it.
     """
 
-    def rate(path: tuple[int, ...]) -> float:
-        return math.prod(accuracy(depth, rank) for depth, rank in enumerate(path))
-
     # A path's beginning and its better sibling rate no lower, so the best of what they lead to
-    # is the best of all that are left.
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-rate((0,)), (0,))]
+    # is the best of all that are left. With each waits the rating of its beginning.
+    waiting: list[tuple[float, tuple[int, ...], float]] = [(-accuracy(0, 0), (0,), 1.0)]
     chosen: list[tuple[int, ...]] = []
     inner: dict[int, set[tuple[int, ...]]] = {}  # by length
     while waiting and len(chosen) < num_tokens:
-        _, path = heapq.heappop(waiting)
-        same_length = inner.setdefault(len(path) - 1, set())
-        if len(same_length) == max_inner and path[:-1] not in same_length:
-            continue  # its parent may not go on, so neither its siblings nor its children come
-        same_length.add(path[:-1])
+        rating, path, before = heapq.heappop(waiting)
+        depth, rank = len(path), path[-1] + 1
+        if max_inner is not None:
+            same_length = inner.setdefault(depth, set())
+            if len(same_length) == max_inner and path[:-1] not in same_length:
+                continue  # its parent may not go on, so neither its siblings nor its children come
+            same_length.add(path[:-1])
         chosen.append(path)
-        following: list[tuple[int, ...]] = []
-        if path[-1] + 1 < vocab_size:
-            following.append((*path[:-1], path[-1] + 1))
-        if len(path) < max_depth:
-            following.append((*path, 0))
-        for other in following:
-            heapq.heappush(waiting, (-rate(other), other))
+        if rank < vocab_size:
+            sibling = -before * accuracy(depth - 1, rank)
+            heapq.heappush(waiting, (sibling, (*path[:-1], rank), before))
+        if depth < max_depth:
+            heapq.heappush(waiting, (rating * accuracy(depth, 0), (*path, 0), -rating))
     return tuple(chosen)
 
 
 def grow_tree(
     root: int, tokens: IntArray, probabilities: np.ndarray, num_tokens: int
 ) -> Candidates:
-    """The most probable paths of tokens [P, K], best first, with these probabilities."""
-    num_places, width = tokens.shape
-    choices = grow_choices(
-        num_places, num_tokens, width, lambda depth, rank: float(probabilities[depth, rank])
-    )
-    builder = TreeBuilder(root)
+    """The most probable paths of tokens [P, K], which differ in a place, best first."""
+    found, chances = tokens.tolist(), probabilities.tolist()
+    choices = grow_choices(len(found), num_tokens, len(found[0]), lambda at, r: chances[at][r])
     nodes: dict[tuple[int, ...], int] = {(): 0}
+    chosen, parents, depths, confidence = [root], [-1], [0], [1.0]
     for path in choices:  # a path's beginning is at least as probable, and comes first
-        token = int(tokens[len(path) - 1, path[-1]])
-        nodes[path] = builder.add(nodes[path[:-1]], token)
-    confidence = [1.0, *(probabilities[len(path) - 1, path[-1]] for path in choices)]
-    return Candidates(builder.build(), confidence=np.array(confidence))
+        nodes[path], at, rank = len(nodes), len(path) - 1, path[-1]
+        chosen.append(found[at][rank])
+        parents.append(nodes[path[:-1]])
+        depths.append(at + 1)
+        confidence.append(chances[at][rank])
+    columns = (np.array(column, np.int64) for column in (chosen, parents, depths))
+    return Candidates(Tree(*columns), confidence=np.array(confidence))
