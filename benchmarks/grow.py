@@ -273,7 +273,7 @@ def write_model(
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in source.iterdir():
-        if path.suffix == ".json" and path.name != "config.json":
+        if path.suffix == ".json" and path.name not in ("config.json", "manifest.json"):
             shutil.copy(path, folder / path.name)
 
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import grow as shipped_grow
@@ -170,6 +171,16 @@ def test_a_wrong_growth_is_not_written(
     with pytest.raises(SystemExit, match="logits differ by"):
         run_grow(grow, small, tmp_path)
     assert not (tmp_path / "target").exists()
+
+
+def test_the_small_models_hashes_are_left(grow: ModuleType, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    for name in ("config.json", "manifest.json", "tokenizer.json"):
+        (small / name).write_text("{}")
+    grow.write_model(tmp_path / "large", small, {"weight": torch.zeros(2)}, {"hidden_size": 2})
+    found = {path.name for path in (tmp_path / "large").iterdir()}
+    assert found == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_every_shape_of_the_benchmarks_holds_the_shipped_models() -> None:
