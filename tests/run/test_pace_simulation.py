@@ -199,6 +199,36 @@ def test_what_is_kept_and_what_is_lost(world: World) -> None:
     assert loss <= LOSS
 
 
+class Texts(World):
+    """Texts of 60 steps, of which one in three is easy; pace is told where one begins."""
+
+    begins = False
+
+    def draft(self, step: int, chance: random.Random) -> tuple[np.ndarray, np.ndarray]:
+        self.begins = step % 60 == 0
+        return super().draft(step, chance)
+
+    def step(
+        self, pace: Pace, drafts: list[tuple[np.ndarray, np.ndarray]], noise: float,
+        chance: random.Random,
+    ) -> tuple[float, float]:  # fmt: skip
+        if self.begins:
+            pace.start(self.num_rows)
+        return super().step(pace, drafts, noise, chance)
+
+
+@pytest.mark.parametrize("cost", ["cheap", "dear"])
+@pytest.mark.parametrize("kind", ["pass", "levels", "planned", "whole"])
+def test_hard_texts_do_not_end_drafting_for_the_next(
+    kind: str, cost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RATES, "texts", lambda step: (0.85, 0.3, 0.2)[step // 60 % 3])
+    pace = Pace(4, is_whole=kind == "whole", is_planned=kind == "planned")
+    share, loss = Texts("roof", "uneven", "texts", cost, kind, "honest", 4, 1).run(pace)
+    assert share >= SHARE
+    assert loss <= LOSS
+
+
 class Disturbed(Pace):
     """Takes its first drafts of `least` levels or more for twelve plain steps longer."""
 

@@ -38,6 +38,7 @@ NUM_PLACES = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
 # Believed at first: of the drafted tokens that are reached, those that are accepted; and the drafts
 # that this weighs as much as.
 FIRST_RATE, FIRST_DRAFTS = 0.7, 3.0
+USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, once some have ended
 PLAIN_STEPS = 2  # at the start: what there is to win is not known without them
 # After so many drafted steps a plain one is measured again; times the plain steps so far, while
 # those are few. Not where drafts would pay even if it took this share of its time.
@@ -427,6 +428,8 @@ class Pace:
         self._is_tried = False  # whether a draft of more than a level was made
         self._gains = FIRST_DRAFTS * np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
         self._weight = FIRST_DRAFTS
+        self._usual = self._gains / self._weight  # what drafts bring where a text begins
+        self._num_texts = 0.0  # that have begun, all requests together counting as one
         self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS  # of planned drafts
         self._known: set[int] = set()  # numbers of requests that plain steps had
         self._num_plain = self._since_plain = self._num_small = self._since_small = 0
@@ -440,6 +443,18 @@ class Pace:
         self._drafted: Drafted | None = None
 
     # ---- Before a step.
+
+    def start(self, num_texts: int) -> None:
+        """Expect of so many new texts what texts usually bring, not what the last ones brought."""
+        share = min(1.0, num_texts / max(1, self._num_rows))
+        newest = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
+        self._usual += newest * (self._gains / self._weight - self._usual)
+        self._num_texts += share
+        kept, self._rest = 1 - share, 0
+        self._gains = kept * self._gains + share * FIRST_DRAFTS * self._usual
+        self._weight = kept * self._weight + share * FIRST_DRAFTS
+        self._reached = kept * self._reached + share * FIRST_DRAFTS
+        self._right = kept * self._right + share * FIRST_DRAFTS * float(self._usual[:1].sum())
 
     def plan(
         self, remaining: Sequence[int], num_prompt_tokens: int = 0, num_unread: int = 0

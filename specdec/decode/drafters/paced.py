@@ -96,6 +96,7 @@ class PacedDrafter(Drafter):
             member.allocate(num_rows, num_positions)
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
+        self.pace.start(len(requests))
         for member in self.members:
             member.start(requests)
 
