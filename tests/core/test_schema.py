@@ -124,6 +124,7 @@ TARGETS_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"mapping": {"tp_size": 4}, "intermediate_size": 110}, ["=110", "over tp_size=4"]),
     ({"linear_attention": 3}, ["linear_attention is 3, not an object"]),
     ({"linear_attention": {"num_taps": "4"}}, ["num_key_heads is None", "num_taps is '4'"]),
+    ({"linear_attention": {"num_tap": 4}}, ["num_taps is None", "'num_tap', which is not known"]),
     ({"layer_types": ["linear_attention"] * 2}, ["disagree on whether there are layers of"]),
     (
         {
