@@ -122,12 +122,15 @@ def take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def find_best(logits: Tensor) -> Tensor:
-    """The first of the most probable tokens of logits [..., V]: [...].
+    """The first of the most probable tokens of logits [..., V]: [...]."""
+    return logits.argmax(-1) if logits.device.type != "cpu" else find_best_on_host(logits)
 
-    On a CPU, torch takes 1.4 ms for 8 x 49,152 numbers in bfloat16, NumPy 0.06.
+
+def find_best_on_host(logits: Tensor) -> Tensor:
+    """The same by NumPy, whose instructions are wide.
+
+    torch takes 1.4 ms for 8 x 49,152 numbers in bfloat16, NumPy 0.06.
     """
-    if logits.device.type != "cpu":
-        return logits.argmax(-1)
     return torch.from_numpy(np.asarray(logits.float().numpy().argmax(-1)))
 
 
