@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -116,6 +117,7 @@ def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
         read_budget(dataclasses.replace(run_settings, draft_engine_dir=settings.draft_model_dir))
     prompts = list_prompts(settings.texts, settings.input_file, json=settings.json)
 
+    @functools.cache  # for the second engine the prompts are the same
     def check() -> None:
         """Tokenize the prompts, before minutes of building rather than behind them."""
         flag = "--model-dir" if settings.tokenizer_dir is None else "--tokenizer-dir"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec import Engine, Prompt, PromptError, SpecDecError
-from specdec.chat import ChatError, wrap_calls
+from specdec.chat import ChatError, join_parts, wrap_calls
 from specdec.decode.encoding import render_chat
 from specdec.decode.grammar import SPACING, space_schema, write_choice
 from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check, read_bias
@@ -316,7 +316,7 @@ def _join_parts(content: Any, where: str, ignored: list[str]) -> str:
         if part.get("type") != "text" or not _is_text(part.get("text")):
             only = 'of parts only {"type": "text", "text": "..."} is supported'
             raise refuse(where, f"is {shorten(content)}: {only}")
-    return "".join(part["text"] for part in content)
+    return join_parts(content)
 
 
 def find_source(asked: Asked) -> str:

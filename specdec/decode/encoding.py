@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.chat import render_calls
+from specdec.chat import join_parts, render_calls
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import PromptError, SpecDecError, shorten, summarize
 from specdec.options import is_whole
@@ -109,7 +109,12 @@ def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[s
     if messages is None:
         adds = prompt.add_special_tokens is not False
         return text, tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]
-    messages = [_join_parts(message) for message in messages]
+    messages = [  # a template for texts would show a list of parts as Python does
+        message
+        if message["content"] is None
+        else {**message, "content": join_parts(message["content"])}
+        for message in messages
+    ]
     names = None if settings.allow_special_tokens else find_names(tokenizer)
     given = messages if names is None else names.hide(messages)
     text = render_chat(prompt, given, tokenizer)
@@ -123,14 +128,6 @@ def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[s
     if names is not None and names.is_hidden(text):
         return names.show(text), names.encode(text, adds)
     return text, tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]
-
-
-def _join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is a text: a template for texts would show a list as Python does."""
-    content = message["content"]
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def render_chat(prompt: Prompt, messages: Any, tokenizer: Any) -> str:

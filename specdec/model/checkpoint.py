@@ -69,7 +69,7 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     problems = Problems()
     values = _read_fields(ModelConfig, config, _list_defaults(config, arithmetic), problems)
     if sizes := _get_object(config, KEY):
-        for name in sizes.keys() - {field.name for field in dataclasses.fields(LinearAttention)}:
+        for name in sorted(sizes.keys() - {f.name for f in dataclasses.fields(LinearAttention)}):
             problems.add(f"checkpoint config: {KEY} has {name!r}, which is not known", "remove it")
         values[KEY] = LinearAttention(**_read_fields(LinearAttention, sizes, {}, problems))
     pattern = config.get("_sliding_window_pattern")
