@@ -60,6 +60,7 @@ from .plan import (
     ConversionPlan,
     PlannedTensor,
     RankPlan,
+    Target,
     check_num_layers,
     collect,
     get_infos,
@@ -272,24 +273,21 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         parts = tie_head(family, folder, parts)
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
+    target = Target(
+        folder=folder, model=model, specs=specs, parts=parts, ignored=ignored, problems=problems
+    )
     section: dict[str, Any] = {}
     quantizer = None
     if held is not None:
-        ranks, section = packed.plan_held(
-            folder, held, specs, parts, model, ignored=ignored,
-            kv_scales=name_kv_scales(settings.trtllm_version), problems=problems,
-        )  # fmt: skip
+        ranks, section = packed.plan_held(target, held, name_kv_scales(settings.trtllm_version))
     else:
-        ranks = plan_tensors(
-            specs, parts, folder, model=model, dtype=model.dtype, ignored=ignored,
-            problems=problems,
-        )  # fmt: skip
+        ranks = target.plan(specs)
     plain = ranks
     if keeps and not problems:
         assert isinstance(folder, GgufFolder)
         ranks, section = keep_blocks(ranks, folder, model)
     if settings.quantization is not None and not problems:
-        ranks, section, quantizer = quantize_target(settings, folder, model, specs, parts, ranks)
+        ranks, section, quantizer = quantize_target(settings, target, ranks)
     if section:
         config["quantization"] = {**config["quantization"], **section}
     return PlannedTarget(

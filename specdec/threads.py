@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import TypeVar
+
+from specdec import logs
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 SPIN_COUNT = 1000  # what libgomp itself takes when it has started more threads than there are cores
 
@@ -38,6 +45,12 @@ class Pool(ThreadPoolExecutor):
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self.is_ending = threading.Event()
+
+    def gather(self, calls: Mapping[K, Callable[[threading.Event], V]], label: str) -> dict[K, V]:
+        """Return what the calls return, which are handed `is_ending`; show how many are done."""
+        tasks = {key: self.submit(call, self.is_ending) for key, call in calls.items()}
+        shown = logs.show_progress(tasks.values(), label=label, total=len(tasks))
+        return {key: task.result() for key, task in zip(tasks, shown, strict=True)}
 
     def __exit__(
         self,

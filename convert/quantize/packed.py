@@ -19,7 +19,6 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model import int4
-from specdec.model.config import ModelConfig
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
     ALGORITHMS,
@@ -42,9 +41,9 @@ from ..plan import (
     Piece,
     PlannedTensor,
     RankPlan,
+    Target,
     collect,
     merge_ranks,
-    plan_tensors,
     report_unread,
 )
 from . import unified
@@ -217,40 +216,28 @@ class _Module:
 
 
 def plan_held(
-    folder: HfFolder,
-    held: Held,
-    specs: Mapping[str, TensorSpec],
-    parts: Mapping[str, tuple[Part, ...]],
-    model: ModelConfig,
-    *,
-    ignored: Sequence[str],
-    kv_scales: Sequence[str],
-    problems: Problems,
+    target: Target, held: Held, kv_scales: Sequence[str]
 ) -> tuple[list[RankPlan], dict[str, Any]]:
     """Plan a target of which a checkpoint holds the numbers.
 
-    Returns its ranks, and what config.json says of its quantization. folder: of `open_held`;
+    Returns its ranks, and what config.json says of its quantization. Its folder is of `open_held`;
     kv_scales: the K/V scales to write, where the folder has any.
     """
-    linears, reader = list_linears(model), ScaleReader(folder)
+    folder, specs = target.folder, target.specs
+    linears, reader = list_linears(target.model), ScaleReader(folder)
     is_fp8 = held.scheme.kept == FP8
     stored = unified.find_stored(folder) if is_fp8 else held.matrices
-    quantized, others = sort_linears(folder, specs, parts, linears, stored, problems)
+    quantized, others = sort_linears(target, linears, stored)
     if is_fp8:
         weights = {f"{module}.weight": specs[f"{module}.weight"] for module in quantized}
-        planned = [unified.plan_fp8(folder, weights, parts, model, reader, stored, problems)]
+        planned = [unified.plan_fp8(target, weights, reader, stored)]
         section: dict[str, Any] = {"quant_algo": FP8}
     else:
-        planned, section = _plan_modules(
-            folder, held, quantized, specs, parts, model, ignored=ignored, problems=problems
-        )
-    added, has_cache = plan_kv_scales(folder, parts, linears, kv_scales, reader)
-    reader.report(problems)
-    rest = {name: specs[name] for name in others}
-    plain = plan_tensors(
-        rest, parts, folder.select(set(folder.tensors) - folder.computed - reader.used),
-        model=model, dtype=model.dtype, ignored=ignored, problems=problems,
-    )  # fmt: skip
+        planned, section = _plan_modules(target, held, quantized)
+    added, has_cache = plan_kv_scales(target, linears, kv_scales, reader)
+    reader.report(target.problems)
+    rest = folder.select(set(folder.tensors) - folder.computed - reader.used)
+    plain = target.plan({name: specs[name] for name in others}, source=rest)
     kept = [name for name in linears if name not in quantized]
     section |= {
         "kv_cache_quant_algo": FP8 if has_cache else None,
@@ -260,49 +247,38 @@ def plan_held(
 
 
 def _plan_modules(
-    folder: HfFolder,
-    held: Held,
-    quantized: Sequence[str],
-    specs: Mapping[str, TensorSpec],
-    parts: Mapping[str, tuple[Part, ...]],
-    model: ModelConfig,
-    *,
-    ignored: Sequence[str],
-    problems: Problems,
+    target: Target, held: Held, quantized: Sequence[str]
 ) -> tuple[list[list[RankPlan]], dict[str, Any]]:
     """Plan the linears that are made of matrices, and what config.json says of them."""
     modules = []
     for name in quantized:
-        own = parts[f"{name}.weight"]
+        own = target.parts[f"{name}.weight"]
         stems = [part.name.removesuffix(".weight") for part in own]
         matrices = tuple(held.matrices[stem] for stem in stems if stem in held.matrices)
-        modules.append(_Module(name, specs[f"{name}.weight"], own, matrices))
+        modules.append(_Module(name, target.specs[f"{name}.weight"], own, matrices))
     taken = {matrix.stem for module in modules for matrix in module.matrices}
-    used = {part.name for several in parts.values() for part in several}
+    used = {part.name for several in target.parts.values() for part in several}
     unread = [
         weight for stem in held.matrices
         if (weight := f"{stem}.weight") not in used
-        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in ignored)
+        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in target.ignored)
     ]  # fmt: skip
-    report_unread(folder, unread, problems)
-    kinds, section = _describe(folder, held.scheme, modules, model, problems)
+    report_unread(target.folder, unread, target.problems)
+    kinds, section = _describe(target, held.scheme, modules)
     planned: list[list[RankPlan]] = []
     for module in modules:
-        with collect(problems):
-            _check_shared(module, folder)
-            planned.append(_plan_module(module, kinds(module), folder, model, problems))
+        with collect(target.problems):
+            _check_shared(module)
+            planned.append(_plan_module(target, module, kinds(module)))
     logger.info(
-        "%s: %d matrices keep their numbers, as %s", folder.path, len(taken), section["quant_algo"]
-    )
+        "%s: %d matrices keep their numbers, as %s", target.folder.path, len(taken),
+        section["quant_algo"],
+    )  # fmt: skip
     return planned, section
 
 
 def _describe(
-    folder: HfFolder,
-    scheme: Scheme,
-    modules: Sequence[_Module],
-    model: ModelConfig,
-    problems: Problems,
+    target: Target, scheme: Scheme, modules: Sequence[_Module]
 ) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
     """Return what tells the kinds of tensors of a linear, and what config.json says of them."""
     if scheme.kept != INT4:
@@ -319,14 +295,14 @@ def _describe(
     sizes = {matrix.shape[1] // matrix.num_groups for matrix in every}
     has_whole_rows = all(matrix.num_groups == 1 for matrix in every)
     if len(sizes) > 1 and not has_whole_rows:
-        problems.add(
-            f"{folder.path} has groups of {join_names(sorted(map(str, sizes)))} columns",
+        target.problems.add(
+            f"{target.folder.path} has groups of {join_names(sorted(map(str, sizes)))} columns",
             "add --dequantize: a checkpoint has one group size",
         )
 
     def list_int4(module: _Module) -> _Kinds:
         return _list_int4(
-            module, own[module.name], model.tp_size, folder, has_zeros=module.name in zeros,
+            module, own[module.name], target.model.tp_size, has_zeros=module.name in zeros,
             has_order=module.name in orders, has_inputs=has_inputs,
         )  # fmt: skip
 
@@ -352,15 +328,9 @@ def _list_kinds(algorithm: Algorithm, module: _Module) -> _Kinds:
 
 
 def _list_int4(
-    module: _Module,
-    matrices: Sequence[IntMatrix],
-    tp_size: int,
-    folder: HfFolder,
-    *,
-    has_zeros: bool,
-    has_order: bool,
-    has_inputs: bool,
-) -> _Kinds:
+    module: _Module, matrices: Sequence[IntMatrix], tp_size: int, *, has_zeros: bool,
+    has_order: bool, has_inputs: bool,
+) -> _Kinds:  # fmt: skip
     """Four bits: see specdec/model/int4.py."""
     spec, num_groups = module.spec, matrices[0].num_groups
     scales = TensorSpec((spec.shape[0], num_groups), spec.shard, spec.owner)
@@ -368,7 +338,7 @@ def _list_int4(
     if spec.shard is Shard.COLUMNS and tp_size > 1:
         if has_order:
             reason = "its columns are in an order of their own (act-order)"
-            raise _refuse_split(folder, matrices[0], tp_size, reason)
+            raise _refuse_split(matrices[0], tp_size, reason)
         vector = TensorSpec(spec.shape[1:], Shard.ROWS)
         if num_groups == 1:
             scales = TensorSpec(scales.shape, Shard.WHOLE)
@@ -384,22 +354,21 @@ def _list_int4(
     return kinds
 
 
-def _refuse_split(folder: HfFolder, matrix: Matrix, tp_size: int, reason: str) -> SpecDecError:
+def _refuse_split(matrix: Matrix, tp_size: int, reason: str) -> SpecDecError:
     return SpecDecError(
-        f"{folder.path}: {matrix.stem} does not split over {tp_size} ranks: {reason}",
+        f"{matrix.folder.path}: {matrix.stem} does not split over {tp_size} ranks: {reason}",
         "use --tp-size 1, or add --dequantize",
     )
 
 
-def _plan_module(
-    module: _Module, kinds: _Kinds, folder: HfFolder, model: ModelConfig, problems: Problems
-) -> list[RankPlan]:
+def _plan_module(target: Target, module: _Module, kinds: _Kinds) -> list[RankPlan]:
     """Plan what a checkpoint holds of one linear, on every rank."""
+    tp_size = target.model.tp_size
     planned: list[list[RankPlan]] = []
     for kind, (spec, dtype) in kinds.items():
-        if spec.shard is Shard.COLUMNS and spec.shape[1] % model.tp_size:
-            reason = f"its {spec.shape[1]} groups of columns do not divide by {model.tp_size}"
-            raise _refuse_split(folder, module.matrices[0], model.tp_size, reason)
+        if spec.shard is Shard.COLUMNS and spec.shape[1] % tp_size:
+            reason = f"its {spec.shape[1]} groups of columns do not divide by {tp_size}"
+            raise _refuse_split(module.matrices[0], tp_size, reason)
         sources = tuple(
             dataclasses.replace(part, name=f"{part.name.removesuffix('weight')}{kind}")
             for part in module.parts
@@ -407,27 +376,24 @@ def _plan_module(
         if kind in _SHARED:
             sources = (Part(sources[0].name),)
         name = f"{module.name}.{kind}"
-        names = {part.name for part in sources}
+        source = target.folder.select({part.name for part in sources})
         planned.append(
-            plan_tensors(
-                {name: spec}, {name: sources}, folder.select(names), model=model, dtype=dtype,
-                ignored=(), problems=problems,
-            )
-        )  # fmt: skip
+            target.plan({name: spec}, parts={name: sources}, source=source, dtype=dtype, ignored=())
+        )
     ranks = merge_ranks(*planned)
     matrix = module.matrices[0]
     for rank in ranks:
         name = f"{module.name}.weight"
         if name in rank and isinstance(matrix, IntMatrix):
-            rank[name] = _pack(rank[name], folder, matrix)
+            rank[name] = _pack(rank[name], matrix)
     return ranks
 
 
-def _pack(codes: PlannedTensor, folder: HfFolder, matrix: IntMatrix) -> PackedTensor:
+def _pack(codes: PlannedTensor, matrix: IntMatrix) -> PackedTensor:
     heights = [p.block.stop - p.block.start for p in codes.pieces if p.block is not None]
     if any(height % 2 for height in heights):
-        raise SpecDecError(
-            f"{folder.path}: {matrix.stem}: a rank would have an odd number of rows"
+        raise matrix.refuse(
+            "a rank would have an odd number of rows"
             f" ({join_names([str(height) for height in heights])}), and rows are packed in pairs",
             "use a smaller --tp-size, or add --dequantize",
         )
@@ -435,7 +401,7 @@ def _pack(codes: PlannedTensor, folder: HfFolder, matrix: IntMatrix) -> PackedTe
     return PackedTensor(TensorInfo("int8", (num_rows // 2, num_columns)), codes.pieces)
 
 
-def _check_shared(module: _Module, folder: HfFolder) -> None:
+def _check_shared(module: _Module) -> None:
     """Refuse parts of a linear that differ in what a checkpoint has once for all of them."""
     first, *others = module.matrices
     stems = join_names([matrix.stem for matrix in module.matrices])
@@ -443,8 +409,8 @@ def _check_shared(module: _Module, folder: HfFolder) -> None:
         fact = next((what for what, one, other in _pair(first, matrix) if one != other), None)
         if fact is not None:
             raise SpecDecError(
-                f"{folder.path}: {stems}, which make one linear of the checkpoint, have different"
-                f" {fact}",
+                f"{first.folder.path}: {stems}, which make one linear of the checkpoint, have"
+                f" different {fact}",
                 DEQUANTIZE,
             )
 

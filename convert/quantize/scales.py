@@ -11,6 +11,7 @@ A layer that only ever saw zeros has scale 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from specdec.errors import SpecDecError, join_names
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
-from specdec.model.config import ModelConfig
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
     FLOAT8,
@@ -34,10 +34,10 @@ from specdec.model.quantization import (
     WEIGHT_SCALE,
 )
 from specdec.model.sharding import Block, list_blocks
-from specdec.model.tensors import TensorSpec, list_linears
+from specdec.model.tensors import list_linears
 from specdec.threads import Pool
 
-from ..plan import Chunk, Part, PlannedTensor, RankPlan
+from ..plan import Chunk, PlannedTensor, RankPlan, Target
 from .calibration import Observations, Watch
 from .float8 import Requantizer, find_amax
 from .formats import Format
@@ -122,15 +122,9 @@ class Quantizer:
 
     def _measure_weights(self, workers: int) -> dict[str, np.float32]:
         """Return the largest magnitude of the weights under each scale."""
+        calls = {name: functools.partial(_measure, own) for name, own in self.weights.items()}
         with Pool(workers) as pool:
-            tasks = {
-                name: pool.submit(_measure, tensors, pool.is_ending)
-                for name, tensors in self.weights.items()
-            }
-            done = logs.show_progress(tasks.values(), label="measuring", total=len(tasks))
-            for task in done:
-                task.result()
-        weights = {name: task.result() for name, task in tasks.items()}
+            weights = pool.gather(calls, "measuring")
         self._refuse_broken([name for name, amax in weights.items() if not np.isfinite(amax)])
         return weights
 
@@ -139,23 +133,19 @@ class Quantizer:
         groups: dict[str, list[RoundedMatrix]] = {}
         for module, matrix in self.matrices.items():
             groups.setdefault(find_group(module), []).append(matrix)
+        calls = {
+            group: functools.partial(
+                search_inputs, members, observed.inputs[f"{group}.{ACTIVATION_SCALE}"], self.format
+            )
+            for group, members in groups.items()
+        }
         with Pool(workers) as pool:
-            tasks = {
-                group: pool.submit(
-                    search_inputs, members, observed.inputs[f"{group}.{ACTIVATION_SCALE}"],
-                    self.format, pool.is_ending,
-                )
-                for group, members in groups.items()
-            }  # fmt: skip
-            done = logs.show_progress(tasks.values(), label="searching scales", total=len(tasks))
-            for task in done:
-                task.result()
+            results = pool.gather(calls, "searching scales")
         self._refuse_broken(
-            [f"{group}." for group, task in tasks.items() if not np.isfinite(task.result().error)]
+            [f"{g}." for g, found in results.items() if not np.isfinite(found.error)]
         )
         amaxes = {}
-        for group, task in tasks.items():
-            found = task.result()
+        for group, found in results.items():
             for member in groups[group]:
                 name = f"{member.module}.{INPUT_SCALE}"
                 dtype = self.scales.tensors[name].dtype
@@ -218,24 +208,15 @@ def name_kv_scales(version: str) -> tuple[str, ...]:
 
 
 def plan_quantizer(
-    format_: Format,
-    ranks: Sequence[RankPlan],
-    whole: RankPlan,
-    specs: Mapping[str, TensorSpec],
-    sources: Mapping[str, tuple[Part, ...]],
-    model: ModelConfig,
-    *,
-    model_dir: Path,
-    group_size: int,
-    kv_scales: Sequence[str],
-    **calls: Any,
-) -> tuple[list[RankPlan], Quantizer]:
+    target: Target, format_: Format, ranks: Sequence[RankPlan], whole: RankPlan, *,
+    group_size: int, kv_scales: Sequence[str], **calls: Any,
+) -> tuple[list[RankPlan], Quantizer]:  # fmt: skip
     """Replace every linear's weight by a rounded one with its scales, on every rank.
 
-    whole: the linears' weights on one rank; sources: the Hugging Face tensors of each canonical
-    one; kv_scales: the K/V scales to write; calls: what `Quantizer` calls.
+    whole: the linears' weights on one rank; kv_scales: the K/V scales to write; calls: what
+    `Quantizer` calls.
     """
-    scales = Scales(model_dir)
+    model, scales = target.model, Scales(target.folder.path)
     rounding = format_.make_rounding(group_size)
     matrices = {
         module: RoundedMatrix(module, whole[f"{module}.weight"], rounding, scales)
@@ -253,37 +234,28 @@ def plan_quantizer(
             if format_.weight is not None and format_.smooths is None:
                 shared = f"{find_group(module)}.{format_.weight[0]}"
                 weights.setdefault(shared, []).append(tensor)
-            blocks = tuple(list_blocks(specs[name], model, i))
+            blocks = tuple(list_blocks(target.specs[name], model, i))
             tensors |= _plan_matrix(matrices[module], tensor, blocks, format_, group_size)
             if module.endswith(".attention.qkv"):
                 prefix = module.removesuffix("qkv")
                 tensors |= {prefix + kind: scales.add(prefix + kind) for kind in kv_scales}
         quantized.append(tensors)
     moments = None if format_.smooths is None else format_.group_size and group_size or 1
+    watches = _list_watches(
+        target, has_inputs=format_.needs_data, has_kv_scales=bool(kv_scales), group_size=moments
+    )
     quantizer = Quantizer(
-        format=format_,
-        model_dir=model_dir,
-        scales=scales,
+        format=format_, model_dir=target.folder.path, scales=scales,
         weights={name: tuple(tensors) for name, tensors in weights.items()},
-        watches=tuple(
-            _list_watches(
-                sources, model, has_inputs=format_.needs_data, has_kv_scales=bool(kv_scales),
-                group_size=moments,
-            )
-        ),
-        matrices=matrices,
-        **calls,
+        watches=tuple(watches), matrices=matrices, **calls,
     )  # fmt: skip
     return quantized, quantizer
 
 
 def _plan_matrix(
-    matrix: RoundedMatrix,
-    tensor: PlannedTensor,
-    blocks: tuple[Block, ...],
-    format_: Format,
+    matrix: RoundedMatrix, tensor: PlannedTensor, blocks: tuple[Block, ...], format_: Format,
     group_size: int,
-) -> RankPlan:
+) -> RankPlan:  # fmt: skip
     """Plan a rank's part of a matrix and its scales. tensor: the part before it is rounded."""
     module, scales = matrix.module, matrix.scales
     num_rows, num_inputs = tensor.info.shape
@@ -307,19 +279,15 @@ def _plan_matrix(
 
 
 def _list_watches(
-    sources: Mapping[str, tuple[Part, ...]],
-    model: ModelConfig,
-    *,
-    has_inputs: bool,
-    has_kv_scales: bool,
-    group_size: int | None,
+    target: Target, *, has_inputs: bool, has_kv_scales: bool, group_size: int | None
 ) -> Iterator[Watch]:
     """The model's linears to watch; one that makes two of ours is watched once for each."""
+    model = target.model
     q_size = model.num_attention_heads * model.head_size
     kv_size = model.num_key_value_heads * model.head_size
     for module in list_linears(model):
         outputs: list[list[tuple[str, slice]]] = [[], [], []]
-        parts = [part.name.removesuffix(".weight") for part in sources[f"{module}.weight"]]
+        parts = [part.name.removesuffix(".weight") for part in target.parts[f"{module}.weight"]]
         if has_kv_scales and module.endswith(".qkv"):
             attention = module.removesuffix(".qkv")
             is_fused = len(parts) == 1

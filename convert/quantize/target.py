@@ -20,7 +20,7 @@ from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
 
 from ..hf import HfFolder
-from ..plan import Part, RankPlan, plan_tensors
+from ..plan import RankPlan, Target
 from ..settings import ConvertSettings
 from . import calibration
 from .formats import FORMATS, Format
@@ -33,41 +33,24 @@ MEASURED_SIZE = 32  # rows to measure on, at most
 
 
 def quantize_target(
-    settings: ConvertSettings,
-    folder: HfFolder,
-    model: ModelConfig,
-    specs: Mapping[str, TensorSpec],
-    sources: Mapping[str, tuple[Part, ...]],
-    ranks: Sequence[RankPlan],
+    settings: ConvertSettings, target: Target, ranks: Sequence[RankPlan]
 ) -> tuple[list[RankPlan], dict[str, Any], Quantizer]:
     """Plan a target's quantized form.
 
     Returns its ranks, what config.json says of its quantization, and what finds the scales.
     """
-    format_ = FORMATS[need(settings.quantization)]
+    format_, model = FORMATS[need(settings.quantization)], target.model
     group_size = settings.group_size or format_.group_size
-    linears = {f"{module}.weight": specs[f"{module}.weight"] for module in list_linears(model)}
-    problems = find_problems(format_, linears, model, group_size)
-    problems.raise_all()
-    whole = plan_tensors(
-        linears, {name: sources[name] for name in linears}, folder, dtype=model.dtype,
-        model=dataclasses.replace(model, tp_size=1, pp_size=1), ignored=("*",), problems=problems,
-    )[0]  # fmt: skip
+    linears = {name: target.specs[name] for name in map("{}.weight".format, list_linears(model))}
+    find_problems(format_, linears, model, group_size).raise_all()
+    one_rank = dataclasses.replace(model, tp_size=1, pp_size=1)
+    (whole,) = target.plan(linears, model=one_rank, ignored=("*",))
     kv_scales = name_kv_scales(settings.trtllm_version) if settings.kv_cache_dtype else ()
     calls: dict[str, Any] = {"calibrate": lambda watches: calibration.Observations({})}
     if settings.calibration_data is not None:
-        calls = _prepare_calibration(settings, folder, model, format_)
+        calls = _prepare_calibration(settings, target.folder, model, format_)
     quantized, quantizer = plan_quantizer(
-        format_,
-        ranks,
-        whole,
-        specs,
-        sources,
-        model,
-        model_dir=folder.path,
-        group_size=group_size or 0,
-        kv_scales=kv_scales,
-        **calls,
+        target, format_, ranks, whole, group_size=group_size or 0, kv_scales=kv_scales, **calls
     )
     section = describe_section(format_, has_kv_scales=bool(kv_scales), group_size=group_size)
     return quantized, section, quantizer

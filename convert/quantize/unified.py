@@ -18,20 +18,12 @@ import numpy as np
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.tensor_file import TensorInfo
-from specdec.model.config import ModelConfig
 from specdec.model.int4 import SCALE_DTYPES
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
 from specdec.model.tensors import TensorSpec
 
 from ..hf import HfFolder
-from ..plan import (
-    Chunk,
-    Part,
-    PlannedTensor,
-    RankPlan,
-    plan_tensors,
-    report_missing,
-)
+from ..plan import Chunk, PlannedTensor, RankPlan, Target, report_missing
 from .float8 import E8M0, Requantizer, to_float32
 from .rounded import Scales
 from .scales import change_chunk, find_group
@@ -77,21 +69,13 @@ def find_stored(folder: HfFolder) -> set[str]:
 
 
 def plan_fp8(
-    folder: HfFolder,
-    weights: Mapping[str, TensorSpec],
-    parts: Mapping[str, tuple[Part, ...]],
-    model: ModelConfig,
-    reader: ScaleReader,
-    stored: Collection[str],
-    problems: Problems,
+    target: Target, weights: Mapping[str, TensorSpec], reader: ScaleReader, stored: Collection[str]
 ) -> list[RankPlan]:
     """Plan the weights of quantized linears and their scales. stored: of `find_stored`."""
+    folder, parts = target.folder, target.parts
     own = {part.name for name in weights for part in parts[name]}
     reader.used |= own | {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
-    ranks = plan_tensors(
-        weights, parts, folder.select(own), model=model, dtype=FLOAT8, ignored=(),
-        problems=problems,
-    )  # fmt: skip
+    ranks = target.plan(weights, source=folder.select(own), dtype=FLOAT8, ignored=())
     scales = Scales(folder.path)
     num_rounded = 0
     modules = [name.removesuffix(".weight") for name in weights]
@@ -122,23 +106,19 @@ def plan_fp8(
 
 
 def sort_linears(
-    folder: HfFolder,
-    specs: Mapping[str, TensorSpec],
-    parts: Mapping[str, tuple[Part, ...]],
-    linears: Sequence[str],
-    stored: Collection[str],
-    problems: Problems,
+    target: Target, linears: Sequence[str], stored: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the linears that are quantized, and the tensors of `specs` that are plain.
+    """Return the linears that are quantized, and the tensors of the target that are plain.
 
     What a checkpoint has no place for is in neither, and a problem: a linear that is quantized in
     part, and another tensor than a linear's that is quantized. stored: the folder's quantized
     modules. A part that the folder lacks is whoever plans the linear's to report.
     """
+    folder, problems = target.folder, target.problems
     quantized, plain, misplaced = [], [], []
-    for name in specs:
+    for name in target.specs:
         module = name.removesuffix(".weight")
-        stems = [part.name.removesuffix(".weight") for part in parts[name]]
+        stems = [part.name.removesuffix(".weight") for part in target.parts[name]]
         own = [stem for stem in stems if stem in stored and name.endswith(".weight")]
         rest = [stem for stem in stems if stem not in stored and f"{stem}.weight" in folder.tensors]
         if not own:
@@ -164,20 +144,16 @@ def sort_linears(
 
 
 def plan_kv_scales(
-    folder: HfFolder,
-    parts: Mapping[str, tuple[Part, ...]],
-    linears: Sequence[str],
-    kv_scales: Sequence[str],
-    reader: ScaleReader,
+    target: Target, linears: Sequence[str], kv_scales: Sequence[str], reader: ScaleReader
 ) -> tuple[RankPlan, bool]:
     """Plan the K/V scales of every layer; return them and whether the folder has any."""
-    attentions = {
-        module.removesuffix("qkv"):
-            parts[f"{module}.weight"][0].name.removesuffix(".weight").rpartition(".")[0] + "."
-        for module in linears if module.endswith(".qkv")
-    }  # fmt: skip
-    cache = _read_kv_scales(folder, attentions, reader)
-    scales = Scales(folder.path)
+    attentions = {}
+    for module in linears:
+        if module.endswith(".qkv"):
+            first = target.parts[f"{module}.weight"][0].name.removesuffix(".weight")
+            attentions[module.removesuffix("qkv")] = first.rpartition(".")[0] + "."
+    cache = _read_kv_scales(target.folder, attentions, reader)
+    scales = Scales(target.folder.path)
     planned = {
         prefix + kind: scales.add(prefix + kind, values[kind])
         for prefix, values in cache.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import stat
 import sys
 import threading
@@ -104,10 +105,9 @@ def find_differences(
     places: Iterable[tuple[Path, Entry]], *, workers: int, label: str
 ) -> list[str | None]:
     """Return, for every file, in what it differs from its entry; None where it does not."""
+    calls = [functools.partial(_find_difference, *place) for place in places]
     with Pool(workers) as pool:
-        found = [pool.submit(_find_difference, *place, pool.is_ending) for place in places]
-        shown = logs.show_progress(found, label=label, total=len(found))
-        return [difference.result() for difference in shown]
+        return list(pool.gather(dict(enumerate(calls)), label).values())
 
 
 def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> str | None:
