@@ -47,16 +47,21 @@ def pace(drafter: Drafter) -> Drafter:
     return bind(copy.copy(drafter.fit_budget()))  # what a run changes is made again for each
 
 
-def add_suffix(candidate: Candidate, method: Method) -> Candidate:
+def put_suffix_before(drafter: Drafter, num_tokens: int = NUM_SUFFIX_TOKENS) -> Drafter:
     """Suffix decoding where that promises more, else what was given."""
-    lookup = SuffixProposer(SuffixOptions(max_tokens=NUM_SUFFIX_TOKENS))
+    suffix = SuffixProposer(SuffixOptions(max_tokens=num_tokens))
+    return PacedDrafter([[suffix], [drafter]], is_fixed=True)
+
+
+def add_suffix(candidate: Candidate, method: Method) -> Candidate:
+    """The same behind suffix decoding, with `--draft-chain`."""
     build = dict(candidate.build)
     if "max_draft_len" in build:
         build["max_draft_len"] = max(build["max_draft_len"], NUM_SUFFIX_TOKENS)
     return dataclasses.replace(
         candidate,
         name=f"suffix of {NUM_SUFFIX_TOKENS}, else {candidate.name}",
-        proposer=PacedDrafter([[lookup], [candidate.proposer]], is_fixed=True),
+        proposer=put_suffix_before(candidate.proposer),
         build=build,
         run=candidate.run
         | {"suffix_max_tokens": NUM_SUFFIX_TOKENS, "draft_chain": f"{SUFFIX.name},{method.name}"},

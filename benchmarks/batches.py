@@ -39,7 +39,7 @@ from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
 from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from specdec import Engine
-from specdec.bench.combine import pace
+from specdec.bench.combine import pace, put_suffix_before
 from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.measure import (
     Rounds,
@@ -54,7 +54,6 @@ from specdec.bench.prompts import Prompt, read_prompt_set
 from specdec.bench.repetition import is_looping
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.files.reading import write_json
@@ -148,18 +147,16 @@ def list_ways(name: str, bench: Bench) -> dict[str, Drafter]:
     """Those of an engine, by their names, each as it is and, where it can be, within a budget."""
     proposer = bench.engine.proposer
     if name == "draft-target":
-        suffix = SuffixOptions(max_tokens=NUM_DRAFTED)
+        suffix = SuffixProposer(SuffixOptions(max_tokens=NUM_DRAFTED))
         (tree,) = list_trees(bench, [NUM_DRAFTED])
         lookup = LookupOptions(num_tokens=NUM_DRAFTED, max_ngram_size=DEFAULT_NGRAM_SIZE)
         ways: dict[str, Drafter] = {
-            f"suffix of {NUM_DRAFTED}": SuffixProposer(suffix),
+            f"suffix of {NUM_DRAFTED}": suffix,
             f"prompt lookup of {NUM_DRAFTED}": PromptLookupProposer(lookup),
             f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
             CHAIN: proposer,
             f"draft model, {tree.name}": tree.proposer,
-            "suffix, else draft model": PacedDrafter(
-                [[SuffixProposer(suffix)], [proposer]], is_fixed=True
-            ),
+            "suffix, else draft model": put_suffix_before(proposer, NUM_DRAFTED),
         }
     elif name == "redrafter":
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}

@@ -31,13 +31,12 @@ from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.ways import PLAIN
 from examples.pycode.edits import ALL, EDITS, make_requests
-from specdec.bench.combine import pace
+from specdec.bench.combine import pace, put_suffix_before
 from specdec.bench.engine import PARTS, Bench, open_bench
 from specdec.bench.measure import divide
 from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.report import format_spread
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.loop import Batch, Options
@@ -73,9 +72,7 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
     ways["prompt lookup of 15"] = PromptLookupProposer(
         LookupOptions(num_tokens=15, max_ngram_size=NGRAM)
     )
-    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = PacedDrafter(
-        [[suffix(15)], [draft()]], is_fixed=True
-    )
+    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = put_suffix_before(draft(), 15)
     ways[f"draft model of {DRAFT_MODEL}"] = draft()
     return ways
 

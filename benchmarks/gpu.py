@@ -34,6 +34,7 @@ from torch import Tensor
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.side_by_side import models
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import make_step, take_turns, time_steps
 from specdec.comparison import find_difference
@@ -420,9 +421,7 @@ def measure(args: argparse.Namespace, recorder: CudaRecorder | None = None) -> d
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = models.make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["1b", "7b"], choices=["1b", "7b"])
     parser.add_argument("--quick", action="store_true", help="a toy shape, on any device")
     parser.add_argument("--repeat", type=int, default=5)

@@ -34,11 +34,10 @@ from specdec.threads import calm_threads
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
+    from benchmarks.side_by_side import models
     from benchmarks.under_load import compare, costs
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = models.make_parser(__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--output", type=Path, help="of the figures, as JSON")

@@ -45,12 +45,14 @@ calm_threads()
 
 import torch
 
+from benchmarks.side_by_side import models
 from specdec.bench.machine import LoadMeter, describe_machine
 from specdec.bench.steps import draw_steps, make_step, time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
+from specdec.files.reading import write_json
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
@@ -207,9 +209,7 @@ def draw_chart(path: Path, measured: dict[int, float], limits: dict[int, dict[st
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = models.make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
@@ -316,7 +316,7 @@ def main() -> None:
         }
     print(json.dumps(report, indent=2))
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(args.output, report)
     if args.chart is not None:
         draw_chart(args.chart, medians, limits)
 

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 
 import specdec
+from specdec.bench.combine import put_suffix_before
 from specdec.bench.engine import PARTS, open_bench
 from specdec.bench.methods.draft_target import list_lengths, list_trees
 from specdec.bench.methods.redrafter import list_searches
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.paced import PacedDrafter
-from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.requests import Request, sum_stats
 from specdec.decode.timing import Timing
-from specdec.methods.suffix import SuffixOptions
 from specdec.run.settings import RunSettings
 
 from ..ways import SearchShape, name_chain
-from ..wire import Calls, cut_at_end, serve
+from ..wire import Calls, describe_texts, serve
 
 
 class Engine:
@@ -47,8 +45,7 @@ class Engine:
             for candidate in (*lengths, *trees):
                 name = candidate.run.get("draft_len", candidate.name)
                 self._proposers["draft-target", name] = candidate.proposer
-                suffix = SuffixProposer(SuffixOptions(max_tokens=max_length))
-                chain = PacedDrafter([[suffix], [candidate.proposer]], is_fixed=True)
+                chain = put_suffix_before(candidate.proposer, max_length)
                 self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):
@@ -76,11 +73,7 @@ class Engine:
         began = time.perf_counter()
         results = self.bench.decode(requests, proposer, batch_size, timing)
         seconds = time.perf_counter() - began
-        texts = [result.output_ids for result in results]
-        return {
-            "seconds": seconds,
-            "num_tokens": sum(map(len, texts)),
-            "texts": [cut_at_end(text, end_id) for text in texts],
+        return describe_texts([result.output_ids for result in results], 0, seconds, end_id) | {
             "acceptance_length": sum_stats(results)["acceptance_length"],
             "step_ms": {
                 part: 1000 * getattr(timing, part) / max(1, timing.num_steps) for part in PARTS

@@ -25,18 +25,12 @@ class Server(wire.Server):
 
     def complete(self, prompt: list[int], max_output_len: int) -> dict[str, Any]:
         """Continue a prompt of tokens greedily; nothing of earlier prompts is used again."""
-        return self.post(
-            "/completion",
-            {
-                "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,
-                "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"],
-            },
-        )  # fmt: skip
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send an object; return the answer."""
+        body = {
+            "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,
+            "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"],
+        }  # fmt: skip
         request = urllib.request.Request(
-            f"{self.address}{path}", json.dumps(body).encode(),
+            f"{self.address}/completion", json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
         with urllib.request.urlopen(request) as answer:
@@ -101,6 +95,7 @@ class Servers:
         predicted = sum(timing["predicted_n"] for timing in timings)
         accepted = sum(timing.get("draft_n_accepted", 0) for timing in timings)
         steps = predicted - len(found) - accepted
+        own_seconds = sum(timing["predicted_ms"] + timing["prompt_ms"] for timing in timings) / 1000
         return {
             "seconds": seconds,
             "num_tokens": predicted,
@@ -108,9 +103,7 @@ class Servers:
             "acceptance_length": (predicted - len(found)) / steps
             if way != "plain" and steps > 0
             else None,
-            "own_tokens_per_second": 1000
-            * predicted
-            / max(1e-9, sum(t["predicted_ms"] + t["prompt_ms"] for t in timings)),
+            "own_tokens_per_second": predicted / max(1e-12, own_seconds),
         }
 
 
