@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.blocks import BlockMatrix
-from specdec.engine.draft_net import rank_logits, take_offsets, take_own
+from specdec.engine.draft_net import find_top, rank_logits, take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import FoundTrees, NativeKernels, PackedDrafter
@@ -146,12 +146,12 @@ class ReDrafterHead:
                 assert scores is not None
                 state = self.update_state(beams[:, :, -1], state)
             logits = self.lm_head(self._mix(context, state))  # [B, W, V]
-            best = logits.float().topk(num_candidates, dim=-1)
-            totals = best.values.log_softmax(-1)  # [B, W, C]
+            values, found = find_top(logits.float(), num_candidates)
+            totals = values.log_softmax(-1)  # [B, W, C]
             if scores is not None:
                 totals = totals + scores[:, :, None]
             scores, flat = totals.flatten(1).topk(width, dim=-1)  # [B, W]
-            chosen = best.indices.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
+            chosen = found.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
             if self.offsets is not None:
                 chosen = chosen + self.offsets[chosen]
             if beams is None:

@@ -17,6 +17,7 @@ from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pace import follow_chances
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
+from specdec.engine.draft_net import find_top_of_parts
 from specdec.engine.layout import plan_drafter
 from specdec.engine.linear import Linear
 from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
@@ -357,3 +358,15 @@ class Rounding(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         matrix = self._linear.matrix
         return self._linear(round_inputs(x, matrix.group))
+
+
+@pytest.mark.parametrize(("size", "count"), [(128, 1), (1000, 3), (50257, 50), (32000, 50)])
+def test_the_largest_of_parts_are_the_largest(size: int, count: int) -> None:
+    """What a GPU does, on the CPU: of equal parts, of the rest behind them, in any dimensions."""
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randperm(2 * 3 * size, generator=generator).float().view(2, 3, size)
+    scores[0, 0, -1] = scores.max() + 1
+    expected = scores.topk(count, dim=-1)
+    values, places = find_top_of_parts(scores, count)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places, expected.indices)

@@ -187,7 +187,7 @@ def test_every_drafter_on_every_kind_of_family(
     check_lines(folder.parent / "checkpoint", kind)
     engine = TorchEngine(folder, device="cpu")
     assert engine.method == method_of(kind)
-    assert engine.decoder.kernels is not None
+    assert engine.decoder.kernels is not None or engine.device.type == "cuda"
     outputs = generate(engine, LENGTHS, LIMIT)
     assert outputs == check_reference(get_target(name), LENGTHS, outputs)
 

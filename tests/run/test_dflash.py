@@ -105,10 +105,10 @@ def test_logits_are_the_reference_s(case: Case) -> None:
             assert proposer._cache.past_lens[0] < end - 1, "nothing is made before it is needed"
             proposer._read([0])
             hidden = net.run_blocks(proposer._cache, np.array([0]), np.array([text[end - 1]]))
-            found = net.compute_logits(hidden)[0].double()
+            found = net.compute_logits(hidden)[0].double().cpu()
             wanted = case.reference.compute_logits(text[:end])
             if net.offsets is not None:
-                wanted = wanted[:, torch.arange(found.shape[1]) + net.offsets]
+                wanted = wanted[:, torch.arange(found.shape[1]) + net.offsets.cpu()]
             assert found.shape == wanted.shape
             torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 

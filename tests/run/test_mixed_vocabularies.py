@@ -126,7 +126,7 @@ def load(
         own = TorchEngine(name_folder(parent, draft), device="cpu")
         tokens = None
         if draft != "copy" or target != "target":
-            tokens = make_map(parent, target, draft)
+            tokens = make_map(parent, target, draft, own.device)
         attach_draft(
             engine, own, draft_len=draft_len, use_logits=use_logits, tokens=tokens,
             tree_tokens=tree_tokens,
@@ -134,9 +134,11 @@ def load(
     return engine
 
 
-def make_map(parent: Path, target: str, draft: str) -> SharedTokens:
+def make_map(
+    parent: Path, target: str, draft: str, device: torch.device = torch.device("cpu")
+) -> SharedTokens:
     ours, theirs = (load_tokenizer(parent, name) for name in (target, draft))
-    return SharedTokens(ours, theirs, len(ours), len(theirs), torch.device("cpu"))
+    return SharedTokens(ours, theirs, len(ours), len(theirs), device)
 
 
 def make_requests(parent: Path, target: str, **sampling: Any) -> list[Request]:
