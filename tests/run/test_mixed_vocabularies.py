@@ -135,10 +135,10 @@ def load(
 
 
 def make_map(
-    parent: Path, target: str, draft: str, device: torch.device = torch.device("cpu")
+    parent: Path, target: str, draft: str, device: torch.device | None = None
 ) -> SharedTokens:
     ours, theirs = (load_tokenizer(parent, name) for name in (target, draft))
-    return SharedTokens(ours, theirs, len(ours), len(theirs), device)
+    return SharedTokens(ours, theirs, len(ours), len(theirs), device or torch.device("cpu"))
 
 
 def make_requests(parent: Path, target: str, **sampling: Any) -> list[Request]:
