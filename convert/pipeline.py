@@ -169,7 +169,6 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     target = plan(settings, problems)
     config, ranks, files, origin = target.config, target.ranks, target.files, None
     if (option := find_folder(settings)) is not None:
-        converter = load_converter(FOLDERS[option])
         place, kind = getattr(settings, option), FOLDERS[option].name
         kind = MODEL if takes_own_head(settings) else kind
         folder = open_model(place, name_flag(option), kind)
@@ -180,7 +179,8 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
         with collect(problems):
             if option == MTP_FOLDER:
                 folder = prepare_head(folder, target.model)
-            config, drafter_ranks = plan_drafter(settings, converter, folder, target, problems)
+            converter = load_converter(FOLDERS[option])(folder, settings, target.model)
+            config, drafter_ranks = plan_drafter(converter, target, problems)
             ranks = merge_ranks(ranks, drafter_ranks)
         files = [*files, *(path for path in folder.files if path not in files)]
     problems.raise_all()
@@ -427,10 +427,10 @@ def ignore_drafter(settings: ConvertSettings, target: HfFolder) -> Sequence[str]
     """Patterns of a drafter's tensors in the target's own folder, which its converter reads."""
     chosen = find_folder(settings)
     for option, method in FOLDERS.items():
-        converter = load_converter(method)
+        patterns = load_converter(method).IN_TARGET
         present = [
             name for name in target.tensors
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in converter.IN_TARGET)
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         ]  # fmt: skip
         flag = name_flag(option)
         if present and option != chosen:
@@ -457,18 +457,11 @@ def fetch_drafter(settings: ConvertSettings) -> Path | None:
 
 
 def plan_drafter(
-    settings: ConvertSettings,
-    converter: DrafterConverter,
-    folder: HfFolder,
-    target: PlannedTarget,
-    problems: Problems,
+    converter: DrafterConverter, target: PlannedTarget, problems: Problems
 ) -> tuple[dict[str, Any], list[RankPlan]]:
     """Plan the drafter's tensors; return the configuration of both and each rank's tensors."""
-    model = target.model
-    params = converter.read_params(folder, settings, model)
-    config = converter.add_to_config(
-        target.config, params, settings.trtllm_version, is_head_quantized=target.is_head_quantized
-    )
+    folder, settings, model = converter.folder, converter.settings, target.model
+    config = converter.add_to_config(target.config, is_head_quantized=target.is_head_quantized)
     # Whether the drafter is of this target, and tp_size divides its sizes. If not, every one of its
     # tensors would be told again.
     parse_checkpoint_config(config)
@@ -481,14 +474,13 @@ def plan_drafter(
             " out to have it",
             dtype, model.dtype,
         )  # fmt: skip
-    specs = params.list_tensors(model)
-    shared = converter.share_tensors(folder, params, list(specs))
+    specs = converter.params.list_tensors(model)
+    shared = converter.share_tensors(list(specs))
     own = {name: spec for name, spec in specs.items() if name not in shared}
-    parts = converter.find_sources(folder, params, list(own))
-    ignored = converter.list_ignored(folder, params)
     ranks = plan_tensors(
-        own, parts, folder, model=model, dtype=dtype, ignored=ignored, problems=problems
-    )
+        own, converter.find_sources(list(own)), folder, model=model, dtype=dtype,
+        ignored=converter.list_ignored(), problems=problems,
+    )  # fmt: skip
     for rank, targets in zip(ranks, target.plain or target.ranks, strict=True):
         for name, other in shared.items():
             info = TensorInfo(dtype, get_rank_shape(specs[name], model))

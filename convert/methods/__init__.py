@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 FOLDERS = {method.folder: method for method in METHODS.values() if method.folder is not None}
 
 
-def load_converter(method: Method) -> DrafterConverter:
-    """Return the module that converts a method's drafters."""
+def load_converter(method: Method) -> type[DrafterConverter]:
+    """Return the class that converts a method's drafters."""
     module: Any = importlib.import_module(f"{__name__}.{method.name}")
-    converter: DrafterConverter = module
+    converter: type[DrafterConverter] = module.Converter
     return converter
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.config import ModelConfig
@@ -15,10 +17,10 @@ from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.lacks import Pair, find_pair
 
 from ..families.base import ROTARY_BUFFERS
-from ..plan import Part
+from ..plan import Part, check_num_layers
 
 if TYPE_CHECKING:
-    from specdec.methods.base import DrafterParams, Method
+    from specdec.methods.base import Method
     from specdec.methods.net import NetParams
 
     from ..families.base import Family
@@ -26,113 +28,155 @@ if TYPE_CHECKING:
     from ..settings import ConvertSettings
 
 
+Config = dict[str, Any]  # a checkpoint's config.json
 IS_DRAFTED = "t2d"  # published drafters' map of the vocabulary, alongside `OFFSETS`
 
 
-class DrafterConverter(Protocol):
-    """A module of this package: one method's drafter folders to tensors and keys of config.json.
+class DrafterConverter:
+    """One method's drafter folders to tensors and keys of config.json; each module here has one.
 
     IN_TARGET: patterns of tensors that a target's folder may hold besides its own when the
     drafter is converted too.
     """
 
-    IN_TARGET: tuple[str, ...]
+    METHOD: ClassVar[Method]
+    IN_TARGET: ClassVar[tuple[str, ...]] = ()
 
-    def read_params(self, folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> Any:
+    def __init__(self, folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> None:
+        """Read the drafter's parameters; raise SpecDecError where they do not suit the target."""
+        self.folder, self.settings, self.model = folder, settings, model
+        self.params: Any = self.read_params()
+
+    def read_params(self) -> Any:
         """Return the method's parameters; raise SpecDecError where they do not suit the target."""
+        raise NotImplementedError
 
-    def find_sources(
-        self, folder: HfFolder, params: Any, canonical: Sequence[str]
-    ) -> dict[str, tuple[Part, ...]]:
+    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
         """Map canonical tensor names to the folder's."""
+        raise NotImplementedError
 
-    def share_tensors(
-        self, folder: HfFolder, params: Any, canonical: Sequence[str]
-    ) -> Mapping[str, str | None]:
+    def share_tensors(self, canonical: Sequence[str]) -> Mapping[str, str | None]:
         """The canonical tensors that the folder need not hold: the target's, or None for zeros."""
+        return {}
 
-    def list_ignored(self, folder: HfFolder, params: Any) -> Sequence[str]:
+    def list_ignored(self) -> Sequence[str]:
         """Patterns of the folder's tensors that are knowingly left out."""
+        return ()
 
-    def add_to_config(
-        self, config: Mapping[str, Any], params: Any, version: str, *, is_head_quantized: bool
-    ) -> dict[str, Any]:
+    def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
         """Return a target's config.json with the drafter added."""
+        raise NotImplementedError
+
+    def choose_pair(self, target: str, title: str | None = None) -> Pair | None:
+        """Return what TensorRT-LLM has for a target with a drafter, None where it has nothing.
+
+        The checkpoint then gets the method's own architecture. Raises SpecDecError where a line
+        without was asked for; the default one is not.
+        """
+        method, version = self.METHOD, self.settings.trtllm_version
+        pair = find_pair(version, method.name, target)
+        if pair is None and version != DEFAULT_LABEL:
+            raise SpecDecError(
+                f"TensorRT-LLM {version} has no {title or method.title} for {target}",
+                f"convert for {DEFAULT_LABEL}"
+                if find_pair(DEFAULT_LABEL, method.name, target)
+                else "leave --trtllm-version out: the checkpoint is then for the torch backend",
+            )
+        return pair
 
 
-def share_nothing(folder: HfFolder, params: Any, canonical: Sequence[str]) -> dict[str, str | None]:
-    """`share_tensors` of a method whose drafters hold all that they need."""
-    return {}
+class NetConverter(DrafterConverter):
+    """A drafter with layers of its own.
 
-
-def share_net(
-    folder: HfFolder, canonical: Mapping[str, str], prefix: str = ""
-) -> dict[str, str | None]:
-    """What a drafter with layers of its own need not hold: embedding and head, zeros for a bias.
-
-    canonical: each tensor's name, and the name without what stands for its net. prefix: of the
-    names in the folder.
+    NET: what the names of its tensors begin with. PREFIX: of the names in the folder.
     """
-    absent: dict[str, tuple[str, str | None]] = {
-        "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
-        "drafter.fc.bias": ("fc.bias", None),
-    }
-    if OFFSETS not in canonical.values():  # all of the vocabulary is drafted
-        absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
-    return {
-        name: absent[bare][1] for name, bare in canonical.items()
-        if bare in absent and prefix + absent[bare][0] not in folder.tensors
-    }  # fmt: skip
 
+    NET: ClassVar[str]
+    PREFIX: ClassVar[str] = ""
 
-def ignore_net(params: NetParams) -> tuple[str, ...]:
-    """What follows from the rest of such a drafter: rotary tables, and maps that were checked."""
-    is_reduced = params.draft_vocab_size < params.net.vocab_size
-    return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+    def open_net(self, fixed: Mapping[str, Any], what: str) -> tuple[ConfigReader, ConfigReader]:
+        """Readers of config.json, and of the object in it that tells of the layers.
 
+        fixed: fields of the latter that must hold a value if they are there; what: these are.
+        """
+        reader = ConfigReader(self.folder.config, self.folder.path)
+        check_layouts(reader)
+        net_reader = reader
+        if self.is_speculators:
+            net_reader = reader.enter(reader.get_object("transformer_layer_config"))
+        check_fixed(net_reader, fixed, what)
+        return reader, net_reader
 
-def find_net_sources(
-    decoder: Family, names: Mapping[str, str], extras: Mapping[str, str], *in_folder: Any
-) -> dict[str, tuple[Part, ...]]:
-    """Map canonical names to a folder's that names a drafter's layers as a decoder's.
+    def check_net(self, reader: ConfigReader, net: ModelConfig) -> None:
+        """Raise SpecDecError for what was noted before, then for what is wrong with the layers."""
+        reader.finish()
+        check_num_layers(net.num_hidden_layers, self.folder)
+        for fact, remedy in net.find_problems():
+            reader.refuse(fact, remedy)
+        reader.finish()
 
-    names: each tensor's, and the same without what stands for its net; extras: what no decoder has;
-    in_folder: what else `Family.find_sources` takes.
-    """
-    inner = {
-        name: f"transformer.{bare.removeprefix('drafter.')}"
-        for name, bare in names.items() if bare not in extras
-    }  # fmt: skip
-    found = decoder.find_sources(inner.values(), *in_folder)
-    sources: dict[str, tuple[Part, ...]] = {
-        name: (Part(extras[bare]),) for name, bare in names.items() if bare in extras
-    }
-    for name, own in inner.items():
-        parts = found[own]
-        sources[name] = tuple(replace(p, name=p.name.removeprefix("model.")) for p in parts)
-    return sources
+    @property
+    def is_speculators(self) -> bool:
+        """Whether the folder is of speculators' layout."""
+        return self.folder.config.get("speculators_model_type") is not None
+
+    def name_bare(self, canonical: Sequence[str]) -> dict[str, str]:
+        """Each tensor's name, and the name without what stands for its net."""
+        return {name: name.removeprefix(self.NET) for name in canonical}
+
+    def share_tensors(self, canonical: Sequence[str]) -> Mapping[str, str | None]:
+        """The target's embedding and head, and zeros for a bias."""
+        names = self.name_bare(canonical)
+        absent: dict[str, tuple[str, str | None]] = {
+            "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
+            "drafter.fc.bias": ("fc.bias", None),
+        }
+        if OFFSETS not in names.values():  # all of the vocabulary is drafted
+            absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
+        return {
+            name: absent[bare][1] for name, bare in names.items()
+            if bare in absent and self.PREFIX + absent[bare][0] not in self.folder.tensors
+        }  # fmt: skip
+
+    def list_ignored(self) -> Sequence[str]:
+        """What follows from the rest: rotary tables, and maps that were checked."""
+        params: NetParams = self.params
+        is_reduced = params.draft_vocab_size < params.net.vocab_size
+        return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
+
+    def find_net_sources(
+        self, decoder: Family, canonical: Sequence[str], extras: Mapping[str, str], *in_folder: Any
+    ) -> dict[str, tuple[Part, ...]]:
+        """`find_sources` of a folder that names a drafter's layers as a decoder's.
+
+        extras: what no decoder has; in_folder: what else `Family.find_sources` takes.
+        """
+        names = self.name_bare(canonical)
+        inner = {
+            name: f"transformer.{bare.removeprefix('drafter.')}"
+            for name, bare in names.items() if bare not in extras
+        }  # fmt: skip
+        found = decoder.find_sources(inner.values(), *in_folder)
+        sources: dict[str, tuple[Part, ...]] = {
+            name: (Part(extras[bare]),) for name, bare in names.items() if bare in extras
+        }
+        for name, own in inner.items():
+            parts = found[own]
+            sources[name] = tuple(replace(p, name=p.name.removeprefix("model.")) for p in parts)
+        return sources
+
+    def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
+        """The same, of a method that TensorRT-LLM has for no target."""
+        target, (architecture,) = config["architecture"], self.METHOD.architectures
+        self.choose_pair(target)
+        combined = dict(config) | self.params.to_checkpoint()
+        combined |= {"architecture": architecture, "base_architecture": target}
+        return exclude_modules(combined, [f"{self.NET}*"], is_head_quantized=is_head_quantized)
 
 
 def list_held(folder: HfFolder) -> str:
     """What a folder holds, for a message."""
     return join_names(sorted(folder.tensors)) if folder.tensors else "no tensors"
-
-
-def choose_pair(method: str, title: str, target: str, version: str) -> Pair | None:
-    """Return what TensorRT-LLM has for a target with a drafter, None where it has nothing.
-
-    The checkpoint then gets the method's own architecture. Raises SpecDecError where a line without
-    was asked for; the default one is not.
-    """
-    pair = find_pair(version, method, target)
-    if pair is None and version != DEFAULT_LABEL:
-        raise SpecDecError(
-            f"TensorRT-LLM {version} has no {title} for {target}",
-            f"convert for {DEFAULT_LABEL}"
-            if find_pair(DEFAULT_LABEL, method, target)
-            else "leave --trtllm-version out: the checkpoint is then for the torch backend",
-        )
-    return pair
 
 
 def take_naming(
@@ -180,6 +224,86 @@ def check_layouts(reader: ConfigReader) -> None:
             )
 
 
+def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
+    """Return a list of layers, or None where it is absent."""
+    layers = reader.config.get(name)
+    if layers is None:
+        return None
+    if isinstance(layers, list) and layers and all(type(layer) is int for layer in layers):
+        return layers
+    reader.refuse(f"{name} is {layers!r}"[:120], "give the list of the target's layers")
+    return None
+
+
+def check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> None:
+    """Note every field that says another thing than the only one which is known."""
+    for name, known in fixed.items():
+        value = reader.config.get(name)
+        if value is not None and value != known:
+            reader.refuse(
+                f"{name} is {value!r}"[:120], f"only {what} can be converted: {name} {known!r}"
+            )
+
+
+def check_read_layers(
+    reader: ConfigReader, folder: HfFolder, layers: list[int], model: ModelConfig, key: str,
+    fact: str,
+) -> None:  # fmt: skip
+    """Note layers of which outputs are read that the target has not, and an `fc` of others.
+
+    key: where config.json may tell them; fact: that these are read, both for messages.
+    """
+    depth, remedy = model.num_hidden_layers, "use the drafter that was trained for this target"
+    if layers != sorted(set(layers)) or (layers and not 0 <= layers[0] <= layers[-1] < depth):
+        reader.refuse(
+            f"{fact}, the target has {depth} layers",
+            f"{remedy}; {key} of its config.json tells its layers, rising",
+        )
+    shape, width = folder.tensors["fc.weight"].shape, len(layers) * model.hidden_size
+    if layers and shape[-1:] != (width,):
+        reader.refuse(
+            f"fc.weight has shape {list(shape)}, for the outputs of {len(layers)} layers of"
+            f" {model.hidden_size} it would have {width} columns",
+            f"{remedy}, and correct {key}",
+        )
+
+
+def check_offsets(
+    reader: ConfigReader, folder: HfFolder, draft_vocab_size: int, vocab_size: int
+) -> None:
+    """Note whether drafted tokens are told apart and lie in the vocabulary, and both maps agree."""
+    offsets = folder.tensors.get(OFFSETS)
+    if offsets is None:
+        return  # planning the tensors names it where it is needed
+    if offsets.dtype != "int64" or offsets.shape != (draft_vocab_size,):
+        reader.refuse(
+            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]",
+            "its config.json and tensors disagree: take both from the same drafter",
+        )
+        return
+    tokens = folder.read(OFFSETS) + np.arange(draft_vocab_size)
+    if draft_vocab_size == vocab_size and (tokens != np.arange(vocab_size)).any():
+        reader.refuse(
+            f"{OFFSETS} renames tokens of a vocabulary that is not reduced", "set it to zeros"
+        )
+    elif len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
+        reader.refuse(
+            f"{OFFSETS} maps {draft_vocab_size} drafted tokens to {len(np.unique(tokens))} from"
+            f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
+            "use the drafter that was trained for this target; its offsets are added to the number",
+        )
+    drafted = folder.tensors.get(IS_DRAFTED)
+    if drafted is None or draft_vocab_size == vocab_size or reader.problems:
+        return  # of a vocabulary that is not reduced some writers leave t2d all zeros
+    is_drafted = np.zeros(vocab_size, np.bool_)
+    is_drafted[tokens] = True
+    if drafted.shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
+        reader.refuse(
+            f"{IS_DRAFTED} and {OFFSETS} disagree on which tokens are drafted",
+            "copy or download the folder again",
+        )
+
+
 def exclude_modules(
     config: dict[str, Any], modules: Sequence[str], *, is_head_quantized: bool
 ) -> dict[str, Any]:
@@ -198,18 +322,3 @@ def exclude_modules(
         excluded = [name for name in DEFAULT_EXCLUDED if name != skipped]
     excluded += [name for name in modules if name not in excluded]
     return config | {"quantization": {**quantization, "exclude_modules": excluded}}
-
-
-def name_own_architecture(
-    method: Method, net: str, config: Mapping[str, Any], params: DrafterParams, version: str, *,
-    is_head_quantized: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """`add_to_config` of a method that TensorRT-LLM has for no target.
-
-    net: what the names of the drafter's tensors begin with.
-    """
-    target, (architecture,) = config["architecture"], method.architectures
-    choose_pair(method.name, method.title, target, version)
-    combined = dict(config) | params.to_checkpoint()
-    combined |= {"architecture": architecture, "base_architecture": target}
-    return exclude_modules(combined, [f"{net}*"], is_head_quantized=is_head_quantized)

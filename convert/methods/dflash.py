@@ -6,9 +6,7 @@ DSpark's, which have a Markov head, as DeepSpec and specdec-train write them, an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names, shorten
@@ -28,24 +26,17 @@ from specdec.options import as_options
 
 from ..families import qwen
 from ..families.base import read_decoder
-from ..hf import HfFolder
-from ..plan import Part, check_num_layers
+from ..plan import Part
 from .base import (
-    check_layouts,
-    find_net_sources,
-    ignore_net,
+    NetConverter,
+    check_fixed,
+    check_offsets,
+    check_read_layers,
     list_held,
-    name_own_architecture,
-    share_net,
+    read_layers,
 )
-from .eagle import check_fixed, check_offsets, read_layers
-
-if TYPE_CHECKING:
-    from ..settings import ConvertSettings
 
 logger = logs.get_logger(__name__)
-
-IN_TARGET: tuple[str, ...] = ()
 
 # The defaults of the drafter's layers; z-lab's drafters for any target have a Qwen3's.
 FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}
@@ -57,73 +48,6 @@ MARKOV = {MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
           MARKOV_HEAD: "markov_head.markov_w2.weight"}  # fmt: skip
 # DSpark's head that guesses whether a draft will be accepted, which the text does not depend on.
 CONFIDENCE = "confidence_head.*"
-
-
-def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> DFlashParams:
-    """Read the drafter's config.json; raise SpecDecError where tensors or target disagree."""
-    if "fc.weight" not in folder.tensors or "hidden_norm.weight" not in folder.tensors:
-        raise SpecDecError(
-            f"{folder.path} lacks fc.weight or hidden_norm.weight, which every DFlash drafter has;"
-            f" it holds {list_held(folder)}",
-            "give the folder of a DFlash drafter",
-        )
-    reader = ConfigReader(folder.config, folder.path)
-    check_layouts(reader)
-    kind = folder.config.get("speculators_model_type")
-    is_speculators = kind is not None
-    # DeepSpec tells the rank of DFlash's drafters as well, 0.
-    is_spark = kind == "dspark" if is_speculators else "markov_rank" in folder.config
-    net_reader = reader
-    if is_speculators:
-        if not is_spark:
-            known = {"speculators_model_type": "dflash"}
-            check_fixed(reader, known, "speculators' DFlash and DSpark")
-        net_reader = reader.enter(reader.get_object("transformer_layer_config"))
-    check_fixed(net_reader, FIXED_NET, "layers of a Qwen3")
-    values = read_decoder(
-        net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32,
-        head_dim=None if "head_dim" in net_reader.config else 128,
-    )  # fmt: skip
-    values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
-    values |= qwen.read_window(net_reader, None, values)
-    values["attn_bias"] = net_reader.get_bool("attention_bias", False)
-    has_window = values["sliding_window"] is not None
-    if is_speculators:
-        _check_speculators(reader, model, has_window=has_window)
-        place, layers = reader, _find_entered(reader)
-    else:
-        place = reader if is_spark else reader.enter(reader.get_object("dflash_config"))
-        _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
-        values["embedding_multiplier"] = _read_scale(reader, place, model)
-        layers = _find_outputs(reader, place, values["num_hidden_layers"], model)
-    block_size = _read_block_size(reader, place)
-    mask_token_id = place.get_int("mask_token_id", minimum=0)
-    markov_rank = _read_markov_rank(reader) if is_spark else 0
-    # For speculators' DSpark, vLLM takes another default than speculators does.
-    default = None if is_speculators and is_spark else is_spark
-    samples = (is_speculators or is_spark) and reader.get_bool("sample_from_anchor", default)
-    if not 2 - samples <= block_size <= MAX_DRAFT_TOKENS:
-        reader.refuse(f"block_size is {block_size}", f"give 2 to {MAX_DRAFT_TOKENS}")
-    _check_layers(reader, folder, layers, model)
-    draft_vocab_size = reader.get_int("draft_vocab_size", values["vocab_size"])
-    if not reader.problems:
-        check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
-    reader.finish()
-    check_num_layers(values["num_hidden_layers"], folder)
-    net = make_net(values, model.dtype)
-    for fact, remedy in net.find_problems():
-        reader.refuse(fact, remedy)
-    reader.finish()
-    return DFlashParams(
-        net=net,
-        aux_layers=tuple(layers),
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        draft_vocab_size=draft_vocab_size,
-        max_draft_len=as_options(settings, DFlashConvert).dflash_max_draft_len or 63,
-        sample_from_anchor=samples,
-        markov_rank=markov_rank,
-    )
 
 
 def _read_markov_rank(reader: ConfigReader) -> int:
@@ -243,47 +167,77 @@ def _find_outputs(
     return [round(1 + span * index) for index in range(num_layers)]
 
 
-def _check_layers(
-    reader: ConfigReader, folder: HfFolder, layers: list[int], model: ModelConfig
-) -> None:
-    """Note layers that the target has not, and an `fc` of others."""
-    depth = model.num_hidden_layers
-    if layers != sorted(set(layers)) or (layers and not 0 <= layers[0] <= layers[-1] < depth):
-        reader.refuse(
-            f"the outputs of layers {layers} would be read, the target has {depth} layers",
-            "use the drafter that was trained for this target; its layers must rise",
+class Converter(NetConverter):
+    """A drafter's folder."""
+
+    METHOD, NET = METHOD, DFLASH_NET
+    params: DFlashParams
+
+    def read_params(self) -> DFlashParams:
+        folder, model = self.folder, self.model
+        if "fc.weight" not in folder.tensors or "hidden_norm.weight" not in folder.tensors:
+            raise SpecDecError(
+                f"{folder.path} lacks fc.weight or hidden_norm.weight, which every DFlash drafter"
+                f" has; it holds {list_held(folder)}",
+                "give the folder of a DFlash drafter",
+            )
+        kind = folder.config.get("speculators_model_type")
+        is_speculators = self.is_speculators
+        # DeepSpec tells the rank of DFlash's drafters as well, 0.
+        is_spark = kind == "dspark" if is_speculators else "markov_rank" in folder.config
+        reader, net_reader = self.open_net(FIXED_NET, "layers of a Qwen3")
+        if is_speculators and not is_spark:
+            known = {"speculators_model_type": "dflash"}
+            check_fixed(reader, known, "speculators' DFlash and DSpark")
+        values = read_decoder(
+            net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32,
+            head_dim=None if "head_dim" in net_reader.config else 128,
+        )  # fmt: skip
+        values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
+        values |= qwen.read_window(net_reader, None, values)
+        values["attn_bias"] = net_reader.get_bool("attention_bias", False)
+        has_window = values["sliding_window"] is not None
+        if is_speculators:
+            _check_speculators(reader, model, has_window=has_window)
+            place, layers = reader, _find_entered(reader)
+        else:
+            place = reader if is_spark else reader.enter(reader.get_object("dflash_config"))
+            _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
+            values["embedding_multiplier"] = _read_scale(reader, place, model)
+            layers = _find_outputs(reader, place, values["num_hidden_layers"], model)
+        block_size = _read_block_size(reader, place)
+        mask_token_id = place.get_int("mask_token_id", minimum=0)
+        markov_rank = _read_markov_rank(reader) if is_spark else 0
+        # For speculators' DSpark, vLLM takes another default than speculators does.
+        default = None if is_speculators and is_spark else is_spark
+        samples = (is_speculators or is_spark) and reader.get_bool("sample_from_anchor", default)
+        if not 2 - samples <= block_size <= MAX_DRAFT_TOKENS:
+            reader.refuse(f"block_size is {block_size}", f"give 2 to {MAX_DRAFT_TOKENS}")
+        key = "aux_hidden_state_layer_ids" if is_speculators else "target_layer_ids"
+        fact = f"the outputs of layers {layers} would be read"
+        check_read_layers(reader, folder, layers, model, key, fact)
+        draft_vocab_size = reader.get_int("draft_vocab_size", values["vocab_size"])
+        if not reader.problems:
+            check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
+        net = make_net(values, model.dtype)
+        self.check_net(reader, net)
+        return DFlashParams(
+            net=net,
+            aux_layers=tuple(layers),
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            draft_vocab_size=draft_vocab_size,
+            max_draft_len=as_options(self.settings, DFlashConvert).dflash_max_draft_len or 63,
+            sample_from_anchor=samples,
+            markov_rank=markov_rank,
         )
-    width = folder.tensors["fc.weight"].shape[-1:]
-    if layers and width != (len(layers) * model.hidden_size,):
-        reader.refuse(
-            f"fc.weight has shape {list(folder.tensors['fc.weight'].shape)}, for the outputs of"
-            f" {len(layers)} layers of {model.hidden_size} it would have"
-            f" {len(layers) * model.hidden_size} columns",
-            "use the drafter that was trained for this target",
-        )
 
+    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+        own = ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
+        extras = {name: name.removeprefix("drafter.") for name in own} | MARKOV
+        return self.find_net_sources(qwen.QWEN3, canonical, extras)
 
-def share_tensors(
-    folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
-) -> dict[str, str | None]:
-    """What the folder does not hold: the target's embedding and head."""
-    return share_net(folder, {name: name.removeprefix(DFLASH_NET) for name in canonical})
-
-
-def find_sources(
-    folder: HfFolder, params: DFlashParams, canonical: Sequence[str]
-) -> dict[str, tuple[Part, ...]]:
-    """Map canonical tensor names to the folder's."""
-    names = {name: name.removeprefix(DFLASH_NET) for name in canonical}
-    own = ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
-    extras = {name: name.removeprefix("drafter.") for name in own} | MARKOV
-    return find_net_sources(qwen.QWEN3, names, extras)
-
-
-def list_ignored(folder: HfFolder, params: DFlashParams) -> Sequence[str]:
-    """What follows from the rest, and DSpark's other head."""
-    confidence = (CONFIDENCE,) if folder.config.get("enable_confidence_head") else ()
-    return (*ignore_net(params), *confidence)
-
-
-add_to_config = functools.partial(name_own_architecture, METHOD, DFLASH_NET)
+    def list_ignored(self) -> Sequence[str]:
+        """What follows from the rest, and DSpark's other head."""
+        confidence = (CONFIDENCE,) if self.folder.config.get("enable_confidence_head") else ()
+        return (*super().list_ignored(), *confidence)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import (
@@ -34,24 +32,20 @@ from specdec.options import as_options
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder, refuse_layer_types
 from ..hf import HfFolder
-from ..plan import Part, check_num_layers
+from ..plan import Part
 from .base import (
-    IS_DRAFTED,
-    check_layouts,
-    choose_pair,
+    Config,
+    NetConverter,
+    check_fixed,
+    check_offsets,
+    check_read_layers,
     exclude_modules,
-    find_net_sources,
-    ignore_net,
     list_held,
-    share_net,
+    read_layers,
 )
-
-if TYPE_CHECKING:
-    from ..settings import ConvertSettings
 
 # As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
 WITH_TARGET = "eagle_module."
-IN_TARGET = (f"{WITH_TARGET}*",)
 
 MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
 
@@ -78,17 +72,6 @@ class Format:
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 ANGELSLIM_IDS = "aux_hidden_states_layer_ids"  # of the layers that are left
 SPECFORGE_PEAGLE = ["PEagleDraftModel"]  # its architectures
-
-
-def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
-    """Return a list of layers, or None where it is absent."""
-    layers = reader.config.get(name)
-    if layers is None:
-        return None
-    if isinstance(layers, list) and layers and all(type(layer) is int for layer in layers):
-        return layers
-    reader.refuse(f"{name} is {layers!r}"[:120], "give the list of the target's layers")
-    return None
 
 
 def _find_outputs(reader: ConfigReader, num_layers: int) -> list[int]:
@@ -140,52 +123,6 @@ FIXED_NET = {
 }  # fmt: skip
 
 
-def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> EagleParams:
-    """Read the drafter's config.json; raise SpecDecError where tensors or target disagree."""
-    _check_kind(folder)
-    reader = ConfigReader(folder.config, folder.path)
-    check_layouts(reader)
-    is_speculators = folder.config.get("speculators_model_type") is not None
-    net_config = reader.get_object("transformer_layer_config") if is_speculators else folder.config
-    net_reader = reader.enter(net_config)
-    check_fixed(net_reader, FIXED_NET, "a Llama's decoder layers without biases")
-    refuse_layer_types(net_reader, FULL)
-    values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
-    net = make_net(values, model.dtype)
-    if net.hidden_act != "silu":
-        net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
-    reader.finish()
-    check_num_layers(net.num_hidden_layers, folder)
-    for fact, remedy in net.find_problems():
-        net_reader.refuse(fact, remedy)
-    reader.finish()
-    eagle3 = None
-    if is_speculators or any(name.endswith("hidden_norm.weight") for name in folder.tensors):
-        is_masked = MASK_HIDDEN.removeprefix("drafter.") in folder.tensors
-        is_vllms = is_masked and folder.config.get("architectures") != SPECFORGE_PEAGLE
-        form = VLLM_PEAGLE if is_vllms else MODELOPT
-        if is_speculators:
-            is_masked = folder.config["speculators_model_type"] == "peagle"
-            form = PEAGLE if is_masked else SPECULATORS
-        eagle3 = _read_eagle3(reader, folder, form, net, model, is_parallel=is_masked)
-        reader.finish()
-    options = as_options(settings, EagleConvert)
-    max_draft_len = options.max_draft_len or 63
-    if max_draft_len > MAX_DRAFT_LEN:
-        raise SpecDecError(
-            f"--max-draft-len is {max_draft_len}, EAGLE trees have at most {MAX_DRAFT_LEN} tokens",
-            f"give {MAX_DRAFT_LEN} or less",
-        )
-    is_parallel = eagle3 is not None and eagle3.mask_token_id is not None
-    return EagleParams(
-        net=net,
-        num_eagle_layers=options.num_eagle_layers or (MASK_DEPTH if is_parallel else 4),
-        max_non_leaves_per_layer=options.max_non_leaves_per_layer or 10,
-        max_draft_len=max_draft_len,
-        eagle3=eagle3,
-    )
-
-
 def _check_kind(folder: HfFolder) -> None:
     """Raise SpecDecError unless the folder holds an EAGLE drafter alone, under one naming."""
     together = [name for name in folder.tensors if name.startswith(WITH_TARGET)]
@@ -207,16 +144,6 @@ def _check_kind(folder: HfFolder) -> None:
             f"{folder.path} has two namings of one layer, {LAYER}* and {ONLY_LAYER}*",
             "keep one of them: which is the trained one cannot be known",
         )
-
-
-def check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> None:
-    """Note every field that says another thing than the only one which is known."""
-    for name, known in fixed.items():
-        value = reader.config.get(name)
-        if value is not None and value != known:
-            reader.refuse(
-                f"{name} is {value!r}"[:120], f"only {what} can be converted: {name} {known!r}"
-            )
 
 
 def _read_eagle3(
@@ -242,21 +169,8 @@ def _read_eagle3(
             "set to true the one that the drafter was trained with",
         )
     layers = sorted(form.find_layers(reader, model.num_hidden_layers))
-    is_distinct = len(set(layers)) == len(layers)
-    if not is_distinct or layers[0] < 0 or layers[-1] >= model.num_hidden_layers:
-        reader.refuse(
-            f"the features would come from the outputs of layers {layers}, the target has"
-            f" {model.num_hidden_layers} layers",
-            f"give {form.layers_key} in config.json, as the drafter was trained",
-        )
-    width = folder.tensors["fc.weight"].shape[-1:]
-    if width != (len(layers) * model.hidden_size,):
-        reader.refuse(
-            f"fc.weight has shape {list(folder.tensors['fc.weight'].shape)}, for the outputs of"
-            f" {len(layers)} layers of {model.hidden_size} it would be"
-            f" {[net.hidden_size, len(layers) * model.hidden_size]}",
-            f"use the drafter that was trained for this target, and correct {form.layers_key}",
-        )
+    fact = f"the features would come from the outputs of layers {layers}"
+    check_read_layers(reader, folder, layers, model, form.layers_key, fact)
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
     mask_token_id = _read_mask_token(reader, is_parallel=is_parallel)
     if not reader.problems:
@@ -294,101 +208,100 @@ def _read_mask_token(reader: ConfigReader, *, is_parallel: bool) -> int | None:
     return min(values, default=None)
 
 
-def check_offsets(
-    reader: ConfigReader, folder: HfFolder, draft_vocab_size: int, vocab_size: int
-) -> None:
-    """Note whether drafted tokens are told apart and lie in the vocabulary, and both maps agree."""
-    offsets = folder.tensors.get(OFFSETS)
-    if offsets is None:
-        return  # planning the tensors names it where it is needed
-    if offsets.dtype != "int64" or offsets.shape != (draft_vocab_size,):
-        reader.refuse(
-            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]",
-            "its config.json and tensors disagree: take both from the same drafter",
+class Converter(NetConverter):
+    """A drafter's folder."""
+
+    METHOD, NET, IN_TARGET = METHOD, EAGLE_NET, (f"{WITH_TARGET}*",)
+    params: EagleParams
+
+    def name_bare(self, canonical: Sequence[str]) -> dict[str, str]:
+        """The same of every net, all of which are made from the same tensors."""
+        return {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
+
+    def read_params(self) -> EagleParams:
+        folder, model = self.folder, self.model
+        _check_kind(folder)
+        what = "a Llama's decoder layers without biases"
+        reader, net_reader = self.open_net(FIXED_NET, what)
+        refuse_layer_types(net_reader, FULL)
+        values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
+        net = make_net(values, model.dtype)
+        if net.hidden_act != "silu":
+            net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
+        self.check_net(reader, net)
+        eagle3 = None
+        if self.is_speculators or any(
+            name.endswith("hidden_norm.weight") for name in folder.tensors
+        ):
+            is_masked = MASK_HIDDEN.removeprefix("drafter.") in folder.tensors
+            is_vllms = is_masked and folder.config.get("architectures") != SPECFORGE_PEAGLE
+            form = VLLM_PEAGLE if is_vllms else MODELOPT
+            if self.is_speculators:
+                is_masked = folder.config["speculators_model_type"] == "peagle"
+                form = PEAGLE if is_masked else SPECULATORS
+            eagle3 = _read_eagle3(reader, folder, form, net, model, is_parallel=is_masked)
+            reader.finish()
+        options = as_options(self.settings, EagleConvert)
+        max_draft_len = options.max_draft_len or 63
+        if max_draft_len > MAX_DRAFT_LEN:
+            raise SpecDecError(
+                f"--max-draft-len is {max_draft_len}, EAGLE trees have at most {MAX_DRAFT_LEN}"
+                " tokens",
+                f"give {MAX_DRAFT_LEN} or less",
+            )
+        is_parallel = eagle3 is not None and eagle3.mask_token_id is not None
+        return EagleParams(
+            net=net,
+            num_eagle_layers=options.num_eagle_layers or (MASK_DEPTH if is_parallel else 4),
+            max_non_leaves_per_layer=options.max_non_leaves_per_layer or 10,
+            max_draft_len=max_draft_len,
+            eagle3=eagle3,
         )
-        return
-    tokens = folder.read(OFFSETS) + np.arange(draft_vocab_size)
-    if draft_vocab_size == vocab_size and (tokens != np.arange(vocab_size)).any():
-        reader.refuse(
-            f"{OFFSETS} renames tokens of a vocabulary that is not reduced", "set it to zeros"
-        )
-    elif len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
-        reader.refuse(
-            f"{OFFSETS} maps {draft_vocab_size} drafted tokens to {len(np.unique(tokens))} from"
-            f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
-            "use the drafter that was trained for this target; its offsets are added to the number",
-        )
-    drafted = folder.tensors.get(IS_DRAFTED)
-    if drafted is None or draft_vocab_size == vocab_size or reader.problems:
-        return  # of a vocabulary that is not reduced some writers leave t2d all zeros
-    is_drafted = np.zeros(vocab_size, np.bool_)
-    is_drafted[tokens] = True
-    if drafted.shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
-        reader.refuse(
-            f"{IS_DRAFTED} and {OFFSETS} disagree on which tokens are drafted",
-            "copy or download the folder again",
-        )
 
+    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+        bare, params = self.name_bare(canonical), self.params
+        own = ["fc.weight", "fc.bias", "layers.0.hidden_norm.weight"]
+        if params.eagle3 is not None:
+            own += params.eagle3.list_read_norms()
+        own = [f"drafter.{name}" for name in own] + [HEAD, HEAD_BIAS, OFFSETS, MASK_HIDDEN]
+        extras = {name: name.removeprefix("drafter.") for name in own}
+        sources = self.find_net_sources(llama.LLAMA, canonical, extras)
+        is_only = any(name.startswith(ONLY_LAYER) for name in self.folder.tensors)
+        new = ONLY_LAYER if is_only else LAYER
+        for name, (*parts,) in sources.items():
+            is_row = bare[name] == MASK_HIDDEN
+            sources[name] = tuple(
+                dataclasses.replace(part, name=part.name.replace(LAYER, new, 1), is_row=is_row)
+                for part in parts
+            )
+        return sources
 
-def share_tensors(
-    folder: HfFolder, params: EagleParams, canonical: Sequence[str]
-) -> dict[str, str | None]:
-    """What the folder does not hold: the target's embedding and head, and zeros for a bias."""
-    bare = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
-    return share_net(folder, bare)
+    def list_ignored(self) -> Sequence[str]:
+        """Of EAGLE-1 rotary tables only; it has no map of the vocabulary."""
+        return ROTARY_BUFFERS if self.params.eagle3 is None else super().list_ignored()
 
-
-def find_sources(
-    folder: HfFolder, params: EagleParams, canonical: Sequence[str]
-) -> dict[str, tuple[Part, ...]]:
-    """Map canonical tensor names to the folder's; every net is made from the same ones."""
-    bare = {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
-    own = ["fc.weight", "fc.bias", "layers.0.hidden_norm.weight"]
-    if params.eagle3 is not None:
-        own += params.eagle3.list_read_norms()
-    own = [f"drafter.{name}" for name in own] + [HEAD, HEAD_BIAS, OFFSETS, MASK_HIDDEN]
-    extras = {name: name.removeprefix("drafter.") for name in own}
-    sources = find_net_sources(llama.LLAMA, bare, extras)
-    new = ONLY_LAYER if any(name.startswith(ONLY_LAYER) for name in folder.tensors) else LAYER
-    for name, (*parts,) in sources.items():
-        is_row = bare[name] == MASK_HIDDEN
-        sources[name] = tuple(
-            dataclasses.replace(part, name=part.name.replace(LAYER, new, 1), is_row=is_row)
-            for part in parts
-        )
-    return sources
-
-
-def list_ignored(folder: HfFolder, params: EagleParams) -> Sequence[str]:
-    """Of EAGLE-1 rotary tables only; it has no map of the vocabulary."""
-    return ROTARY_BUFFERS if params.eagle3 is None else ignore_net(params)
-
-
-def add_to_config(
-    config: Mapping[str, Any], params: EagleParams, version: str, *, is_head_quantized: bool
-) -> dict[str, Any]:
-    """Return a target's config.json with the drafter added."""
-    target, combined = config["architecture"], dict(config)
-    own_name = EAGLE3_ARCHITECTURE if params.eagle3 else OWN_ARCHITECTURE
-    title = METHOD.own_architectures[own_name]
-    pair = choose_pair(METHOD.name, title, target, version)
-    if params.eagle3 is None and is_head_quantized:
-        raise SpecDecError(
-            "the target's lm_head is quantized, and EAGLE-1 drafts with it",
-            "quantize the target without its head",
-        )
-    own = params.to_checkpoint()
-    kept = ("dtype", "logits_dtype", "mapping")
-    own[EagleParams.NET] = {
-        "architecture": "LlamaForCausalLM",
-        **{key: config[key] for key in kept if key in config},
-        "position_embedding_type": "rope_gpt_neox",
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
-        "use_parallel_embedding": config.get("use_parallel_embedding", False),
-        "embedding_sharding_dim": config.get("embedding_sharding_dim", 0),
-        **own[EagleParams.NET],
-    }
-    combined |= own
-    combined["architecture"] = own_name if params.eagle3 or pair is None else pair[1]
-    combined["base_architecture"] = target
-    return exclude_modules(combined, ["eagle_nets.*"], is_head_quantized=is_head_quantized)
+    def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
+        params, target, combined = self.params, config["architecture"], dict(config)
+        own_name = EAGLE3_ARCHITECTURE if params.eagle3 else OWN_ARCHITECTURE
+        title = METHOD.own_architectures[own_name]
+        pair = self.choose_pair(target, title)
+        if params.eagle3 is None and is_head_quantized:
+            raise SpecDecError(
+                "the target's lm_head is quantized, and EAGLE-1 drafts with it",
+                "quantize the target without its head",
+            )
+        own = params.to_checkpoint()
+        kept = ("dtype", "logits_dtype", "mapping")
+        own[EagleParams.NET] = {
+            "architecture": "LlamaForCausalLM",
+            **{key: config[key] for key in kept if key in config},
+            "position_embedding_type": "rope_gpt_neox",
+            "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+            "use_parallel_embedding": config.get("use_parallel_embedding", False),
+            "embedding_sharding_dim": config.get("embedding_sharding_dim", 0),
+            **own[EagleParams.NET],
+        }
+        combined |= own
+        combined["architecture"] = own_name if params.eagle3 or pair is None else pair[1]
+        combined["base_architecture"] = target
+        return exclude_modules(combined, ["eagle_nets.*"], is_head_quantized=is_head_quantized)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.files.tensor_file import TensorInfo
 from specdec.methods.medusa import METHOD, MedusaConvert, MedusaParams
@@ -18,18 +18,12 @@ from specdec.options import as_options
 from ..config import PLAIN_DEFAULTS, PLAIN_QUANTIZATION, drop_default_keys
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take_naming
-
-if TYPE_CHECKING:
-    from ..settings import ConvertSettings
-
+from .base import Config, DrafterConverter, check_sizes, exclude_modules, take_naming
 
 # Before `H.L.linear.weight`, `H.L.linear.bias` and the head's `H.N.weight` stand: nothing in the
 # heads that FasterDecoding publishes alone, a name where trainers save the target with its heads
 # (ModelOpt; Medusa 1.0 and 2).
 PREFIXES = ("", "medusa_heads.", "medusa_head.")
-IN_TARGET = tuple(f"{prefix}*" for prefix in PREFIXES if prefix)
-share_tensors = share_nothing
 _OWN = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
 
 # What config.json calls the numbers, at its top level or in ModelOpt's `medusa` object.
@@ -40,49 +34,6 @@ NUM_LAYERS = ("medusa_num_layers", "num_medusa_layers")
 MODEL_TYPES_1X = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
 }  # fmt: skip
-
-
-def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> MedusaParams:
-    """Read the heads' config.json; raise SpecDecError where flags, tensors or target disagree."""
-    options = as_options(settings, MedusaConvert)
-    reader = ConfigReader(folder.config, folder.path)
-    said_heads = _read_number(reader, NUM_HEADS, minimum=1)
-    said_layers = _read_number(reader, NUM_LAYERS, minimum=0)
-    reader.finish()
-    num_layers = options.num_medusa_layers if said_layers is None else said_layers
-    if num_layers is None:
-        reader.refuse(
-            f"config.json names no {' or '.join(NUM_LAYERS)}",
-            "give --num-medusa-layers, the residual layers of each head",
-        )
-    elif options.num_medusa_layers not in (None, num_layers):
-        reader.refuse(
-            f"--num-medusa-layers is {options.num_medusa_layers}, the heads have {num_layers}",
-            "leave the flag out",
-        )
-    reader.finish()
-    assert num_layers is not None
-    prefix = find_prefix(folder)
-    num_held = list_heads(folder)[-1] + 1
-    num_heads = options.num_medusa_heads or said_heads or num_held
-    if options.num_medusa_heads is not None and num_heads > num_held:
-        reader.refuse(
-            f"--num-medusa-heads is {num_heads}, the folder holds {num_held}",
-            f"give {num_held} or less",
-        )
-    elif options.num_medusa_heads is None and said_heads is not None and said_heads < num_held:
-        reader.refuse(
-            f"config.json says {said_heads} Medusa heads, the folder holds {num_held}",
-            f"give --num-medusa-heads, at most {num_held}: config.json may be out of date",
-        )
-    _check_sizes(reader, folder.tensors.get(f"{prefix}0.{num_layers}.weight"), model)
-    reader.finish()
-    check_num_layers(num_heads * max(1, num_layers), folder)
-    return MedusaParams(
-        num_heads=num_heads,
-        num_layers=num_layers,
-        max_draft_len=options.max_medusa_token_len or 63,
-    )
 
 
 def _read_number(reader: ConfigReader, names: Sequence[str], *, minimum: int) -> int | None:
@@ -122,50 +73,6 @@ def list_heads(folder: HfFolder) -> list[int]:
     return sorted({int(match.group(2)) for name in folder.tensors if (match := _OWN.match(name))})
 
 
-def find_sources(
-    folder: HfFolder, params: MedusaParams, canonical: Sequence[str]
-) -> dict[str, tuple[Part, ...]]:
-    """Map canonical tensor names to the folder's."""
-    prefix = find_prefix(folder)
-    sources: dict[str, tuple[Part, ...]] = {}
-    for name in canonical:
-        head, _, rest = name.removeprefix("medusa_heads.").partition(".")
-        rest = rest.removeprefix("medusa_layers.")
-        if rest == "lm_head.weight":
-            rest = f"{params.num_layers}.weight"
-        sources[name] = (Part(f"{prefix}{head}.{rest}"),)
-    return sources
-
-
-def list_ignored(folder: HfFolder, params: MedusaParams) -> list[str]:
-    """Heads beyond those asked for, and the target in a folder that holds both."""
-    prefix = find_prefix(folder)
-    ignored = [f"{prefix}{head}.*" for head in list_heads(folder) if head >= params.num_heads]
-    if prefix:
-        ignored += ["model.*", "lm_head.*"]
-    return ignored
-
-
-def add_to_config(
-    config: Mapping[str, Any], params: MedusaParams, version: str, *, is_head_quantized: bool
-) -> dict[str, Any]:
-    """Return a target's config.json with the heads added.
-
-    As NVIDIA's converters write it, the keys of a plain checkpoint that say nothing left out.
-    """
-    target = config["architecture"]
-    pair = choose_pair(METHOD.name, METHOD.title, target, version)
-    if pair is None:
-        (architecture,) = METHOD.own_architectures
-        combined = dict(config) | {"base_architecture": target}
-    else:
-        architecture, combined = pair[1], _drop_defaults(config)
-        if version != "0.14":
-            combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
-    combined |= {"architecture": architecture, **params.to_checkpoint()}
-    return exclude_modules(combined, list_modules(params), is_head_quantized=is_head_quantized)
-
-
 def _drop_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what every loader takes for granted."""
     tp_size = (config.get("mapping") or {}).get("tp_size", 1)
@@ -193,3 +100,84 @@ def list_modules(params: MedusaParams) -> list[str]:
         layers = [f"medusa_layers.{layer}.linear" for layer in range(params.num_layers)]
         modules += [f"medusa_heads.{head}.{module}" for module in (*layers, "lm_head")]
     return modules
+
+
+class Converter(DrafterConverter):
+    """A folder of heads, alone or with their target."""
+
+    METHOD = METHOD
+    IN_TARGET = tuple(f"{prefix}*" for prefix in PREFIXES if prefix)
+    params: MedusaParams
+
+    def read_params(self) -> MedusaParams:
+        folder, options = self.folder, as_options(self.settings, MedusaConvert)
+        reader = ConfigReader(folder.config, folder.path)
+        said_heads = _read_number(reader, NUM_HEADS, minimum=1)
+        said_layers = _read_number(reader, NUM_LAYERS, minimum=0)
+        reader.finish()
+        num_layers = options.num_medusa_layers if said_layers is None else said_layers
+        if num_layers is None:
+            reader.refuse(
+                f"config.json names no {' or '.join(NUM_LAYERS)}",
+                "give --num-medusa-layers, the residual layers of each head",
+            )
+        elif options.num_medusa_layers not in (None, num_layers):
+            reader.refuse(
+                f"--num-medusa-layers is {options.num_medusa_layers}, the heads have {num_layers}",
+                "leave the flag out",
+            )
+        reader.finish()
+        assert num_layers is not None
+        prefix = find_prefix(folder)
+        num_held = list_heads(folder)[-1] + 1
+        num_heads = options.num_medusa_heads or said_heads or num_held
+        if options.num_medusa_heads is not None and num_heads > num_held:
+            reader.refuse(
+                f"--num-medusa-heads is {num_heads}, the folder holds {num_held}",
+                f"give {num_held} or less",
+            )
+        elif options.num_medusa_heads is None and said_heads is not None and said_heads < num_held:
+            reader.refuse(
+                f"config.json says {said_heads} Medusa heads, the folder holds {num_held}",
+                f"give --num-medusa-heads, at most {num_held}: config.json may be out of date",
+            )
+        _check_sizes(reader, folder.tensors.get(f"{prefix}0.{num_layers}.weight"), self.model)
+        reader.finish()
+        check_num_layers(num_heads * max(1, num_layers), folder)
+        return MedusaParams(
+            num_heads=num_heads,
+            num_layers=num_layers,
+            max_draft_len=options.max_medusa_token_len or 63,
+        )
+
+    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+        prefix = find_prefix(self.folder)
+        sources: dict[str, tuple[Part, ...]] = {}
+        for name in canonical:
+            head, _, rest = name.removeprefix("medusa_heads.").partition(".")
+            rest = rest.removeprefix("medusa_layers.")
+            if rest == "lm_head.weight":
+                rest = f"{self.params.num_layers}.weight"
+            sources[name] = (Part(f"{prefix}{head}.{rest}"),)
+        return sources
+
+    def list_ignored(self) -> list[str]:
+        """Heads beyond those asked for, and the target in a folder that holds both."""
+        prefix, heads = find_prefix(self.folder), list_heads(self.folder)
+        ignored = [f"{prefix}{head}.*" for head in heads if head >= self.params.num_heads]
+        return [*ignored, "model.*", "lm_head.*"] if prefix else ignored
+
+    def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
+        """As NVIDIA's converters write it: a plain checkpoint's keys that say nothing left out."""
+        target = config["architecture"]
+        pair = self.choose_pair(target)
+        if pair is None:
+            (architecture,) = METHOD.own_architectures
+            combined = dict(config) | {"base_architecture": target}
+        else:
+            architecture, combined = pair[1], _drop_defaults(config)
+            if self.settings.trtllm_version != "0.14":
+                combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
+        combined |= {"architecture": architecture, **self.params.to_checkpoint()}
+        modules = list_modules(self.params)
+        return exclude_modules(combined, modules, is_head_quantized=is_head_quantized)

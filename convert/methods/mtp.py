@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,14 +22,9 @@ from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
 from ..plan import Computed, Part
 from ..wrappers import unwrap
-from .base import find_net_sources, list_held, name_own_architecture, share_net
-
-if TYPE_CHECKING:
-    from ..settings import ConvertSettings
+from .base import NetConverter, list_held
 
 logger = logs.get_logger(__name__)
-
-IN_TARGET: tuple[str, ...] = ()  # what is left out of a target is told by `list_head`
 
 _LAYER, _GLM = (re.compile(rf"model\.layers\.(\d+)\.{rest}") for rest in ("", "eh_proj"))
 # `prepare_head` gives every head Qwen's names, and notes whether its `fc` was MiMo's.
@@ -118,48 +111,38 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
     return folder.substitute(Computed(folder, {FC: folder.tensors[FC]}, swap), [FC])
 
 
-def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> MtpParams:
-    """Return the head's parameters; raise SpecDecError for a target that has no such layers."""
-    own = model.arithmetic
-    if own.norm != "rms" or own.positions != "rotary" or own.is_parallel or own.is_post_norm:
-        raise SpecDecError(
-            f"{model.architecture} has layer norms, learned positions, or attention and MLP side by"
-            " side, and no head for multi-token prediction is known for it",
-            "use another method",
+class Converter(NetConverter):
+    """A head's folder; what is left out of a target is told by `list_head`."""
+
+    METHOD, NET, PREFIX = METHOD, MTP_NET, QWEN.prefix
+
+    def read_params(self) -> MtpParams:
+        own = self.model.arithmetic
+        if own.norm != "rms" or own.positions != "rotary" or own.is_parallel or own.is_post_norm:
+            raise SpecDecError(
+                f"{self.model.architecture} has layer norms, learned positions, or attention and"
+                " MLP side by side, and no head for multi-token prediction is known for it",
+                "use another method",
+            )
+        return MtpParams(
+            max_draft_len=as_options(self.settings, MtpConvert).mtp_max_draft_len or 8,
+            blanks_first=self.folder.config[IS_REVERSED],
         )
-    return MtpParams(
-        max_draft_len=as_options(settings, MtpConvert).mtp_max_draft_len or 8,
-        blanks_first=folder.config[IS_REVERSED],
-    )
 
+    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+        """The same; the names of the layer are its family's."""
+        folder = self.folder
+        extras = {name: QWEN.prefix + name for name in (HEAD, HEAD_BIAS)}
+        extras |= {f"drafter.{ours}.weight": f"{STEMS[ours]}weight" for ours in ("fc", *NORMS)}
+        family = dataclasses.replace(find_family(folder), prefixes=("model.", QWEN.prefix))
+        num_experts = count_experts(ConfigReader(folder.config, folder.path), 1)
+        sources = self.find_net_sources(family, canonical, extras, folder, num_experts)
+        (norm,) = sources[f"{MTP_NET}drafter.ln_f.weight"]
+        for name in NORMS:  # stored as the target's
+            own = f"{MTP_NET}drafter.{name}.weight"
+            sources[own] = (dataclasses.replace(*sources[own], added=norm.added),)
+        return sources
 
-def share_tensors(
-    folder: HfFolder, params: MtpParams, canonical: Sequence[str]
-) -> dict[str, str | None]:
-    """What the folder does not hold: the target's embedding and head."""
-    return share_net(folder, {name: name.removeprefix(MTP_NET) for name in canonical}, QWEN.prefix)
-
-
-def find_sources(
-    folder: HfFolder, params: MtpParams, canonical: Sequence[str]
-) -> dict[str, tuple[Part, ...]]:
-    """Map canonical tensor names to the folder's; those of the layer are its family's."""
-    names = {name: name.removeprefix(MTP_NET) for name in canonical}
-    extras = {name: QWEN.prefix + name for name in (HEAD, HEAD_BIAS)}
-    extras |= {f"drafter.{ours}.weight": f"{STEMS[ours]}weight" for ours in ("fc", *NORMS)}
-    family = dataclasses.replace(find_family(folder), prefixes=("model.", QWEN.prefix))
-    num_experts = count_experts(ConfigReader(folder.config, folder.path), 1)
-    sources = find_net_sources(family, names, extras, folder, num_experts)
-    (norm,) = sources[f"{MTP_NET}drafter.ln_f.weight"]
-    for name in NORMS:  # stored as the target's
-        (part,) = sources[f"{MTP_NET}drafter.{name}.weight"]
-        sources[f"{MTP_NET}drafter.{name}.weight"] = (dataclasses.replace(part, added=norm.added),)
-    return sources
-
-
-def list_ignored(folder: HfFolder, params: MtpParams) -> Sequence[str]:
-    """Rotary tables, which follow from the rest."""
-    return ROTARY_BUFFERS
-
-
-add_to_config = functools.partial(name_own_architecture, METHOD, MTP_NET)
+    def list_ignored(self) -> Sequence[str]:
+        """Rotary tables, which follow from the rest."""
+        return ROTARY_BUFFERS

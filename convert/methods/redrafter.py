@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.methods.redrafter import METHOD, ReDrafterConvert, ReDrafterParams
-from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.options import as_options
 
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder
 from ..plan import Part, check_num_layers
-from .base import check_sizes, choose_pair, exclude_modules, share_nothing, take_naming
-
-if TYPE_CHECKING:
-    from ..settings import ConvertSettings
-
-IN_TARGET: tuple[str, ...] = ()
-share_tensors = share_nothing
+from .base import Config, DrafterConverter, check_sizes, exclude_modules, take_naming
 
 # How the published trainers name the residual layers and the head, `HEADS.0.linear`, ...,
 # `HEADS.N`, and with which name of the input projection each goes together. The first is Apple's.
@@ -31,73 +23,6 @@ NAMINGS: dict[str, tuple[str, ...]] = {
 }
 # Fields in which a trainer records how many tokens the drafter learned to predict.
 TRAINED_LENGTH_FIELDS = ("predict_n_tokens", "num_draft_tokens")
-
-
-def read_params(folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> ReDrafterParams:
-    """Read the drafter's config.json; raise SpecDecError where it does not suit the target."""
-    options = as_options(settings, ReDrafterConvert)
-    reader = ConfigReader(folder.config, folder.path)
-    params = ReDrafterParams(
-        num_layers=reader.get_int("num_draft_layers", minimum=0),
-        hidden_size=reader.get_int("hidden_size"),
-        exit_dim=reader.get_int("exit_dim"),
-        is_rnn=reader.get_bool("rnn"),
-        num_beams=options.redrafter_num_beams or 5,
-        draft_len_per_beam=options.redrafter_draft_len_per_beam or 5,
-        greedy_search=not options.redrafter_no_greedy_search,
-    )
-    vocab_size = reader.get_int("vocab_size", model.vocab_size)
-    trained_lengths = {
-        name: reader.get_int(name)
-        for name in TRAINED_LENGTH_FIELDS
-        if reader.config.get(name) is not None
-    }
-    reader.finish()
-    sizes = {"hidden_size": params.hidden_size, "vocab_size": vocab_size}
-    check_sizes(reader, "the drafter's", sizes, model)
-    for name, trained in trained_lengths.items():
-        if params.draft_len_per_beam > trained:
-            reader.refuse(
-                f"draft_len_per_beam is {params.draft_len_per_beam}, but the drafter was trained"
-                f" to predict {trained} tokens ({name})",
-                f"give --redrafter-draft-len-per-beam {trained} or less",
-            )
-    reader.finish()
-    check_num_layers(params.num_layers, folder)
-    return params
-
-
-def find_sources(
-    folder: HfFolder, params: ReDrafterParams, canonical: Sequence[str]
-) -> dict[str, tuple[Part, ...]]:
-    """Map canonical tensor names to the folder's; more than one naming in it is an error."""
-    check_disagreements(folder, params)
-    heads = _find_root(folder, tuple(NAMINGS), "layers and head")
-    inputs = NAMINGS[heads]
-    foreign = {name for names in NAMINGS.values() for name in names} - set(inputs)
-    mixed = [name for name in folder.tensors if name.split(".")[0] in foreign]
-    if mixed:
-        raise SpecDecError(
-            f"{folder.path} mixes two namings: {heads}.* and {join_names(mixed)}",
-            f"name the input projection {' or '.join(inputs)}, or remove what is not the drafter's",
-        )
-    input_proj = inputs[0]
-    if params.has_input_proj and len(inputs) > 1:
-        input_proj = _find_root(folder, inputs, "input projection")
-    roots = {"input_proj": input_proj, "layers": heads, "rnn_u": "rnn_u", "rnn_w": "rnn_w"}
-    sources: dict[str, tuple[Part, ...]] = {}
-    for name in canonical:
-        root, _, rest = name.removeprefix("drafter.").partition(".")
-        if root == "lm_head":
-            sources[name] = (Part(f"{heads}.{params.num_layers}.{rest}"),)
-        else:
-            sources[name] = (Part(f"{roots[root]}.{rest}"),)
-    return sources
-
-
-def list_ignored(folder: HfFolder, params: ReDrafterParams) -> tuple[str, ...]:
-    """Nothing: every tensor of a drafter counts."""
-    return ()
 
 
 def _find_root(folder: HfFolder, known: Sequence[str], what: str) -> str:
@@ -128,26 +53,6 @@ def check_disagreements(folder: HfFolder, params: ReDrafterParams) -> None:
     problems.raise_all()
 
 
-def add_to_config(
-    config: Mapping[str, Any], params: ReDrafterParams, version: str, *, is_head_quantized: bool
-) -> dict[str, Any]:
-    """Return a target's config.json with the drafter added."""
-    target = config["architecture"]
-    pair = choose_pair(METHOD.name, METHOD.title, target, version)
-    base, architecture = pair or (target, *METHOD.own_architectures)
-    combined = dict(config)
-    if version == "0.14":  # whose ReDrafter config knows no more than these by default
-        combined = drop_default_keys(combined, PLAIN_DEFAULTS)
-    combined |= {
-        "architecture": architecture,
-        "base_model_architecture": base,
-        **params.to_checkpoint(),
-    }
-    quantization = combined.get("quantization") or {}
-    modules = list_modules(params, is_quantized=quantization.get("quant_algo") is not None)
-    return exclude_modules(combined, modules, is_head_quantized=is_head_quantized)
-
-
 def list_modules(params: ReDrafterParams, *, is_quantized: bool) -> list[str]:
     """The drafter's modules in a list of excluded ones.
 
@@ -161,3 +66,88 @@ def list_modules(params: ReDrafterParams, *, is_quantized: bool) -> list[str]:
     if is_quantized and params.has_input_proj:
         modules.append("drafter.input_proj")
     return modules
+
+
+class Converter(DrafterConverter):
+    """A drafter's folder, of which every tensor counts."""
+
+    METHOD = METHOD
+    params: ReDrafterParams
+
+    def read_params(self) -> ReDrafterParams:
+        folder, model = self.folder, self.model
+        options = as_options(self.settings, ReDrafterConvert)
+        reader = ConfigReader(folder.config, folder.path)
+        params = ReDrafterParams(
+            num_layers=reader.get_int("num_draft_layers", minimum=0),
+            hidden_size=reader.get_int("hidden_size"),
+            exit_dim=reader.get_int("exit_dim"),
+            is_rnn=reader.get_bool("rnn"),
+            num_beams=options.redrafter_num_beams or 5,
+            draft_len_per_beam=options.redrafter_draft_len_per_beam or 5,
+            greedy_search=not options.redrafter_no_greedy_search,
+        )
+        vocab_size = reader.get_int("vocab_size", model.vocab_size)
+        trained_lengths = {
+            name: reader.get_int(name)
+            for name in TRAINED_LENGTH_FIELDS
+            if reader.config.get(name) is not None
+        }
+        reader.finish()
+        sizes = {"hidden_size": params.hidden_size, "vocab_size": vocab_size}
+        check_sizes(reader, "the drafter's", sizes, model)
+        for name, trained in trained_lengths.items():
+            if params.draft_len_per_beam > trained:
+                reader.refuse(
+                    f"draft_len_per_beam is {params.draft_len_per_beam}, but the drafter was"
+                    f" trained to predict {trained} tokens ({name})",
+                    f"give --redrafter-draft-len-per-beam {trained} or less",
+                )
+        reader.finish()
+        check_num_layers(params.num_layers, folder)
+        return params
+
+    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+        """The same; more than one naming in the folder is an error."""
+        folder, params = self.folder, self.params
+        check_disagreements(folder, params)
+        heads = _find_root(folder, tuple(NAMINGS), "layers and head")
+        inputs = NAMINGS[heads]
+        foreign = {name for names in NAMINGS.values() for name in names} - set(inputs)
+        mixed = [name for name in folder.tensors if name.split(".")[0] in foreign]
+        if mixed:
+            raise SpecDecError(
+                f"{folder.path} mixes two namings: {heads}.* and {join_names(mixed)}",
+                f"name the input projection {' or '.join(inputs)}, or remove what is not the"
+                " drafter's",
+            )
+        input_proj = inputs[0]
+        if params.has_input_proj and len(inputs) > 1:
+            input_proj = _find_root(folder, inputs, "input projection")
+        roots = {"input_proj": input_proj, "layers": heads, "rnn_u": "rnn_u", "rnn_w": "rnn_w"}
+        sources: dict[str, tuple[Part, ...]] = {}
+        for name in canonical:
+            root, _, rest = name.removeprefix("drafter.").partition(".")
+            if root == "lm_head":
+                sources[name] = (Part(f"{heads}.{params.num_layers}.{rest}"),)
+            else:
+                sources[name] = (Part(f"{roots[root]}.{rest}"),)
+        return sources
+
+    def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
+        target = config["architecture"]
+        pair = self.choose_pair(target)
+        base, architecture = pair or (target, *METHOD.own_architectures)
+        combined = dict(config)
+        if (
+            self.settings.trtllm_version == "0.14"
+        ):  # whose ReDrafter config knows no more than these by default
+            combined = drop_default_keys(combined, PLAIN_DEFAULTS)
+        combined |= {
+            "architecture": architecture,
+            "base_model_architecture": base,
+            **self.params.to_checkpoint(),
+        }
+        quantization = combined.get("quantization") or {}
+        modules = list_modules(self.params, is_quantized=quantization.get("quant_algo") is not None)
+        return exclude_modules(combined, modules, is_head_quantized=is_head_quantized)
