@@ -58,16 +58,18 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
 
 
 def _load_tokenizer(name: str, **options: Any) -> Any:
-    """Load by AutoTokenizer, or before transformers 5 without it where its choice is known.
+    """Load by AutoTokenizer, or without it where its choice is known.
 
-    To import it takes longer than to load an engine. It also knows nothing of what version 5
-    saves, whose tokenizer.json says all that a class of version 4 would do.
+    To import it takes longer than to load an engine. Before transformers 5 it also knows nothing of
+    what version 5 saves, whose tokenizer.json says all that a class of version 4 would do.
     """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # of another class's name, or another format
-    is_old = transformers.__version__.startswith("4.")
-    config = _read_tokenizer_config(name, options) if is_old else {}
+    if not transformers.__version__.startswith("4."):
+        kind = "PreTrainedTokenizerFast" if _is_plain(Path(name)) else "AutoTokenizer"
+        return getattr(transformers, kind).from_pretrained(name, **options)
+    config = _read_tokenizer_config(name, options)
     if "auto_map" in config or not config:
         return transformers.AutoTokenizer.from_pretrained(name, **options)
     named, special = config.get("tokenizer_class"), config.get("extra_special_tokens")
@@ -89,6 +91,23 @@ def _load_tokenizer(name: str, **options: Any) -> Any:
             f" transformers 5 has saved: {summarize(error)}",
             NEWER,
         ) from None
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether AutoTokenizer of transformers 5 lets a folder's tokenizer.json say everything.
+
+    For some types of models it takes a class of its own, whatever the folder names; for Llama it
+    does not.
+    """
+    try:
+        own, model = (read_json(folder / f"{file}config.json") for file in ("tokenizer_", ""))
+    except (OSError, SpecDecError):
+        return False  # whoever loads it says what is wrong
+    return (
+        own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        and model.get("model_type") == "llama"
+        and "auto_map" not in own.keys() | model.keys()
+    )
 
 
 def _read_tokenizer_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
