@@ -13,6 +13,8 @@ from specdec.files.staging import stage_folder
 
 from .engine import PARTS
 
+MAX_ROWS = 25  # of a table of settings; those that should be fastest come first
+
 logger = logs.get_logger(__name__)
 
 
@@ -37,10 +39,12 @@ def format_spread(values: dict[str, float], digits: int = 2) -> str:
     )
 
 
-def format_machine(report: dict[str, Any]) -> list[str]:
-    """What ran where."""
-    others = report["processors_used_by_others"]
+def format_head(report: dict[str, Any], source: str = "engine_dir") -> list[str]:
+    """What ran where. source: the key of what was measured."""
+    others, quantization = report["processors_used_by_others"], report.get("quantization")
+    weights = f" with {quantization} weights" if quantization else ""
     return [
+        f"{report[source]}: {report['method']} in {report['dtype']}{weights} on {report['device']}",
         f"{report['processor']}, {count(report['usable_cores'], 'core')},"
         f" {count(report['threads'], 'thread')}, {report.get('gpu', 'no GPU')},"
         f" torch {report['torch']}, {report['date']}",
@@ -51,12 +55,8 @@ def format_machine(report: dict[str, Any]) -> list[str]:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return a report of specdec-bench as lines of text."""
-    quantization = report["quantization"]
-    weights = "" if quantization is None else f" with {quantization} weights"
     lines = [
-        f"{report['engine_dir']}: {report['method']} in {report['dtype']}{weights} on"
-        f" {report['device']}",
-        *format_machine(report),
+        *format_head(report),
         f"{report['num_prompts']} prompts, up to {report['max_output_len']} tokens, medians of"
         f" {report['repeat']} rounds (lowest-highest)",
         "",
@@ -108,6 +108,75 @@ def format_batch(batch: dict[str, Any]) -> list[str]:
             ],
         )
     return lines
+
+
+def format_tuning(report: dict[str, Any]) -> str:
+    """The table: the settings that were measured against plain decoding, then those that fell."""
+    lines = format_head(report, "checkpoint_dir")
+    head = [
+        "setting", "tokens per step", "verified", "draft ms", "last round", "ratio there",
+        "tokens/s", "times plain",
+    ]  # fmt: skip
+    for batch in report["batches"]:
+        rows = [
+            ["plain", "1.00", "1.0", "0.000", "-", "-",
+             format_spread(batch["plain"]["tokens_per_second"], 1), "1.00"],
+        ]  # fmt: skip
+        for row in batch["settings"][:MAX_ROWS]:
+            found = row["measured"]
+            rows.append(
+                [
+                    row["name"],
+                    f"{row['acceptance_length']:.2f}",
+                    f"{row['tokens_per_step']:.1f}",
+                    f"{row['draft_ms']:.3f}",
+                    "-" if row["round"] is None else str(row["round"]),
+                    "-" if row["trial_ratio"] is None else f"{row['trial_ratio']:.2f}",
+                    "-" if found is None else format_spread(found["tokens_per_second"], 1),
+                    "-" if found is None else format_spread(found["ratio"]),
+                ]
+            )
+        rest = len(batch["settings"]) - MAX_ROWS
+        lines += [
+            "",
+            f"batch size {batch['batch_size']}",
+            *format_table(head, rows),
+            *([f"{rest} more fell in earlier rounds; --json lists them"] if rest > 0 else []),
+            f"best: {batch['best']}" + (", doubtful" if report["warnings"] else ""),
+        ]
+    lines += ["", *report["commands"], *(f"note: {note}" for note in report["notes"])]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)
+
+
+def format_diagnosis(report: dict[str, Any]) -> str:
+    """Causes by batch size, each with its evidence and remedy."""
+    lines = format_head(report)
+    if experts := report["experts"]:
+        lines.append(
+            f"a mixture: one token reads {experts['per_token']} of a layer's {experts['per_layer']}"
+            f" experts, a verify step of {experts['tokens_per_step']:.1f} tokens"
+            f" {experts['per_step']:.1f} (batch size {experts['batch_size']})"
+        )
+    for batch in report["batches"]:
+        lines += [
+            "",
+            f"batch size {batch['batch_size']}: {format_spread(batch['ratio'])} times plain"
+            f" decoding; {batch['acceptance_length']:.2f} tokens a step, break-even at"
+            f" {batch['break_even']:.2f}",
+        ]
+        for number, cause in enumerate(batch["causes"], 1):
+            gain = f", {cause['gain']:.2f} times as fast without" if cause["gain"] else ""
+            note = ", certain" if cause["is_certain"] else "" if cause["gain"] else ", perhaps"
+            lines += [
+                f"{number}. {cause['name']}{gain}{note}",
+                f"   {cause['evidence']}",
+                f"   -> {cause['remedy']}",
+            ]
+        if not batch["causes"]:
+            lines.append("no single cause costs 5 % or more")
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)
 
 
 def write_report(report: dict[str, Any], folder: Path, *, force: bool) -> None:

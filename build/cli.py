@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .settings import BuildSettings
 
@@ -17,14 +14,10 @@ def command(settings: BuildSettings) -> None:
     """Turn a checkpoint folder into an engine folder."""
     from .pipeline import build_engine
 
-    report = build_engine(settings)
-    if settings.json:
-        click.echo(json.dumps(report))
-    elif settings.dry_run:
-        click.echo("\n".join(format_plan(report)))
+    show_report(build_engine(settings), settings, format_plan if settings.dry_run else None)
 
 
-def format_plan(report: dict[str, Any]) -> list[str]:
+def format_plan(report: dict[str, Any]) -> str:
     """Return a plan as lines of text; commands as one types them."""
     lines = []
     for key, value in report.items():
@@ -32,4 +25,4 @@ def format_plan(report: dict[str, Any]) -> list[str]:
             lines += [f"command: {command['shell']}" for command in value]
         elif key != "notes":  # the log has them
             lines.append(f"{key}: {value}")
-    return lines
+    return "\n".join(lines)

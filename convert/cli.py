@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .settings import ConvertSettings
 
@@ -16,8 +12,4 @@ def command(settings: ConvertSettings) -> None:
     """Turn a Hugging Face model, and its drafter, into a checkpoint folder."""
     from .pipeline import convert_model, format_report
 
-    report = convert_model(settings)
-    if settings.json:
-        click.echo(json.dumps(report))
-    elif settings.dry_run:
-        click.echo(format_report(report))
+    show_report(convert_model(settings), settings, format_report if settings.dry_run else None)

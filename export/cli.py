@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .settings import ExportSettings, check_settings
 
@@ -17,5 +13,4 @@ def command(settings: ExportSettings) -> None:
     check_settings(settings)
     from .pipeline import export_model
 
-    report = export_model(settings)
-    click.echo(json.dumps(report) if settings.json else report["command"])
+    show_report(export_model(settings), settings, lambda report: str(report["command"]))

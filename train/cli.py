@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import click
-
-from specdec.command.stages import stage_command
+from specdec.command.stages import show_report, stage_command
 
 from .data.settings import DataSettings
 from .settings import TrainSettings
@@ -17,9 +13,8 @@ def command(settings: TrainSettings) -> None:
     """Train a drafter for a target, which stays as it is."""
     from .pipeline import train_drafter
 
-    report = train_drafter(settings)
-    if settings.json and report is not None:
-        click.echo(json.dumps(report))
+    if (report := train_drafter(settings)) is not None:
+        show_report(report, settings)
 
 
 @stage_command("train data", DataSettings, section="data")
@@ -27,9 +22,7 @@ def data_command(settings: DataSettings) -> None:
     """Make training data: let the target itself answer conversations or continue prompts."""
     from .data.pipeline import regenerate_data
 
-    report = regenerate_data(settings)
-    if settings.json:
-        click.echo(json.dumps(report))
+    show_report(regenerate_data(settings), settings)
 
 
 command.subcommands = {"data": data_command}

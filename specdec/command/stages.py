@@ -188,11 +188,17 @@ def stage_command(
 
 
 def show_report(
-    report: dict[str, Any], settings: Any, format_report: Callable[[dict[str, Any]], str],
-    error: SpecDecError | None = None,
+    report: dict[str, Any], settings: Any,
+    format_report: Callable[[dict[str, Any]], str] | None = None, error: SpecDecError | None = None,
 ) -> None:  # fmt: skip
-    """Print a report, as JSON where that is asked for; then raise the error that it comes to."""
-    click.echo(json.dumps(report) if settings.json else format_report(report))
+    """Print a report, as JSON where that is asked for; then raise the error that it comes to.
+
+    format_report: None where the log has told people all.
+    """
+    if settings.json:
+        click.echo(json.dumps(report))
+    elif format_report is not None:
+        click.echo(format_report(report))
     if error is not None:
         raise error
 
@@ -404,8 +410,14 @@ STAGES = {
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
     "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
     "bench": ("specdec.bench.cli", "speed and acceptance, speculation on and off"),
-    "tune": ("specdec.bench.tune_cli", "checkpoint and prompts -> the fastest setting here"),
-    "diagnose": ("specdec.bench.diagnose_cli", "engine and prompts -> why it is not faster"),
+    "tune": (
+        "specdec.bench.cli:tune",
+        "checkpoint and prompts -> the fastest setting here",
+    ),
+    "diagnose": (
+        "specdec.bench.cli:diagnose",
+        "engine and prompts -> why it is not faster",
+    ),
     "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),
     "audit": ("specdec.audit.cli", "a running server -> is it lossless, does it speculate"),
     "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),
@@ -416,7 +428,8 @@ def load_command(name: str) -> StageCommand:
     """Import a stage's command; nothing of it is imported before it is called."""
     import importlib
 
-    command: StageCommand = importlib.import_module(STAGES[name][0]).command
+    module, _, attribute = STAGES[name][0].partition(":")
+    command: StageCommand = getattr(importlib.import_module(module), attribute or "command")
     return command
 
 

@@ -22,9 +22,9 @@ from specdec.bench.causes import (
     rank_causes,
 )
 from specdec.bench.diagnose import diagnose, find_largest, observe_run
-from specdec.bench.diagnose_cli import format_report
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
+from specdec.bench.report import format_diagnosis
 from specdec.bench.settings import DiagnoseSettings
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import sum_stats
@@ -171,7 +171,7 @@ def test_an_engine_that_is_not_faster(engine: Path, folder: Path, tmp_path: Path
         assert batch["acceptance_length"] < 1.5
         assert batch["step_ms_by_tokens"].keys() == {1, 2, 4, 7}
     assert report["experts"] is None
-    text = format_report(report)
+    text = format_diagnosis(report)
     assert "1. the tokenizer is another model's, certain" in text
     assert "times as fast without" in text
     assert json.dumps(report)
@@ -208,7 +208,8 @@ def test_experts_of_a_mixture(tmp_path: Path) -> None:
     tokens, touched = experts["tokens_per_step"], experts["per_step"]
     assert 1 < tokens <= 4
     assert 2 < touched <= min(4, 2 * tokens)
-    assert f"reads 2 of a layer's 4 experts, a verify step of {tokens:.1f}" in format_report(report)
+    told = format_diagnosis(report)
+    assert f"reads 2 of a layer's 4 experts, a verify step of {tokens:.1f}" in told
     decoder = TorchEngine(engine, device="cpu").decoder
     counts = count_experts(decoder, [1, 4], past_len=3)
     assert counts[1] == 2 < counts[4] <= 4

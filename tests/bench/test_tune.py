@@ -20,10 +20,10 @@ from specdec.bench.methods import medusa as medusa_tuning
 from specdec.bench.methods.base import Candidate
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.recipe import describe_best, to_flags, write_recipe
+from specdec.bench.report import MAX_ROWS, format_tuning
 from specdec.bench.settings import TuneSettings
 from specdec.bench.steps import list_sizes, take_turns, time_steps
 from specdec.bench.tune import describe_doubts, tune
-from specdec.bench.tune_cli import MAX_ROWS, format_report
 from specdec.build.settings import BuildSettings
 from specdec.command.settings import resolve_settings
 from specdec.convert.settings import ConvertSettings
@@ -264,7 +264,7 @@ def test_a_table_of_eagle_trees_and_their_recipes(eagle1: Path) -> None:
     assert counts[0] > 4
     assert counts[1:] == [-(-counts[0] // 2), -(-counts[0] // 4)]
     assert min(row["draft_ms"] for row in rows) > 0
-    text = format_report(report)
+    text = format_tuning(report)
     assert (f"{len(rows) - MAX_ROWS} more fell" in text) == (len(rows) > MAX_ROWS)
     bench = load(eagle1 / "engine", eagle1, 6)
     candidates = eagle_tuning.list_candidates(bench, TuneSettings())
