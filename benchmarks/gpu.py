@@ -2,7 +2,7 @@
 """What the embedded engine reaches on a GPU, compared with transformers: one machine, one run.
 
     python benchmarks/gpu.py [--shapes 1b 7b] [--repeat 5] [--output-len 256]
-                             [--output-dir benchmarks/results]
+                             [--no-fused] [--output-dir benchmarks/results]
     python benchmarks/gpu.py --quick                 # toy sizes, any device: that the script works
 
 Random weights in bfloat16, the same for every way, one request at a time, no network, no files but
@@ -101,7 +101,9 @@ def make_model(shape: Shape) -> ModelConfig:
 class Bench:
     """One shape on a device: its weights, decoder, drafter and transformers' model of it."""
 
-    def __init__(self, shape: Shape, device: torch.device, recorder: CudaRecorder | None) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, recorder: CudaRecorder | None, fuses: bool
+    ) -> None:
         self.shape, self.device = shape, device
         self.model = make_model(shape)
         self.params = ReDrafterParams(
@@ -120,8 +122,9 @@ class Bench:
         names = list_engine_tensors(self.model, self.params)
         self.weights = {name: fill(size) for name, size in names.items()}
         self.decoder = Decoder(
-            self.model, self.weights, num_positions=2048, device=device, prepack=False
-        )
+            self.model, self.weights, num_positions=2048, device=device,
+            prepack=fuses and device.type == "cuda",
+        )  # fmt: skip
         self.graphs: Graphs | None = None
         if recorder is not None:
             self.graphs = Graphs(recorder)
@@ -349,12 +352,12 @@ def list_kernels(bench: Bench) -> dict[str, Any]:
 
 
 def measure_shape(
-    shape: Shape, device: torch.device, recorder: CudaRecorder | None, repeat: int, *, static: bool
+    shape: Shape, device: torch.device, recorder: CudaRecorder | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Everything of one shape."""
-    bench = Bench(shape, device, recorder)
+    bench, repeat = Bench(shape, device, recorder, not args.no_fused), args.repeat
     bandwidth = measure_bandwidth(device, 1 << (32 if device.type == "cuda" else 24))
-    plain = measure_plain(bench, repeat, static=static)
+    plain = measure_plain(bench, repeat, static=not args.no_static)
     num_bytes = bench.step_bytes + bench.cache_bytes
     verify = {}
     for name, is_used in (("graphs", True), ("eager", False)):
@@ -368,6 +371,7 @@ def measure_shape(
         }
     return {
         "shape": dataclasses.asdict(shape),
+        "fused": bench.decoder.is_fused,
         "read_gb_per_second": round(bandwidth / 1e9, 1),
         "step_gb": round(num_bytes / 1e9, 4),
         "share_of_limit": {
@@ -394,7 +398,7 @@ def measure(args: argparse.Namespace, recorder: CudaRecorder | None = None) -> d
     shapes = {
         label: measure_shape(
             dataclasses.replace(shape, output=args.output_len or shape.output),
-            device, recorder, args.repeat, static=not args.no_static,
+            device, recorder, args,
         )
         for label, shape in SHAPES.items()
         if label in (["toy"] if args.quick else args.shapes)
@@ -429,6 +433,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output-len", type=int, metavar="N", help="tokens of a text, if not the shape's"
     )
     parser.add_argument("--no-static", action="store_true", help="leave out what compiles")
+    parser.add_argument("--no-fused", action="store_true", help="layers by torch's operators")
     parser.add_argument("--output-dir", type=Path)
     return parser
 
@@ -439,7 +444,8 @@ def main(words: list[str] | None = None, recorder: CudaRecorder | None = None) -
     print(json.dumps(report, indent=2))
     if args.output_dir is not None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        name = f"gpu-{'-'.join(report['shapes'])}-{report['machine']['date']}.json"
+        parts = ["gpu", *report["shapes"], *["unfused"] * args.no_fused, report["machine"]["date"]]
+        name = f"{'-'.join(parts)}.json"
         write_json(args.output_dir / name, report)
     return report
 

@@ -34,6 +34,7 @@ PACKAGES = {
     "modelopt": ("nvidia-modelopt",),
     "mpi4py": ("mpi4py",),
     "gguf": ("gguf",),
+    "triton": ("triton", "pytorch-triton"),
 }
 
 

@@ -6,12 +6,15 @@ Legend: B rows in the step, T tokens per row, D hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from subprocess import SubprocessError
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import logs
 from specdec.engine.blocks import BlockMatrix
 from specdec.engine.delta_net import DeltaNet
 from specdec.engine.experts import ExpertLayer
@@ -29,11 +32,13 @@ from specdec.engine.rotary import RotaryTable, make_tables
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import SCALES
 from specdec.model.tensors import LINEAR_MODULE, ROUTER
+
+logger = logs.get_logger(__name__)
 
 # Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
 # pass takes the way of verify steps, to the last bit.
@@ -48,13 +53,15 @@ MAX_NATIVE_TOKENS = 256
 class Decoder:
     """A target of any family; weights come under the names of `list_engine_tensors`.
 
-    head: another decoder's, which this one has too; the weights' own if None.
+    head: another decoder's, which this one has too; the weights' own if None. prepack: lay weights
+    out for a CPU, and on a CUDA device run the layers by fused kernels, where either is possible.
 
     For a model that is split over ranks it is one rank's part. All ranks of the group make the same
     calls; hidden states are whole on every rank, logits on rank 0.
     """
 
     cache_class = KVCache
+    is_fused = False  # whether the layers run by the kernels of fused.py
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class Decoder:
         self.observed: Tensor | None = None
         self.dtype = TORCH_DTYPES[model.dtype]
         self.kernels = kernels
-        prepack = prepack and can_prepack(self.dtype, device)
+        lays_out, prepack = prepack, prepack and can_prepack(self.dtype, device)
         self.is_prepacked = prepack
         arithmetic = model.arithmetic
 
@@ -115,7 +122,9 @@ class Decoder:
             share=model.residual_multiplier,
             has_gates=arithmetic.gates_attention,
         )
-        self._torch = TorchLayers(self.stack)
+        fused = find_fused(device) if lays_out and device.type == "cuda" else None
+        self.is_fused = fused is not None
+        self._torch = (fused or TorchLayers)(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
         if head is not None:
             self.lm_head = head
@@ -285,6 +294,23 @@ class Decoder:
                 " scaling changes all keys there",
                 "ask for fewer tokens, or give a longer prompt",
             )
+
+
+@functools.cache
+def find_fused(device: torch.device) -> type[TorchLayers] | None:
+    """The layers by fused kernels; None, and a warning, where a CUDA device cannot run those."""
+    try:
+        from specdec.engine.fused import FusedLayers, gate
+
+        gate(torch.zeros(2, device=device), "silu")
+    # What Triton raises without a compiler of C, without its headers, without the driver's library.
+    except (ImportError, OSError, RuntimeError, AssertionError, SubprocessError) as error:
+        logger.warning(
+            "fused kernels: %s; torch's own operators run in their place, slower: install triton,"
+            " gcc and Python's headers", summarize(error),
+        )  # fmt: skip
+        return None
+    return FusedLayers
 
 
 def cut_head(

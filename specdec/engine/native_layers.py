@@ -72,14 +72,15 @@ class KernelLayers(TorchLayers):
         )  # fmt: skip
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        activation = self.stack.activation
         if layer.experts is not None and layer.experts.packed is not None:
             return self.kernels.mix_experts(h, layer.experts.packed)
-        if self.stack.is_gated and activation in GATES:
-            assert layer.up is not None
-            assert layer.down is not None
-            return layer.down(self.kernels.gate_mul(layer.up(h), activation))
         return super()._run_mlp(layer, h)
+
+    def _gate(self, inner: Tensor) -> Tensor:
+        activation = self.stack.activation
+        if activation not in GATES:
+            return super()._gate(inner)
+        return self.kernels.gate_mul(inner, activation)
 
 
 class NativeLayers:

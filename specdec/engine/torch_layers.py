@@ -132,16 +132,15 @@ class TorchLayers:
         first_input: what the first layer's attention reads instead of its normed input. is_normed:
         the result is normed, and x may be overwritten.
         """
-        found = self._replay(x, step, cache, observed_layers, first_input)
-        if found is None:
-            place = self._place(step, cache, x.device)
-            x, _, seen = self._compute(
-                x, step, cache, cache.blocks, place, observed_layers, first_input
-            )
-        else:
-            x, seen = found
-        norm = self.stack.final_norm
-        return (norm(x) if is_normed and norm is not None else x), seen
+        norm = self.stack.final_norm if is_normed else None
+        found = self._replay(x, step, cache, observed_layers, first_input, norm)
+        if found is not None:
+            return found
+        place = self._place(step, cache, x.device)
+        _, h, seen = self._compute(
+            x, step, cache, cache.blocks, place, observed_layers, first_input, norm
+        )
+        return h, seen
 
     def _place(self, step: Step, cache: KVCache, device: torch.device) -> _Placement:
         past = find_past(step, cache)
@@ -173,6 +172,7 @@ class TorchLayers:
         cache: KVCache,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
+        last_norm: Norm | None,
     ) -> Outcome | None:
         """`run` from a graph; None where there is none."""
         stack, graphs = self.stack, self.graphs
@@ -198,14 +198,14 @@ class TorchLayers:
                 end=size,
             )
             first = inputs[1] if len(inputs) > 1 else None
-            out, _, seen = self._compute(
-                inputs[0], step, cache, blocks, place, observed_layers, first
+            _, out, seen = self._compute(
+                inputs[0], step, cache, blocks, place, observed_layers, first, last_norm
             )
             return (out,) if seen is None else (out, seen)
 
         found = graphs.run(
             found_shape,
-            (observed_layers, None if first_input is None else first_input.shape[2:]),
+            (observed_layers, first_input is None or first_input.shape[2:], last_norm is None),
             (step, cache.past_lens[step.rows], find_lines(step, cache)),
             [x] if first_input is None else [x, first_input],
             compute,
@@ -223,7 +223,7 @@ class TorchLayers:
         place: Any,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
-        last_norm: Norm | None = None,
+        last_norm: Norm | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The layers on the device alone: the last output, the same normed, those observed.
 
@@ -289,6 +289,18 @@ class TorchLayers:
 
         product: [B, T, heads of queries, keys and values * H]. place: a `_Placement`.
         """
+        rows, how = place.rows, layer.attention
+        queries = self._write(layer, product, block, place)
+        first, mask = place.views[how.window]
+        keys, values = (part[:, :, first : place.end] for part in block)  # [R, N, S, H]
+        if place.is_prefix:
+            keys, values = keys[: len(rows)], values[: len(rows)]
+        else:
+            keys, values = keys[rows], values[rows]
+        return attend(queries, keys, values, mask, how.scale, how.cap)
+
+    def _write(self, layer: Layer, product: Tensor, block: Tensor, place: Any) -> Tensor:
+        """Write keys and values as `_attend` does; return the queries that attend, [B, T, N, H]."""
         stack, rows, slots = self.stack, place.rows, place.slots
         num_heads = stack.num_heads
         num_turned = num_heads + stack.num_kv_heads  # queries and keys
@@ -304,16 +316,9 @@ class TorchLayers:
                 place.angles[table] = cos, sin
             turned = rotate(turned, *place.angles[table])
         queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
-        keys, values = block[0], block[1]  # [R, N, S, H]
-        keys[rows[:, None], :, slots] = new_keys
-        values[rows[:, None], :, slots] = new_values
-        first, mask = place.views[how.window]
-        keys, values = keys[:, :, first : place.end], values[:, :, first : place.end]
-        if place.is_prefix:
-            keys, values = keys[: len(rows)], values[: len(rows)]
-        else:
-            keys, values = keys[rows], values[rows]
-        return attend(queries, keys, values, mask, how.scale, how.cap)
+        block[0][rows[:, None], :, slots] = new_keys
+        block[1][rows[:, None], :, slots] = new_values
+        return queries
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         if layer.experts is not None:
@@ -321,11 +326,14 @@ class TorchLayers:
         assert layer.up is not None
         assert layer.down is not None
         inner = layer.up(h)
-        activate = ACTIVATIONS[self.stack.activation]
         if self.stack.is_gated:
-            gate, up = inner.chunk(2, dim=-1)
-            return layer.down(activate(gate) * up)
-        return layer.down(activate(inner))
+            return layer.down(self._gate(inner))
+        return layer.down(ACTIVATIONS[self.stack.activation](inner))
+
+    def _gate(self, inner: Tensor) -> Tensor:
+        """Activate the first half of [..., 2 * n] and multiply it by the other."""
+        gate, up = inner.chunk(2, dim=-1)
+        return ACTIVATIONS[self.stack.activation](gate) * up
 
 
 def find_past(step: Step, cache: KVCache) -> IntArray:

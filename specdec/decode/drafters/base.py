@@ -249,7 +249,8 @@ def make_net(
     net = kind(
         params, context.weights, decoder.model,
         num_positions=decoder.num_positions + num_run + POSITION_BLOCK,
-        device=decoder.device, prepack=decoder.is_prepacked, kernels=decoder.kernels, head=head,
+        device=decoder.device, prepack=decoder.is_prepacked or decoder.is_fused,
+        kernels=decoder.kernels, head=head,
     )  # fmt: skip
     if (graphs := get_graphs(decoder)) is not None:
         net.decoder.graphs = StepGraphs(graphs)
