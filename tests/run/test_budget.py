@@ -45,6 +45,7 @@ def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
     assert np.allclose(calibration.estimate(sure), [1, 0.95, 0.35, 0.95])
     for step in range(200):
         calibration.record([sure], [[0, 1, 2, 3] if step % 2 else [0]])
+    calibration.learn()
     chances = calibration.estimate(sure)
     assert chances[1] == pytest.approx(0.5, abs=0.05)
     assert chances[2] > 0.9
@@ -59,6 +60,7 @@ def test_confidence_that_is_no_number_is_none() -> None:
     lost = Candidates(pack_beams(0, np.array([[1, 2, 3]])), None, confidence)
     assert np.allclose(calibration.estimate(lost), [1, 0.9, 0, 0])
     calibration.record([lost], [[0, 1, 2]])
+    calibration.learn()
     assert calibration.estimate(lost)[2] > 0.01
 
 

@@ -203,8 +203,8 @@ def test_reading_prompts_is_no_price_of_a_draft() -> None:
     assert pace.max_read is not None
     assert pace.max_read >= 1872
     step(pace, 2, 1.02, [2] * 4, 1.9, num_prefilled=1872)
-    assert pace.account.read == pytest.approx(2.028)
     assert pace.plan([100] * 4)
+    assert pace.account.read == pytest.approx(2.028)
     assert np.isinf(pace.price_level()), "what a draft costs is not known yet"
     step(pace, 2, 1.02, [2] * 4, 0.05)
     assert pace.plan([100] * 4)

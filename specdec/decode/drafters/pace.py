@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -55,8 +56,8 @@ READ_SHARE = 0.04  # of the same time, what drafters may take to read prompts
 # measured at a bad moment.
 DEEP_REFRESH = 64
 # Steps by one plan, so that planning costs next to no time: where it says no drafts, at least and
-# at most, and where it says drafts.
-REST_STEPS, MOST_REST, KEPT_STEPS = 8, 24, 4
+# at most, and where it says drafts. Steps at most until what they took is looked at.
+REST_STEPS, MOST_REST, KEPT_STEPS, MOST_NEW = 8, 24, 4, 32
 FEW_UNREAD = 64  # prompt tokens that cost a draft's pass next to nothing
 FIRST_PIECE = 2 * FEW_UNREAD  # prompt tokens by which a drafter's reading is timed
 PROMPT_UNIT = 16  # prompt tokens of a step are counted by so many
@@ -225,6 +226,7 @@ class Calibration:
         # and a loop: the few nodes of most steps would take longer by calls of numpy.
         self._right, self._seen = list[float](), list[float]()
         self._weight = 1.0  # of a token that is counted now; it grows, as older ones count less
+        self._new: list[tuple[Candidates, Sequence[int]]] = []  # drafts to learn from, their paths
 
     def estimate(self, *found: Candidates) -> list[float]:
         """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
@@ -245,10 +247,15 @@ class Calibration:
         return chances
 
     def record(self, found: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
-        """Take which nodes were accepted, root first; only children of these were looked at."""
-        places, right, seen = self._find_places(found)[0], self._right, self._seen
-        start = 0
-        for candidates, path in zip(found, paths, strict=True):
+        """Take which nodes were accepted, root first, to `learn` from them later."""
+        self._new += zip(found, paths, strict=True)
+
+    def learn(self) -> None:
+        """Count the nodes of the newest drafts; only children of accepted ones were looked at."""
+        new, self._new = self._new, []
+        places, start = self._find_places([candidates for candidates, _ in new])[0], 0
+        right, seen = self._right, self._seen
+        for candidates, path in new:
             if candidates.tree.num_nodes > 1:
                 self._weight /= KEEP
                 accepted = set(path)
@@ -271,18 +278,18 @@ class Calibration:
 
     def _find_places(self, found: Sequence[Candidates]) -> tuple[list[int], list[float]]:
         """Where the nodes of trees are counted, and the drafter's confidence in each."""
-        sure = np.concatenate([read_confidence(candidates) for candidates in found])
-        depths = np.concatenate([candidates.tree.depths for candidates in found])
-        buckets = np.minimum(sure * NUM_BUCKETS, NUM_BUCKETS - 1).astype(np.int64)
-        places = np.minimum(depths, MAX_DEPTH) * NUM_BUCKETS + buckets
-        sources = [candidates.source for candidates in found]
-        if (most := max(sources)) > 0:
-            places += NUM_PLACES * np.repeat(sources, [c.tree.num_nodes for c in found])
-        missing = (most + 1) * NUM_PLACES - len(self._seen)
+        places, sures = list[int](), list[float]()
+        for candidates in found:
+            sure, first = read_confidence(candidates).tolist(), NUM_PLACES * candidates.source
+            for depth, each in zip(candidates.tree.depths.tolist(), sure, strict=True):
+                bucket = min(int(each * NUM_BUCKETS), NUM_BUCKETS - 1)
+                places.append(first + min(depth, MAX_DEPTH) * NUM_BUCKETS + bucket)
+            sures += sure
+        missing = max(places, default=0) // NUM_PLACES * NUM_PLACES + NUM_PLACES - len(self._seen)
         if missing > 0:
             self._right += [0.0] * missing
             self._seen += [0.0] * missing
-        return places.tolist(), sure.tolist()
+        return places, sures
 
 
 def read_confidence(candidates: Candidates) -> Array:
@@ -435,17 +442,21 @@ class Pace:
         self._num_plain = self._since_plain = self._num_small = self._since_small = 0
         self._num_warm = 0  # plain steps behind the newest draft or prompt
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
-        self._seconds = np.zeros(1)  # of a step by nodes a row, by the newest plan
+        self._seconds = [0.0]  # of a step by nodes a row, by the newest plan
         self._rest, self.drafts_on = 0, False  # steps to come without a plan; what it decided
         self._rate = 0.0  # tokens per second that the plan promised
         self._gain = 1.0  # the same by that of plain steps
         self._allowance = math.inf  # seconds that the step may lose
         self._drafted: Drafted | None = None
+        # Steps, and what drafts promised, that are still to be learned from.
+        self._new: list[tuple[int, int, int, float, Drafted | None]] = []
+        self._promises: list[tuple[int, list[float]]] = []
 
     # ---- Before a step.
 
     def start(self, num_texts: int) -> None:
         """Expect of so many new texts what texts usually bring, not what the last ones brought."""
+        self.learn()
         share = min(1.0, num_texts / max(1, self._num_rows))
         newest = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
         self._usual += newest * (self._gains / self._weight - self._usual)
@@ -467,13 +478,17 @@ class Pace:
         num_rows = len(remaining)
         if self.rest(num_rows, num_prompt_tokens):
             return False
-        is_kept = self._rest > 1 and num_rows == self._num_rows and num_unread <= FEW_UNREAD
-        self._begin(num_rows, num_prompt_tokens)
-        if max(remaining) <= 1 or not self._steps.largest:
-            return False
-        if is_kept and not num_prompt_tokens:
+        is_kept = self._rest > 1 and num_rows == self._num_rows and not num_prompt_tokens
+        is_last = max(remaining) <= 1
+        if is_kept and num_unread <= FEW_UNREAD and not is_last:
+            self._begin(num_rows, 0)
             return True
-        self._seconds = seconds = self._predict()
+        self.learn()
+        self._begin(num_rows, num_prompt_tokens)
+        if is_last or not self._steps.largest:
+            return False
+        seconds = self._predict()
+        self._seconds = seconds.tolist()
         plain, level = float(seconds[0]), self._drafts.estimate(num_rows)
         sizes = np.arange(1, len(seconds))
         draft = np.full(len(sizes), self._drafts.estimate(num_rows, self._num_levels))
@@ -608,28 +623,27 @@ class Pace:
         later = range(source + 1, len(self.sources))
         return value > 0 and value >= max(self.value_source(at, num_left) for at in later)
 
-    def choose(self, chances: Array) -> int:
+    def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
         """How many nodes of each row to verify besides the root.
 
         chances: [B, N] of each row's paths, best first, then zeros.
         """
-        seconds, size, num_rows = self._seconds, self.max_tokens, len(chances)
-        promised = np.zeros(size)
-        found = chances.sum(axis=0)[:size]
-        promised[: len(found)] = found
-        promised = np.cumsum(promised)
-        worth = -self._rate * seconds
-        worth[1:] += promised[: len(seconds) - 1]
+        seconds, num_rows = self._seconds, len(chances)
+        found = [float(sum(column)) for column in zip(*chances, strict=True)][: self.max_tokens]
+        found += [0.0] * (self.max_tokens - len(found))
+        promised = list(itertools.accumulate(found))
+        most, best = 0, -self._rate * seconds[0]
+        for number, (tokens, took) in enumerate(zip(promised, seconds[1:], strict=False), 1):
+            worth = tokens - self._rate * took
+            if worth > best and took - seconds[0] <= self._allowance:
+                most, best = number, worth
         if self.is_brief:  # as if each further level were as good as the first
-            first = float(found[0]) / num_rows if len(found) else 0.0
-            promised = np.maximum(promised, num_rows * np.cumsum(first ** np.arange(1, size + 1)))
+            rate = found[0] / num_rows
+            usual = itertools.accumulate(num_rows * rate**n for n in range(1, len(found) + 1))
+            promised = [*map(max, promised, usual)]
         # What a draft of this kind promises, whatever is verified of it.
-        kept = KEEP**num_rows
-        self._gains = kept * self._gains + promised
-        self._weight = kept * self._weight + num_rows
-        if seconds[-1] - seconds[0] > self._allowance:
-            worth[seconds - seconds[0] > self._allowance] = -np.inf
-        return max(int(worth.argmax()), int(self._gain <= 1))
+        self._promises.append((num_rows, promised))
+        return max(most, int(self._gain <= 1))
 
     def _predict(self) -> Array:
         """Seconds of a step by nodes a row, from 1 on; of whole drafts, of 1 and of all."""
@@ -678,14 +692,37 @@ class Pace:
     def record_step(
         self, num_rows: int, num_verified: int, num_prompt_tokens: int, seconds: float
     ) -> None:
-        """Take what a step of so many requests, which verified so many tokens, took the target."""
+        """Take what a step of so many requests, which verified so many tokens, took the target.
+
+        It is learned from when that matters: together with others that takes a third of the time.
+        """
+        self._new.append((num_rows, num_verified, num_prompt_tokens, seconds, self._drafted))
+        self._drafted = None
+        if num_prompt_tokens or self._num_prompt_tokens or len(self._new) >= MOST_NEW:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn from the newest steps."""
+        new, self._new = self._new, []
+        for step in new:
+            self._learn_step(*step)
+        for num_rows, promised in self._promises:
+            kept = KEEP**num_rows
+            self._gains = kept * self._gains + promised
+            self._weight = kept * self._weight + num_rows
+        self._promises = []
+        self.calibration.learn()
+
+    def _learn_step(
+        self, num_rows: int, num_verified: int, num_prompt_tokens: int, seconds: float,
+        drafted: Drafted | None,
+    ) -> None:  # fmt: skip
         num_tokens = num_verified + _round_up(num_prompt_tokens)
         self._since_small += 1
         if num_tokens <= _count_least(num_rows):
             self._num_small += 1
             self._since_small = 0
         guess, steps = None, self._steps
-        drafted, self._drafted = self._drafted, None
         if drafted is None or drafted.seconds is not None or num_prompt_tokens:
             self._num_warm = -1
         is_plain = drafted is not None and drafted.size == 1 and not num_prompt_tokens
@@ -769,6 +806,8 @@ class Pace:
         nothing. num_requests: those that run and those that wait. is_reading: whether there are
         prompts; now and then a small step is measured, also where every step reads some.
         """
+        if is_reading:
+            self.learn()
         wanted = min(max(LEAST_CHUNK, CHUNK_SHARE * num_requests), MOST_CHUNK)
         least, steps = _count_least(num_active), self._steps
         most = max(wanted, min(MOST_CHUNK, 2 * steps.largest))

@@ -19,7 +19,6 @@ from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
 from specdec.decode.drafters.pace import FEW_UNREAD, Pace, follow_chances, read_confidence
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
-from specdec.engine.transfers import Array
 from specdec.engine.tree import TreeBuilder
 
 
@@ -173,7 +172,7 @@ class PacedDrafter(Drafter):
         source = pace.sources[group]
         if read <= FEW_UNREAD:  # else most of the time was not the drafts'
             source.costs.record(len(left), pace.even_out(self._clock() - began))
-        values = pace.value(self._rank(joined)[0]).tolist()
+        values = pace.value(np.array(self._rank(joined)[0])).tolist()
         source.record(values)
         if group == len(self.groups) - 1:
             return []
@@ -200,30 +199,31 @@ class PacedDrafter(Drafter):
             return
         self.pace.calibration.record(drafts, paths)
 
-    def _rank(self, found: Sequence[Candidates]) -> tuple[Array, Array]:
+    def _rank(self, found: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
         """The chances of the drafted nodes of each row, best first, then zeros; which these are."""
         trees = [candidates.tree for candidates in found]
         rows = follow_chances(trees, self.pace.calibration.estimate(*found))
-        most = max(tree.num_nodes for tree in trees)
-        chances = np.array([row + [0.0] * (most - len(row)) for row in rows])[:, 1:]
-        order = np.argsort(-chances, axis=1, kind="stable")
-        return chances[np.arange(len(rows))[:, None], order], order + 1
+        most, chances, orders = max(map(len, rows)), [], []
+        for row in rows:
+            order = sorted(range(1, len(row)), key=row.__getitem__, reverse=True)
+            chances.append([row[node] for node in order] + [0.0] * (most - len(row)))
+            orders.append(order)
+        return chances, orders
 
     def _cut(self) -> None:
         """Keep as many nodes of each tree as are worth their time, the likeliest.
 
         A parent's chance is never the smaller.
         """
-        chances, order = self._rank(self._drafts)
+        chances, orders = self._rank(self._drafts)
         if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
-            chances = chances[chances.any(axis=1)]
-        most = self.pace.choose(chances) if len(chances) else 0
-        kept = np.sort(order[:, :most], axis=1)
+            chances = [row for row in chances if any(row)]
+        most = self.pace.choose(chances) if chances else 0
         self._drafts = [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
-            else candidates.keep([0, *own])
-            for candidates, own in zip(self._drafts, kept.tolist(), strict=True)
+            else candidates.keep([0, *sorted(order[:most])])
+            for candidates, order in zip(self._drafts, orders, strict=True)
         ]
 
 
