@@ -39,12 +39,11 @@ from specdec.methods.net import NetParams
 from specdec.model import blocks, int4
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
-from specdec.model.inventory import find_rank_files, list_tensors
+from specdec.model.inventory import describe_quantized, find_rank_files, list_tensors
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
     EXECUTED,
     FLOAT8,
-    FLOAT8_STORAGE,
     FP8,
     INT4,
     INT8,
@@ -298,19 +297,12 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
     specs = list_tensors(model, checkpoint.drafter)
     expected = {name: get_rank_shape(spec, model) for name, spec in specs.items()}
     algorithm = checkpoint.quantization.quant_algo
-    quantized: set[str] = set()
-    if algorithm in int4.INT4_ALGORITHMS:
-        quantized = find_int4(source, specs)
-        for name in quantized:
-            module, (num_rows, num_inputs) = name.removesuffix(".weight"), expected[name]
-            stored = int4.describe_int4(module, (num_rows, num_inputs), source.tensors)
-            expected |= {own: info.shape for own, info in stored.items()}
-    elif algorithm == blocks.GGUF:
-        described = find_blocks(source, expected)
-        quantized = {name for name in described if name in expected}
-        expected |= {name: info.shape for name, info in described.items()}
-    elif algorithm == FP8 and (quantized := find_float8(source, expected)):
-        expected = add_scales(expected, source.tensors)
+    described = describe_quantized(expected, source.tensors, algorithm)
+    quantized = described.keys() & expected.keys()
+    check_twins(source, quantized)
+    check_numbers(source, quantized, expected, algorithm)
+    expected |= {name: info.shape for name, info in described.items()}
+    if algorithm == FP8 and quantized:
         # The cache keeps the model's type, for which it needs none of its scales.
         expected |= {
             name: info.shape for name, info in source.tensors.items()
@@ -338,24 +330,6 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
     return quantized
 
 
-def add_scales(
-    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
-) -> dict[str, tuple[int, ...]]:
-    """Add the scales that belong to those of the tensors which are stored as float8.
-
-    Scales have one element, the weight's of a stacked gate_up two.
-    """
-    expected = dict(shapes)
-    float8 = [name for name in shapes if name in stored and stored[name].dtype in FLOAT8_STORAGE]
-    for name, kind in itertools.product(float8, SCALES):
-        scale = f"{name.removesuffix('.weight')}.{kind}"
-        info = stored.get(scale)
-        is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in name
-        is_one = info is not None and math.prod(info.shape) == 1
-        expected[scale] = info.shape if info and is_one else (2,) if is_pair else (1,)
-    return expected
-
-
 def check_copies(source: TensorFile, names: Iterable[str]) -> None:
     """Raise SpecDecError where EAGLE nets that are to be copies differ: only the first is run."""
     for name in names:
@@ -368,27 +342,19 @@ def check_copies(source: TensorFile, names: Iterable[str]) -> None:
             )
 
 
-def find_float8(source: TensorFile, names: Iterable[str]) -> set[str]:
-    """Find the matrices that are stored as float8; fc and gate must be of one kind."""
-    stored = {
-        name for name in names
-        if name in source.tensors and "embedding" not in name
-        and len(source.tensors[name].shape) == 2
-        and source.tensors[name].dtype in FLOAT8_STORAGE
-    }  # fmt: skip
-    check_twins(source, stored)
-    return stored
-
-
-def find_int4(source: TensorFile, names: Iterable[str]) -> set[str]:
-    """Find the matrices that are stored in four bits, and check what they have with the codes."""
-    stored = {
-        name for name in names
-        if name.endswith(".weight") and int4.is_int4(name.removesuffix(".weight"), source.tensors)
-    }  # fmt: skip
-    check_twins(source, stored)
-    for name in stored:
-        matrix = int4.Int4Matrix(source, name.removesuffix(".weight"))
+def check_numbers(
+    source: TensorFile, quantized: Iterable[str], shapes: Mapping[str, tuple[int, ...]],
+    algorithm: str | None,
+) -> None:  # fmt: skip
+    """Raise SpecDecError for numbers of four-bit matrices, or GGML's blocks, that cannot be."""
+    for name in quantized if algorithm != FP8 else ():
+        module = name.removesuffix(".weight")
+        if algorithm == blocks.GGUF:
+            types = source.read(f"{module}.{blocks.BLOCK_TYPES}")
+            rows = source.read(name).reshape(len(types), -1)
+            blocks.check_blocks(module, rows, types, shapes[name][-1])
+            continue
+        matrix = int4.Int4Matrix(source, module)
         int4.check_damage(matrix)
         groups, size, largest = int4.ENGINE_GROUPS, matrix.group_size, max(int4.ENGINE_GROUPS)
         if matrix.num_groups > 1 and size not in groups and size % largest:
@@ -398,20 +364,6 @@ def find_int4(source: TensorFile, names: Iterable[str]) -> set[str]:
                 f" {largest}, and rows with one scale each",
                 "quantize the model with another group size",
             )
-    return stored
-
-
-def find_blocks(source: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-    """Check the matrices that are stored in GGML's blocks; return their tensors."""
-    described = blocks.describe_all(shapes, source.tensors)
-    names = {name for name in described if name in shapes}
-    for name in names:
-        module = name.removesuffix(".weight")
-        types = source.read(f"{module}.{blocks.BLOCK_TYPES}")
-        rows = source.read(name).reshape(len(types), -1)
-        blocks.check_blocks(module, rows, types, shapes[name][-1])
-    check_twins(source, names)
-    return described
 
 
 def check_twins(source: TensorFile, stored: set[str]) -> None:

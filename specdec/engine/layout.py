@@ -19,20 +19,11 @@ from specdec.files.folders import ENGINE, TORCH, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.methods import METHODS, DrafterParams
-from specdec.model.blocks import GGUF, describe_all
 from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
-from specdec.model.int4 import INT4_ALGORITHMS, describe_int4, is_int4
-from specdec.model.inventory import find_rank_files
-from specdec.model.quantization import (
-    FLOAT8,
-    FP8,
-    INT4,
-    INT8,
-    INT8_SCALES,
-    SCALES,
-    WEIGHT_SCALE,
-)
+from specdec.model.int4 import INT4_GROUPS, describe_int4
+from specdec.model.inventory import describe_quantized, find_rank_files
+from specdec.model.quantization import FLOAT8, INT4, INT8, INT8_SCALES, WEIGHT_SCALE
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
     HEAD,
@@ -435,31 +426,14 @@ def _describe_quantized(
     tensors = {n: TensorInfo(get_stored_dtype(n, model.dtype), s) for n, s in shapes.items()}
     if config.quantization == INT8:
         return plan_int8(tensors, list_integers(model))
-    if config.quantization == INT4 or algorithm in INT4_ALGORITHMS:
-        integers = set(list_integers(model))
-        for module in list_matrices(shapes):
-            weight = f"{module}.weight"
-            has_to_be = config.quantization == INT4 and weight in integers
-            if has_to_be or is_int4(module, stored):
+    if config.quantization == INT4:
+        algorithm = INT4_GROUPS
+        for weight in list_integers(model):
+            if weight in shapes:
                 num_rows, num_inputs = shapes[weight]
+                module = weight.removesuffix(".weight")
                 tensors |= describe_int4(module, (num_rows, num_inputs), stored)
-        return tensors
-    if algorithm == GGUF:
-        return tensors | describe_all(shapes, stored)
-    if algorithm != FP8:
-        return tensors
-    for module in list_matrices(shapes):
-        weight = f"{module}.weight"
-        if weight in stored and stored[weight].dtype == FLOAT8:
-            tensors[weight] = TensorInfo(FLOAT8, shapes[weight])
-            for kind in SCALES:
-                scale = f"{module}.{kind}"
-                # Stacked halves that were quantized one by one have two.
-                is_pair = kind == WEIGHT_SCALE and ".mlp.gate_up." in weight
-                info = stored.get(scale)
-                size = 2 if is_pair and info is not None and info.shape == (2,) else 1
-                tensors[scale] = TensorInfo("float32", (size,))
-    return tensors
+    return tensors | describe_quantized(shapes, stored, algorithm, (FLOAT8,))
 
 
 def list_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

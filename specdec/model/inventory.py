@@ -15,14 +15,16 @@ from specdec.methods import DrafterParams
 from specdec.model.blocks import GGUF, describe_all
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
-from specdec.model.int4 import INT4_ALGORITHMS, describe_int4
+from specdec.model.int4 import INT4_ALGORITHMS, describe_int4, is_int4
 from specdec.model.quantization import (
     ALGORITHMS,
+    FLOAT8,
     FLOAT8_STORAGE,
     FP8,
     KV_SCALES,
     NVFP4_GROUP_SIZE,
     SCALES,
+    WEIGHT_SCALE,
     Quantization,
     find_contradictions,
     is_scale,
@@ -165,6 +167,35 @@ def _describe_matrices(
                 wrong.append(error.message)
                 infos = {name: info}
         described |= infos
+    return described
+
+
+def describe_quantized(
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo], algorithm: str | None,
+    float8: Collection[str] = FLOAT8_STORAGE,
+) -> dict[str, TensorInfo]:  # fmt: skip
+    """What a file must hold for the matrices in it that the torch backend multiplies as they are.
+
+    shapes: of the weights, by name; stored: what the file does hold, which tells the matrices that
+    are quantized; float8: the types of FP8's. Raises SpecDecError for what is impossible of them.
+    """
+    if algorithm == GGUF:
+        return describe_all(shapes, stored)
+    described: dict[str, TensorInfo] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module == name or len(shape) != 2 or "embedding" in name:
+            continue
+        if algorithm in INT4_ALGORITHMS and is_int4(module, stored):
+            described |= describe_int4(module, (shape[0], shape[1]), stored)
+        elif algorithm == FP8 and name in stored and stored[name].dtype in float8:
+            described[name] = TensorInfo(FLOAT8, shape)
+            for scale in (f"{module}.{kind}" for kind in SCALES):
+                # One, but of halves that an engine stacks and were quantized one by one.
+                is_pair = scale.endswith(f".mlp.gate_up.{WEIGHT_SCALE}")
+                own = stored[scale].shape if scale in stored else (1,)
+                is_good = math.prod(own) == 1 or (is_pair and own == (2,))
+                described[scale] = TensorInfo("float32", own if is_good else (1,))
     return described
 
 
