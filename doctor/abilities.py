@@ -29,10 +29,6 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> dict[str, list
     library = Library(told["name"], told["compute_capabilities"])
     networks = _choose((told["error"], told["error"]))
     unusable = [library.explain(gpu.name, gpu.compute_capability) for gpu in here.gpus[:1]]
-    on_gpu = torch + _choose(
-        (here.cuda is None, "the installed torch is built without CUDA"),
-        (not here.gpus, "no GPU is visible"),
-    )
     has_no_command = not machine["trtllm_build"] and here.tensorrt_llm is not None
     builds = tensorrt + _choose((has_no_command, "trtllm-build is not on PATH"))
     return {
@@ -47,9 +43,9 @@ def list_abilities(machine: dict[str, Any], here: Environment) -> dict[str, list
         "native CPU kernels of the torch backend": torch + _choose(
             (not machine["compiler"], "no C++ compiler is found: install g++")
         ),
-        "the torch backend on a GPU": on_gpu,
-        "fused kernels of the torch backend on a GPU": on_gpu + _choose(
-            (not packages["triton"], "triton is not installed, which torch's CUDA builds bring"),
+        "the torch backend on a GPU": torch + _choose(
+            (here.cuda is None, "the installed torch is built without CUDA"),
+            (not here.gpus, "no GPU is visible"),
         ),
         "build engines of TensorRT's own layers": networks + _choose(
             (not library.compute_capabilities and not here.gpus,

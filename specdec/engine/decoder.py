@@ -61,7 +61,6 @@ class Decoder:
     """
 
     cache_class = KVCache
-    is_fused = False  # whether the layers run by the kernels of fused.py
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Decoder:
             has_gates=arithmetic.gates_attention,
         )
         fused = find_fused(device) if lays_out and device.type == "cuda" else None
-        self.is_fused = fused is not None
+        self.is_fused = fused is not None  # whether layers run by the kernels of fused.py
         self._torch = (fused or TorchLayers)(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
         if head is not None:
@@ -302,7 +301,8 @@ def find_fused(device: torch.device) -> type[TorchLayers] | None:
     try:
         from specdec.engine.fused import FusedLayers, gate
 
-        gate(torch.zeros(2, device=device), "silu")
+        with torch.cuda.device(device):
+            gate(torch.zeros(2, device=device), "silu")
     # What Triton raises without a compiler of C, without its headers, without the driver's library.
     except (ImportError, OSError, RuntimeError, AssertionError, SubprocessError) as error:
         logger.warning(

@@ -12,6 +12,9 @@ the step. Results are rounded to the model's type where torch's operators round.
 Legend: B rows, T tokens per row, D hidden, N heads, K K/V heads, H head size, R rotated dimensions.
 """
 
+# Kernels are typed when they are compiled.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 from typing import Any
@@ -79,7 +82,7 @@ def _gate_kernel(inner, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: t
     tl.store(out + token + at, active * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lines", "rows", "slots"])
 def _turn_kernel(
     product, q_weight, k_weight, cos, sin, lines, rows, slots, queries, block,
     epsilon, offset, width, plane_stride, row_stride, head_stride,
@@ -130,10 +133,6 @@ def _turn_kernel(
         tl.store(target + tl.load(slots + token) * SIZE + at, x, mask=inside)
 
 
-def _round_up(size: int) -> int:
-    return int(triton.next_power_of_2(size))
-
-
 def add_norm(
     x: Tensor, added: Tensor | None, norm: Norm, own: Norm | None = None, share: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -146,7 +145,7 @@ def add_norm(
     normed, total = torch.empty_like(x), x
     if added is not None:
         added, total = added.contiguous(), torch.empty_like(x)
-    block = _round_up(size)
+    block = triton.next_power_of_2(size)
     _add_norm_kernel[(x.numel() // size,)](
         x, added, None if own is None else own.weight, norm.weight, total, normed,
         share, norm.epsilon, norm.offset,
@@ -184,7 +183,7 @@ def turn(product: Tensor, block: Tensor, how: Attention, place: Any, num_heads: 
         product, *weights, cos, sin, place.lines, place.rows, place.slots, queries, block,
         epsilon, offset, product.stride(1), *block.stride()[:3],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, SIZE=size,
-        TURNED=0 if cos is None else cos.shape[-1], BLOCK=_round_up(size), num_warps=1,
+        TURNED=0 if cos is None else cos.shape[-1], BLOCK=triton.next_power_of_2(size), num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     return queries

@@ -58,7 +58,7 @@ class NetworkDecoder(Decoder):
         self.model, self.device, self.sizes = model, device, sizes
         self.num_positions, self.dtype = num_positions, TORCH_DTYPES[model.dtype]
         self.group, self.rank = group, group.rank if group else 0
-        self.kernels, self.is_prepacked = None, False
+        self.kernels, self.is_prepacked, self.is_fused = None, False, False
         self.observed_layers, self.observed = (), None
         self.lm_head = Linear(torch.empty(0, 0), prepack=False)  # in the head's network
         self.rotary = None
