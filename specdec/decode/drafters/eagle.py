@@ -36,6 +36,7 @@ from specdec.decode.drafters.trees import (
     check_num_tokens,
     check_paths,
     grow_choices,
+    lay_out_paths,
 )
 from specdec.decode.prefill import Follow, fill_cache
 from specdec.decode.requests import ActiveRequest
@@ -129,12 +130,9 @@ class StaticTree:
 
     def __init__(self, choices: Choices) -> None:
         paths = sorted(choices, key=lambda path: (len(path), path))
-        nodes: dict[tuple[int, ...], int] = {(): 0}
-        nodes |= {path: node for node, path in enumerate(paths, 1)}
         self.num_tokens = len(paths)
         self.depth = len(paths[-1])
-        self.parents: IntArray = np.array([-1, *(nodes[p[:-1]] for p in paths)], np.int64)
-        self.depths: IntArray = np.array([0, *map(len, paths)], np.int64)
+        self.parents, self.depths = lay_out_paths(paths)
         inner: list[list[tuple[int, ...]]] = [[()], *([] for _ in range(self.depth - 1))]
         for path in paths:
             if any(other[: len(path)] == path != other for other in paths):

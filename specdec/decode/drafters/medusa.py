@@ -22,6 +22,7 @@ from specdec.decode.drafters.trees import (
     count_paths,
     grow_choices,
     grow_tree,
+    lay_out_paths,
 )
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.draft_net import take_offsets, take_own
@@ -58,18 +59,13 @@ class ChoiceTree:
 
     def __init__(self, choices: Choices) -> None:
         paths = sorted(choices, key=lambda path: (len(path), path))
-        nodes: dict[tuple[int, ...], int] = {
-            (): 0,
-            **{path: node for node, path in enumerate(paths, 1)},
-        }
         self.widths = [
             1 + max(path[head] for path in paths if len(path) > head)
             for head in range(len(paths[-1]))
         ]
         starts = np.cumsum([0, *self.widths])
         self.columns: IntArray = np.array([starts[len(p) - 1] + p[-1] for p in paths], np.int64)
-        self.parents: IntArray = np.array([-1, *(nodes[p[:-1]] for p in paths)], np.int64)
-        self.depths: IntArray = np.array([0, *map(len, paths)], np.int64)
+        self.parents, self.depths = lay_out_paths(paths)
 
     def fill(self, root: int, ranked: IntArray) -> Tree:
         """Put a row's tokens into the tree; siblings differ since a head ranks a token once."""
@@ -153,16 +149,10 @@ class MedusaProposer(StateProposer):
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Rank the heads' tokens for all rows at once, side by side."""
         widths = self._widths
-        if self._graphs is not None:
-            found = self._graphs.call(
-                self.heads,
-                (len(hidden), tuple(widths)),
-                (hidden,),
-                lambda x: self.heads.rank_tokens(x, widths)[:1],
-            )
-            if found is not None:
-                return found[0]
-        return self.heads.rank_tokens(hidden, widths)[0]
+        return self.replay(
+            self.heads, (len(hidden), tuple(widths)), [hidden],
+            lambda x: self.heads.rank_tokens(x, widths)[0],
+        )  # fmt: skip
 
     def make_tree(self, root: int, draft: Array) -> Tree:
         """Fill the tree with a row's tokens."""

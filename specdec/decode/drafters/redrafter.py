@@ -68,16 +68,7 @@ class ReDrafterProposer(StateProposer):
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Search beams for all rows at once, [B, W, L]."""
-        if self._graphs is not None:
-            found = self._graphs.call(
-                self.head,
-                len(roots),
-                (hidden, roots),
-                lambda *inputs: (self.head.search_beams(*inputs),),
-            )
-            if found is not None:
-                return found[0]
-        return self.head.search_beams(hidden, roots)
+        return self.replay(self.head, len(roots), [hidden, roots], self.head.search_beams)
 
     def make_tree(self, root: int, draft: Array) -> Tree:
         """Merge the common prefixes of a row's beams."""

@@ -7,7 +7,7 @@ most probable token after the most probable one. Others have each step's most pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,14 +133,15 @@ def grow_tree(
 ) -> Candidates:
     """The most probable paths of tokens [P, K], which differ in a place, best first."""
     found, chances = tokens.tolist(), probabilities.tolist()
-    choices = grow_choices(len(found), num_tokens, len(found[0]), lambda at, r: chances[at][r])
-    nodes: dict[tuple[int, ...], int] = {(): 0}
-    chosen, parents, depths, confidence = [root], [-1], [0], [1.0]
-    for path in choices:  # a path's beginning is at least as probable, and comes first
-        nodes[path], at, rank = len(nodes), len(path) - 1, path[-1]
-        chosen.append(found[at][rank])
-        parents.append(nodes[path[:-1]])
-        depths.append(at + 1)
-        confidence.append(chances[at][rank])
-    columns = (np.array(column, np.int64) for column in (chosen, parents, depths))
-    return Candidates(Tree(*columns), confidence=np.array(confidence))
+    # A path's beginning is at least as probable, and comes first.
+    paths = grow_choices(len(found), num_tokens, len(found[0]), lambda at, r: chances[at][r])
+    chosen = np.array([root, *(found[len(path) - 1][path[-1]] for path in paths)], np.int64)
+    confidence = np.array([1.0, *(chances[len(path) - 1][path[-1]] for path in paths)])
+    return Candidates(Tree(chosen, *lay_out_paths(paths)), confidence=confidence)
+
+
+def lay_out_paths(paths: Sequence[tuple[int, ...]]) -> tuple[IntArray, IntArray]:
+    """The parents and depths of a tree's nodes, root first, of paths behind their beginnings."""
+    nodes = {path: node for node, path in enumerate([(), *paths])}
+    parents = [nodes[path[:-1]] for path in paths]
+    return np.array([-1, *parents], np.int64), np.array([0, *map(len, paths)], np.int64)
