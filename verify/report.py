@@ -30,77 +30,68 @@ def format_verdict(verdict: str, dtype: str) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
-    if report.get("quantization") is not None:
-        return format_quantized(report)
-    found = report["divergences"]
-    num_firsts = sum(f["is_first"] and f["run"] == "batch" for f in found)
+    found, alone, kind = report["divergences"], report["alone"], report.get("quantization")
+    num_differing = sum(f["is_first"] and f["run"] == "batch" for f in found)
+    against = f", against {report['model_dir']} run by transformers"
+    if kind is not None:
+        difference = f"not the weights of {report['model_dir']}"
+        if kind == GGUF:
+            difference = "inputs of products are rounded, as transformers does not"
+        against = f": {difference}, so its text is compared with its own text without speculation"
     lines = [
         f"{format_verdict(report['verdict'], report['dtype'])}: {report['engine_dir']}:"
         f" {report['verdict']}",
-        f"  {report['method']} in {report['dtype']} on {report['device']}, against"
-        f" {report['model_dir']} run by transformers",
-        *format_texts(report, num_firsts),
-        f"  logits: within {report['logit_difference']:.3g} of the model's; two tie within"
-        f" {report['logit_bound']:.3g} there ({report['near_tie_spacings']} spacings of"
-        f" {report['dtype']})",
-    ]
-    if not report["logit_difference"] <= report["logit_bound"]:
-        lines.append("  note: that is more than rounding; the texts alone decide the verdict")
-    lines += [f"  {describe_divergence(f)}" for f in found[:MAX_LINES]]
-    if len(found) > MAX_LINES:
-        wrong = sum(not f["near_tie"] for f in found)
-        lines.append(
-            f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are not near-ties"
-        )
-    lines += [f"  {wrong}" for wrong in report["wrong_ends"]]
-    if report["sampling"] is not None:
-        lines += [f"  {line}" for line in format_sampling(report["sampling"])]
-    return "\n".join(lines)
-
-
-def format_texts(report: dict[str, Any], num_differing: int) -> list[str]:
-    """How many texts there were, and how many of them are equal."""
-    alone = report["alone"]
-    return [
+        f"  {report['method']} in {report['dtype']}{f' with {kind} weights' if kind else ''} on"
+        f" {report['device']}{against}",
         f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
         f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
         f" {report['acceptance_length']:.2f} tokens per verify step, drafts in"
         f" {report['num_drafted_steps']} steps of the batch",
         f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
     ]
+    if kind is None:
+        lines.append(
+            f"  logits: within {report['logit_difference']:.3g} of the model's; two tie within"
+            f" {report['logit_bound']:.3g} there ({report['near_tie_spacings']} spacings of"
+            f" {report['dtype']})"
+        )
+        if not report["logit_difference"] <= report["logit_bound"]:
+            lines.append("  note: that is more than rounding; the texts alone decide the verdict")
+    names = () if kind is None else WITHOUT_DRAFTS
+    lines += [f"  {describe_divergence(f, *names)}" for f in found[:MAX_LINES]]
+    if len(found) > MAX_LINES:
+        wrong = sum(not f["near_tie"] for f in found)
+        lines.append(
+            f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are not near-ties"
+        )
+    lines += [f"  {wrong}" for wrong in report["wrong_ends"]]
+    if kind is not None:
+        lines += format_distance(report)
+    elif report["sampling"] is not None:
+        lines += [f"  {line}" for line in format_sampling(report["sampling"])]
+    return "\n".join(lines)
 
 
-def format_quantized(report: dict[str, Any]) -> str:
-    """The same of an engine whose arithmetic is its own."""
-    found, distance = report["divergences"], report["distance"]
-    difference = f"not the weights of {report['model_dir']}"
-    if report["quantization"] == GGUF:
-        difference = "inputs of products are rounded, as transformers does not"
+def format_distance(report: dict[str, Any]) -> list[str]:
+    """How far an engine whose arithmetic is its own is from the model."""
+    distance = report["distance"]
     num_tokens, differences = distance["num_tokens"], distance["first_differences"]
     lines = [
-        f"{format_verdict(report['verdict'], report['dtype'])}: {report['engine_dir']}:"
-        f" {report['verdict']}",
-        f"  {report['method']} in {report['dtype']} with {report['quantization']} weights on"
-        f" {report['device']}: {difference}, so its text is compared with its own text without"
-        " speculation",
-        *format_texts(report, sum(f["run"] == "batch" for f in found)),
-        *(f"  {describe_divergence(f, *WITHOUT_DRAFTS)}" for f in found[:MAX_LINES]),
-        *(f"  {wrong}" for wrong in report["wrong_ends"]),
         f"  from {report['model_dir']} run by transformers in {distance['dtype']}:"
         f" {distance['same_choice']} of {num_tokens} tokens"
         f" ({distance['same_choice'] / num_tokens:.1%}) have the same best token; KL divergence"
         f" {distance['mean_divergence']:.3g} on average, {distance['largest_divergence']:.3g} at"
         f" most; {distance['same_texts']} of {report['prompts']} texts equal",
-    ]
-    lines += [
-        f"  prompt {f['prompt']}, position {f['position']}: the engine writes"
-        f" {_name(f, 'engine')}, the model {_name(f, 'model')}, whose logit is {f['margin']:.3g}"
-        " higher there"
-        for f in differences[:MAX_LINES]
+        *(
+            f"  prompt {f['prompt']}, position {f['position']}: the engine writes"
+            f" {_name(f, 'engine')}, the model {_name(f, 'model')}, whose logit is"
+            f" {f['margin']:.3g} higher there"
+            for f in differences[:MAX_LINES]
+        ),
     ]
     if len(differences) > MAX_LINES:
         lines.append(f"  {len(differences) - MAX_LINES} more texts differ")
-    return "\n".join(lines)
+    return lines
 
 
 def describe_divergence(
@@ -152,23 +143,19 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     """Return the error of a report whose verdict is `differs`, with the first fact."""
     if report["verdict"] != "differs":
         return None
-    if report.get("quantization") is not None:
-        wrong = [f for f in report["divergences"] if not f["near_tie"]]
-        if wrong:
-            return SpecDecError(
-                f"{report['engine_dir']} with speculation differs from itself without:"
-                f" {describe_divergence(wrong[0], *WITHOUT_DRAFTS)}",
-                "this is a fault in specdec; report it with this message",
-            )
-        return SpecDecError(f"{report['engine_dir']}: {report['wrong_ends'][0]}", END_HINT)
     pair = f"{report['engine_dir']} differs from {report['model_dir']}"
+    if is_own := report.get("quantization") is not None:
+        pair = f"{report['engine_dir']} with speculation differs from itself without"
     wrong = [found for found in report["divergences"] if not found["near_tie"]]
     if wrong:
         more = f", and {len(wrong) - 1} more tokens" if len(wrong) > 1 else ""
         hint = "convert and build the engine again from this model"
-        if wrong[0]["cause"] == "choice":
+        if is_own:
+            hint = "this is a fault in specdec; report it with this message"
+        elif wrong[0]["cause"] == "choice":
             hint = "this is a fault in specdec's accept rule; report it with this message"
-        return SpecDecError(f"{pair}: {describe_divergence(wrong[0])}{more}", hint)
+        names = WITHOUT_DRAFTS if is_own else ()
+        return SpecDecError(f"{pair}: {describe_divergence(wrong[0], *names)}{more}", hint)
     if report["wrong_ends"]:
         return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
     facts = format_sampling(report["sampling"])
