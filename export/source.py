@@ -54,14 +54,10 @@ MODEL_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows of a checkpoint's tensor by their numbers, None for all, in the order of the folder.
-
-    swaps: whether the halves of every row change places.
-    """
+    """Rows of a checkpoint's tensor by their numbers, None for all, in the order of the folder."""
 
     name: str
     rows: Array | None = None
-    swaps: bool = False
 
 
 @dataclasses.dataclass
@@ -117,8 +113,7 @@ class Source:
         if part.name in self.made:
             return self.made[part.name]
         whole: Array = self.file.read(part.name)
-        rows: Array = whole if part.rows is None else whole[part.rows]
-        return np.roll(rows, rows.shape[1] // 2, axis=1) if part.swaps else rows
+        return whole if part.rows is None else whole[part.rows]
 
     def is_same(self, name: str, other: str) -> bool:
         """Whether two tensors of the checkpoint are equal, byte for byte."""
@@ -194,8 +189,6 @@ class Source:
         self.head_form = "mimo" if params.blanks_first else "glm" if has_own else "qwen"
         form = FORMS[self.head_form]
         prefix = form.prefix.format(layer=self.model.num_hidden_layers)
-        if form.is_reversed:
-            found["fc.weight"] = dataclasses.replace(found["fc.weight"], swaps=True)
         starts = {"layers.0.": prefix + form.layer}
         starts |= {f"{OURS.get(own, own)}.": f"{prefix}{to}." for own, to in form.names.items()}
         return {

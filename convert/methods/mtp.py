@@ -6,11 +6,8 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
-from specdec.files.reading import Array
 from specdec.methods.mtp import FORMS, METHOD, MODULES, NORMS, Form, MtpConvert, MtpParams
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, count_experts
@@ -20,17 +17,16 @@ from specdec.options import as_options
 from ..families import find_family
 from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
-from ..plan import Computed, Part
+from ..plan import Part
 from ..wrappers import unwrap
 from .base import NetConverter, list_held
 
 logger = logs.get_logger(__name__)
 
 _LAYER, _GLM = (re.compile(rf"model\.layers\.(\d+)\.{rest}") for rest in ("", "eh_proj"))
-# `prepare_head` gives every head Qwen's names, and notes whether its `fc` was MiMo's.
+# `prepare_head` gives every head Qwen's names, and notes whether its `fc` is MiMo's.
 QWEN, IS_REVERSED = FORMS["qwen"], "mtp_is_reversed"
 STEMS = {ours: f"{QWEN.prefix}{QWEN.names.get(ours, ours)}." for ours in MODULES}
-FC = STEMS["fc"] + "weight"
 
 
 def find_form(folder: HfFolder) -> tuple[Form, str] | None:
@@ -70,7 +66,7 @@ def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
 
 
 def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
-    """Return the head's tensors alone by Qwen's names, `fc` with the embedding's columns first."""
+    """Return the head's tensors alone by Qwen's names."""
     unwrap(folder)
     folder = find_family(folder).prepare(folder, model.dtype)
     found = find_form(folder)
@@ -97,18 +93,10 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
             f"{folder.path} holds a head of more than one layer: {join_names(sorted(others))}",
             "only heads of one layer are supported, which is applied again for each token",
         )
-    folder = source = folder.select(names)
+    folder = folder.select(names)
     folder.rename(names, left_out=())
     folder.config = folder.config | {IS_REVERSED: form.is_reversed}
-    if not form.is_reversed:
-        return folder
-
-    def swap(_: str, first: int, last: int, columns: tuple[int, int] | None) -> Array:
-        rows = source.read_block(FC, first, last)
-        rows = np.roll(rows, rows.shape[1] // 2, axis=1)
-        return rows if columns is None else rows[:, slice(*columns)]
-
-    return folder.substitute(Computed(folder, {FC: folder.tensors[FC]}, swap), [FC])
+    return folder
 
 
 class Converter(NetConverter):

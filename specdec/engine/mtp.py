@@ -62,6 +62,8 @@ class MtpNet(DraftNet):
         embedded = self.decoder.embed(to_device(step.tokens, features.device), positions)
         if self.params.blanks_first:
             embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
-        pairs = zip(self.norms, (embedded, features), strict=True)
-        x = self.fc(torch.cat([norm(part) for norm, part in pairs], dim=-1))
+        pair = [norm(part) for norm, part in zip(self.norms, (embedded, features), strict=True)]
+        if self.params.blanks_first:
+            pair.reverse()
+        x = self.fc(torch.cat(pair, dim=-1))
         return self.final_norm(self.decoder.run_layers(x, step, cache))

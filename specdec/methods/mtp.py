@@ -55,8 +55,8 @@ FORMS = {
 class MtpParams(NetParams):
     """A layer of the target's own kind, applied again and again (https://arxiv.org/abs/2412.19437).
 
-    Its sizes are the target's. max_draft_len: most draft tokens of a chain. blanks_first: whether
-    zeros stand for the embedding in the first pair of a text, as in MiMo.
+    Its sizes are the target's. max_draft_len: most draft tokens of a chain. blanks_first: as in
+    MiMo zeros stand for the embedding in the first pair of a text, and `fc` reads the state first.
     """
 
     max_draft_len: int = count(1, MAX_DRAFT_TOKENS)
