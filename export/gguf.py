@@ -1,4 +1,6 @@
-"""GGUF, llama.cpp's format: a model, or an EAGLE-3 drafter with its target's tokenizer.
+"""GGUF, llama.cpp's format: a model, an EAGLE-3 drafter, or a head that drafts (MTP).
+
+Drafters have their target's tokenizer, a head its target's embedding and output layer, too.
 
 Keys and names are llama.cpp's at 0c1e57098 (src/llama-arch.cpp, src/models/, conversion/llama.py),
 written through its own package `gguf`.
@@ -23,14 +25,15 @@ from specdec.files.reading import Array
 from specdec.files.staging import check_free_space
 from specdec.gguf.file import PLAIN, import_gguf
 from specdec.gguf.folder import localize
-from specdec.gguf.names import ARCHITECTURES, LAYER_NAMES, NAMES, order_turned
+from specdec.gguf.names import ARCHITECTURES, MTP_NAMES, NAMES, READ, order_turned
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
-from .source import Contents, Order, Part, list_entered
+from .source import TARGET_NAMES, Contents, Order, Part, list_entered
 from .tokenizers import Vocabulary, read_template, read_tokenizer
 
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
+HEAD_NAMES = {theirs: ours for ours, theirs in MTP_NAMES.items()}
 # dtype -> the file's type of matrices, by their names in the gguf package.
 TYPES = {dtype: kind for kind, dtype in PLAIN.items()}
 Q8_BLOCK = 32
@@ -39,9 +42,13 @@ Q8_BLOCK = 32
 def plan_file(order: Order) -> Contents:
     """Name the file's tensors; everything that may be refused is refused here."""
     import_gguf("--to gguf")
-    source = order.source
-    tensors = {rename(name): part for name, part in source.parts.items()}
+    source, parts = order.source, order.source.parts
+    if source.kind == "mtp":
+        held = source.file.tensors
+        parts = parts | {name: Part(own) for own, name in TARGET_NAMES.items() if own in held}
+        source.left_out.clear()  # what equals the target's, which is in the file
     net = get_net(order)
+    tensors = {rename(name, net): part for name, part in parts.items()}
     plan_rotary(net)
     if net.sliding_window is not None and net.sliding_window < net.max_position_embeddings:
         raise SpecDecError(
@@ -62,18 +69,24 @@ def plan_file(order: Order) -> Contents:
 
 
 def get_net(order: Order) -> ModelConfig:
-    """The model that is written: the whole, or the drafter's layers."""
-    return order.source.model if order.source.kind == "plain" else order.eagle.net
+    """The model that is written: the whole, a head behind its layers, or the drafter's layers."""
+    model = order.source.model
+    if order.source.kind == "mtp":
+        return dataclasses.replace(model, num_hidden_layers=model.num_hidden_layers + 1)
+    return model if order.source.kind == "plain" else order.eagle.net
 
 
-def rename(name: str) -> str:
+def rename(name: str, net: ModelConfig) -> str:
     """GGUF's name of a tensor; raises SpecDecError for one that it has no name for."""
     if name == "d2t":
         return name
-    module, _, kind = name.rpartition(".")
+    last, names = net.num_hidden_layers - 1, READ[ARCHITECTURES[net.architecture]].layer
+    module, _, kind = name.replace("mtp.layers.0.", f"layers.{last}.").rpartition(".")
+    if module in HEAD_NAMES:
+        return f"blk.{last}.{HEAD_NAMES[module]}.{kind}"
     match = LAYER.fullmatch(module)
-    if match and match.group(2) in LAYER_NAMES:
-        return f"blk.{match.group(1)}.{LAYER_NAMES[match.group(2)]}.{kind}"
+    if match and match.group(2) in names:
+        return f"blk.{match.group(1)}.{names[match.group(2)]}.{kind}"
     if module not in NAMES:
         raise SpecDecError(f"{name} has no name in a GGUF file", "export it for another runtime")
     return f"{NAMES[module]}.{kind}"
@@ -84,10 +97,11 @@ def plan_rotary(net: ModelConfig) -> Array | None:
     kind = get_kind(net.rotary_scaling) if net.rotary_scaling else "default"
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
+    if kind not in ("linear", "llama3") or net.linear_attention is not None:
         raise SpecDecError(
             f"rotary scaling {shorten(kind)} is not written as GGUF",
-            "linear and llama3 are; llama.cpp's convert_hf_to_gguf.py knows others",
+            "linear and llama3 are, but not of hybrids; llama.cpp's convert_hf_to_gguf.py knows"
+            " others",
         )
     plain, _ = compute_frequencies(dataclasses.replace(net, rotary_scaling=None), 1)
     scaled, _ = compute_frequencies(net, 1)
@@ -107,7 +121,7 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
     gguf = import_gguf("--to gguf")
     source = order.source
     net, words = get_net(order), read_words(order)
-    is_drafter = source.kind != "plain"
+    is_drafter = source.kind == "eagle3"
     architecture = "eagle3" if is_drafter else ARCHITECTURES[net.architecture]
     writer = gguf.GGUFWriter(path, architecture)
     kind = order.settings.gguf_type or TYPES[source.model.dtype]
@@ -149,6 +163,14 @@ def add_values(
         "rope_dimension_count": net.rotary_size, "rope_freq_base": net.rotary_base,
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
+    if (sizes := net.linear_attention) is not None:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])  # a text's positions are all alike
+        for key, number in {
+            "nextn_predict_layers": 1, "ssm.conv_kernel": sizes.num_taps,
+            "ssm.state_size": sizes.key_size, "ssm.group_count": sizes.num_key_heads,
+            "ssm.time_step_rank": sizes.num_value_heads, "ssm.inner_size": sizes.sections[2],
+        }.items():  # fmt: skip
+            writer.add_uint32(f"{writer.arch}.{key}", number)
     writer.add_tokenizer_model("gpt2" if words.scores is None else "llama")
     writer.add_tokenizer_pre(words.split)
     writer.add_token_list(words.tokens)
@@ -212,4 +234,6 @@ def read_tensor(gguf: Any, order: Order, name: str, part: Part, kind: Any) -> Ar
         array = array[np.argsort(order_turned(len(array), heads[module]))]
     wanted = PLAIN.get(kind.name, "float32")
     values: Array = np.ascontiguousarray(cast(array, order.source.model.dtype, wanted))
+    if module.endswith("norm"):
+        values = values + np.float32(READ[ARCHITECTURES[net.architecture]].shift)
     return values if kind.name in PLAIN else gguf.quants.quantize(values, kind)

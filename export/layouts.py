@@ -336,7 +336,7 @@ COMMANDS = {
     "sglang": "python -m sglang.launch_server --model-path {target} --speculative-algorithm"
     " {algorithm} --speculative-draft-model-path {place}{steps} --speculative-num-draft-tokens"
     " {more}",
-    "gguf": "llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model"
+    "gguf": "llama-server --model TARGET.gguf --spec-type draft-{method} --spec-draft-model"
     " {place}/model.gguf --spec-draft-n-max {number}",
     "trtllm-pytorch": "trtllm-serve {target} --backend pytorch --extra_llm_api_options"
     " {place}/extra_llm_api_options.yaml",
@@ -376,7 +376,7 @@ def make_command(order: Order) -> str:
     steps = f" --speculative-num-steps {number} --speculative-eagle-topk 1"
     return COMMANDS[order.settings.to].format(
         target=target, place=place, number=number, more=number + 1, flag=flag,
-        algorithm=algorithm, speculative=json.dumps(speculative),
+        algorithm=algorithm, method=method, speculative=json.dumps(speculative),
         path=f"PYTHONPATH={place} " if kind == "redrafter" else "",
         eager="--enforce-eager " if kind == "redrafter" else "",
         steps="" if kind == "dflash" else steps,
@@ -436,7 +436,7 @@ RUNTIMES: Mapping[str, Runtime] = {
         norms=(), is_usual=True, keeps_embedding=False,
     ),
     "gguf": Runtime(
-        title="llama.cpp", writers={"eagle3": write_gguf, "plain": write_gguf},
+        title="llama.cpp", writers=dict.fromkeys(("eagle3", "mtp", "plain"), write_gguf),
         norms=("norm_before_residual", "norm_before_fc"), targets=READ_BY_LLAMA_CPP,
         is_usual=True,
     ),
@@ -498,9 +498,11 @@ def find_unread(order: Order) -> dict[str, str] | None:
 def find_unread_head(order: Order) -> dict[str, str] | None:
     """A head in a form that runtimes do not read beside this target."""
     model, form = order.source.model, order.source.head_form
-    own = read_json(Path(order.settings.model_dir or "") / "config.json").get("architectures")
-    readers = {"mimo": own == ["MiMoForCausalLM"], "qwen": model.linear_attention is not None}
-    is_read, layout = readers.get(form), {"mimo": "MiMo", "qwen": "Qwen", "glm": "GLM"}[form]
+    is_read = form == "qwen" and model.linear_attention is not None
+    if form == "mimo" and order.settings.to != "gguf":
+        config = read_json(Path(order.settings.model_dir or "") / "config.json")
+        is_read = config.get("architectures") == ["MiMoForCausalLM"]
+    layout = {"mimo": "MiMo", "qwen": "Qwen", "glm": "GLM"}[form]
     return None if is_read else {"layout": layout, "target": model.architecture}
 
 

@@ -45,6 +45,10 @@ LAYER = {
     "attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm",
 }  # fmt: skip
 OURS = {"vocab_embedding": "embed_tokens", "ln_f": "norm"}  # the same of other modules of a net
+TARGET_NAMES = {
+    EMBEDDING: "model.embed_tokens.weight", HEAD: HEAD,
+    "transformer.ln_f.weight": "model.norm.weight",
+}  # fmt: skip
 # Architecture of a model that can be exported -> its `model_type`.
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
@@ -149,12 +153,10 @@ class Source:
                 f"the models that are: {', '.join(MODEL_TYPES)}; any other is given to its runtime"
                 " as the Hugging Face folder that it was converted from",
             )
-        names = {EMBEDDING: "model.embed_tokens.weight", HEAD: HEAD,
-                 "transformer.ln_f.weight": "model.norm.weight"}  # fmt: skip
         parts = {}
         for name in list_target_tensors(model):
-            if name in names:
-                parts[names[name]] = Part(name)
+            if name in TARGET_NAMES:
+                parts[TARGET_NAMES[name]] = Part(name)
             else:
                 own = name.removeprefix("transformer.")
                 parts |= {f"model.{theirs}": part for theirs, part in name_layer(name, own, model)}

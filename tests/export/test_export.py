@@ -20,6 +20,7 @@ from specdec.files import staging
 from specdec.files.manifest import read_manifest
 from specdec.files.reading import read_json
 from tests.conftest import (
+    ROOT,
     make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
@@ -817,6 +818,47 @@ def test_a_head_goes_back_into_its_targets_folder(form: str, count: str, tmp_pat
         export(tmp_path / "again", to="sglang", **flags | {"model_dir": str(folder)})
 
 
+def test_gguf_of_a_head(tmp_path: Path) -> None:
+    """Each tensor and value is that of the file in which llama.cpp's own converter wrote it."""
+    golden = ROOT / "tests" / "golden" / "gguf" / "qwen35.gguf"
+    call(
+        "convert", "--model-dir", golden, "--speculative-decoding-mode", "mtp", "--dequantize",
+        "--dtype", "float32", "--output-dir", tmp_path / "checkpoint",
+    )  # fmt: skip
+    words = make_tokenizer(tmp_path / "words")
+    path = words / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"] |= {"merges": [], "vocab": {
+        token: at for token, at in tokenizer["model"]["vocab"].items() if at < 67}}  # fmt: skip
+    path.write_text(json.dumps(tokenizer))
+    (words / "config.json").write_text("{}")
+    report = export(
+        tmp_path / "out", checkpoint_dir=tmp_path / "checkpoint", model_dir=str(words), to="gguf"
+    )
+    assert " --spec-type draft-mtp --spec-draft-model " in report["command"]
+    assert not report["left_out"]
+    (values, tensors), (told, given) = (
+        read_gguf(path) for path in (tmp_path / "out" / "model.gguf", golden)
+    )
+    of_target = ("token_embd.weight", "output_norm.weight", "output.weight")
+    assert tensors.keys() == {
+        name for name in given if name.startswith("blk.2.") or name in of_target
+    }  # fmt: skip
+    assert all(torch.equal(tensor, given[name].float()) for name, tensor in tensors.items())
+    own = {key: value for key, value in values.items() if key.startswith("qwen35.")}
+    assert len(own) == 19
+    assert own == {key: told[key] for key in own}
+
+
+def test_a_head_of_scaled_positions_is_no_gguf(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    target = make_hybrid(tmp_path, vocab=VOCAB, rope_parameters=scaling)
+    make_tokenizer(target, vocab=VOCAB)
+    head = make_mtp_head(tmp_path, target)
+    with pytest.raises(SpecDecError, match="rotary scaling 'linear' is not written as GGUF"):
+        export(tmp_path / "out", to="gguf", model_dir=str(target), mtp_model_dir=str(head))
+
+
 def test_heads_that_no_runtime_would_read(target: Path, tmp_path: Path) -> None:
     head = make_mtp_head(tmp_path, target, name="other")
     flags = {"model_dir": str(target), "mtp_model_dir": str(head)}
@@ -825,8 +867,9 @@ def test_heads_that_no_runtime_would_read(target: Path, tmp_path: Path) -> None:
     other = make_mtp_head(tmp_path, target, form="mimo", name="mimo")
     with pytest.raises(SpecDecError, match="no head of MiMo's layout beside a LlamaForCausalLM"):
         export(tmp_path / "out", to="sglang", **flags | {"mtp_model_dir": str(other)})
-    with pytest.raises(SpecDecError, match="llama.cpp does not take a head for multi-token"):
-        export(tmp_path / "out", to="gguf", **flags)
+    for kind, layout in ((head, "Qwen"), (other, "MiMo")):
+        with pytest.raises(SpecDecError, match=f"llama.cpp reads no head of {layout}'s layout"):
+            export(tmp_path / "out", to="gguf", **flags | {"mtp_model_dir": str(kind)})
     own = make_mtp_head(tmp_path, target, form="glm", own=True, name="own")
     flags["mtp_model_dir"] = str(own)
     with pytest.raises(SpecDecError, match="no head of GLM's layout beside a LlamaForCausalLM"):

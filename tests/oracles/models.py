@@ -77,6 +77,40 @@ def add_mask(drafter: Path, folder: Path) -> Path:
     return folder
 
 
+def train_hybrid(folder: Path, texts: Path) -> Path:
+    """A Qwen3.5 of four layers with pycode's tokenizer, trained on texts for two minutes."""
+    from tokenizers import Tokenizer
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    shutil.copytree(PYCODE / "target", folder, ignore=shutil.ignore_patterns("model*", "config*"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    ids = torch.tensor([token for row in rows for token in tokenizer.encode(row).ids])
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=tokenizer.get_vocab_size(), hidden_size=128, intermediate_size=256,
+            num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32,
+            linear_value_head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0), 150
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - 129, (4,), generator=generator).tolist()
+        batch = torch.stack([ids[at : at + 128] for at in starts])
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.save_pretrained(folder)
+    return folder
+
+
 def drop_bias(source: Path, folder: Path) -> Path:
     """Copy an EAGLE-1 drafter without its fc.bias, which vLLM has no room for."""
     shutil.copytree(source, folder)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.engines import call, make_tree_engine
 from tests.export.sentencepiece import list_hostile, make_sentencepiece
 from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
-from tests.oracles.models import PYCODE
+from tests.oracles.models import PYCODE, train_hybrid
 from tests.oracles.ours import Counters, chain, count, decode, make_engine
 
 LENGTH = 3
@@ -118,7 +119,11 @@ def test_drafters(
     kind = "draft-eagle3" if way == "eagle3" else "draft-simple"
     texts, counters = run_server(*draft_with(kind, exported))
     assert texts == plain
-    ours = decode(engine, prompts, MAX_TOKENS, **options)
+    compare(decode(engine, prompts, MAX_TOKENS, **options), plain, counters)
+
+
+def compare(ours: list[Any], plain: list[list[int]], counters: dict[str, Any]) -> None:
+    """Texts and counters of specdec with those of the server."""
     assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
     positions = tuple(counters["positions"][place] for place in range(LENGTH))
     found = Counters(
@@ -181,6 +186,51 @@ def test_tokenizers(kind: str, start_server: Any, tmp_path: Path) -> None:
                     differ.append((text, told, found))
     print(kind, f"{len(differ)} of 200 differ", differ[:5])
     assert not differ
+
+
+# Its converter knows no tokenizer but published ones.
+CONVERT = """
+import runpy, sys
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+sys.argv = sys.argv[1:]
+runpy.run_path(f"{sys.argv[0]}/convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
+def test_an_exported_head(
+    run_server: Any, environments: Path, work: Path, prompts: Any, tmp_path: Path
+) -> None:
+    """Of a trained Qwen3.5: the same text as plain decoding, and the same counters.
+
+    llama.cpp's own converter writes the target, we the head.
+    """
+    data, folder = tmp_path / "texts.jsonl", tmp_path / "gguf"
+    texts = (path.read_text() for path in sorted((ROOT / "specdec").rglob("*.py")))
+    rows = [text[at : at + 400] for text in texts for at in range(0, len(text) - 400, 400)]
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    model = train_hybrid(tmp_path / "model", data)
+    call(
+        "train", "--method", "mtp", "--model-dir", model, "--data", data, "--self-distillation", 0,
+        "--output-dir", tmp_path / "head", "--max-steps", 100, "--model-max-length", 96,
+        "--learning-rate", 0.003, "--dtype", "float32",
+    )  # fmt: skip
+    own = ["--mtp-model-dir", tmp_path / "head"]
+    exported = export_gguf(model, tmp_path / "head-gguf", *own)
+    folder.mkdir()
+    source = environments / "llama.cpp" / "source" / "vendor" / "llama.cpp"
+    subprocess.run(
+        [sys.executable, "-c", CONVERT, source, model, "--outtype", "f32", "--no-mtp",
+         "--outfile", folder / "model.gguf"],
+        check=True,
+    )  # fmt: skip
+    plain, _ = run_server(model=folder)
+    found, counters = run_server(*draft_with("draft-mtp", exported), model=folder)
+    assert found == plain
+    engine = make_engine(tmp_path / "ours", model, own, [])
+    options = {"mtp_num_draft_tokens": str(LENGTH), "draft_budget": "fixed"}
+    compare(decode(engine, prompts, MAX_TOKENS, **options), plain, counters)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35_moe"])

@@ -25,9 +25,16 @@ from specdec.engine.layout import read_engine_config
 from specdec.engine.step import Step
 from specdec.serve.protocol import BadRequest
 from specdec.serve.scheduler import Job, Scheduler
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
+from tests.conftest import (
+    make_drafter,
+    make_eagle_drafter,
+    make_llama,
+    make_mtp_head,
+    make_tokenizer,
+)
 from tests.engine.kernels import needs_compiler
 from tests.engines import call, make_engine, make_tree_engine
+from tests.families import make_hybrid
 from tests.serve.servers import wait_until
 
 CHUNK = 16
@@ -65,6 +72,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--max-batch-size", 4, *flags,
         )  # fmt: skip
     make_tree_engine("eagle", parent, target, make_eagle_drafter(parent), optimize="none")
+    hybrid = make_tokenizer(make_hybrid(parent, seed=5))
+    call(
+        "convert", "--model-dir", hybrid, "--mtp-model-dir", make_mtp_head(parent, hybrid),
+        "--mtp-max-draft-len", 3, "--output-dir", parent / "hybrid ckpt",
+    )  # fmt: skip
+    call(
+        "build", "--checkpoint-dir", parent / "hybrid ckpt", "--output-dir", parent / "hybrid",
+        "--max-batch-size", 8, "--tokenizer-dir", hybrid, "--max-seq-len", 256,
+    )  # fmt: skip
     return parent
 
 
@@ -158,11 +174,20 @@ def test_an_answer_is_counted_before_it_can_be_had(folder: Path) -> None:
     assert counter.early == [False]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "least", "options"),
+    [
+        ("float32", 72, 200, {}),
+        ("bfloat16", 72, 200, {}),
+        ("hybrid", 40, 20, {"draft_budget": "fixed"}),
+    ],
+)
+def test_text_under_load_is_each_requests_own(
+    folder: Path, name: str, count: int, least: int, options: dict[str, Any]
+) -> None:
     """At concurrency 32: chunks, prefixes, drafts and neighbours that are cancelled change none."""
-    prompts = mix_prompts(72)
-    with Engine.load(folder / dtype, device="cpu", speculation=False) as engine:
+    prompts = mix_prompts(count)
+    with Engine.load(folder / name, device="cpu", speculation=False) as engine:
         expected = [
             (output.token_ids, output.text, output.finish_reason)
             for prompt in prompts
@@ -172,7 +197,7 @@ def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
     found: list[Any] = [None] * len(prompts)
     left = iter(enumerate(prompts))
     lock = threading.Lock()
-    with load(folder, dtype) as engine:
+    with load(folder, name, **options) as engine:
         run = Run(engine)
 
         def ask() -> None:
@@ -194,7 +219,7 @@ def test_text_under_load_is_each_requests_own(folder: Path, dtype: str) -> None:
         for thread in threads:
             thread.join()
         assert drain(run.scheduler, 10)
-        assert engine.num_reused_tokens > 200
+        assert engine.num_reused_tokens > least
         run.scheduler.stop()
     assert found == expected
 
