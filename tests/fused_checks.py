@@ -95,8 +95,10 @@ def check_add_norm(case: tuple[Any, ...], dtype: torch.dtype, device: str) -> No
         compare(("add_norm, the sum", *case), total, expected)
         assert torch.equal(total, expected) or is_own or share != 1
     compare(("add_norm", *case), normed, norm_exactly(total, norm))
-    alone = add_norm(x[-1:, -1:], None if share is None else added[-1:, -1:], norm,
-                     own if is_own else None, share or 1.0)  # fmt: skip
+    last, last_added = (part[-1:, -1:].clone() for part in (x, added))
+    alone = add_norm(
+        last, None if share is None else last_added, norm, own if is_own else None, share or 1.0
+    )
     assert torch.equal(alone[1], normed[-1:, -1:]), f"{case}: a token's norm depends on others"
 
 
@@ -109,7 +111,9 @@ def check_gate(case: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
     first, second = inner.chunk(2, dim=-1)
     found = gate(inner, activation)
     compare(("gate", *case), found, ACTIVATIONS[activation](first) * second)
-    assert torch.equal(gate(inner[-1:, -1:], activation), found[-1:, -1:]), f"{case}: not alone"
+    assert torch.equal(gate(inner[-1:, -1:].clone(), activation), found[-1:, -1:]), (
+        f"{case}: not alone"
+    )
 
 
 def check_turn(case: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
@@ -151,7 +155,7 @@ def check_turn(case: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
     compare(("turn, queries", *case), queries, expected, is_exact=not has_norms)
     compare(("turn, the cache", *case), whole, expected_whole, is_exact=not has_norms)
     place.rows, place.slots, place.lines = rows[-1:], slots[-1:, -1:], place.lines[-1:, -1:]
-    alone = turn(product[-1:, -1:, :width], block.clone(), how, place, num_heads)
+    alone = turn(product[-1:, -1:].clone()[..., :width], block.clone(), how, place, num_heads)
     assert torch.equal(alone, queries[-1:, -1:]), f"{case}: a token's query depends on others"
 
 

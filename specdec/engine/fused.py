@@ -6,8 +6,9 @@ a residual sum is normed where it is made, and queries are rotated and keys and 
 the cache straight from their product.
 
 A program computes of one token one row, head or block, and reads nothing of other tokens. How it is
-launched depends on the model's sizes alone. So a token's result does not depend on what else is in
-the step. Results are rounded to the model's type where torch's operators round.
+compiled and launched depends on the model's sizes alone, since tensors begin at aligned addresses.
+So a token's result does not depend on what else is in the step. Results are rounded to the model's
+type where torch's operators round.
 
 Legend: B rows, T tokens per row, D hidden, N heads, K K/V heads, H head size, R rotated dimensions.
 """
@@ -125,7 +126,8 @@ def _turn_kernel(
             y = tl.where(at < TURNED // 2, -y, y)
             x = (x * c).to(kind).to(tl.float32) + (y * s).to(kind).to(tl.float32)
     if head < NUM_HEADS:
-        tl.store(queries + (token * NUM_HEADS + head) * SIZE + at, x, mask=inside)
+        place = (row * NUM_HEADS + head) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(queries + place.to(tl.int64) * SIZE + at, x, mask=inside)
     else:
         is_value = (head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
         target = block + is_value * plane_stride + tl.load(rows + row) * row_stride
@@ -172,7 +174,7 @@ def turn(product: Tensor, block: Tensor, how: Attention, place: Any, num_heads: 
     """
     num_rows, num_tokens = product.shape[:2]
     num_kv_heads, size = block.shape[2], block.shape[4]
-    queries = product.new_empty(num_rows, num_tokens, num_heads, size)
+    queries = product.new_empty(num_rows, num_heads, num_tokens, size)  # as attention reads them
     cos, sin = (None, None) if how.rotary is None else (how.rotary.cos, how.rotary.sin)
     weights: tuple[Tensor | None, Tensor | None] = None, None
     epsilon = offset = 0.0
@@ -186,7 +188,7 @@ def turn(product: Tensor, block: Tensor, how: Attention, place: Any, num_heads: 
         TURNED=0 if cos is None else cos.shape[-1], BLOCK=triton.next_power_of_2(size), num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return queries
+    return queries.transpose(1, 2)
 
 
 class FusedLayers(TorchLayers):

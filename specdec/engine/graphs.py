@@ -314,20 +314,23 @@ class PackedStep:
         window: positions that a token sees, itself included.
         """
         num_rows, num_tokens, num_new = self.tree_mask.shape
-        at = torch.arange(size, device=self.past.device)
-        age = at - self.past[:, None]  # [B, S], from 0 on: entries of the step
-        tree_mask = self.tree_mask
-        committed = (age < 0)[:, None].expand(num_rows, num_tokens, size)
+        device, tree_mask = self.past.device, self.tree_mask
+        behind = torch.arange(1, size + 1, device=device)  # each position
+        # Columns of a table: what is committed, the entries of the step, what is behind them.
+        column = (behind - self.past[:, None]).clamp_(0, num_new + 1)[:, None]  # [B, 1, S]
         if window is not None:
             assert num_new == num_tokens
-            lowest = self.positions[:, :, None] - window  # [B, T, 1]
-            tree_mask = tree_mask & (self.positions[:, None, :] > lowest)
-            committed = committed & (at > lowest)
-        column = age.clamp(0, num_new - 1)[:, None].expand(num_rows, num_tokens, size)
-        is_new = ((age >= 0) & (age < num_new))[:, None]
-        mask = torch.where(is_new, tree_mask.gather(2, column), committed)
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-        return bias.masked_fill_(~mask, -torch.inf)[:, None]
+            lowest = self.positions[:, :, None] - window + 1  # [B, T, 1]
+            tree_mask = tree_mask & (self.positions[:, None, :] >= lowest)
+        table = torch.full(
+            (num_rows, num_tokens, num_new + 2), -torch.inf, dtype=dtype, device=device
+        )
+        table[..., 0] = 0.0
+        table[..., 1:-1].masked_fill_(tree_mask, 0.0)
+        bias = table.gather(2, column.expand(num_rows, num_tokens, size))
+        if window is not None:
+            bias.masked_fill_((column == 0) & (behind <= lowest), -torch.inf)
+        return bias[:, None]
 
 
 class StepGraphs:
