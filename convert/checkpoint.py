@@ -107,8 +107,7 @@ class CheckpointFolder:
         tensors = {}
         for name in (*found.kept, *found.scales):  # copied as they are
             info = file.tensors[name]
-            block = Block(0, info.num_rows) if info.shape else None
-            tensors[name] = PlannedTensor(info, (Piece(file, name, block),))
+            tensors[name] = PlannedTensor(info, (Piece(file, name, Block(0, info.num_rows)),))
         missing = list(found.missing)
         if HEAD in missing and (shared := self._share_embedding(rank, file)):
             tensors[HEAD] = shared

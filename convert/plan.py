@@ -116,39 +116,34 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A block of one source tensor; None is all of a tensor that has no dimensions.
+    """A block of one source tensor.
 
     is_transposed: the block is one of the transposed source. added: see `Part`.
     """
 
     source: TensorSource
     name: str
-    block: Block | None
+    block: Block
     is_transposed: bool = False
     added: float = 0.0
 
-    def read(self, block: Block | None, dtype: str) -> Array:
+    def read(self, block: Block, dtype: str) -> Array:
         """Return a block of the source in another type, contiguous."""
         stored = self.source.tensors[self.name].dtype
         if self.is_transposed:
-            assert block is not None
             return self._read_transposed(block, stored, dtype)
-        if block is None:
-            return self._finish(self.source.read(self.name), stored, dtype)
         rows = self.source.read_block(self.name, block.start, block.stop, block.columns)
         return self._finish(rows, stored, dtype)
 
-    def locate(self, block: Block | None, dtype: str) -> tuple[Path, int] | None:
+    def locate(self, block: Block, dtype: str) -> tuple[Path, int] | None:
         """Return where a block's bytes lie in a file as they are wanted; None where they do not."""
         info = self.source.tensors[self.name]
         is_changed = self != Piece(self.source, self.name, self.block)
         if is_changed or info.dtype != dtype:
             return None
-        if block is not None and block.columns not in (None, (0, *info.row_shape)):
-            return None
         place = self.source.locate(self.name)
-        if place is None or block is None:
-            return place
+        if place is None or block.columns not in (None, (0, *info.row_shape)):
+            return None
         row_bytes = info.num_bytes // max(1, info.num_rows)
         return place[0], place[1] + block.start * row_bytes
 
@@ -156,7 +151,7 @@ class Piece:
         """Read some stored rows at a time: every one of them holds a bit of each wanted row."""
         info = self.source.tensors[self.name]
         first, last = block.columns or (0, info.shape[0])
-        result = np.empty((block.stop - block.start, last - first), DTYPES[dtype][1])
+        result = np.empty((block.num_rows, last - first), DTYPES[dtype][1])
         row_bytes = info.num_bytes // max(1, info.shape[0])
         height = max(1, CHUNK_BYTES // max(1, row_bytes))
         for top in range(first, last, height):
@@ -197,9 +192,6 @@ class PlannedTensor:
         height = max(1, CHUNK_BYTES // row_bytes)
         num_rows = 0
         for piece in self.pieces:
-            if piece.block is None:
-                yield self._cut_later(piece, None, self.info.num_bytes)
-                return
             for start in range(piece.block.start, piece.block.stop, height):
                 stop = min(start + height, piece.block.stop)
                 block = Block(start, stop, piece.block.columns)
@@ -210,7 +202,7 @@ class PlannedTensor:
             storage = DTYPES[rows.dtype][1]
             yield Chunk(rows.num_bytes, functools.partial(np.zeros, rows.shape, storage))
 
-    def _cut_later(self, piece: Piece, block: Block | None, num_bytes: int) -> Chunk:
+    def _cut_later(self, piece: Piece, block: Block, num_bytes: int) -> Chunk:
         dtype = self.info.dtype
         return Chunk(num_bytes, lambda: piece.read(block, dtype), piece.locate(block, dtype))
 

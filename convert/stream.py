@@ -85,7 +85,7 @@ class Use:
 
     source: TensorSource
     name: str
-    rows: tuple[int, int] | None  # None: the tensor has no dimensions
+    rows: tuple[int, int]
     dtypes: frozenset[str]
 
     @property
@@ -95,8 +95,6 @@ class Use:
     @property
     def span(self) -> tuple[int, int]:
         """Bytes of the tensor that the rows take."""
-        if self.rows is None:
-            return 0, self.info.num_bytes
         row_bytes = self.info.num_bytes // max(1, self.info.num_rows)
         return self.rows[0] * row_bytes, self.rows[1] * row_bytes
 
@@ -162,7 +160,7 @@ def list_uses(plan: ConversionPlan) -> list[Use]:
     for rank in plan.ranks:
         for tensor in rank.values():
             for piece in tensor.pieces:
-                rows = None if piece.block is None else (piece.block.start, piece.block.stop)
+                rows = (piece.block.start, piece.block.stop)
                 if piece.is_transposed:
                     rows = (0, piece.source.tensors[piece.name].num_rows)
                 use = Use(piece.source, piece.name, rows, frozenset([tensor.info.dtype]))
@@ -172,9 +170,7 @@ def list_uses(plan: ConversionPlan) -> list[Use]:
 
 
 def _join_uses(one: Use, other: Use) -> Use:
-    rows = None
-    if one.rows is not None and other.rows is not None:
-        rows = (min(one.rows[0], other.rows[0]), max(one.rows[1], other.rows[1]))
+    rows = (min(one.rows[0], other.rows[0]), max(one.rows[1], other.rows[1]))
     return dataclasses.replace(one, rows=rows, dtypes=one.dtypes | other.dtypes)
 
 
@@ -433,17 +429,14 @@ class _Stream:
             if use.source.locate(use.name) is not None:
                 continue
             counter = FlawCounter(use.info.dtype, use.dtypes)
-            if use.rows is None:
-                self._count(counter, np.ascontiguousarray(use.source.read(use.name)))
-            else:
-                num_rows = max(1, use.info.num_rows)
-                height = max(1, CHUNK_BYTES // max(1, use.info.num_bytes // num_rows))
-                for top in range(*use.rows, height):
-                    self._check()
-                    bottom = min(top + height, use.rows[1])
-                    rows = use.source.read_block(use.name, top, bottom)
-                    self._count(counter, np.ascontiguousarray(rows))
-                    self._release()
+            num_rows = max(1, use.info.num_rows)
+            height = max(1, CHUNK_BYTES // max(1, use.info.num_bytes // num_rows))
+            for top in range(*use.rows, height):
+                self._check()
+                bottom = min(top + height, use.rows[1])
+                rows = use.source.read_block(use.name, top, bottom)
+                self._count(counter, np.ascontiguousarray(rows))
+                self._release()
             if counter.flaws:
                 flaws[use.name] = counter.flaws
         return flaws

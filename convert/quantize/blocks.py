@@ -80,7 +80,7 @@ def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources |
     sources = {}
     for piece in tensor.pieces:
         found = folder.raw(piece.name)
-        is_changed = piece.is_transposed or piece.added or piece.block is None
+        is_changed = piece.is_transposed or piece.added
         if is_changed or found is None or found[2] is None or int(found[0]) not in TYPES:
             return None
         sources[piece.name] = found
@@ -97,7 +97,6 @@ def _plan_blocks(
     rows: list[Piece] = []
     types: list[Piece] = []
     for piece in tensor.pieces:
-        assert piece.block is not None
         kind, (height, depth), raw = sources[piece.name]
         columns = piece.block.columns or (0, depth)
         first, last = map(TYPES[kind].count_bytes, columns)
@@ -115,7 +114,7 @@ def _plan_blocks(
             source = Computed(folder, {piece.name: TensorInfo("uint8", info)}, compute)
             block = Block(piece.block.start, piece.block.stop)
             pieces.append(Piece(source, piece.name, block))
-    missing = num_rows - sum(p.block.stop - p.block.start for p in rows if p.block is not None)
+    missing = num_rows - sum(piece.block.num_rows for piece in rows)
     if missing:  # rows of zeros behind the vocabulary, in blocks of some type
         types += [dataclasses.replace(types[-1], block=Block(0, 1))] * missing
     return {

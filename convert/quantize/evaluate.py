@@ -104,11 +104,10 @@ def _replace(model: Any, matrix: RoundedMatrix, model_dir: Path) -> list[str]:
 
     offset, names = 0, []
     for piece in matrix.tensor.pieces:
-        assert piece.block is not None
         name = piece.name.removesuffix(".weight")
         weight = find_module(model, name, model_dir).weight.data
         own = weight.T if piece.is_transposed else weight
-        height = piece.block.stop - piece.block.start
+        height = piece.block.num_rows
         for start, stop in matrix.list_rows():
             first, last = max(start, offset), min(stop, offset + height)
             if first < last:

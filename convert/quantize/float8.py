@@ -8,6 +8,7 @@ no infinity, the largest value is 448 and the smallest 2^-9. A byte of e8m0, a t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -103,6 +104,10 @@ class Requantizer:
             return self._compute(array)
         codes: Array = self._table[array.view(f"u{array.itemsize}")]
         return codes
+
+    def follow(self, make: Callable[[], Array]) -> Callable[[], Array]:
+        """What maps an array that is still to be made."""
+        return lambda: self(make())
 
     def _compute(self, array: Array) -> Array:
         """Go through the array in blocks that stay in a core's cache."""

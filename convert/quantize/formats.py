@@ -15,7 +15,6 @@ from specdec.files.reading import Array
 from specdec.model import int4
 from specdec.model.quantization import (
     ALGORITHMS,
-    CHANNEL_SCALE,
     FLOAT4_VALUES,
     FLOAT8_MAX,
     FP8,
@@ -142,14 +141,13 @@ def _make_scales(largest: Array, maximum: float) -> Array:
 class Format:
     """One choice of --quantization. name: its quant_algo.
 
-    row_scale: the tensor of the scales of rows or groups. weight: the tensor that holds the largest
-    magnitude of the weights divided by a number; inputs: by which the inputs' is divided for
-    activation_scaling_factor. smooths: how inputs get scales of their own: by what is searched for
-    them with (`mean` or `largest` magnitudes). excluded: modules that it must not be applied to.
+    weight: the tensor that holds the largest magnitude of the weights divided by a number; inputs:
+    by which the inputs' is divided for activation_scaling_factor. smooths: how inputs get scales of
+    their own: by what is searched for them with (`mean` or `largest` magnitudes). excluded: modules
+    that it must not be applied to.
     """
 
     name: str
-    row_scale: str | None = None
     weight: tuple[str, float] | None = None
     inputs: float | None = None
     smooths: str | None = None
@@ -189,21 +187,15 @@ class Format:
 FORMATS = {
     "fp8": Format(name=FP8, weight=(WEIGHT_SCALE, FLOAT8_MAX), inputs=FLOAT8_MAX),
     # Where nothing is excluded by name, 1.0 rounds what comes out of the last norm, too.
-    "fp8_pc_pt": Format(
-        name="FP8_PER_CHANNEL_PER_TOKEN", row_scale=CHANNEL_SCALE, excluded=("*ln_f", "*ln_embed")
-    ),
-    "int8_sq": Format(
-        name="W8A8_SQ_PER_CHANNEL", row_scale=WEIGHT_SCALE, inputs=INT8_MAX, smooths="largest"
-    ),
-    "int4_awq": Format(
-        name="W4A16_AWQ", row_scale=WEIGHT_SCALE, smooths="mean", group_size=128
-    ),
+    "fp8_pc_pt": Format(name="FP8_PER_CHANNEL_PER_TOKEN", excluded=("*ln_f", "*ln_embed")),
+    "int8_sq": Format(name="W8A8_SQ_PER_CHANNEL", inputs=INT8_MAX, smooths="largest"),
+    "int4_awq": Format(name="W4A16_AWQ", smooths="mean", group_size=128),
     "w4a8_awq": Format(
-        name="W4A8_AWQ", row_scale=WEIGHT_SCALE, weight=(WEIGHT_SCALE_2, FLOAT8_MAX),
-        inputs=FLOAT8_MAX, smooths="mean", group_size=128,
+        name="W4A8_AWQ", weight=(WEIGHT_SCALE_2, FLOAT8_MAX), inputs=FLOAT8_MAX, smooths="mean",
+        group_size=128,
     ),
     "nvfp4": Format(
-        name="NVFP4", row_scale=WEIGHT_SCALE, weight=(WEIGHT_SCALE_2, FLOAT4_MAX * FLOAT8_MAX),
+        name="NVFP4", weight=(WEIGHT_SCALE_2, FLOAT4_MAX * FLOAT8_MAX),
         inputs=FLOAT4_MAX * FLOAT8_MAX, group_size=16,
     ),
 }  # fmt: skip

@@ -104,7 +104,6 @@ class PackedTensor(PlannedTensor):
         num_columns = self.info.shape[1]
         height = max(2, CHUNK_BYTES // num_columns // 2 * 2)
         for piece in self.pieces:
-            assert piece.block is not None
             for start in range(piece.block.start, piece.block.stop, height):
                 stop = min(start + height, piece.block.stop)
                 block = Block(start, stop, piece.block.columns)
@@ -390,7 +389,7 @@ def _plan_module(target: Target, module: _Module, kinds: _Kinds) -> list[RankPla
 
 
 def _pack(codes: PlannedTensor, matrix: IntMatrix) -> PackedTensor:
-    heights = [p.block.stop - p.block.start for p in codes.pieces if p.block is not None]
+    heights = [piece.block.num_rows for piece in codes.pieces]
     if any(height % 2 for height in heights):
         raise matrix.refuse(
             "a rank would have an odd number of rows"

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from specdec.files.casts import cast
 from specdec.files.reading import Array
-from specdec.files.tensor_file import TensorInfo
+from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model.quantization import WEIGHT_SCALE_2
 from specdec.model.sharding import Block
 
-from ..plan import CHUNK_BYTES, Chunk, Piece, PlannedTensor
+from ..plan import CHUNK_BYTES, Chunk, Computed, Piece, PlannedTensor
+from .float8 import Requantizer
 from .formats import Rounding
 
 SCALE_INFO = TensorInfo("float32", (1,))
 
 
-class Scales:
+class Scales(Computed):
     """The scales of a checkpoint, known only after they were measured; a source of tensors."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._values = path, dict[str, Array]()
         self.tensors: dict[str, TensorInfo] = {}
-        self._values: dict[str, Array] = {}
+        self.compute = lambda name, start, stop, _: self._values[name][start:stop]
 
     def add(
         self,
@@ -42,8 +43,8 @@ class Scales:
         if value is not None:
             self.set(name, value)
         block = Block(*(columns or (0, info.shape[0])))
-        shape = (block.stop - block.start,)
-        return PlannedTensor(TensorInfo(info.dtype, shape), (Piece(self, name, block),))
+        own = TensorInfo(info.dtype, (block.num_rows,))
+        return PlannedTensor(own, (Piece(self, name, block),))
 
     def set(self, name: str, value: np.float32 | Array) -> None:
         """Tell a scale's value, or several as they are stored."""
@@ -52,18 +53,6 @@ class Scales:
     def get(self, name: str) -> np.float32:
         """Return a scale that was measured."""
         return np.float32(self._values[name][0])
-
-    def read(self, name: str) -> Array:
-        return self._values[name]
-
-    def read_block(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array:
-        assert columns is None
-        return self.read(name)[start:stop]
-
-    def locate(self, name: str) -> None:
-        """Return None: a scale lies in no file."""
 
     def release(self) -> None:
         """Do nothing: scales are small."""
@@ -98,8 +87,7 @@ class RoundedMatrix:
         """Return rows [start, stop) as float32 [rows, in]."""
         parts, offset = [], 0
         for piece in self.tensor.pieces:
-            assert piece.block is not None
-            height = piece.block.stop - piece.block.start
+            height = piece.block.num_rows
             first, last = max(start - offset, 0), min(stop - offset, height)
             if first < last:
                 rows = Block(piece.block.start + first, piece.block.start + last)
@@ -138,7 +126,7 @@ class RowTensor(PlannedTensor):
     is_weight: bool
 
     def list_chunks(self) -> Iterator[Chunk]:
-        num_rows = sum(block.stop - block.start for block in self.blocks)
+        num_rows = sum(block.num_rows for block in self.blocks)
         for block in self.blocks:
             for start, stop in self.matrix.list_rows():
                 first, last = max(start, block.start), min(stop, block.stop)
@@ -157,3 +145,30 @@ class RowTensor(PlannedTensor):
             group_size = codes.shape[1] // scales.shape[1]
             scales = scales[:, first // group_size : last // group_size]
         return scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Tensor(PlannedTensor):
+    """A tensor that is rounded to float8 as its chunks go by.
+
+    dtype: of its numbers before that. find_scale: returns what they are divided by, which may be
+    known only when they are read. factors: by source tensor, what they are multiplied with first;
+    where that is the scale, they stay as they are.
+    """
+
+    dtype: str
+    find_scale: Callable[[], np.float32]
+    factors: Mapping[str, np.float32] = dataclasses.field(default_factory=dict)
+
+    def list_chunks(self) -> Iterator[Chunk]:
+        scale, itemsize = self.find_scale(), np.dtype(DTYPES[self.dtype][1]).itemsize
+        for piece in self.pieces:
+            shape = (piece.block.num_rows, *self.info.shape[1:])
+            alone = PlannedTensor(TensorInfo(self.dtype, shape), (piece,))
+            factor = self.factors.get(piece.name)
+            if factor == scale:
+                yield from alone.list_chunks()
+                continue
+            requantize = Requantizer(self.dtype, scale, factor)
+            for chunk in alone.list_chunks():
+                yield Chunk(chunk.num_bytes // itemsize, requantize.follow(chunk.make))

@@ -22,11 +22,9 @@ import numpy as np
 from specdec import logs
 from specdec.errors import SpecDecError, join_names
 from specdec.files.casts import cast
-from specdec.files.reading import Array
-from specdec.files.tensor_file import DTYPES, TensorInfo
+from specdec.files.tensor_file import TensorInfo
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
-    FLOAT8,
     FLOAT8_MAX,
     FP8,
     INPUT_SCALE,
@@ -37,11 +35,11 @@ from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import list_linears
 from specdec.threads import Pool
 
-from ..plan import Chunk, PlannedTensor, RankPlan, Target
+from ..plan import PlannedTensor, RankPlan, Target
 from .calibration import Observations, Watch
-from .float8 import Requantizer, find_amax
+from .float8 import find_amax
 from .formats import Format
-from .rounded import RoundedMatrix, RowTensor, Scales
+from .rounded import Float8Tensor, RoundedMatrix, RowTensor, Scales
 from .search import search_inputs
 
 logger = logs.get_logger(__name__)
@@ -51,26 +49,6 @@ EXCLUDED = ("lm_head",)
 MIN_KV_SCALE = np.float32(1)  # ModelOpt's rule: small keys and values are not scaled up
 # What each K/V scale is the largest of.
 _KV_PARTS = dict(zip(KV_SCALES, (("k", "v"), ("k",), ("v",)), strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedTensor(PlannedTensor):
-    """A tensor that is rounded to float8 as its chunks go by. inner: as it is before that."""
-
-    inner: PlannedTensor
-    scales: Scales
-    scale: str
-
-    def list_chunks(self) -> Iterator[Chunk]:
-        requantize = Requantizer(self.inner.info.dtype, self.scales.get(self.scale))
-        for chunk in self.inner.list_chunks():
-            yield change_chunk(chunk, self.inner.info.dtype, requantize)
-
-
-def change_chunk(chunk: Chunk, dtype: str, change: Callable[[Array], Array]) -> Chunk:
-    """Return a chunk whose elements become one byte each by `change`. dtype: their type."""
-    itemsize = np.dtype(DTYPES[dtype][1]).itemsize
-    return Chunk(chunk.num_bytes // itemsize, lambda: change(chunk.make()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,11 +246,9 @@ def _plan_matrix(
         elif each == "input":
             of_all = TensorInfo(info.dtype, (matrix.shape[1],))
             planned[name] = scales.add(name, info=of_all, columns=blocks[0].columns)
-        elif format_.row_scale is None:
-            scale = f"{module}.{WEIGHT_SCALE}"
-            planned[name] = QuantizedTensor(
-                TensorInfo(FLOAT8, tensor.info.shape), tensor.pieces, tensor, scales, scale
-            )
+        elif format_.name == FP8:
+            scale = functools.partial(scales.get, f"{module}.{WEIGHT_SCALE}")
+            planned[name] = Float8Tensor(info, tensor.pieces, tensor.info.dtype, scale)
         else:
             planned[name] = RowTensor(info, tensor.pieces, matrix, blocks, kind == "weight")
     return planned

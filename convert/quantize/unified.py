@@ -7,26 +7,25 @@ is rounded again: value * own scale / shared scale, in float32, to the nearest f
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specdec import logs
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.tensor_file import TensorInfo
 from specdec.model.int4 import SCALE_DTYPES
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
 from specdec.model.tensors import TensorSpec
 
 from ..hf import HfFolder
-from ..plan import Chunk, PlannedTensor, RankPlan, Target, report_missing
-from .float8 import E8M0, Requantizer, to_float32
-from .rounded import Scales
-from .scales import change_chunk, find_group
+from ..plan import RankPlan, Target, report_missing
+from .float8 import E8M0, to_float32
+from .rounded import Float8Tensor, Scales
+from .scales import find_group
 from .sections import read_sections
 
 logger = logs.get_logger(__name__)
@@ -37,27 +36,6 @@ DEQUANTIZE = "add --dequantize, which writes plain weights in --dtype"
 _FP8_CACHE = {"type": "float", "num_bits": 8, "dynamic": False, "strategy": "tensor"}
 # Where the writers put the scales of K and V, from the attention module.
 KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
-
-
-@dataclasses.dataclass(frozen=True)
-class RequantizedTensor(PlannedTensor):
-    """A float8 tensor whose pieces get one scale. factors: each source tensor's own scale."""
-
-    factors: Mapping[str, np.float32]
-    scale: np.float32
-
-    def list_chunks(self) -> Iterator[Chunk]:
-        for piece in self.pieces:
-            assert piece.block is not None
-            shape = (piece.block.stop - piece.block.start, *self.info.shape[1:])
-            alone = PlannedTensor(TensorInfo(FLOAT8, shape), (piece,))
-            factor = self.factors[piece.name]
-            if factor == self.scale:
-                yield from alone.list_chunks()
-                continue
-            requantize = Requantizer(FLOAT8, self.scale, factor)
-            for chunk in alone.list_chunks():
-                yield change_chunk(chunk, FLOAT8, requantize)
 
 
 def find_stored(folder: HfFolder) -> set[str]:
@@ -90,12 +68,12 @@ def plan_fp8(
             if kind == WEIGHT_SCALE:
                 num_rounded += sum(scale != shared for scale in own_scales.values())
             for module, rank in itertools.product(members, ranks):
-                rank[f"{module}.{kind}"] = scales.add(f"{module}.{kind}", shared)
+                scale = f"{module}.{kind}"
+                rank[scale] = scales.add(scale, shared)
                 name = f"{module}.weight"
                 if kind == WEIGHT_SCALE and name in rank:  # else a problem was found
-                    rank[name] = RequantizedTensor(
-                        rank[name].info, rank[name].pieces, own_scales, shared
-                    )
+                    plain, find = rank[name], functools.partial(scales.get, scale)
+                    rank[name] = Float8Tensor(plain.info, plain.pieces, FLOAT8, find, own_scales)
     if num_rounded:
         logger.warning(
             "%s: %d of %d matrices are rounded once more, to the scale that they share with others"

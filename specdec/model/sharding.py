@@ -22,12 +22,17 @@ from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 class Block:
     """Rows [start, stop) of a tensor, all columns or columns [first, last).
 
-    The rows of a tensor of three dimensions are those of its matrices, one below the other.
+    The rows of a tensor of three dimensions are those of its matrices, one below the other; one of
+    no dimensions is a row.
     """
 
     start: int
     stop: int
     columns: tuple[int, int] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
     def cut(self, array: Array) -> Array:
         """Return the block as a view of `array`, of two dimensions at most."""
