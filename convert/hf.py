@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -26,9 +27,10 @@ from specdec.files.folders import (
 )
 from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
-from specdec.model.config import FLOAT_DTYPES
+from specdec.model.config import FLOAT_DTYPES, ModelConfig
+from specdec.model.tensors import TensorSpec
 
-from .plan import TensorSource
+from .plan import Part, RankPlan, TensorSource, plan_tensors
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -209,6 +211,30 @@ class GgufFolder(HfFolder):
             return self._model.raw(stored) if self._holders[stored] is self._model else None
         own, rows = getattr(self._holders[name], "rows", {}).get(name, (None, None))
         return self._model.raw(self._stored.get(own, own), rows) if own is not None else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A Hugging Face target as its tensors are planned from it.
+
+    specs: its tensors; parts: the rows of the folder's that make each. ignored: see `plan_tensors`.
+    problems: what is wrong so far.
+    """
+
+    folder: HfFolder
+    model: ModelConfig
+    specs: Mapping[str, TensorSpec]
+    parts: Mapping[str, tuple[Part, ...]]
+    ignored: Sequence[str]
+    problems: Problems
+
+    def plan(self, specs: Mapping[str, TensorSpec], **changed: Any) -> list[RankPlan]:
+        """`plan_tensors` for these tensors; changed: arguments that are not the target's own."""
+        options: dict[str, Any] = {
+            "parts": self.parts, "source": self.folder, "model": self.model,
+            "dtype": self.model.dtype, "ignored": self.ignored, "problems": self.problems,
+        }  # fmt: skip
+        return plan_tensors(specs, **options | changed)
 
 
 def read_index(path: Path) -> dict[str, set[str]]:

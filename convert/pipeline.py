@@ -49,7 +49,7 @@ from .checkpoint import CheckpointFolder
 from .families import find_family
 from .families.base import Layout, tie_head
 from .flags import check_flags
-from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, open_model
+from .hf import QUANTIZATION_NAME, GgufFolder, HfFolder, Target, open_model
 from .lora import Adapter, merge_adapter
 from .methods import FOLDERS, find_folder, load_converter
 from .methods.base import DrafterConverter
@@ -60,7 +60,6 @@ from .plan import (
     ConversionPlan,
     PlannedTensor,
     RankPlan,
-    Target,
     check_num_layers,
     collect,
     get_infos,

@@ -12,7 +12,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
 
 from .origin import Origin
-
-if TYPE_CHECKING:
-    from .hf import HfFolder
 
 CHUNK_BYTES = 4 << 20
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
@@ -292,30 +289,6 @@ def plan_tensors(
         )
     report_unread(source, unread, problems)
     return ranks
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
-    """A Hugging Face target as its tensors are planned from it.
-
-    specs: its tensors; parts: the rows of the folder's that make each. ignored: see `plan_tensors`.
-    problems: what is wrong so far.
-    """
-
-    folder: HfFolder
-    model: ModelConfig
-    specs: Mapping[str, TensorSpec]
-    parts: Mapping[str, tuple[Part, ...]]
-    ignored: Sequence[str]
-    problems: Problems
-
-    def plan(self, specs: Mapping[str, TensorSpec], **changed: Any) -> list[RankPlan]:
-        """`plan_tensors` for these tensors; changed: arguments that are not the target's own."""
-        options: dict[str, Any] = {
-            "parts": self.parts, "source": self.folder, "model": self.model,
-            "dtype": self.model.dtype, "ignored": self.ignored, "problems": self.problems,
-        }  # fmt: skip
-        return plan_tensors(specs, **options | changed)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from specdec.model.quantization import (
 from specdec.model.sharding import Block
 from specdec.model.tensors import Shard, TensorSpec, list_linears
 
-from ..hf import HfFolder
+from ..hf import HfFolder, Target
 from ..plan import (
     CHUNK_BYTES,
     Chunk,
@@ -41,7 +41,6 @@ from ..plan import (
     Piece,
     PlannedTensor,
     RankPlan,
-    Target,
     collect,
     merge_ranks,
     report_unread,

@@ -35,7 +35,8 @@ from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import list_linears
 from specdec.threads import Pool
 
-from ..plan import PlannedTensor, RankPlan, Target
+from ..hf import Target
+from ..plan import PlannedTensor, RankPlan
 from .calibration import Observations, Watch
 from .float8 import find_amax
 from .formats import Format

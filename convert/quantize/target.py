@@ -19,8 +19,8 @@ from specdec.model.quantization import FP8
 from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
 
-from ..hf import HfFolder
-from ..plan import RankPlan, Target
+from ..hf import HfFolder, Target
+from ..plan import RankPlan
 from ..settings import ConvertSettings
 from . import calibration
 from .formats import FORMATS, Format

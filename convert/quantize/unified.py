@@ -21,8 +21,8 @@ from specdec.model.int4 import SCALE_DTYPES
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
 from specdec.model.tensors import TensorSpec
 
-from ..hf import HfFolder
-from ..plan import RankPlan, Target, report_missing
+from ..hf import HfFolder, Target
+from ..plan import RankPlan, report_missing
 from .float8 import E8M0, to_float32
 from .rounded import Float8Tensor, Scales
 from .scales import find_group
