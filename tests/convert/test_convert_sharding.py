@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from specdec.convert import plan as plan_module
 from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
 from specdec.errors import Problems
-from specdec.files.tensor_file import TensorInfo
+from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
-from specdec.model.sharding import join, list_blocks, split
+from specdec.model.sharding import Block, join, list_blocks, split
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape
 
 
@@ -223,8 +224,11 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
         patch.undo()
 
 
-def test_a_tensor_without_dimensions_is_one_chunk() -> None:
-    source = ArraySource(scale=np.array(2.5, np.float32))
-    planned = PlannedTensor(TensorInfo("float32", ()), (Piece(source, "scale", None),))
-    chunks = [chunk.make() for chunk in planned.list_chunks()]
-    assert [chunk.item() for chunk in chunks] == [2.5]
+def test_a_tensor_without_dimensions_is_one_chunk(tmp_path: Path) -> None:
+    info, path = TensorInfo("float32", ()), tmp_path / "file.safetensors"
+    write_tensor_file(path, {"scale": info}, lambda _: np.array(2.5, np.float32))
+    source = TensorFile(path)
+    planned = PlannedTensor(info, (Piece(source, "scale", Block(0, 1)),))
+    (chunk,) = planned.list_chunks()
+    assert (chunk.make().item(), chunk.num_bytes) == (2.5, 4)
+    assert chunk.origin == source.locate("scale")
