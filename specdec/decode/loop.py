@@ -106,8 +106,8 @@ class Batch:
             decoder, self.cache, proposer, timing, max_num_tokens=options.max_num_tokens,
             prompt_chunk=options.prompt_chunk, reuses_prefixes=options.reuse_blocks,
         )  # fmt: skip
-        may_go_ahead = not (proposer.max_draft_tokens or options.keep_logits or timing.is_exact)
-        self._ahead = PlainAhead(decoder, self.cache, is_allowed=may_go_ahead)
+        may_go_ahead = not (options.keep_logits or timing.is_exact)
+        self._ahead = PlainAhead(decoder, self.cache, proposer, is_allowed=may_go_ahead)
         self._recording = 0.0  # seconds that noting the newest pass took, which the next one bears
         self._clocks = {p: Stopwatch(timing, p, decoder.device) for p in timing.list_seconds()}
 
@@ -256,8 +256,10 @@ class Batch:
     def _run_ahead(self, active: Sequence[ActiveRequest]) -> tuple[int, int]:
         """What `_run` does where nothing is drafted, the device a step ahead of the host."""
         with self._clocks["verify"]:
-            requests, choices = self._ahead.step(active)
+            requests, choices, states = self._ahead.step(active)
         with self._clocks["accept"]:
-            self._accept(requests, list_roots(requests), None, choices)
+            accepted = self._accept(requests, list_roots(requests), None, choices)
+        with self._clocks["other"]:
+            self._observe(requests, states, accepted)
         self.timing.num_steps += 1
         return len(requests), 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.medusa import MedusaProposer
+from specdec.decode.drafters.pace import Pace
+from specdec.decode.drafters.paced import bind
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Batch, Options, generate
-from specdec.decode.requests import Request
+from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.timing import Timing
 from specdec.engine.graphs import (
@@ -136,6 +139,49 @@ def test_plain_steps_are_begun_ahead(parent: Path) -> None:
         patch.setattr(PlainAhead, "step", None)
         with pytest.raises(TypeError):
             run(engine, requests)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_are_begun_ahead_while_a_drafter_rests(
+    parent: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps with drafts, five without; the drafter sees the states of all of them."""
+    requests = make_requests(5)
+    expected = run(load(parent, method, with_graphs=False), requests)
+    engine, calls = load(parent, method, with_graphs=True), list[int]()
+    turn = itertools.cycle((1, 1, 0))
+    engine.proposer, step = bind(engine.proposer), PlainAhead.step
+
+    def plan(pace: Pace, remaining: Sequence[int], *_: int) -> bool:
+        pace.skip(len(remaining))
+        pace.drafts_on = bool(next(turn))
+        pace._rest = 0 if pace.drafts_on else 5
+        pace._seconds = np.zeros(pace.max_tokens + 1)
+        return pace.drafts_on
+
+    def count(ahead: PlainAhead, active: Sequence[ActiveRequest]) -> Any:
+        calls.append(len(active))
+        return step(ahead, active)
+
+    monkeypatch.setattr(Pace, "plan", plan)
+    monkeypatch.setattr(PlainAhead, "step", count)
+
+    def check(chosen: slice, *, is_exact: bool) -> list[tuple[int, int]]:
+        nonlocal turn
+        turn, timing = itertools.cycle((1, 1, 0)), Timing(is_exact=is_exact)
+        calls.clear()
+        found = generate(
+            engine.decoder, engine.proposer, requests[chosen], Options(max_batch_size=3), timing
+        )
+        assert [r.output_ids for r in found] == expected[chosen]
+        assert is_exact or len(calls) > timing.num_steps / 3
+        return [(r.stats.num_draft_tokens, r.stats.num_accepted) for r in found]
+
+    check(slice(None), is_exact=False)
+    for at in range(2):  # steps whose parts are timed are not begun ahead
+        drafted = check(slice(at, at + 1), is_exact=False)
+        assert drafted == check(slice(at, at + 1), is_exact=True)
+        assert drafted[0][0] > 0
 
 
 def test_float32_bits_where_the_shapes_are_the_same(parent: Path) -> None:

@@ -115,6 +115,13 @@ class Drafter:
             left -= min(unread[at], left)
         return sorted(ready), pieces
 
+    def rests(self, num_requests: int) -> bool:
+        """Whether the next step of so many requests is known to have no drafts."""
+        return not self.max_draft_tokens
+
+    def skip(self, num_requests: int) -> None:
+        """Take note of a step of so many requests, for which `propose` is not called."""
+
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return what is proposed for each request, rooted at the last of its emitted tokens.
 

@@ -260,7 +260,8 @@ class DraftTargetProposer(DraftModel):
                 before, best = passes[-1]
                 newest = self.tokens.to_draft(take_rows(best, [before.index(c) for c in active]))
                 rows = np.array([chain.request.row for chain in active])
-                logits = self.tokens.restrict(run_tokens(self.decoder, self._cache, rows, newest))
+                states = run_tokens(self.decoder, self._cache, rows, newest)
+                logits = self.tokens.restrict(self.decoder.compute_logits(states.last)[:, 0])
             passes.append((active, find_best(logits)))
         found = to_host(*(places for _, places in passes)) if passes else ()
         for (active, _), places in zip(passes, found, strict=True):

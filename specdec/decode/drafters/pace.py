@@ -481,10 +481,10 @@ class Pace:
         is_kept = self._rest > 1 and num_rows == self._num_rows and not num_prompt_tokens
         is_last = max(remaining) <= 1
         if is_kept and num_unread <= FEW_UNREAD and not is_last:
-            self._begin(num_rows, 0)
+            self.skip(num_rows, 0)
             return True
         self.learn()
-        self._begin(num_rows, num_prompt_tokens)
+        self.skip(num_rows, num_prompt_tokens)
         if is_last or not self._steps.largest:
             return False
         seconds = self._predict()
@@ -541,17 +541,22 @@ class Pace:
 
     def rest(self, num_rows: int, num_prompt_tokens: int) -> bool:
         """Whether the next step of so many requests drafts nothing, as the last plan says."""
-        if self.drafts_on or self._rest <= 1 or num_rows != self._num_rows:
+        if not self.is_resting(num_rows):
             return False
-        self._begin(num_rows, num_prompt_tokens)
+        self.skip(num_rows, num_prompt_tokens)
         return True
+
+    def is_resting(self, num_rows: int) -> bool:
+        """Whether the last plan says of the next step of so many requests that nothing drafts."""
+        return not self.drafts_on and self._rest > 1 and num_rows == self._num_rows
 
     def _count_rest(self, price: float, plain: float) -> int:
         """Steps until a trial of this price may be lost; fewer where other things may change."""
         missing = price - self.account.for_trials if self.is_trial else 0.0
         return min(max(REST_STEPS, int(missing / (TRIAL_SHARE * plain))), MOST_REST)
 
-    def _begin(self, num_rows: int, num_prompt_tokens: int) -> None:
+    def skip(self, num_rows: int, num_prompt_tokens: int = 0) -> None:
+        """Begin a step of so many requests for which nothing is drafted."""
         self._num_rows, self._rest = num_rows, self._rest - 1
         self._num_prompt_tokens = _round_up(num_prompt_tokens)
         self._drafted = Drafted(None, 1, (1,) * num_rows)  # unless drafts are recorded

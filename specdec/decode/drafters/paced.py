@@ -116,6 +116,13 @@ class PacedDrafter(Drafter):
         for member in self.members:
             member.keep()
 
+    def rests(self, num_requests: int) -> bool:
+        return not self.is_fixed and self.pace.is_resting(num_requests)
+
+    def skip(self, num_requests: int) -> None:
+        self._drafts = []
+        self.pace.skip(num_requests)
+
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.
 
