@@ -156,7 +156,7 @@ def test_steps_are_begun_ahead_while_a_drafter_rests(
         pace.skip(len(remaining))
         pace.drafts_on = bool(next(turn))
         pace._rest = 0 if pace.drafts_on else 5
-        pace._seconds = np.zeros(pace.max_tokens + 1)
+        pace._seconds = [0.0] * (pace.max_tokens + 1)
         return pace.drafts_on
 
     def count(ahead: PlainAhead, active: Sequence[ActiveRequest]) -> Any:
