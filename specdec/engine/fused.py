@@ -131,7 +131,7 @@ def _turn_kernel(
     else:
         is_value = (head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
         target = block + is_value * plane_stride + tl.load(rows + row) * row_stride
-        target += (head - NUM_HEADS - is_value * NUM_KV_HEADS) * head_stride
+        target += (head - NUM_HEADS - is_value * NUM_KV_HEADS).to(tl.int64) * head_stride
         tl.store(target + tl.load(slots + token) * SIZE + at, x, mask=inside)
 
 
