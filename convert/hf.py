@@ -207,10 +207,8 @@ class GgufFolder(HfFolder):
     def raw(self, name: str) -> tuple[Any, tuple[int, ...], Any] | None:
         """A tensor as it is stored: see `GgufModel.raw`. None of one that is computed."""
         stored = self._stored.get(name, name)
-        if name not in self.computed:
-            return self._model.raw(stored) if self._holders[stored] is self._model else None
-        own, rows = getattr(self._holders[name], "rows", {}).get(name, (None, None))
-        return self._model.raw(self._stored.get(own, own), rows) if own is not None else None
+        is_stored = name not in self.computed and self._holders[stored] is self._model
+        return self._model.raw(stored) if is_stored else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -255,10 +255,12 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         model = dataclasses.replace(model, share_embedding_table=not is_split)
     model.find_problems().raise_all()
     check_experts(settings, folder, model, is_quantized=held is not None)
-    if model.linear_attention is not None and settings.quantization is not None:
+    if model.linear_attention is not None and (settings.quantization is not None or held):
+        kind = "it is quantized" if held else "--quantization is given"
         raise SpecDecError(
-            f"{folder.path} is a hybrid of linear and full attention, and --quantization is given",
-            "leave it out: specdec-build --quantization rounds the layers of hybrids",
+            f"{folder.path} is a hybrid of linear and full attention, and {kind}",
+            "leave --quantization out, or give --dequantize: specdec-build --quantization rounds"
+            " the layers of hybrids",
         )
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)

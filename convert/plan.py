@@ -46,8 +46,7 @@ class TensorSource(int4.Source, Protocol):
 class Computed:
     """Tensors that are computed from a folder's when they are read; they lie in no file.
 
-    compute: returns rows [start, stop) of one by name, all columns or columns [first, last). rows:
-    of those that are rows of a tensor of the folder as they are, its name and theirs, in order.
+    compute: returns rows [start, stop) of one by name, all columns or columns [first, last).
     """
 
     def __init__(
@@ -55,10 +54,8 @@ class Computed:
         folder: TensorSource,
         tensors: Mapping[str, TensorInfo],
         compute: Callable[[str, int, int, tuple[int, int] | None], Array],
-        rows: Mapping[str, tuple[str, Array]] | None = None,
     ) -> None:
         self.folder, self.tensors, self.compute = folder, tensors, compute
-        self.rows = rows or {}
         self.path = folder.path
 
     def read(self, name: str) -> Array:
@@ -84,7 +81,8 @@ class Part:
     left out, then one of `num_shares` equal shares of the rows is taken; `added` is added to every
     element, in float32. is_row: a single row, between whose size and its elements there may be more
     sizes of one, or fewer. num_matrices: of a source of three dimensions, whose rows are those of
-    its matrices, one below the other.
+    its matrices, one below the other. sections: of a source whose rows come in groups, the rows of
+    each section of a group, by the model; those of number `section` are taken of all groups.
     """
 
     name: str
@@ -95,6 +93,8 @@ class Part:
     added: float = 0.0
     is_row: bool = False
     num_matrices: int = 0
+    sections: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    section: int = 0
 
     def is_alike(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether a source of one shape is taken where another is expected."""
@@ -102,13 +102,32 @@ class Part:
         is_row = self.is_row and {1} >= {*shape[:-1]} and len(shape) > 1
         return shape == expected or is_row and bounds[0] == bounds[1]
 
-    def get_source_shape(self, num_rows: int, rest: tuple[int, ...]) -> tuple[int, ...]:
+    def get_source_shape(
+        self, num_rows: int, rest: tuple[int, ...], model: ModelConfig
+    ) -> tuple[int, ...]:
         """Shape that the source must have for this part to have `num_rows` rows."""
         height = self.skipped + self.num_shares * num_rows
+        if self.sections is not None:
+            sizes = self.sections(model)
+            height = num_rows // sizes[self.section] * sum(sizes)
         shape = (height, *rest)
         if self.num_matrices:
             shape = (self.num_matrices, height // self.num_matrices, *rest)
         return shape[::-1] if self.is_transposed else shape
+
+    def list_runs(
+        self, start: int, stop: int, height: int, model: ModelConfig
+    ) -> Iterator[tuple[int, int]]:
+        """Where rows [start, stop) of the part's `height` lie in the source, from row to row."""
+        if self.sections is None:
+            first = self.skipped + self.share * height
+            yield first + start, first + stop
+            return
+        sizes = self.sections(model)
+        own, others = sizes[self.section], sum(sizes) - sizes[self.section]
+        for group in range(start // own, -(-stop // own)):
+            first = group * others + sum(sizes[: self.section])
+            yield first + max(start, group * own), first + min(stop, (group + 1) * own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +269,7 @@ def plan_tensors(
         whole = TensorInfo(stored, spec.shape)
         is_complete = True
         for part, num_rows in zip(parts[canonical], heights, strict=True):
-            expected = part.get_source_shape(num_rows, whole.row_shape)
+            expected = part.get_source_shape(num_rows, whole.row_shape, model)
             info = source.tensors.get(part.name)
             if info is None:
                 missing.append(part.name)
@@ -268,7 +287,7 @@ def plan_tensors(
             pieces = [
                 piece
                 for block in list_blocks(spec, model, rank)
-                for piece in _find_pieces(block, source, parts[canonical], heights)
+                for piece in _find_pieces(block, source, parts[canonical], heights, model)
             ]
             tensors[canonical] = PlannedTensor(rank_info, tuple(pieces))
     used = {part.name for several in parts.values() for part in several}
@@ -354,18 +373,18 @@ def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[
 
 
 def _find_pieces(
-    block: Block, source: TensorSource, parts: Sequence[Part], heights: Sequence[int]
-) -> Iterator[Piece]:
+    block: Block, source: TensorSource, parts: Sequence[Part], heights: Sequence[int],
+    model: ModelConfig,
+) -> Iterator[Piece]:  # fmt: skip
     """Find the rows of a block in the source tensors that lie one below the other."""
     offset = 0
     for part, height in zip(parts, heights, strict=True):
         start, stop = max(block.start - offset, 0), min(block.stop - offset, height)
-        if start < stop:
-            first = part.skipped + part.share * height
+        for first, last in part.list_runs(start, stop, height, model) if start < stop else ():
             yield Piece(
                 source,
                 part.name,
-                Block(first + start, first + stop, block.columns),
+                Block(first, last, block.columns),
                 is_transposed=part.is_transposed and len(source.tensors[part.name].shape) > 1,
                 added=part.added,
             )

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
-from specdec.errors import SpecDecError, shorten
+from specdec.errors import shorten
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.architectures import Architecture
-from specdec.model.config import FULL, LINEAR, list_layer_types
+from specdec.model.config import FULL, LINEAR, ModelConfig, list_layer_types
 from specdec.model.config_reader import ConfigReader
 from specdec.model.linear_attention import LinearAttention
 
 from ..hf import HfFolder
-from ..plan import CASTABLE, Computed
+from ..plan import Computed, Part
 from .base import (
     Family,
     Layout,
@@ -36,16 +34,42 @@ from .qwen import EXPERTS, HEAD_NORMS, SHARED, describe_sizes, refuse_uneven_lay
 
 _ATTENTION, _LINEAR = SELF + "self_attn.", SELF + "linear_attn."
 _OURS_LINEAR = OURS + "linear_attention"
+Sections = Callable[[ModelConfig], tuple[int, ...]]
 
-# `prepare` gives every folder these names: gate_proj is a half of q_proj.
+
+def _deal(name: str, sections: Sections, count: int) -> tuple[Part, ...]:
+    """The sections that each head's rows of a module are divided into."""
+    return tuple(Part(name, sections=sections, section=number) for number in range(count))
+
+
+def _list_strengths(model: ModelConfig) -> tuple[int, ...]:
+    """Of each key head of Qwen3-Next's in_proj_ba."""
+    sizes = model.linear_attention
+    assert sizes is not None
+    return (sizes.num_value_heads // sizes.num_key_heads,) * 2
+
+
+def _list_projections(model: ModelConfig) -> tuple[int, ...]:
+    """Of each key head of Qwen3-Next's in_proj_qkvz."""
+    sizes = model.linear_attention
+    assert sizes is not None
+    width = sizes.sections[2] // sizes.num_key_heads
+    return sizes.key_size, sizes.key_size, width, width
+
+
+_QUERIES, _GATES = _deal(_ATTENTION + "q_proj", lambda model: (model.head_size,) * 2, 2)
 _SHARED_MODULES: Modules = {
-    OURS + "attention.qkv": tuple(f"{_ATTENTION}{part}_proj" for part in ("q", "k", "v", "gate")),
+    OURS + "attention.qkv": (_QUERIES, _ATTENTION + "k_proj", _ATTENTION + "v_proj", _GATES),
     _OURS_LINEAR: (_LINEAR.removesuffix("."),),  # of A_log and dt_bias
     _OURS_LINEAR + ".qkvz": (_LINEAR + "in_proj_qkv", _LINEAR + "in_proj_z"),
     _OURS_LINEAR + ".ba": (_LINEAR + "in_proj_b", _LINEAR + "in_proj_a"),
     _OURS_LINEAR + ".conv": (_LINEAR + "conv1d",),
     _OURS_LINEAR + ".norm": (_LINEAR + "norm",),
     _OURS_LINEAR + ".dense": (_LINEAR + "out_proj",),
+}
+_NEXT_MODULES: Modules = {
+    _OURS_LINEAR + ".qkvz": _deal(_LINEAR + "in_proj_qkvz", _list_projections, 4),
+    _OURS_LINEAR + ".ba": _deal(_LINEAR + "in_proj_ba", _list_strengths, 2),
 }
 
 
@@ -120,81 +144,16 @@ def read_mixture(
 
 
 def prepare(folder: HfFolder, dtype: str) -> HfFolder:
-    """Return the folder with the names of `_SHARED_MODULES`.
-
-    q_proj has each head's query and its gate one below the other. Qwen3-Next has queries, keys,
-    values and gates of each key head together. The convolution becomes a vector.
-    """
-    reader = ConfigReader(folder.config, folder.path / "config.json")
-    heads, size = reader.get_int("num_attention_heads"), reader.get_int("head_dim", 256)
-    dealt = _list_parts(heads, size, read_linear(reader))
-    reader.finish()
-    sources: dict[str, tuple[str, Array]] = {}
-    infos: dict[str, TensorInfo] = {}
-    replaced = []
-    for name, info in folder.tensors.items():
-        stem, _, kind = name.rpartition(".")
-        module = stem.rpartition(".")[2]
-        if module not in dealt or kind not in ("weight", "bias"):
-            continue
-        if info.dtype not in CASTABLE:
-            raise SpecDecError(
-                f"{folder.path}: {name} is {info.dtype}: of a hybrid, quantized weights cannot be"
-                " kept",
-                "give --dequantize, or convert the unquantized model",
-            )
-        wanted = dealt[module][0] * sum(rows for _, rows in dealt[module][1])
-        if len(info.shape) == 0 or wanted != info.shape[0]:
-            raise SpecDecError(
-                f"{folder.path}: {name} is {list(info.shape)}, and config.json tells of {wanted}"
-                " rows",
-                "its config.json and tensors disagree: take both from the same model",
-            )
-        replaced.append(name)
-        for part, rows in _deal(*dealt[module]).items():
-            own = f"{stem.rpartition('.')[0]}.{part}.{kind}"
-            shape = (len(rows), *info.shape[1:])
-            # A convolution's is [channels, 1, taps].
-            shape = (math.prod(shape),) if len(shape) == 3 else shape
-            sources[own], infos[own] = (name, rows), TensorInfo(info.dtype, shape)
-
-    def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
-        own, rows = sources[name]
-        if len(folder.tensors[own].shape) == 3:
-            return folder.read(own).reshape(-1)[start:stop]
-        rows = rows[start:stop]
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        return np.concatenate(
-            [folder.read_block(own, int(run[0]), int(run[-1]) + 1, columns) for run in runs]
-        )
-
-    return folder.substitute(Computed(folder, infos, compute, sources), replaced)
-
-
-def _list_parts(
-    heads: int, size: int, sizes: LinearAttention
-) -> dict[str, tuple[int, list[tuple[str, int]]]]:
-    """By module: how many groups of rows it has, and what each group holds: modules and rows."""
-    num, share = sizes.num_key_heads, sizes.num_value_heads // max(1, sizes.num_key_heads)
-    keys, values = ("in_proj_qkv", sizes.key_size), share * sizes.value_size
-    return {
-        "q_proj": (heads, [("q_proj", size), ("gate_proj", size)]),
-        "conv1d": (1, [("conv1d", sizes.num_channels)]),
-        "in_proj_qkvz": (num, [keys, keys, ("in_proj_qkv", values), ("in_proj_z", values)]),
-        "in_proj_ba": (num, [("in_proj_b", share), ("in_proj_a", share)]),
-    }
-
-
-def _deal(num_groups: int, parts: list[tuple[str, int]]) -> dict[str, Array]:
-    """The rows of each module that groups hold which lie one below the other."""
-    ends = np.cumsum([size for _, size in parts])
-    rows = np.split(np.arange(num_groups * ends[-1]).reshape(num_groups, -1), ends[:-1], axis=1)
-    return {
-        name: np.concatenate([
-            own.reshape(-1) for own, (other, _) in zip(rows, parts, strict=True) if other == name
-        ])
-        for name, _ in parts
+    """Return the folder with its convolutions, [channels, 1, taps], as vectors."""
+    infos = {
+        name: TensorInfo(info.dtype, (math.prod(info.shape),))
+        for name, info in folder.tensors.items() if name.endswith(".conv1d.weight")
     }  # fmt: skip
+
+    def compute(name: str, start: int, stop: int, _: object) -> Array:
+        return folder.read(name).reshape(-1)[start:stop]
+
+    return folder.substitute(Computed(folder, infos, compute), ())
 
 
 def describe_hybrid(model: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +178,6 @@ QWEN3_5_MOE = Family(
 )  # fmt: skip
 QWEN3_NEXT = Family(
     name="qwen3_next", architectures=("Qwen3NextForCausalLM",),
-    modules=_MIXTURE_MODULES, **_COMMON,
+    modules=_MIXTURE_MODULES | _NEXT_MODULES, **_COMMON,
     read_config=functools.partial(read_mixture, num=512, top_k=10, is_next=True),
 )  # fmt: skip

@@ -142,8 +142,8 @@ def _report(
     """Say which types stay in blocks and which are widened, unless the file has no blocks."""
     told, names = [], set()
     for modules in (kept, plain):
-        pieces = [piece for module in modules for piece in rank[f"{module}.weight"].pieces]
-        found = [raw[0].name for p in pieces if (raw := folder.raw(p.name)) is not None]
+        sources = {piece.name for m in modules for piece in rank[f"{m}.weight"].pieces}
+        found = [raw[0].name for name in sources if (raw := folder.raw(name)) is not None]
         names |= set(found)
         counts = sorted(collections.Counter(found).items())
         told.append(", ".join(f"{name} ({n})" for name, n in counts) or "none")

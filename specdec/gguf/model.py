@@ -219,13 +219,11 @@ class GgufModel:
         info = self.tensors[name]
         return self.read_block(name, 0, info.num_rows).reshape(info.shape)
 
-    def raw(
-        self, name: str, rows: Array | None = None
-    ) -> tuple[Any, tuple[int, ...], RawRows | None]:
+    def raw(self, name: str) -> tuple[Any, tuple[int, ...], RawRows | None]:
         """ggml's type of a tensor, its shape, and its rows of blocks, uint8 [rows, bytes].
 
-        The rows and blocks are in Hugging Face's order, and are read where they are indexed. rows:
-        those that are wanted. There are None where blocks would have to be taken apart.
+        The rows and blocks are in Hugging Face's order, and are read where they are indexed. There
+        are None where blocks would have to be taken apart.
         """
         entry = self.entries[name]
         gguf = import_gguf(f"reading {self.path}")
@@ -236,10 +234,6 @@ class GgufModel:
             if not np.array_equal((blocks[:, None] + np.arange(size)).reshape(-1), entry.columns):
                 return kind, entry.shape, None
             order = (blocks[:, None] // size * num_bytes + np.arange(num_bytes)).reshape(-1)
-        if rows is not None:
-            own = rows if entry.order is None else entry.order[rows]
-            shape = (len(rows), *entry.shape[1:])
-            entry = dataclasses.replace(entry, order=own, shape=shape)
         return kind, entry.shape, RawRows(entry, order)
 
     def locate(self, name: str) -> tuple[Path, int] | None:
