@@ -166,7 +166,10 @@ class Loop:
     def _seed(self, step: int, part: int) -> None:
         """Let what a drafter draws at random depend only on the place in the training."""
         place = (self.settings.seed, step, part, self.accelerator.process_index)
-        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]) >> 1)
+        seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]) >> 1
+        # torch.manual_seed formats the stack anew for each kind of device that is not in use.
+        is_cpu = self.accelerator.device.type == "cpu"
+        (torch.default_generator.manual_seed if is_cpu else torch.manual_seed)(seed)
 
     def _refuse_to_continue(self, step: int, loss: float) -> None:
         raise SpecDecError(
