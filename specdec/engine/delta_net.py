@@ -49,9 +49,7 @@ class DeltaNet:
         """
         if self.kernels is not None:
             weights = self.taps, self.decay, self.bias
-            return self.kernels.run_delta_net(
-                qkvz, ba, states, runs, self.index, weights, self.norm
-            )
+            return self.kernels.run_delta_net(qkvz, ba, states, self.index, weights, self.norm)
         batch, num_tokens = qkvz.shape[:2]
         flat, strengths = qkvz.flatten(0, 1), ba.flatten(0, 1)
         width = self.sizes.sections[2]

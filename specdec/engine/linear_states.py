@@ -74,6 +74,8 @@ class LinearStates:
         # What was done since the last step, for other ranks: source, row and place of each copy,
         # with a source of -1 where a place was kept.
         self.moves: list[int] = []
+        # The runs of the step that was begun last, as kernels take them.
+        self.table: IntArray = np.zeros((0, len(Runs._fields)), np.int64)
 
     def begin(
         self, rows: IntArray, positions: IntArray, past: IntArray, counts: IntArray | None,
@@ -99,8 +101,11 @@ class LinearStates:
             kept=np.add.reduceat(kept, starts),
             folded=past[starts] - self.lens[rows[starts]],
         )
+        assert (counts <= size).all()
+        assert ((0 <= runs.kept) & (runs.kept <= runs.counts)).all()
         assert (0 <= runs.folded).all()
         assert (runs.folded <= self.num_logged[runs.rows]).all(), "no state for what is committed"
+        self.table = np.ascontiguousarray(np.stack(runs, axis=1), np.int64)
         more = int((runs.counts - runs.kept).max(initial=0)) - self.log[0].shape[2]
         if more > 0:  # room for more logged tokens; what is logged stays
             self.log = [pad(part, (0, 0) * (part.dim() - 3) + (0, more)) for part in self.log]

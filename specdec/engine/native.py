@@ -24,7 +24,7 @@ from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
 from specdec.engine.kernel_cache import find_cache, find_kept, keep
 from specdec.engine.layers import Attention, Norm, name_activation
-from specdec.engine.linear_states import LinearStates, Runs
+from specdec.engine.linear_states import LinearStates
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
 from specdec.errors import SpecDecError
@@ -461,10 +461,12 @@ class NativeKernels:
         return out
 
     def run_delta_net(
-        self, qkvz: Tensor, ba: Tensor, states: LinearStates, runs: Runs, index: int,
+        self, qkvz: Tensor, ba: Tensor, states: LinearStates, index: int,
         weights: tuple[Tensor, Tensor, Tensor], norm: Norm,
     ) -> Tensor:  # fmt: skip
         """What `DeltaNet.run` yields of [B, T, W] and [B, T, 2 V]; writes the layer's states.
+
+        The runs are those that the states have begun.
 
         index: which of these layers it is. weights: float32, of the convolution [taps, C], and the
         rate and the bias of the decay, [V].
@@ -477,23 +479,15 @@ class NativeKernels:
         for tensor, *shape in zip(weights, (sizes.num_taps, heads, heads), strict=True):
             _check("taps or decay", tensor, torch.float32, *shape, *tensor.shape[1:])
         parts = states.state[index], states.window[index], *(part[index] for part in states.log)
-        for part in parts:
-            _check("a part of the states", part, part.dtype, *part.shape)
-        table = np.ascontiguousarray(np.stack(runs, axis=1), np.int64)
-        room, logged = states.log[0].shape[2], runs.counts - runs.kept
-        if (
-            table.min() < 0 or logged.min() < 0 or max(logged.max(), runs.folded.max()) > room
-            or runs.rows.max() >= len(parts[0]) or weights[0].shape[1] != channels
-            or (runs.firsts + runs.counts).max() > batch * num_tokens
-        ):  # fmt: skip
-            raise ValueError(f"runs {table.tolist()} reach beyond {batch} x {num_tokens} tokens")
         out = qkvz.new_zeros((batch, num_tokens, width))
         record = DeltaSizes(
-            sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps, room
-        )
+            sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps,
+            states.log[0].shape[2],
+        )  # fmt: skip
         self._call(
             "run_delta_net",
-            qkvz.data_ptr(), ba.data_ptr(), out.data_ptr(), table.ctypes.data, len(table),
+            qkvz.data_ptr(), ba.data_ptr(), out.data_ptr(), states.table.ctypes.data,
+            len(states.table),
             *(part.data_ptr() for part in (*parts, *weights, norm.weight)), norm.epsilon,
             ctypes.addressof(record),
         )  # fmt: skip

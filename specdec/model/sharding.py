@@ -53,7 +53,7 @@ def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
         return _list_qkv_blocks(model, rank)
     if spec.shard is Shard.WHOLE:
         return [Block(0, num_rows)]
-    if spec.shard in (Shard.PAIR, Shard.SECTIONS):
+    if spec.shard is Shard.SECTIONS:
         sections = spec.sections or (num_rows // 2,) * 2
         ends = itertools.accumulate(sections)
         return [

@@ -32,10 +32,9 @@ class Shard(Enum):
     COLUMNS = "columns"  # dimension 1, evenly
     QKV = "qkv"  # dimension 0 = [q; k; v], each by heads; few K/V heads are duplicated
     VOCAB = "vocab"  # dimension 0, ceil(V / tp) rows per rank, zero rows at the end
-    PAIR = "pair"  # dimension 0 = two halves, each split evenly
-    SECTIONS = "sections"  # dimension 0 = `TensorSpec.sections`, each split evenly
+    SECTIONS = "sections"  # dimension 0 = `TensorSpec.sections`, or two halves, each split evenly
     # Tensors of three dimensions, the first of which counts experts; see `Experts`.
-    EXPERT_PAIRS = "expert_pairs"  # whole experts, and of each as PAIR
+    EXPERT_PAIRS = "expert_pairs"  # whole experts, and of each as SECTIONS, in halves
     EXPERT_COLUMNS = "expert_columns"  # whole experts, and of each as COLUMNS
 
 
@@ -45,7 +44,7 @@ class TensorSpec:
 
     shape: [out, in] for a matrix, [size] for a vector, [experts, out, in] for those of a mixture.
     owner: the model whose heads a QKV tensor has, where that is not the target. sections: rows of
-    each part of a SECTIONS tensor.
+    each part of a SECTIONS tensor that is not made of halves.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +57,7 @@ def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
     """Shape of one rank's part; the same on every rank."""
     model = spec.owner or model
     tp_size, first, rest = model.tp_size, spec.shape[0], spec.shape[1:]
-    if spec.shard in (Shard.ROWS, Shard.PAIR, Shard.SECTIONS):
+    if spec.shard in (Shard.ROWS, Shard.SECTIONS):
         return (first // tp_size, *rest)
     if spec.shard is Shard.COLUMNS:
         return (first, spec.shape[1] // tp_size)
@@ -186,7 +185,7 @@ def _list_linear(sizes: LinearAttention, hidden: int) -> dict[str, TensorSpec]:
     taps = tuple(rows * sizes.num_taps for rows in sizes.sections)
     own = {
         "qkvz.weight": TensorSpec((sum(in_sections), hidden), Shard.SECTIONS, sections=in_sections),
-        "ba.weight": TensorSpec((2 * heads, hidden), Shard.PAIR),
+        "ba.weight": TensorSpec((2 * heads, hidden), Shard.SECTIONS),
         "conv.weight": TensorSpec((sum(taps),), Shard.SECTIONS, sections=taps),
         "dt_bias": TensorSpec((heads,), Shard.ROWS),
         "A_log": TensorSpec((heads,), Shard.ROWS),
@@ -203,7 +202,7 @@ def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
         return _list_experts(model.experts, hidden)
     fc = TensorSpec((inner, hidden), Shard.ROWS)
     if arithmetic.mlp == "fused":
-        fc = TensorSpec((2 * inner, hidden), Shard.PAIR)
+        fc = TensorSpec((2 * inner, hidden), Shard.SECTIONS)
     mlp = {"mlp.fc.weight": fc, "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS)}
     if arithmetic.mlp == "gated":
         mlp["mlp.gate.weight"] = fc
@@ -228,7 +227,7 @@ def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
     }
     if inner := experts.shared_inner:
         tensors |= {
-            f"{shared}.fc.weight": TensorSpec((2 * inner, hidden), Shard.PAIR),
+            f"{shared}.fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
             f"{shared}.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
             f"{shared}_gate.weight": TensorSpec((1, hidden), Shard.WHOLE),
         }

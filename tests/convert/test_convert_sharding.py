@@ -50,8 +50,8 @@ def draw_cases(draw: Any) -> tuple[ModelConfig, TensorSpec]:
         return model, TensorSpec((n, tp_size * draw(st.integers(1, 4))), shard)
     if shard is Shard.ROWS:
         return model, TensorSpec((tp_size * n, *rest), shard)
-    if shard is Shard.PAIR:
-        return model, TensorSpec((2 * tp_size * n, *rest), shard)
+    if shard is Shard.SECTIONS and n == 1:  # two halves
+        return model, TensorSpec((2 * tp_size * draw(st.integers(1, 3)), *rest), shard)
     if shard is Shard.SECTIONS:
         sections = tuple(tp_size * draw(st.integers(1, 3)) for _ in range(n))
         return model, TensorSpec((sum(sections), *rest), shard, sections=sections)
@@ -94,11 +94,8 @@ def test_parts_are_what_the_rule_says(case: tuple[ModelConfig, TensorSpec]) -> N
             expected = whole
         elif spec.shard is Shard.ROWS:
             expected = np.split(whole, tp_size, axis=0)[rank]
-        elif spec.shard is Shard.PAIR:
-            halves = [np.split(half, tp_size)[rank] for half in np.split(whole, 2)]
-            expected = np.concatenate(halves)
         elif spec.shard is Shard.SECTIONS:
-            sections = np.split(whole, np.cumsum(spec.sections)[:-1])
+            sections = np.split(whole, np.cumsum(spec.sections)[:-1] if spec.sections else 2)
             expected = np.concatenate([np.split(section, tp_size)[rank] for section in sections])
         elif spec.shard is Shard.COLUMNS:
             expected = np.split(whole, tp_size, axis=1)[rank]
@@ -178,13 +175,24 @@ def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[Pa
         halves = np.split(arrays["only"], 2)
         parts = (Part("only", share=1, num_shares=2), Part("only", num_shares=2))
         return {"only": np.concatenate(halves[::-1])}, parts
+    if change == "dealt":  # a row of another tensor before each one or two
+        sizes = {name: 2 - len(array) % 2 for name, array in arrays.items()}
+        groups = {n: a.reshape(-1, sizes[n], *a.shape[1:]) for n, a in arrays.items()}
+        stored = {
+            n: np.concatenate([0 * g[:, :1], g], axis=1).reshape(-1, *g.shape[2:])
+            for n, g in groups.items()
+        }  # fmt: skip
+        return stored, tuple(
+            Part(name, sections=lambda _, size=size: (1, size), section=1)
+            for name, size in sizes.items()
+        )
     return arrays, tuple(Part(name) for name in arrays)
 
 
 @given(
     draw_cases(),
     st.sampled_from([1, 16, 64, 1 << 20]),
-    st.sampled_from(["", "transposed", "skipped", "added", "swapped"]),
+    st.sampled_from(["", "transposed", "skipped", "added", "swapped", "dealt"]),
 )
 def test_planned_chunks_laid_end_to_end_are_the_part(
     case: tuple[ModelConfig, TensorSpec], chunk_bytes: int, change: str
@@ -199,7 +207,7 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
         arrays = {"q": whole[:q], "k": whole[q : q + kv], "v": whole[q + kv :]}
     elif whole.ndim == 3:
         arrays = {f"expert {number}": matrix for number, matrix in enumerate(whole)}
-    if change == "swapped" and spec.shard is Shard.SECTIONS:
+    if change == "swapped" and spec.sections:
         change = ""  # no family stores the sections of one tensor in another order
     stored, parts = store(arrays, change)
     source = ArraySource(**stored)
