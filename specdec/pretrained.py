@@ -17,6 +17,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError, UsageError, join_names, shorten, summarize
 from specdec.files.folders import (
+    GGUF,
     MODEL,
     TOKENIZER,
     TOKENIZER_FILES,
@@ -28,6 +29,7 @@ from specdec.files.folders import (
 from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.gguf.folder import load_state, localize
+from specdec.gguf.special import MADE_FROM
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
 from specdec.model.config_reader import Rotary
@@ -37,6 +39,8 @@ from specdec.pretrained_config import NEWER, adapt_config, check_rotary
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+# What of a config.json makes AutoTokenizer choose a class.
+CHOOSING = ("model_type", "model_name", "tokenizer_class")
 TIMEOUT = 10.0  # seconds for the Hub to answer
 
 logger = get_logger(__name__)
@@ -60,15 +64,21 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
 def _load_tokenizer(name: str, **options: Any) -> Any:
     """Load by AutoTokenizer, or without it where its choice is known.
 
-    To import it takes longer than to load an engine. Before transformers 5 it also knows nothing of
-    what version 5 saves, whose tokenizer.json says all that a class of version 4 would do.
+    To import the model's configuration, which it would read for its choice, takes 60 MB and longer
+    than to load an engine. Before transformers 5 it also knows nothing of what version 5 saves,
+    whose tokenizer.json says all that a class of version 4 would do.
     """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # of another class's name, or another format
     if not transformers.__version__.startswith("4."):
-        kind = "PreTrainedTokenizerFast" if _is_plain(Path(name)) else "AutoTokenizer"
-        return getattr(transformers, kind).from_pretrained(name, **options)
+        model, own = (_read_config_file(Path(name) / file) for file in CODE_FILES[:2])
+        if _is_plain(own, model):
+            return transformers.PreTrainedTokenizerFast.from_pretrained(name, **options)
+        if own.get("tokenizer_class") and "auto_map" not in own and model:
+            told = {key: model[key] for key in CHOOSING if key in model}
+            options["config"] = transformers.PreTrainedConfig(name_or_path=name, **told)
+        return transformers.AutoTokenizer.from_pretrained(name, **options)
     config = _read_tokenizer_config(name, options)
     if "auto_map" in config or not config:
         return transformers.AutoTokenizer.from_pretrained(name, **options)
@@ -93,29 +103,30 @@ def _load_tokenizer(name: str, **options: Any) -> Any:
         ) from None
 
 
-def _is_plain(folder: Path) -> bool:
-    """Whether AutoTokenizer of transformers 5 lets a folder's tokenizer.json say everything.
+def _is_plain(own: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Whether a folder's tokenizer.json says everything, as that of a GGUF file does.
 
-    For some types of models it takes a class of its own, whatever the folder names; for Llama it
-    does not.
+    For some types of models AutoTokenizer of transformers 5 takes a class of its own, whatever the
+    folder names; for Llama it does not. own: tokenizer_config.json; model: config.json.
     """
-    try:
-        own, model = (read_json(folder / f"{file}config.json") for file in ("tokenizer_", ""))
-    except (OSError, SpecDecError):
-        return False  # whoever loads it says what is wrong
-    return (
+    return own.get(MADE_FROM) == GGUF or (
         own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         and model.get("model_type") == "llama"
         and "auto_map" not in own.keys() | model.keys()
     )
 
 
+def _read_config_file(path: Path) -> dict[str, Any]:
+    """What a file says; nothing where it cannot be read: whoever loads it says what is wrong."""
+    try:
+        return read_json(path)
+    except (OSError, SpecDecError):
+        return {}
+
+
 def _read_tokenizer_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if Path(name).is_dir():
-        try:
-            return read_json(Path(name) / "tokenizer_config.json")
-        except (OSError, SpecDecError):
-            return {}  # whoever loads it says what is wrong
+        return _read_config_file(Path(name) / "tokenizer_config.json")
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     local: dict[str, Any] = get_tokenizer_config(name, **options)

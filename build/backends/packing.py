@@ -68,7 +68,9 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
                 yield to_array(kernels.pack_matrix(matrix))
             else:
                 packed = to_array(matrix.pack(kernels))
-                yield np.pad(packed, (0, round_up(len(packed)) - len(packed)))
+                yield packed
+                yield np.zeros(round_up(len(packed)) - len(packed), np.uint8)
+            source.release()
 
     tensors = {tensor: plan(tensor) for tensor in list_packed(source.tensors, model)}
     part = f"{PACKED_FOLDER}/{name}"

@@ -353,6 +353,7 @@ def check_numbers(
             types = source.read(f"{module}.{blocks.BLOCK_TYPES}")
             rows = source.read(name).reshape(len(types), -1)
             blocks.check_blocks(module, rows, types, shapes[name][-1])
+            source.release()
             continue
         matrix = int4.Int4Matrix(source, module)
         int4.check_damage(matrix)
@@ -600,6 +601,8 @@ class EngineReader:
     def read(self, name: str) -> Array | Iterable[Array]:
         """A tensor of the engine's file; matrices in int8 one after another."""
         plan, tensors = self._plan, self._tensors
+        for source in plan.sources:  # what was read before is written by now
+            source.release()
         module, _, kind = name.rpartition(".")
         if kind == OFFSETS and plan.draft_tokens is not None:
             offsets: Array = plan.draft_tokens - np.arange(len(plan.draft_tokens))

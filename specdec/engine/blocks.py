@@ -39,7 +39,7 @@ class BlockMatrix:
     @functools.cached_property
     def depth(self) -> int:
         """The widest rows have no zeros behind them."""
-        kinds = [TYPES[int(number)] for number in np.unique(to_array(self.types))]
+        kinds = [TYPES[number] for number, _, _ in self.list_parts()]
         widest = max(kinds, key=lambda kind: kind.num_bytes / kind.size)
         return self.rows.shape[1] // widest.num_bytes * widest.size
 

@@ -152,6 +152,7 @@ def load_weights(
             )  # fmt: skip
             if packed is not None and kernels is not None:
                 use_packed(packed, weights, kernels)
+            file.release()
     return weights
 
 

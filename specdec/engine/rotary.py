@@ -19,6 +19,8 @@ from specdec.model.bounds import MAX_ROTARY_ELEMENTS
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
+PART = 2048  # positions whose angles are computed at a time
+
 
 def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Return a model's kind of scaling and its keys; raise SpecDecError for what is not known."""
@@ -154,22 +156,28 @@ class RotaryTable:
         if self.switch_len is not None and num_positions <= self.switch_len:
             self.switch_len = None  # never reached
         trained = model.max_position_embeddings
-        angles = torch.empty(num_positions, model.rotary_size // 2)
         inverse, self.attention_factor = compute_frequencies(model, 1)
-        torch.outer(torch.arange(num_positions).float(), inverse, out=angles)
+        frequencies = [inverse]
         if self.kind == "dynamic":
             self.max_prompt_len = trained
-            for position in range(trained, num_positions):
-                angles[position] = position * compute_frequencies(model, position + 1)[0]
         if self.switch_len is not None:
-            inverse, _ = compute_frequencies(model, self.switch_len + 1)
-            long_angles = torch.outer(torch.arange(num_positions).float(), inverse)
-            angles = torch.cat((angles, long_angles))
-        halves = [
-            (half * self.attention_factor).to(device, dtype)
-            for half in (angles.cos(), angles.sin())
-        ]
-        self.cos, self.sin = (torch.cat((half, half), dim=-1) for half in halves)
+            frequencies.append(compute_frequencies(model, self.switch_len + 1)[0])
+        shape = (len(frequencies), num_positions, 2, model.rotary_size // 2)
+        cos, sin = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        positions = torch.arange(num_positions).float()
+        # A part at a time: the angles of all positions take more memory than the table.
+        for first in range(0, num_positions, PART):
+            part = slice(first, first + PART)
+            for table, inverse in enumerate(frequencies):
+                angles = torch.outer(positions[part], inverse)
+                dynamic_from = max(first, trained if self.kind == "dynamic" else num_positions)
+                for position in range(dynamic_from, first + len(angles)):
+                    own, _ = compute_frequencies(model, position + 1)
+                    angles[position - first] = position * own
+                for whole, half in ((cos, angles.cos()), (sin, angles.sin())):
+                    half = (half * self.attention_factor).to(device, dtype)
+                    whole[table, part] = half.unsqueeze(1)
+        self.cos, self.sin = cos.view(-1, model.rotary_size), sin.view(-1, model.rotary_size)
 
     def repeat(self, num_lines: int) -> None:
         """Let every table that another's lines are of, `num_lines` in all, be this one."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PREFIX = "tokenizer.ggml."
+MADE_FROM = "made_from"  # in tokenizer_config.json: what it was made from, here "gguf"
 # A token's kind, as gguf.TokenType has it.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # What the elements of these lists are.

@@ -16,9 +16,20 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from specdec.errors import SpecDecError, join_names, shorten
+from specdec.files.folders import GGUF
 from specdec.vocabulary import SPACE
 
-from .special import BYTE, CONTROL, ENDS, NORMAL, PREFIX, UNKNOWN, USER_DEFINED, list_special
+from .special import (
+    BYTE,
+    CONTROL,
+    ENDS,
+    MADE_FROM,
+    NORMAL,
+    PREFIX,
+    UNKNOWN,
+    USER_DEFINED,
+    list_special,
+)
 
 # How a byte-level tokenizer splits a text into words: patterns of which each match is a word by
 # itself, one after the other. OWN: what the ByteLevel of the package `tokenizers` does by itself.
@@ -117,7 +128,12 @@ class TokenizerMaker:
         }
         config |= {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "model_max_length": max_length,
+            "model_max_length": max_length, MADE_FROM: GGUF,
+            # transformers would look for them in tokenizer.json, by Python's reader.
+            "added_tokens_decoder": {
+                str(self.vocab[token.content]): token.__getstate__()
+                for token in self._list_added()
+            },
         }  # fmt: skip
         template = self.metadata.get("tokenizer.chat_template")
         prefix = "tokenizer.chat_template."

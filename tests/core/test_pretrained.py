@@ -433,6 +433,23 @@ def test_a_tokenizer_in_the_words_of_transformers_5(tmp_path: Path, fields: dict
     assert transformers.__version__[0] != "4" or "transformers>=5" in caught.value.hint
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "mistral", "unheard"])
+@pytest.mark.parametrize("named", ["TokenizersBackend", "LlamaTokenizer", "GPT2TokenizerFast"])
+def test_its_class_is_autotokenizers_choice(named: str, model_type: str, tmp_path: Path) -> None:
+    """It is chosen without the class of the configuration, whose import costs a second."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": named}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.AutoConfig, "from_pretrained", None)
+        ours = load_tokenizer(folder)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
 def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     """transformers 5 made one of three special tokens, to which every prompt is empty."""
     fields = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}

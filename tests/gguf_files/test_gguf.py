@@ -372,6 +372,27 @@ def test_tokenizer_and_template(kind: str, prefix: bool, begins: bool, tmp_path:
     assert ends == [2, end]
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_5_text", "phi3"])
+def test_a_text_is_not_normalized_as_the_models_own_tokenizer_does(
+    architecture: str, tmp_path: Path
+) -> None:
+    """AutoTokenizer of transformers 5 would take Qwen's class, which makes one letter of two."""
+    named = {
+        f"tokenizer__ggml__{key}": value
+        for key, value in list_metadata("gpt2", prefix=False).items()
+    }
+    write_gguf(tmp_path / "m.gguf", **named)
+    folder = Path(localize(tmp_path / "m.gguf"))
+    copied = shutil.copytree(folder, tmp_path / "engine")
+    config = read_json(copied / "config.json") | {"model_type": architecture}
+    (copied / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(copied)
+    for text in ("cafe\u0301", "caf\u00e9"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    written = Tokenizer.from_file(str(copied / "tokenizer.json")).get_added_tokens_decoder()
+    assert tokenizer.added_tokens_decoder == written
+
+
 def make_with_tokenizer(parent: Path, family: str) -> Path:
     """A model's folder with a tokenizer of all bytes and a chat template."""
     words = list_metadata("gpt2", prefix=False)
