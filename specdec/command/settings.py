@@ -173,13 +173,10 @@ def to_plain(settings: Any) -> dict[str, Any]:
     return plain
 
 
-def to_arguments(settings: Any, kind: type | None = None) -> list[str]:
-    """Return a command line that gives these settings, without what is at its default.
-
-    kind: one of the classes that `add_options` added, for its options only.
-    """
+def to_arguments(settings: Any) -> list[str]:
+    """Return a command line that gives these settings, without what is at its default."""
     arguments = []
-    for name, (flag, default) in get_flags(kind or type(settings)).items():
+    for name, (flag, default) in get_flags(type(settings)).items():
         value = getattr(settings, name)
         option = name_flag(name)
         if value == default or value is None:
