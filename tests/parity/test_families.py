@@ -212,7 +212,7 @@ def test_text_beyond_the_trained_positions(kind: str, optimize: str, tmp_path: P
     """Scalings that max_position_embeddings does not count in; the prompt's keys stay as cached."""
     scaling = {"rope_type": kind, "factor": 4.0}
     target = make_model(
-        tmp_path / "target", "LlamaForCausalLM-plain", max_position_embeddings=SWITCH,
+        tmp_path / kind, "LlamaForCausalLM-plain", max_position_embeddings=SWITCH,
         rope_scaling=scaling,
     )  # fmt: skip
     folder = make_engine(tmp_path, target, optimize=optimize, build=["--max-seq-len", 4 * SWITCH])
@@ -259,7 +259,7 @@ def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_pa
 
     Near is 8 spacings of the largest logit, as in tests/run/test_exactness.py.
     """
-    target = make_model(tmp_path / "target", name, dtype=dtype)
+    target = make_model(tmp_path / name, name, dtype=dtype)  # references are kept by their folder
     decoder = TorchEngine(make_engine(tmp_path, target), device="cpu").decoder
     assert decoder.dtype is getattr(torch, dtype)
     text = make_prompts((90,))[0]

@@ -74,6 +74,8 @@ class Reference:
             pairs = zip(rows["gate"], rows["up"], strict=True)
             found[f"{experts}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
             found[f"{experts}down_proj"] = torch.stack(rows["down"])
+        if not hasattr(self.net, "forward_layer"):
+            pytest.skip("this release of transformers cannot call one layer of its head")
         missing, unexpected = self.net.load_state_dict(found, strict=False)
         shared = ("embed_tokens.weight", "shared_head.weight")
         assert set(missing) <= set(shared)
