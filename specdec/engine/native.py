@@ -476,8 +476,9 @@ class NativeKernels:
         _check("qkvz", qkvz, self.dtype, batch, num_tokens, channels + width)
         _check("ba", ba, self.dtype, batch, num_tokens, 2 * heads)
         _check("a norm's weight", norm.weight, self.dtype, sizes.value_size)
-        for tensor, *shape in zip(weights, (sizes.num_taps, heads, heads), strict=True):
-            _check("taps or decay", tensor, torch.float32, *shape, *tensor.shape[1:])
+        shapes = (sizes.num_taps, channels), (heads,), (heads,)
+        for tensor, shape in zip(weights, shapes, strict=True):
+            _check("taps or decay", tensor, torch.float32, *shape)
         parts = states.state[index], states.window[index], *(part[index] for part in states.log)
         out = qkvz.new_zeros((batch, num_tokens, width))
         record = DeltaSizes(

@@ -72,6 +72,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--max-batch-size", 4, *flags,
         )  # fmt: skip
     make_tree_engine("eagle", parent, target, make_eagle_drafter(parent), optimize="none")
+    return parent
+
+
+def make_hybrid_engine(parent: Path) -> None:
+    """An engine of a hybrid, whose own head drafts."""
     hybrid = make_tokenizer(make_hybrid(parent, seed=5))
     call(
         "convert", "--model-dir", hybrid, "--mtp-model-dir", make_mtp_head(parent, hybrid),
@@ -81,7 +86,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "build", "--checkpoint-dir", parent / "hybrid ckpt", "--output-dir", parent / "hybrid",
         "--max-batch-size", 8, "--tokenizer-dir", hybrid, "--max-seq-len", 256,
     )  # fmt: skip
-    return parent
 
 
 def load(folder: Path, name: str = "float32", **options: Any) -> Engine:
@@ -186,6 +190,8 @@ def test_text_under_load_is_each_requests_own(
     folder: Path, name: str, count: int, least: int, options: dict[str, Any]
 ) -> None:
     """At concurrency 32: chunks, prefixes, drafts and neighbours that are cancelled change none."""
+    if name == "hybrid":
+        make_hybrid_engine(folder)
     prompts = mix_prompts(count)
     with Engine.load(folder / name, device="cpu", speculation=False) as engine:
         expected = [
