@@ -48,12 +48,14 @@ class _Tape(Mode):  # type: ignore[misc]
         own = [
             None if t.untyped_storage().data_ptr() in places else t for t in list_tensors(result)
         ]
-        self.entries.append((func, args, kwargs, own))
+        if any(place is not None for place in own) or func._schema.is_mutable:  # no mere view
+            self.entries.append((func, args, kwargs, own))
         return result
 
     def replay(self) -> None:
         for func, args, kwargs, kept in self.entries:
-            found = list_tensors(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            found = [result] if isinstance(result, Tensor) else list_tensors(result)
             for place, tensor in zip(kept, found, strict=True):
                 if place is not None:
                     place.copy_(tensor)
