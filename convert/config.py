@@ -45,14 +45,6 @@ PLAIN_QUANTIZATION = {
     "quant_algo": None, "kv_cache_quant_algo": None, "group_size": 128, "smoothquant_val": 0.5,
     "clamp_val": None, "has_zero_point": False, "pre_quant_scale": False, "exclude_modules": None,
 }  # fmt: skip
-# Keys that 0.14 knows; a 1.x checkpoint holds more.
-KEYS_014 = {
-    "mapping": (
-        "world_size", "gpus_per_node", "cp_size", "tp_size", "pp_size", "moe_tp_size",
-        "moe_ep_size",
-    ),
-    "quantization": tuple(PLAIN_QUANTIZATION),
-}  # fmt: skip
 
 
 def describe_target(model: ModelConfig, family: Family, version: str) -> dict[str, Any]:
@@ -143,7 +135,10 @@ def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
         return adapted
     if "share_embedding_table" in adapted:
         adapted["share_embedding_table"] = False  # the head is always written
-    for section, known in KEYS_014.items():
+    facts = load_facts(version)
+    for section, known in (
+        ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys)
+    ):  # fmt: skip
         values = adapted.get(section)
         if not isinstance(values, dict):
             continue

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from specdec import logs
@@ -25,7 +25,7 @@ from specdec.files.folders import (
     is_hub_id,
     refuse_absent,
 )
-from specdec.files.reading import Array, read_json
+from specdec.files.reading import Array, is_inside, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES, ModelConfig
 from specdec.model.tensors import TensorSpec
@@ -246,7 +246,7 @@ def read_index(path: Path) -> dict[str, set[str]]:
             "copy or download the folder again",
         )
     indexed: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
-    outside = [name for name in indexed if not _is_inside(name)]
+    outside = [name for name in indexed if not is_inside(name)]
     if outside:
         raise SpecDecError(
             f"{path} names files outside the folder: {join_names(outside)}",
@@ -255,15 +255,6 @@ def read_index(path: Path) -> dict[str, set[str]]:
     for name, filename in weight_map.items():
         indexed[filename].add(name)
     return indexed
-
-
-def _is_inside(filename: str) -> bool:
-    """Whether a name stays in its folder; a file that is itself a link is the user's own doing."""
-    path = PurePosixPath(filename)
-    return (
-        bool(filename) and not path.is_absolute() and ".." not in path.parts
-        and "\\" not in filename and "\0" not in filename
-    )  # fmt: skip
 
 
 def _is_there(path: Path) -> bool:

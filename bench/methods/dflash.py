@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from specdec.decode.drafters.dflash import DEFAULT_TOP_K, DFlashProposer
-from specdec.methods.dflash import DFlashOptions
+from specdec.methods.dflash import DFlashDraft
 
 from ..engine import Bench
 from ..settings import TuneSettings
@@ -21,7 +21,8 @@ def list_candidates(bench: Bench, settings: TuneSettings) -> list[Candidate]:
     shapes += [(size, top_k) for size in TREE_SIZES if size > 1 < top_k]
     found: dict[str, Candidate] = {}
     for size, width in sorted(shapes, key=lambda shape: (shape[1], shape[0])):
-        options = DFlashOptions(num_tokens=min(size, params.max_draft_len), top_k=width)
+        most = min(size, params.max_draft_len)
+        options = DFlashDraft(dflash_tokens=most, dflash_top_k=width)
         proposer = DFlashProposer(drafter.net, engine.decoder, options)
         if proposer.max_draft_tokens < size:
             continue  # so many are not drafted

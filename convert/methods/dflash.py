@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specdec import logs
 from specdec.errors import SpecDecError, join_names, shorten
-from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams, make_net
+from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
@@ -219,7 +219,7 @@ class Converter(NetConverter):
         draft_vocab_size = reader.get_int("draft_vocab_size", values["vocab_size"])
         if not reader.problems:
             check_offsets(reader, folder, draft_vocab_size, model.vocab_size)
-        net = make_net(values, model.dtype)
+        net = DFlashParams.make_net(values, model.dtype)
         self.check_net(reader, net)
         return DFlashParams(
             net=net,

@@ -23,7 +23,6 @@ from specdec.methods.eagle import (
     EagleConvert,
     EagleParams,
 )
-from specdec.methods.net import make_net
 from specdec.model.config import FULL, ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import EAGLE_NET, HEAD, HEAD_BIAS, OFFSETS, find_first_copy
@@ -225,7 +224,7 @@ class Converter(NetConverter):
         reader, net_reader = self.open_net(FIXED_NET, what)
         refuse_layer_types(net_reader, FULL)
         values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
-        net = make_net(values, model.dtype)
+        net = EagleParams.make_net(values, model.dtype)
         if net.hidden_act != "silu":
             net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
         self.check_net(reader, net)

@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec import __version__, logs
 from specdec.errors import SpecDecError, shorten
-from specdec.files.reading import hash_file, read_json, write_json
+from specdec.files.reading import hash_file, is_inside, read_json, write_json
 from specdec.files.staging import JOURNAL_NAME
 from specdec.threads import Pool, count_usable_cores
 
@@ -67,7 +67,7 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
         fact = f"{path} describes a folder of kind {shorten(own)}, not {kind!r}"
         raise SpecDecError(fact, f"give the folder of a {kind}")
     outputs = _read_entries(path, document, "outputs")
-    if outside := [entry.path for entry in outputs if not _is_inside(entry.path)]:
+    if outside := [entry.path for entry in outputs if not is_inside(entry.path)]:
         raise SpecDecError(f"{path} names files outside the folder: {shorten(outside[0])}", _AGAIN)
     return Manifest(
         tool=str(document.get("tool")), tool_version=str(document.get("tool_version")),
@@ -94,11 +94,6 @@ def _is_entry(value: Any) -> bool:
     are_sums = isinstance(sums, list) and all(type(number) is int for number in sums)
     is_whole = sums is None or (are_sums and len(sums) == -(-num_bytes // BLOCK_BYTES))
     return is_whole and (sha256 is None or isinstance(sha256, str))
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def find_differences(

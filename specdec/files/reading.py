@@ -12,7 +12,7 @@ import re
 import stat
 import threading
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -71,6 +71,15 @@ def check_length(descriptor: int, num_bytes: int, path: Path) -> None:
             f"{path} ends at byte {size}: it was shortened while it was read",
             "let nothing write to the file, and run it again",
         )
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name stays in its folder; a file that is itself a link is the user's own doing."""
+    path = PurePosixPath(name)
+    return (
+        bool(name) and not path.is_absolute() and ".." not in path.parts
+        and "\\" not in name and "\0" not in name
+    )  # fmt: skip
 
 
 def hash_file(path: Path, is_ending: threading.Event | None = None) -> str:

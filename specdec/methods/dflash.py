@@ -36,22 +36,15 @@ from .base import (
     share,
     whole,
 )
-from .net import NET_RULES, NetParams, read_net
-from .net import make_net as make_net_of
+from .net import NET_RULES, NetParams
 
 ARCHITECTURE = "SpecDecDFlashForCausalLM"
-# The layers' defaults are a Qwen3's.
 RULES = NET_RULES | {
     "attn_bias": FLAG,
     "sliding_window": or_null(whole(1, MAX_SIZE), whole(1, MAX_SIZE).words),
     "layer_types": Rule("a list or null", lambda value: value is None or isinstance(value, list)),
     "embedding_multiplier": POSITIVE,
 }
-
-
-def make_net(config: Mapping[str, Any], dtype: str) -> ModelConfig:
-    """The layers that draft, of a drafter's config, for the target's vocabulary."""
-    return make_net_of(config, dtype, RULES, "Qwen3ForCausalLM")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +72,8 @@ class DFlashParams(NetParams):
     TITLE: ClassVar[str] = "DFlash"
     KEY: ClassVar[str] = "dflash"
     NET: ClassVar[str] = "dflash_net_config"
+    NET_ARCHITECTURE: ClassVar[str] = "Qwen3ForCausalLM"
+    RULES: ClassVar[Mapping[str, Rule]] = RULES
 
     @property
     def num_positions(self) -> int:
@@ -114,14 +109,12 @@ class DFlashParams(NetParams):
 
     def to_checkpoint(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        net, most = own.pop("net"), own.pop("max_draft_len")
-        config = {name: getattr(net, name) for name in RULES}
-        types = config["layer_types"]
-        config["layer_types"] = None if types is None else list(types)
+        del own["net"]
+        most = own.pop("max_draft_len")
         own["aux_layers"] = list(self.aux_layers)
         if not self.markov_rank:
             del own["markov_rank"]
-        return {self.KEY: own, self.NET: config, "max_draft_len": most}
+        return {self.KEY: own, self.NET: self.describe_net(), "max_draft_len": most}
 
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> DFlashParams:
@@ -132,8 +125,7 @@ class DFlashParams(NetParams):
         check_unknown(own, {f.name for f in dataclasses.fields(cls)} - {"net", "max_draft_len"})
         check("max_draft_len", config.get("max_draft_len"), whole(1, MAX_DRAFT_TOKENS))
         values = read_fields(cls, own | {"max_draft_len": config["max_draft_len"]}, key=key)
-        dtype = config.get("dtype", "float32")
-        net = read_net(cls.NET, config.get(cls.NET), dtype, RULES, "Qwen3ForCausalLM")
+        net = cls.read_net(config)
         Problems((f"{cls.NET}: {fact}", hint) for fact, hint in net.find_problems()).raise_all()
         params = cls(net=net, **values)
         least = 1 + (params.num_positions < params.block_size)
@@ -156,7 +148,7 @@ class DFlashConvert:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlashDraft:
-    """Options of every command that decodes."""
+    """Options of every command that decodes: how trees grow; None lets the engine choose."""
 
     dflash_tokens: int | None = number(help="Draft tokens in a step of a DFlash engine.")
     dflash_top_k: int | None = setting(
@@ -203,20 +195,9 @@ class DFlashTrain:
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlashOptions:
-    """How trees grow; None where the engine is to choose."""
-
-    num_tokens: int | None = None
-    top_k: int | None = None
-
-
-def read_options(settings: Any) -> DFlashOptions | None:
+def read_options(settings: Any) -> DFlashDraft | None:
     """Return how trees are to grow, None where nothing is asked for."""
-    if not list_given(settings, DFlashDraft):
-        return None
-    draft = as_options(settings, DFlashDraft)
-    return DFlashOptions(num_tokens=draft.dflash_tokens, top_k=draft.dflash_top_k)
+    return as_options(settings, DFlashDraft) if list_given(settings, DFlashDraft) else None
 
 
 METHOD = Method(

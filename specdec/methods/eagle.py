@@ -29,7 +29,7 @@ from .base import (
     read_fields,
     share,
 )
-from .net import NET_RULES, NetParams, read_net
+from .net import NetParams
 
 # Ours: TensorRT-LLM's engine path has EAGLE-1 for Llamas alone and no EAGLE-3, and is to know that
 # these are none of its own.
@@ -201,7 +201,7 @@ class EagleParams(NetParams):
 
     def to_checkpoint(self) -> dict[str, Any]:
         config: dict[str, Any] = {name: getattr(self, name) for name in self.NUMBERS}
-        config[self.NET] = {name: getattr(self.net, name) for name in NET_RULES}
+        config[self.NET] = self.describe_net()
         if self.eagle3 is not None:
             config[self.EAGLE3] = self.eagle3.to_checkpoint()
         return config
@@ -218,7 +218,7 @@ class EagleParams(NetParams):
         words = f"what {config.get('architecture')} has"
         rule = Rule(words, lambda value: is_third == (value is not None))
         check(cls.EAGLE3, config.get(cls.EAGLE3), rule)
-        net = read_net(cls.NET, config.get(cls.NET), config.get("dtype", "float32"))
+        net = cls.read_net(config)
         if not is_third:
             what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
             check_product(what, depth * net.num_hidden_layers, MAX_MODULES)

@@ -37,48 +37,17 @@ NET_RULES = {
 }  # fmt: skip
 
 
-def make_net(
-    config: Mapping[str, Any],
-    dtype: str,
-    rules: Mapping[str, Rule] = NET_RULES,
-    architecture: str = "LlamaForCausalLM",
-) -> ModelConfig:
-    """The layers that draft, of a drafter's config, for the target's vocabulary."""
-    fields = {name: config[name] for name in rules}
-    if fields.get("layer_types") is not None:
-        fields["layer_types"] = tuple(fields["layer_types"])
-    return ModelConfig(architecture=architecture, dtype=dtype, **fields)
-
-
-def read_net(
-    key: str,
-    config: object,
-    dtype: str,
-    rules: Mapping[str, Rule] = NET_RULES,
-    architecture: str = "LlamaForCausalLM",
-) -> ModelConfig:
-    """Read the object `key`, a net's whole config; raise SpecDecError for what is wrong."""
-    check(key, config, OBJECT)
-    assert isinstance(config, dict)
-    values = {name: config.get(name) for name in rules}
-    for name, rule in rules.items():
-        check(f"{key}.{name}", values[name], rule)
-    net = make_net(values, dtype, rules, architecture)
-    heads = net.num_attention_heads
-    words = f"a divisor of {key}.num_attention_heads={heads}"
-    check(
-        f"{key}.num_key_value_heads", net.num_key_value_heads,
-        Rule(words, lambda number: heads % number == 0),
-    )  # fmt: skip
-    problems = net.find_scaling_problems()
-    Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
-    return net
-
-
 class NetParams(DrafterParams):
-    """Parameters of such a drafter. net: its layers, with the target's vocabulary."""
+    """Parameters of such a drafter. net: its layers, with the target's vocabulary.
+
+    NET: the key of a checkpoint's config.json that tells of the layers, by RULES; they are those of
+    NET_ARCHITECTURE.
+    """
 
     TITLE: ClassVar[str]
+    NET: ClassVar[str]
+    NET_ARCHITECTURE: ClassVar[str] = "LlamaForCausalLM"
+    RULES: ClassVar[Mapping[str, Rule]] = NET_RULES
     net: ModelConfig
 
     if TYPE_CHECKING:  # a field of DFlash's, a property of EAGLE's
@@ -86,6 +55,40 @@ class NetParams(DrafterParams):
         @property
         def draft_vocab_size(self) -> int:
             """Tokens that can be drafted."""
+
+    @classmethod
+    def make_net(cls, values: Mapping[str, Any], dtype: str) -> ModelConfig:
+        """The layers that draft, of what RULES names, for the target's vocabulary."""
+        fields = {name: values[name] for name in cls.RULES}
+        if fields.get("layer_types") is not None:
+            fields["layer_types"] = tuple(fields["layer_types"])
+        return ModelConfig(architecture=cls.NET_ARCHITECTURE, dtype=dtype, **fields)
+
+    @classmethod
+    def read_net(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read the layers of a checkpoint's config.json; raise SpecDecError for what is wrong."""
+        key, values = cls.NET, config.get(cls.NET)
+        check(key, values, OBJECT)
+        assert isinstance(values, dict)
+        for name, rule in cls.RULES.items():
+            check(f"{key}.{name}", values.get(name), rule)
+        own = {name: values.get(name) for name in cls.RULES}
+        net = cls.make_net(own, config.get("dtype", "float32"))
+        heads = net.num_attention_heads
+        words = f"a divisor of {key}.num_attention_heads={heads}"
+        check(
+            f"{key}.num_key_value_heads", net.num_key_value_heads,
+            Rule(words, lambda number: heads % number == 0),
+        )  # fmt: skip
+        problems = net.find_scaling_problems()
+        Problems((f"{key}: {fact}", remedy) for fact, remedy in problems).raise_all()
+        return net
+
+    def describe_net(self) -> dict[str, Any]:
+        """What `read_net` reads."""
+        values = {name: getattr(self.net, name) for name in self.RULES}
+        lists = {name: list(each) for name, each in values.items() if isinstance(each, tuple)}
+        return values | lists
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:
         """The net for `model` as a model of its own, with the drafted vocabulary."""

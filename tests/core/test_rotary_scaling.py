@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.methods.net import read_net
+from specdec.methods.eagle import EagleParams
 from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
@@ -98,10 +98,10 @@ def test_a_drafter_s_own_scaling_is_checked() -> None:
         "max_position_embeddings": 2048, "rotary_base": 1e4, "hidden_act": "silu",
     }  # fmt: skip
     for scaling in KNOWN:
-        read_net("net", net | {"rotary_scaling": scaling}, "float32")
+        EagleParams.read_net({EagleParams.NET: net | {"rotary_scaling": scaling}})
     for scaling, message in SENSELESS:
         with pytest.raises(SpecDecError) as caught:
-            read_net("net", net | {"rotary_scaling": scaling}, "float32")
+            EagleParams.read_net({EagleParams.NET: net | {"rotary_scaling": scaling}})
         assert message in caught.value.message
 
 

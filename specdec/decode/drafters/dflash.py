@@ -35,7 +35,7 @@ from specdec.engine.dflash import DFlashNet
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
-from specdec.methods.dflash import DFlashOptions, DFlashParams
+from specdec.methods.dflash import DFlashDraft, DFlashParams
 
 DEFAULT_TOP_K = 4
 
@@ -73,15 +73,15 @@ class DFlashProposer(StateKeeper):
     net: DFlashNet
 
     def __init__(
-        self, net: DFlashNet, decoder: Decoder, options: DFlashOptions | None = None, *,
+        self, net: DFlashNet, decoder: Decoder, options: DFlashDraft | None = None, *,
         has_budget: bool = False,
     ) -> None:  # fmt: skip
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         super().__init__(net, decoder, net.params.aux_layers, "DFlash")
         self.params, self._num_run = net.params, net.params.block_size
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
-        options = options or DFlashOptions()
-        self.use_tree(options.num_tokens, options.top_k)
+        options = options or DFlashDraft()
+        self.use_tree(options.dflash_tokens, options.dflash_top_k)
 
     def use_tree(self, num_tokens: int | None = None, top_k: int | None = None) -> None:
         """Propose so many tokens from now on, of `top_k` a place; raise SpecDecError beyond limits.
