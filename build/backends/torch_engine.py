@@ -162,7 +162,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     compile_kernels = will_compile(settings)
     algorithm = checkpoint.quantization.quant_algo
     files = {
-        file: plan_tensors(shapes, model.dtype, quantized if algorithm == FP8 else set())
+        file: plan_tensors(shapes, model, quantized if algorithm == FP8 else set())
         for file, shapes in list_engine_files(model, drafter).items()
     }
     for file, tensors in files.items():
@@ -379,19 +379,18 @@ def check_twins(source: TensorFile, stored: set[str]) -> None:
 
 
 def plan_tensors(
-    shapes: Mapping[str, tuple[int, ...]], dtype: str, float8: set[str]
+    shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, float8: set[str]
 ) -> dict[str, TensorInfo]:
     """Plan the engine's tensors; those of `float8` keep their bytes, with their scales."""
     tensors = {}
     for name, shape in shapes.items():
-        if name.replace(".gate_up.", ".fc.") not in float8:
-            tensors[name] = TensorInfo(get_stored_dtype(name, dtype), shape)
+        module, _, kind = name.rpartition(".")
+        parts = name_parts(module, model)
+        if f"{parts[0]}.{kind}" not in float8:
+            tensors[name] = TensorInfo(get_stored_dtype(name, model.dtype), shape)
             continue
-        module = name.removesuffix(".weight")
-        is_pair = ".mlp.gate_up." in name and name.replace(".gate_up.", ".gate.") in float8
-        num_scales = 2 if is_pair else 1
         tensors[name] = TensorInfo(FLOAT8, shape)
-        tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (num_scales,))
+        tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (len(parts),))
         tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
     return tensors
 
@@ -617,7 +616,10 @@ class EngineReader:
         if kind == INT8_SCALES or (kind == WEIGHT_SCALE and tensors[matrix].dtype != FLOAT8):
             return self._make_scales(matrix, kind)
         if kind in SCALES:
-            return read_scales(self._own, name)
+            scales = np.concatenate(
+                [self._own.read(f"{p.module}.{kind}").reshape(1) for p in parts]
+            )
+            return scales if kind == WEIGHT_SCALE else scales.max(keepdims=True)  # of its input
         if name in self._int8_scales or name in self._int4_scales:
             return self._round(name)
         if tensors[name].dtype == FLOAT8:
@@ -693,15 +695,6 @@ class EngineReader:
             return int4.pack(int4_rounding.round_weight(weight, self._int4_scales[name]).numpy())
         rows = self._int8_scales[name].view(len(matrices), -1)
         return (to_array(int8.round_weight(matrices[i], rows[i])) for i in range(len(rows)))
-
-
-def read_scales(source: TensorFile, name: str) -> Array:
-    """Read an engine tensor's scale; of gate_up those of both halves, for the input the larger."""
-    names = [name]
-    if ".mlp.gate_up." in name:
-        names = [name.replace(".gate_up.", part) for part in (".fc.", ".gate.")]
-    scales = np.concatenate([source.read(n).reshape(1) for n in names if n in source.tensors])
-    return scales if name.endswith(WEIGHT_SCALE) else scales.max(keepdims=True)
 
 
 def describe_plan(plan: TorchPlan) -> dict[str, Any]:
