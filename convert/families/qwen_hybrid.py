@@ -73,17 +73,6 @@ _NEXT_MODULES: Modules = {
 }
 
 
-def read_linear(reader: ConfigReader) -> LinearAttention:
-    """Read the sizes of linear attention; the defaults are transformers'."""
-    return LinearAttention(
-        num_key_heads=reader.get_int("linear_num_key_heads", 16),
-        num_value_heads=reader.get_int("linear_num_value_heads", 32),
-        key_size=reader.get_int("linear_key_head_dim", 128),
-        value_size=reader.get_int("linear_value_head_dim", 128),
-        num_taps=reader.get_int("linear_conv_kernel_dim", 4),
-    )
-
-
 def read_hybrid(
     reader: ConfigReader, activation: str = "silu", num_kv_heads: int = 4
 ) -> dict[str, Any]:
@@ -109,10 +98,15 @@ def read_hybrid(
             f"layer_types is {shorten(list(types))} for {num_layers} layers",
             f"hybrids are supported whose layers are {LINEAR} or {FULL}",
         )
-        types = (LINEAR,) * num_layers
     return {
         **values,
-        "linear_attention": read_linear(reader),
+        "linear_attention": LinearAttention(
+            num_key_heads=reader.get_int("linear_num_key_heads", 16),
+            num_value_heads=reader.get_int("linear_num_value_heads", 32),
+            key_size=reader.get_int("linear_key_head_dim", 128),
+            value_size=reader.get_int("linear_value_head_dim", 128),
+            num_taps=reader.get_int("linear_conv_kernel_dim", 4),
+        ),
         "layer_types": types,
         "own_arithmetic": Architecture(
             qk_norm=True, adds_one=True, qkv_bias=bias, dense_bias=bias, gates_attention=True,
