@@ -519,6 +519,20 @@ def test_gptqmodel_carries_ones_through_words(convert: Converter, tmp_path: Path
     assert "zeros are stored as 15" in error.message
 
 
+def test_a_quantized_hybrid_is_dequantized(convert: Converter, tmp_path: Path) -> None:
+    """A checkpoint cannot keep its codes, since the rows of queries lie among those of gates."""
+    source, plain = make_quantized(tmp_path, CASES["gptq-whole-rows"], family="qwen3_5")
+    error = convert.fail(model_dir=source)
+    assert "is a hybrid of linear and full attention, and it is quantized" in error.message
+    assert "give --dequantize" in error.hint
+    convert(model_dir=source, dequantize=True)
+    found = (convert.output / "rank0.safetensors").read_bytes()
+    save_file(plain, source / "model.safetensors", metadata={"format": "pt"})
+    set_config(source, quantization_config=None)
+    convert(model_dir=source, output_dir=tmp_path / "plain")
+    assert found == (tmp_path / "plain" / "rank0.safetensors").read_bytes()
+
+
 def test_a_folder_that_does_not_say_that_it_is_quantized(
     convert: Converter, tmp_path: Path
 ) -> None:
