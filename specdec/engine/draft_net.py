@@ -188,7 +188,8 @@ def find_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def find_top_of_parts(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """As `find_top`, by way of the largest of each of `PARTS` equal parts, and of the rest."""
     size = scores.shape[-1] // PARTS
-    whole = scores[..., : PARTS * size].unflatten(-1, (PARTS, size)).topk(count, dim=-1)
+    parts = scores[..., : PARTS * size].reshape(*scores.shape[:-1], PARTS, size)
+    whole = parts.topk(count, dim=-1)
     first = torch.arange(PARTS, device=scores.device)[:, None] * size
     rest = torch.arange(PARTS * size, scores.shape[-1], device=scores.device)
     values = torch.cat((whole.values.flatten(-2), scores[..., PARTS * size :]), dim=-1)
