@@ -29,8 +29,6 @@ from specdec.engine.tree import Tree
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
 LONG_KEEP = 0.99  # the same where only what was accepted tells, or whole steps are counted
 NUM_MEASURED = 7  # measurements of a size that count, the newest
-# A size is known if so many of the newest measurements above the smallest size are its own.
-NUM_NEWEST, NUM_KNOWN = 96, 3
 NUM_RATIOS = 5  # steps that say how slow the machine is at present
 NUM_USUAL = 63  # measurements of a size, as they were taken, that say what it usually takes
 MOST_WEIGHT = 1e100  # of a measurement, before all are counted in small numbers again
@@ -79,8 +77,6 @@ def find_low(values: Iterable[float]) -> float:
 class Costs:
     """Seconds by size, by the newest measurements; a larger size never costs less.
 
-    A size that was seldom measured of late costs no more than the known ones say: it may have been
-    measured at a bad moment, and is tried again if it would be worth its time.
     Between two known sizes costs lie on a line, and beyond the largest on one from its half on,
     since two that are near each other differ by chance; below the smallest they are the smallest's,
     as where memory is the limit.
@@ -90,8 +86,7 @@ class Costs:
         self._recent: dict[int, deque[float]] = {}
         # The same, however slow the machine was, by age and by size.
         self._taken: dict[int, tuple[deque[float], list[float]]] = {}
-        self._low: dict[int, float] = {}  # what each took
-        self._newest: deque[int] = deque(maxlen=NUM_NEWEST)  # sizes above the smallest
+        self._low: dict[int, float] = {}  # what each is believed to take
         self._counts: dict[int, int] = {}
         self.smallest = self.largest = 0  # sizes that were measured
         self._line: tuple[list[int], list[float], float] | None = None  # and the rise beyond
@@ -113,9 +108,9 @@ class Costs:
         if len(by_age) > NUM_USUAL:
             del ordered[bisect.bisect_left(ordered, by_age.popleft())]
         self._recent[size].append(seconds / slow)
-        self._low[size], self._line = find_low(self._recent[size]), None
-        if size > self.smallest:
-            self._newest.append(size)
+        low = find_low(self._recent[size])
+        if low != self._low.get(size):
+            self._low[size], self._line = low, None
 
     def count(self, size: int) -> int:
         """How often a size was measured."""
@@ -160,7 +155,7 @@ class Costs:
     def _line_up(self) -> tuple[list[int], list[float], float]:
         if self._line is None:
             sizes = sorted(self._low)
-            seconds = self._doubt(sizes)
+            seconds = [self._low[size] for size in sizes]
             for at in range(len(sizes) - 1, 0, -1):
                 seconds[at - 1] = min(seconds[at - 1], seconds[at])
             lower = max(0, bisect.bisect_right(sizes, self.largest / 2) - 1)
@@ -168,17 +163,6 @@ class Costs:
             slope = (seconds[-1] - seconds[lower]) / rise if rise else 0.0
             self._line = sizes, seconds, slope
         return self._line
-
-    def _doubt(self, sizes: list[int]) -> list[float]:
-        """What sizes, rising, are believed to take; those that are not known, at most."""
-        own = [self._low[size] for size in sizes]
-        known = [n for n in sizes if n == self.smallest or self._newest.count(n) >= NUM_KNOWN]
-        if len(known) < 2:
-            return own
-        line = np.interp(sizes, known, [self._low[size] for size in known]).tolist()
-        slope = max(0.0, (line[-1] - line[0]) / (known[-1] - known[0]))
-        most = [each + slope * max(0, n - known[-1]) for n, each in zip(sizes, line, strict=True)]
-        return [own[at] if n in known else min(own[at], most[at]) for at, n in enumerate(sizes)]
 
 
 class DraftCosts:
@@ -219,6 +203,10 @@ class DraftCosts:
             num_levels / most if like is None else like.estimate(num_levels) / like.estimate(most)
         )
         return known[0].estimate(most) * times
+
+    def predict(self, num_rows: int, levels: Iterable[int]) -> Array:
+        """The same of each of some numbers of levels."""
+        return np.array([self.estimate(num_rows, number) for number in levels])
 
     def price_level(self, num_rows: int) -> float:
         """What one level more costs."""
@@ -436,8 +424,6 @@ class Pace:
         self.is_trial = False  # whether the step's drafts are known not to pay
         self.is_brief = True  # whether they have one level, since it is not known what more cost
         self._steps, self._drafts = Costs(), DraftCosts()  # by tokens
-        self._cold = Costs()  # what a draft behind a plain step takes longer, under size 1
-        self._was_drafted = False  # whether the step before drafted, so that the next is not cold
         self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self._slow = 1.0  # times as long as it takes alone, everything takes at present
         self._token = 0.0  # seconds of a prompt's token, of many; 0 where it is not known
@@ -507,7 +493,7 @@ class Pace:
         sizes = np.arange(1, len(seconds))
         draft = np.full(len(sizes), self._drafts.estimate(num_rows, self._num_levels))
         if self.is_planned:
-            draft = np.array([self._drafts.estimate(num_rows, n) for n in sizes.tolist()])
+            draft = self._drafts.predict(num_rows, range(1, len(seconds)))
         gains = self._gains[self.max_tokens - 1 :] if self.is_whole else self._gains[: len(sizes)]
         emitted = 1 + gains / self._weight  # tokens of a request
         rates = num_rows * emitted / (draft + seconds[1:])
@@ -524,7 +510,7 @@ class Pace:
         self._is_deep &= min(extra, plain) <= limit
         # The least that is drafted and verified, if it pays nothing back.
         least = 0
-        if self.is_planned and not self.is_brief:
+        if self.is_planned and not self.is_brief and not self.is_trial:
             least = best if self._is_tried else min(1, len(sizes) - 1)
             least = len(sizes) - 1 if self._is_deep else least
         while least and draft[least] + seconds[least + 1] - plain > limit:
@@ -534,8 +520,7 @@ class Pace:
         if not (self.is_brief or self._is_tried or self.is_planned):
             price = self._depth * level
         self._allowance = limit - price
-        loss = price + float(seconds[least + 1]) - plain * float(emitted[least])
-        expected = loss + (0.0 if self._was_drafted else self._cold.estimate(1))
+        expected = price + float(seconds[least + 1]) - plain * float(emitted[least])
         if num_unread > FEW_UNREAD:
             expected += min(num_unread, FIRST_PIECE) * self._reading.estimate(1)
         if self._is_plain_due():
@@ -758,7 +743,6 @@ class Pace:
         seconds /= self._slow
         if drafted is not None:
             self._settle(drafted, seconds)
-        self._was_drafted = drafted is not None and drafted.seconds is not None
         self._num_warm += 1
 
     def _settle(self, drafted: Drafted, seconds: float) -> None:
@@ -791,12 +775,7 @@ class Pace:
                 self.account.for_trials -= read if self.is_trial else 0.0
                 took -= read
             else:
-                known = self._drafts.count(num_rows) >= PLAIN_STEPS
-                extra = took - self._drafts.estimate(num_rows, levels)
-                if known and not self._was_drafted:
-                    self._cold.record(1, max(0.0, extra))
-                if extra <= 0 or self._was_drafted or not known:
-                    self._drafts.record(num_rows, levels, took, plain)
+                self._drafts.record(num_rows, levels, took, plain)
                 self._since_deep = 0 if levels > 1 or self._is_deep else self._since_deep + 1
                 self._is_tried |= not self.is_brief and (levels > 1 or not self.is_planned)
             self._num_levels += (levels - self._num_levels) / FIRST_TRIALS
