@@ -395,14 +395,11 @@ def measure(args: argparse.Namespace, recorder: CudaRecorder | None = None) -> d
     if recorder is None and name == "cuda":
         recorder = CudaRecorder(device)
     meter = LoadMeter()
-    shapes = {
-        label: measure_shape(
-            dataclasses.replace(shape, output=args.output_len or shape.output),
-            device, recorder, args,
-        )
-        for label, shape in SHAPES.items()
-        if label in (["toy"] if args.quick else args.shapes)
-    }  # fmt: skip
+    shapes = {}
+    for label in ["toy"] if args.quick else args.shapes:
+        shape = dataclasses.replace(SHAPES[label], output=args.output_len or SHAPES[label].output)
+        shapes[label] = measure_shape(shape, device, recorder, args)
+        print(f"{label}: {json.dumps(shapes[label])}", file=sys.stderr, flush=True)
     machine = describe_machine()
     if name == "cuda":
         machine |= {
