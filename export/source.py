@@ -187,8 +187,8 @@ class Source:
         net = params.make_net_model(self.model)
         found = self._list_net(params, net, MTP_NET, shares_head=True)
         has_own = not found.keys().isdisjoint(("embed_tokens.weight", HEAD, HEAD_BIAS))
-        assert not (has_own and params.blanks_first), "MiMo's layout has no room for them"
-        self.head_form = "mimo" if params.blanks_first else "glm" if has_own else "qwen"
+        assert not (has_own and params.is_reversed), "MiMo's layout has no room for them"
+        self.head_form = "mimo" if params.is_reversed else "glm" if has_own else "qwen"
         form = FORMS[self.head_form]
         prefix = form.prefix.format(layer=self.model.num_hidden_layers)
         starts = {"layers.0.": prefix + form.layer}

@@ -114,7 +114,7 @@ class Converter(NetConverter):
             )
         return MtpParams(
             max_draft_len=as_options(self.settings, MtpConvert).mtp_max_draft_len or 8,
-            blanks_first=self.folder.config[IS_REVERSED],
+            is_reversed=self.folder.config[IS_REVERSED],
         )
 
     def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:

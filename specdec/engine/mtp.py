@@ -60,10 +60,10 @@ class MtpNet(DraftNet):
         """
         positions = to_device(step.positions, features.device)
         embedded = self.decoder.embed(to_device(step.tokens, features.device), positions)
-        if self.params.blanks_first:
+        if self.params.is_reversed:
             embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
         pair = [norm(part) for norm, part in zip(self.norms, (embedded, features), strict=True)]
-        if self.params.blanks_first:
+        if self.params.is_reversed:
             pair.reverse()
         x = self.fc(torch.cat(pair, dim=-1))
         return self.final_norm(self.decoder.run_layers(x, step, cache))

@@ -55,16 +55,16 @@ FORMS = {
 class MtpParams(NetParams):
     """A layer of the target's own kind, applied again and again (https://arxiv.org/abs/2412.19437).
 
-    Its sizes are the target's. max_draft_len: most draft tokens of a chain. blanks_first: as in
+    Its sizes are the target's. max_draft_len: most draft tokens of a chain. is_reversed: as in
     MiMo zeros stand for the embedding in the first pair of a text, and `fc` reads the state first.
     """
 
     max_draft_len: int = count(1, MAX_DRAFT_TOKENS)
-    blanks_first: bool = False
+    is_reversed: bool = False
 
     TITLE: ClassVar[str] = "MTP"
     WORD: ClassVar[str] = "mtp"
-    KEYS: ClassVar[dict[str, str]] = {"blanks_first": "mtp_blanks_first"}
+    KEYS: ClassVar[dict[str, str]] = {"is_reversed": "mtp_is_reversed"}
 
     @property
     def max_draft_depth(self) -> int:

@@ -41,7 +41,7 @@ LIMIT = 16
 class Reference:
     """transformers' MtpModel with a head's weights, applied again and again.
 
-    The first pair of a text has no embedding where `blanks_first`, as vLLM has it for MiMo.
+    The first pair of a text has no embedding where `is_reversed`, as vLLM has it for MiMo.
     """
 
     def __init__(self, target: Path, head: Path, form: str) -> None:
