@@ -197,6 +197,7 @@ OTHERS_FLAGS = {
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
     "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
     "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min", "--model-args", "--tasks",
+    "--spec-type", "--spec-draft-model", "--mtp",
 }  # fmt: skip
 
 
