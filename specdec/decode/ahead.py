@@ -3,8 +3,8 @@
 The next plain step of a request needs its newest token, which is on the device already, and its
 position, which the host knows. So it is begun before the token has come to the host, and the device
 never waits for what the host does between steps. Steps are plain where nothing drafts, and where
-what drafts rests for a while. A request that turns out to have ended has one
-step too many in flight; its result is dropped.
+what drafts rests for a while. A request that turns out to have ended has one step too many in
+flight; its result is dropped.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class PlainAhead:
         return bool(active) and (self.is_flying or self._may_begin(active))
 
     def step(self, active: Sequence[ActiveRequest]) -> tuple[list[ActiveRequest], Array, States]:
-        """Return the requests that have a next token, these, [B, 1], and what they were chosen by.
+        """Return the requests that have a next token, those tokens [B, 1], and the step's states.
 
-        `active` go on.
+        active: the requests that go on.
         """
         if not self.is_flying:
             newest = [request.output_ids[-1] for request in active]

@@ -30,7 +30,7 @@ SKIPPED = {
         "::test_random_heads_leave_the_text_unchanged", "::test_trees_of_redrafter",
         "::test_what_drafts_by_default", "test_mtp.py::test_how_many_tokens_are_drafted",
     ),
-    "counts steps or tokens that a graph, or a step begun ahead, has more or others of": (
+    "counts steps or tokens, of which graphs and steps begun ahead have others": (
         "::test_reused_prefixes_are_not_run_again", "::test_finished_rows_are_refilled",
         "::test_caches_are_rolled_back", "::test_one_tree_with_other_drafts_leaves_the_cache_true",
     ),
