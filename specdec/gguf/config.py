@@ -6,6 +6,7 @@ architecture that is not read here is an error, since it may change what the mod
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -50,15 +51,18 @@ class Metadata:
     def name(self) -> str:
         return str(self.values.get("general.architecture"))
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of the architecture's; one for each layer is one where all are equal."""
+    def get(self, key: str, default: Any = None, *, by_layer: bool = False) -> Any:
+        """Return a value of the architecture's; of a list one, which all have to equal.
+
+        by_layer: a list is returned as it is.
+        """
         self.used.add(key)
         value = self.values.get(f"{self.name}.{key}", default)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            return value[0]
-        if isinstance(value, list):
+        if by_layer or not isinstance(value, list):
+            return value
+        if not value or any(one != value[0] for one in value):
             self.refuse(f"{key} differs from layer to layer: {shorten(value)}")
-        return value
+        return value[0]
 
     def need(self, key: str) -> Any:
         """Return a value that must be there."""
@@ -88,10 +92,6 @@ class Metadata:
         raise SpecDecError(
             f"{self.path}: {fact}", "take the Hugging Face folder that it was made from"
         )
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
-        return name in self.tensors
 
     def check_rest(self) -> None:
         """Raise SpecDecError for keys that nobody has read."""
@@ -150,10 +150,10 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": data.count("context_length"),
         "rope_theta": data.positive("rope.freq_base", 10000.0),
-        "tie_word_embeddings": not data.has("output.weight"),
+        "tie_word_embeddings": "output.weight" not in data.tensors,
         "dtype": choose_dtype(data.tensors),
     }
-    if data.get("feed_forward_length") or not architecture.experts:
+    if data.get("feed_forward_length") or "ffn_gate_exps" not in architecture.modules:
         config["intermediate_size"] = data.count("feed_forward_length")
     if data.name == "stablelm":
         config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
@@ -172,11 +172,10 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
 
 def choose_dtype(tensors: Mapping[str, Stored]) -> str:
     """The type that most numbers have; bfloat16 where most are in blocks."""
-    sizes: dict[str, int] = {}
+    sizes = collections.Counter[str]()
     for stored in tensors.values():
-        dtype = PLAIN.get(stored.kind, "bfloat16")
-        sizes[dtype] = sizes.get(dtype, 0) + math.prod(stored.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
+        sizes[PLAIN.get(stored.kind, "bfloat16")] += math.prod(stored.shape)
+    return sizes.most_common(1)[0][0]
 
 
 # ---- The rotary embedding.
@@ -187,9 +186,9 @@ def read_scaling(data: Metadata, config: Mapping[str, Any], rotated: int) -> dic
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 0.0)) or 1.0
     found: list[dict[str, Any]] = []
-    if data.has("rope_freqs.weight"):
+    if "rope_freqs.weight" in data.tensors:
         found += _fit_factors(data, config["rope_theta"], rotated)
-    if data.has("rope_factors_long.weight"):
+    if "rope_factors_long.weight" in data.tensors:
         found.append(_read_longrope(data, config))
     elif kind == "yarn":
         found.append({"rope_type": "yarn", "factor": factor} | {
@@ -209,18 +208,18 @@ def read_scaling(data: Metadata, config: Mapping[str, Any], rotated: int) -> dic
 
 
 def _read_factors(data: Metadata, name: str) -> Any:
-    stored = data.tensors[name]
+    if (stored := data.tensors.get(name)) is None:
+        data.refuse(f"the tensor {name} is missing")
     return decode(stored.read(0, stored.num_rows), stored.kind)[:, 0].astype(np.float64)
 
 
 def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    short, long = (_read_factors(data, f"rope_factors_{kind}.weight") for kind in ("short", "long"))
     original = data.count("rope.scaling.original_context_length")
     # In the three fields that transformers 4 asks for; the length is alongside, see _read_phi3.
-    scaling: dict[str, Any] = {"type": "longrope"} | {
-        f"{kind}_factor": [float(str(np.float32(factor))) for factor in factors]
-        for kind, factors in (("short", short), ("long", long))
-    }
+    scaling: dict[str, Any] = {"type": "longrope"}
+    for kind in ("short", "long"):
+        factors = _read_factors(data, f"rope_factors_{kind}.weight").astype(np.float32)
+        scaling[f"{kind}_factor"] = [float(str(factor)) for factor in factors]
     told = data.positive("rope.scaling.attn_factor", 1.0)
     ratio = config["max_position_embeddings"] / original
     usual = math.sqrt(1 + math.log(ratio) / math.log(max(2, original))) if ratio > 1 else 1.0
@@ -265,7 +264,7 @@ Own = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 def _has_bias(data: Metadata, module: str) -> bool:
     fused = "attn_qkv" if module == "attn_q" else module  # --fuse-qkv of llama.cpp's converter
-    return data.has(f"blk.0.{module}.bias") or data.has(f"blk.0.{fused}.bias")
+    return f"blk.0.{module}.bias" in data.tensors or f"blk.0.{fused}.bias" in data.tensors
 
 
 def _read_biases(data: Metadata, _: object) -> dict[str, Any]:
@@ -293,8 +292,7 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[str, Any]:
     """Which layers have the window: all but one of `period`, if nothing else is said."""
-    data.used.add("attention.sliding_window_pattern")
-    told = data.values.get(f"{data.name}.attention.sliding_window_pattern", period)
+    told = data.get("attention.sliding_window_pattern", period, by_layer=True)
     layers = range(config["num_hidden_layers"])
     if not isinstance(told, list) and (type(told) is not int or told < 0):
         data.refuse(f"attention.sliding_window_pattern is {shorten(told)}")
@@ -304,29 +302,28 @@ def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[s
 
 
 def _read_gemma(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = {
+    own = {
         "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
         "tie_word_embeddings": True,
     }  # fmt: skip
     if data.name == "gemma":
         return own | {"hidden_act": "gelu_pytorch_tanh"}
     # llama.cpp takes the hidden size over the heads in the models of 27B alone.
-    largest = {"gemma2": 46, "gemma3": 62}[data.name]
-    scalar = config["head_dim"]
-    if config["num_hidden_layers"] == largest:
-        scalar = config["hidden_size"] // config["num_attention_heads"]
-    own["query_pre_attn_scalar"] = scalar
-    own["final_logit_softcapping"] = data.get("final_logit_softcapping")
+    is_largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[data.name]
+    over_heads = config["hidden_size"] // config["num_attention_heads"]
+    own["query_pre_attn_scalar"] = over_heads if is_largest else config["head_dim"]
     if data.name == "gemma2":
-        own["attn_logit_softcapping"] = data.get("attn_logit_softcapping", 50.0)
-        own["final_logit_softcapping"] = data.get("final_logit_softcapping", 30.0)
-        own["sliding_window"] = data.get("attention.sliding_window", 4096)
-        return own | _read_pattern(data, config, 2)
-    own["rope_local_base_freq"] = data.get("rope.freq_base_swa", 10000.0)
-    own["sliding_window"] = data.get("attention.sliding_window") or None
-    if own["sliding_window"] is None:
+        return own | _read_pattern(data, config, 2) | {
+            "attn_logit_softcapping": data.get("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": data.get("final_logit_softcapping", 30.0),
+            "sliding_window": data.get("attention.sliding_window", 4096),
+        }  # fmt: skip
+    if not (window := data.get("attention.sliding_window")):
         data.refuse("a Gemma 3 without a window is not read")
-    return own | _read_pattern(data, config, 6)
+    return own | _read_pattern(data, config, 6) | {
+        "final_logit_softcapping": data.get("final_logit_softcapping"),
+        "rope_local_base_freq": data.get("rope.freq_base_swa", 10000.0), "sliding_window": window,
+    }  # fmt: skip
 
 
 def _read_phi3(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -357,8 +354,7 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     drafting = data.get("nextn_predict_layers", 0) and data.count("nextn_predict_layers")
     num_layers = config["num_hidden_layers"] - drafting
     interval = data.count("full_attention_interval", 4)
-    data.used.add("attention.recurrent_layers")
-    told = data.values.get(f"{data.name}.attention.recurrent_layers")
+    told = data.get("attention.recurrent_layers", by_layer=True)
     types = [*list_layer_types(num_layers, interval, kind=LINEAR)]
     if isinstance(told, list):
         types = [LINEAR if one else FULL for one in told[:num_layers]]
@@ -377,7 +373,7 @@ def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
     # llama.cpp looks for the norm; its converter writes `true` where config.json does not say.
     data.used.add("use_parallel_residual")
     return {
-        "use_parallel_residual": not data.has("blk.0.ffn_norm.weight"),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in data.tensors,
         "use_qkv_bias": _has_bias(data, "attn_q"),
     }
 

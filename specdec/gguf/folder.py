@@ -70,10 +70,10 @@ def load_state(name: str | Path, dtype: Any = None) -> dict[str, Any] | None:
     from specdec.files.torch_tensors import view_tensor
 
     model = GgufModel(path)
-    tensors = {
-        name: view_tensor(model.read(name), info.dtype) for name, info in model.tensors.items()
+    return {
+        name: view_tensor(model.read(name), info.dtype).to(dtype)
+        for name, info in model.tensors.items()
     }
-    return {name: t if dtype is None else t.to(dtype) for name, t in tensors.items()}
 
 
 def _find_parent() -> Path:

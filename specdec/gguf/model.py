@@ -64,16 +64,14 @@ class RawRows:
 
     def __init__(self, entry: Entry, order: Array | None = None) -> None:
         self._entry, self._order = entry, order
-        self.shape = (entry.info.num_rows, entry.stored.row_bytes)
-        self.dtype = np.dtype(np.uint8)
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> Array:
         rows, *columns = key if isinstance(key, tuple) else (key,)
-        start, stop, step = rows.indices(self.shape[0])
-        found = self._entry.read_rows(start, max(start, stop))
+        start, stop, _ = rows.indices(self._entry.info.num_rows)
+        found = self._entry.read_rows(start, stop)
         if self._order is not None:
             found = found[:, self._order]
-        return found[(slice(None, None, step), *columns)]
+        return found[(slice(None), *columns)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self[:].astype(dtype or np.uint8, copy=False)
@@ -138,7 +136,12 @@ class GgufModel:
     def _name_part(self, module: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
         """The modules of a layer that a tensor holds, with their parts of it."""
         own = self.architecture
-        if (found := own.modules.get(module)) is not None:
+        found = own.modules.get(module)
+        if found is not None and "{expert}" in found:
+            for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
+                entry = Entry(stored, stored.shape[1:], start=expert * stored.shape[1])
+                yield found.format(expert=expert), entry
+        elif found is not None:
             yield found, self._open(found, module, stored)
         elif module == "attn_qkv":
             start = 0
@@ -156,11 +159,6 @@ class GgufModel:
             for part, order in zip("ba", turns, strict=True):
                 shape = (count, *stored.shape[1:])
                 yield f"linear_attn.in_proj_{part}", Entry(stored, shape, order=order)
-        elif len(stored.shape) == 3:
-            for theirs in (theirs for theirs, ours in own.experts.items() if ours == module):
-                for expert in range(stored.shape[0]):
-                    start = expert * stored.shape[1]
-                    yield theirs.format(expert=expert), Entry(stored, stored.shape[1:], start=start)
 
     @property
     def _heads(self) -> dict[str, int]:

@@ -27,27 +27,25 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 PHI3_NAMES = LAYER_NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-PHI3_NAMES.pop("mlp.up_proj")
 SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 SEED_NAMES = LAYER_NAMES | {"post_attention_layernorm": "post_attention_norm"}
-# A layer's experts: what one tensor [experts, out, in] holds for all.
-QWEN_EXPERTS = {
-    f"mlp.experts.{{expert}}.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")
-}
-QWEN_NAMES = LAYER_NAMES | {"mlp.gate": "ffn_gate_inp"} | {
-    f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")
-} | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}  # fmt: skip
-MIXTRAL_EXPERTS = {
-    f"block_sparse_moe.experts.{{expert}}.{own}": f"ffn_{part}_exps"
-    for own, part in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
-}
-MIXTRAL_NAMES = LAYER_NAMES | {"block_sparse_moe.gate": "ffn_gate_inp"}
+# With {expert}: what one tensor [experts, out, in] holds for all.
+MIXTRAL_NAMES = LAYER_NAMES | {
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.{expert}.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
+}  # fmt: skip
+QWEN_NAMES = LAYER_NAMES | {
+    f"mlp.{module}.{part}_proj": f"ffn_{part}_{kind}" for part in ("gate", "up", "down")
+    for module, kind in (("experts.{expert}", "exps"), ("shared_expert", "shexp"))
+} | {"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"}  # fmt: skip
 
 # Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
-_LINEAR = {
+HYBRID_NAMES = SEED_NAMES | {
     f"linear_attn.{ours}": theirs
     for ours, theirs in {
         "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta",
@@ -55,8 +53,6 @@ _LINEAR = {
         "norm": "ssm_norm", "out_proj": "ssm_out",
     }.items()
 }  # fmt: skip
-HYBRID_NAMES = SEED_NAMES | _LINEAR
-HYBRID_MOE_NAMES = QWEN_NAMES | HYBRID_NAMES
 MTP_NAMES = {
     "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
     "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
@@ -68,9 +64,8 @@ class Architecture:
     """One of llama.cpp's, as transformers has it.
 
     interleaves: rows of q and k lie in the order of `order_turned`. shift: what the file's norms
-    are larger by, but those of linear attention. experts: modules of which a tensor holds all
-    experts. deals_heads: value heads of linear attention come one of each key head, see
-    `order_values`.
+    are larger by, but those of linear attention. deals_heads: value heads of linear attention come
+    one of each key head, see `order_values`.
     """
 
     architecture: str
@@ -78,12 +73,11 @@ class Architecture:
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
     interleaves: bool = False
     shift: float = 0.0
-    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     deals_heads: bool = False
 
     @functools.cached_property
     def modules(self) -> dict[str, str]:
-        """Hugging Face's name of a layer's module by GGUF's."""
+        """Hugging Face's name of a layer's module by GGUF's; of several the last."""
         return {theirs: ours for ours, theirs in self.layer.items()}
 
 
@@ -91,8 +85,8 @@ READ = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaves=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_NAMES, experts=QWEN_EXPERTS),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_NAMES, experts=QWEN_EXPERTS),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_NAMES),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_NAMES),
     "gemma": Architecture("GemmaForCausalLM", "gemma", shift=1.0),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", SANDWICH_NAMES, shift=1.0),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", SANDWICH_NAMES, shift=1.0),
@@ -105,15 +99,13 @@ READ = {
         "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HYBRID_MOE_NAMES, shift=1.0,
-        experts=QWEN_EXPERTS, deals_heads=True,
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_NAMES | HYBRID_NAMES, shift=1.0,
+        deals_heads=True,
     ),
 }  # fmt: skip
 # What `llama` also is: with a window, and with experts.
 MISTRAL = Architecture("MistralForCausalLM", "mistral", interleaves=True)
-MIXTRAL = Architecture(
-    "MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True, experts=MIXTRAL_EXPERTS
-)
+MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True)
 # Hugging Face's architecture -> llama.cpp's.
 ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
     own.architecture: "llama" for own in (MISTRAL, MIXTRAL)

@@ -77,7 +77,7 @@ class TokenizerMaker:
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self.path, self.metadata = path, metadata
         self.kind = metadata.get(PREFIX + "model")
-        self.pre = metadata.get(PREFIX + "pre", "default")
+        self.pre = str(metadata.get(PREFIX + "pre", "default"))
         self.tokens: list[str] = metadata.get(PREFIX + "tokens") or []
         kinds = metadata.get(PREFIX + "token_type") or [NORMAL] * len(self.tokens)
         self.kinds = [
@@ -179,11 +179,7 @@ class TokenizerMaker:
         patterns = SPLITS[self.pre]
         merges = [tuple(merge.split(" ")) for merge in self.metadata.get(PREFIX + "merges") or []]
         made = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE))
-        splits = [
-            pre_tokenizers.Split(Regex(pattern), "isolated")
-            for pattern in patterns
-            if pattern != OWN
-        ]
+        splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns if p != OWN]
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OWN in patterns)
         made.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
         made.decoder = decoders.ByteLevel()
@@ -211,16 +207,12 @@ class TokenizerMaker:
         scores = self.metadata.get(PREFIX + "scores") or []
         if len(scores) != len(self.tokens):
             self.refuse(f"{len(self.tokens)} tokens with {len(scores)} scores")
-        vocab = {
-            text for text, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE
-        }  # fmt: skip
-        found = []
-        for number, token in enumerate(self.tokens):
-            if token not in vocab:
-                continue
-            for at in range(1, len(token)):
-                if token[:at] in vocab and token[at:] in vocab:
-                    found.append((-scores[number], at, token[:at], token[at:]))
+        vocab = {t for t, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE}
         # Of equal scores the longer left half first, as Hugging Face's converter has it.
-        found.sort(key=lambda merge: (merge[0], -merge[1]))
+        found = [
+            (-score, -at, token[:at], token[at:])
+            for token, score in zip(self.tokens, scores, strict=True) if token in vocab
+            for at in range(1, len(token)) if token[:at] in vocab and token[at:] in vocab
+        ]  # fmt: skip
+        found.sort(key=lambda merge: merge[:2])
         return [(left, right) for _, _, left, right in found]

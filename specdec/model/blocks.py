@@ -59,39 +59,29 @@ def is_blocks(module: str, tensors: Mapping[str, object]) -> bool:
 
 
 def describe_blocks(
-    module: str, shape: tuple[int, ...], stored: Mapping[str, TensorInfo]
-) -> dict[str, TensorInfo]:
-    """What a file must hold for a matrix of `shape` [..., out, in] in blocks, by name.
-
-    stored: what it does hold, which decides the bytes of a row. Raises SpecDecError where no type
-    has so many.
-    """
-    *rows, num_inputs = shape
-    info = stored.get(f"{module}.weight")
-    found = info.shape[-1] if info is not None and info.shape else 0
-    possible = {
-        kind.count_bytes(num_inputs) for kind in TYPES.values() if num_inputs % kind.size == 0
-    }
-    if found not in possible:
-        raise SpecDecError(
-            f"{module}: rows of {found} bytes are not blocks of {num_inputs} weights",
-            "convert the model again",
-        )
-    return {
-        f"{module}.weight": TensorInfo("uint8", (*rows, found)),
-        f"{module}.{BLOCK_TYPES}": TensorInfo("uint8", (math.prod(rows),)),
-    }
-
-
-def describe_all(
     shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """The same of all matrices that a file holds in blocks; shapes: of the weights, by name."""
+    """What a file must hold for all matrices that it holds in blocks, by name.
+
+    shapes: of the weights [..., out, in]; stored: what it does hold, which decides the bytes of a
+    row. Raises SpecDecError where no type has so many.
+    """
     described: dict[str, TensorInfo] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if len(shape) > 1 and is_blocks(module, stored):
-            described |= describe_blocks(module, shape, stored)
+        if len(shape) < 2 or not is_blocks(module, stored):
+            continue
+        *rows, num_inputs = shape
+        info = stored.get(f"{module}.weight")
+        found = info.shape[-1] if info is not None and info.shape else 0
+        fitting = [kind for kind in TYPES.values() if num_inputs % kind.size == 0]
+        if found not in [kind.count_bytes(num_inputs) for kind in fitting]:
+            raise SpecDecError(
+                f"{module}: rows of {found} bytes are not blocks of {num_inputs} weights",
+                "convert the model again",
+            )
+        described[f"{module}.weight"] = TensorInfo("uint8", (*rows, found))
+        described[f"{module}.{BLOCK_TYPES}"] = TensorInfo("uint8", (math.prod(rows),))
     return described
 
 

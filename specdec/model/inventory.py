@@ -12,7 +12,7 @@ from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.manifest import check_sources, describe_file
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods import DrafterParams
-from specdec.model.blocks import GGUF, describe_all
+from specdec.model.blocks import GGUF, describe_blocks
 from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_ALGORITHMS, describe_int4, is_int4
@@ -143,7 +143,7 @@ def _describe_matrices(
     described: dict[str, TensorInfo] = {}
     if algorithm == GGUF:
         try:
-            return describe_all({name: info.shape for name, info in expected.items()}, stored)
+            return describe_blocks({name: info.shape for name, info in expected.items()}, stored)
         except SpecDecError as error:
             wrong.append(error.message)
             return described
@@ -180,7 +180,7 @@ def describe_quantized(
     are quantized; float8: the types of FP8's. Raises SpecDecError for what is impossible of them.
     """
     if algorithm == GGUF:
-        return describe_all(shapes, stored)
+        return describe_blocks(shapes, stored)
     described: dict[str, TensorInfo] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")

@@ -231,6 +231,15 @@ def test_value_heads_that_key_heads_do_not_divide(tmp_path: Path) -> None:
         GgufModel(tmp_path / "m.gguf")
 
 
+def test_one_of_two_lists_of_factors_is_missing(tmp_path: Path) -> None:
+    edit(
+        GOLDEN / "phi3.gguf", tmp_path / "m.gguf", {},
+        lambda tensors: {name: t for name, t in tensors.items() if "factors_short" not in name},
+    )  # fmt: skip
+    with pytest.raises(SpecDecError, match=r"the tensor rope_factors_short.weight is missing"):
+        GgufModel(tmp_path / "m.gguf")
+
+
 def test_a_window_pattern_of_0_is_a_window_everywhere(tmp_path: Path) -> None:
     for pattern, kinds in ((0, "SSSSSS"), (1, "FFFFFF"), (2, "SFSFSF")):
         name = tmp_path / f"{pattern}.gguf"
