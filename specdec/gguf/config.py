@@ -95,14 +95,13 @@ class Metadata:
 
     def check_rest(self) -> None:
         """Raise SpecDecError for keys that nobody has read."""
-        prefix, rest = f"{self.name}.", []
-        for key, value in self.values.items():
-            own = key.removeprefix(prefix)
-            if not key.startswith(prefix) or own in self.used:
-                continue
-            allowed = NEUTRAL.get(own, ())
-            if allowed is not None and value not in allowed:
-                rest.append(f"{key} {shorten(value)}")
+        known = NEUTRAL | dict.fromkeys(self.used)
+        rest = [
+            f"{key} {shorten(value)}" for key, value in self.values.items()
+            if key.startswith(prefix := f"{self.name}.")
+            and (allowed := known.get(key.removeprefix(prefix), ())) is not None
+            and value not in allowed
+        ]  # fmt: skip
         if rest:
             self.refuse(f"it may compute otherwise than is known here: {join_names(rest)}")
 
@@ -268,9 +267,7 @@ def _has_bias(data: Metadata, module: str) -> bool:
 
 
 def _read_biases(data: Metadata, _: object) -> dict[str, Any]:
-    return {
-        "attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate"),
-    }  # fmt: skip
+    return {"attention_bias": _has_bias(data, "attn_q"), "mlp_bias": _has_bias(data, "ffn_gate")}
 
 
 def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:

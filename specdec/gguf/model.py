@@ -237,12 +237,10 @@ class GgufModel:
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return where a tensor's bytes lie as they are read, None where they are computed."""
         entry = self.entries[name]
-        moved = (entry.order, entry.columns, entry.change)
-        if entry.stored.kind not in PLAIN or any(each is not None for each in moved):
+        stored, moved = entry.stored, (entry.order, entry.columns, entry.change)
+        if stored.kind not in PLAIN or any(each is not None for each in moved):
             return None
-        return (
-            entry.stored.file.path, entry.stored.offset + entry.start * entry.stored.row_bytes
-        )  # fmt: skip
+        return stored.file.path, stored.offset + entry.start * stored.row_bytes
 
     def release(self) -> None:
         """Nothing that was read is kept."""

@@ -52,9 +52,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "stablelm2": (QWEN2,), "hunyuan": (QWEN2,),
     "smollm": DIGITS, "starcoder": DIGITS, "refact": DIGITS, "command-r": DIGITS,
     "tekken": (_TEKKEN + r"|\p{N}" + _SLASHES,),
-    "seed-coder": (
-        _LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
+    "seed-coder": (_LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
 }  # fmt: skip
 # Those that take a word which is a token whole, and those that begin a text with a token.
 WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
@@ -135,15 +133,12 @@ class TokenizerMaker:
                 for token in self._list_added()
             },
         }  # fmt: skip
-        template = self.metadata.get("tokenizer.chat_template")
-        prefix = "tokenizer.chat_template."
-        named = {
-            key.removeprefix(prefix): text
-            for key, text in self.metadata.items()
-            if key.startswith(prefix)
-        }
-        if template is not None:
-            named = {"default": template, **named}
+        key, template = "tokenizer.chat_template", self.metadata.get("tokenizer.chat_template")
+        named = {} if template is None else {"default": template}
+        named |= {
+            own.removeprefix(f"{key}."): text for own, text in self.metadata.items()
+            if own.startswith(f"{key}.")
+        }  # fmt: skip
         if named:
             config["chat_template"] = template if list(named) == ["default"] else [
                 {"name": name, "template": text} for name, text in named.items()
