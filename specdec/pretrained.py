@@ -22,13 +22,15 @@ from specdec.files.folders import (
     TOKENIZER,
     TOKENIZER_FILES,
     expect_folder,
+    find_gguf,
     has_tokenizer,
     is_hub_id,
     refuse_absent,
 )
 from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
-from specdec.gguf.folder import load_state, localize
+from specdec.gguf.folder import localize
+from specdec.gguf.model import GgufModel
 from specdec.gguf.special import MADE_FROM
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
@@ -167,7 +169,6 @@ def load_model(
         text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
         config = text
         options["key_mapping"] = {f"^{re.escape(theirs)}": ours for theirs, ours in NAMES}
-    state = load_state(source, options.get("dtype"))
     _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
@@ -178,11 +179,10 @@ def load_model(
         config.tie_word_embeddings = text.tie_word_embeddings = False  # see `_tie`
     # AutoModel of transformers 4.57 finds no weights of Gemma 3's text model.
     takes_base = kind == "AutoModel" and text.model_type == "gemma3_text"
-    loader = getattr(transformers, "AutoModelForCausalLM" if takes_base else kind).from_pretrained
-    if state is not None:  # then there are no weights in the folder
-        auto = getattr(transformers, "AutoModelForCausalLM" if takes_base else kind)
-        own = auto._model_mapping[type(config)]
-        loader = functools.partial(_load_state, own, state)
+    auto = getattr(transformers, "AutoModelForCausalLM" if takes_base else kind)
+    loader = auto.from_pretrained
+    if (file := find_gguf(source)) is not None:  # then there are no weights in the folder
+        loader = functools.partial(_load_gguf, auto._model_mapping[type(config)], GgufModel(file))
     model, info = _load(
         loader, source, flag, MODEL, "model", config=config, output_loading_info=True, **options
     )
@@ -200,10 +200,17 @@ def load_model(
     return find_base(model) if takes_base else model
 
 
-def _load_state(kind: Any, state: dict[str, Any], _: str, **options: Any) -> Any:
-    """Make a model of a class of transformers with these tensors."""
+def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:
+    """Make a model of a class of transformers with a file's tensors, of their types or of one."""
+    from specdec.files.torch_tensors import view_tensor
+
     del options["trust_remote_code"]
-    return kind.from_pretrained(None, state_dict=state, **options)
+    dtype = options.get("dtype")
+    tensors = {
+        name: view_tensor(model.read(name), info.dtype).to(dtype)
+        for name, info in model.tensors.items()
+    }
+    return kind.from_pretrained(None, state_dict=tensors, **options)
 
 
 def _tie(model: Any, text: Any, missing: set[str]) -> None:

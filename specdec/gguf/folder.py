@@ -14,7 +14,6 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from specdec.errors import SpecDecError
 from specdec.files.folders import find_gguf, list_parts
@@ -57,23 +56,6 @@ def localize(name: str | Path) -> str:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return str(folder)
-
-
-def load_state(name: str | Path, dtype: Any = None) -> dict[str, Any] | None:
-    """The tensors of a GGUF file for torch by Hugging Face's name, None for another path.
-
-    dtype: of torch, which every tensor gets; its own where it is None.
-    """
-    path = find_gguf(name) if name else None
-    if path is None:
-        return None
-    from specdec.files.torch_tensors import view_tensor
-
-    model = GgufModel(path)
-    return {
-        name: view_tensor(model.read(name), info.dtype).to(dtype)
-        for name, info in model.tensors.items()
-    }
 
 
 def _find_parent() -> Path:
