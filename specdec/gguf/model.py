@@ -135,24 +135,31 @@ class GgufModel:
 
     def _name_part(self, module: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
         """The modules of a layer that a tensor holds, with their parts of it."""
-        own = self.architecture
-        found = own.modules.get(module)
+        own, found = self.architecture, self.architecture.modules.get(module)
         if found is not None and "{expert}" in found:
             for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
                 entry = Entry(stored, stored.shape[1:], start=expert * stored.shape[1])
                 yield found.format(expert=expert), entry
-        elif found is not None:
-            yield found, self._open(found, module, stored)
-        elif module == "attn_qkv":
+        elif found is not None and not (own.interleaves and module in ("attn_q", "attn_k")):
+            yield found, self._open(found, stored)
+        elif found is not None or module == "attn_qkv":
+            num, num_kv = (self.config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+            heads = {"attn_q": num, "attn_k": num_kv, "attn_v": num_kv}
+            heads = heads if found is None else {module: heads[module]}
+            total, size = sum(heads.values()), self.config["head_dim"]
+            if stored.num_rows != total * size:
+                raise SpecDecError(
+                    f"{self.path}: {stored.name} has {stored.num_rows} rows, for {total} heads of"
+                    f" {size} it would have {total * size}",
+                    "the file is damaged: copy or download it again",
+                )
             start = 0
-            for part, count in (*self._heads.items(), ("attn_v", self._heads["attn_k"])):
-                rows = count * self.config["head_dim"]
+            for part, count in heads.items():
+                shape = (count * size, *stored.shape[1:])
                 is_turned = own.interleaves and part != "attn_v"
-                yield own.modules[part], Entry(
-                    stored, (rows, *stored.shape[1:]), start=start,
-                    order=order_turned(rows, count) if is_turned else None,
-                )  # fmt: skip
-                start += rows
+                order = order_turned(shape[0], count) if is_turned else None
+                yield own.modules[part], Entry(stored, shape, start=start, order=order)
+                start += shape[0]
         elif module == "ssm_ba":  # of each key head the rows of b, then those of a
             key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
             turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
@@ -160,12 +167,7 @@ class GgufModel:
                 shape = (count, *stored.shape[1:])
                 yield f"linear_attn.in_proj_{part}", Entry(stored, shape, order=order)
 
-    @property
-    def _heads(self) -> dict[str, int]:
-        config = self.config
-        return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-
-    def _open(self, found: str, module: str, stored: Stored) -> Entry:
+    def _open(self, found: str, stored: Stored) -> Entry:
         """What a whole tensor is under Hugging Face's name of its module."""
         shape = stored.shape
         if found == "mlp.shared_expert_gate" and len(shape) == 1:
@@ -178,15 +180,6 @@ class GgufModel:
         order, columns = None, None
         if self.architecture.deals_heads:
             order, columns = order_values(found, self.config)
-        if self.architecture.interleaves and module in self._heads:
-            count = self._heads[module]
-            if stored.num_rows != count * self.config["head_dim"]:
-                raise SpecDecError(
-                    f"{self.path}: {stored.name} has {stored.num_rows} rows, for {count} heads of"
-                    f" {self.config['head_dim']} it would have {count * self.config['head_dim']}",
-                    "the file is damaged: copy or download it again",
-                )
-            order = order_turned(stored.num_rows, count)
         return Entry(stored, shape, order=order, columns=columns, change=self._find_change(found))
 
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:

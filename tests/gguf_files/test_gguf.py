@@ -262,6 +262,9 @@ def test_biases_of_one_tensor_for_queries_keys_and_values(tmp_path: Path) -> Non
         return tensors
 
     edit(GOLDEN / "llama.gguf", fused, {}, fuse)
+    edit(fused, tmp_path / "more.gguf", {"llama.attention.head_count_kv": 1})
+    with pytest.raises(SpecDecError, match=r"attn_qkv.* has 64 rows, for 6 heads of 8"):
+        GgufModel(tmp_path / "more.gguf")
     whole, parts = GgufModel(fused), GgufModel(GOLDEN / "llama.gguf")
     assert whole.config == parts.config
     for name in parts.tensors:
