@@ -51,14 +51,11 @@ class Metadata:
     def name(self) -> str:
         return str(self.values.get("general.architecture"))
 
-    def get(self, key: str, default: Any = None, *, by_layer: bool = False) -> Any:
-        """Return a value of the architecture's; of a list one, which all have to equal.
-
-        by_layer: a list is returned as it is.
-        """
+    def get(self, key: str, default: Any = None, *, whole: bool = False) -> Any:
+        """Return a value; of a list the one that all layers have, unless it is wanted whole."""
         self.used.add(key)
         value = self.values.get(f"{self.name}.{key}", default)
-        if by_layer or not isinstance(value, list):
+        if whole or not isinstance(value, list):
             return value
         if not value or any(one != value[0] for one in value):
             self.refuse(f"{key} differs from layer to layer: {shorten(value)}")
@@ -289,7 +286,7 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[str, Any]:
     """Which layers have the window: all but one of `period`, if nothing else is said."""
-    told = data.get("attention.sliding_window_pattern", period, by_layer=True)
+    told = data.get("attention.sliding_window_pattern", period, whole=True)
     layers = range(config["num_hidden_layers"])
     if not isinstance(told, list) and (type(told) is not int or told < 0):
         data.refuse(f"attention.sliding_window_pattern is {shorten(told)}")
@@ -351,7 +348,7 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     drafting = data.get("nextn_predict_layers", 0) and data.count("nextn_predict_layers")
     num_layers = config["num_hidden_layers"] - drafting
     interval = data.count("full_attention_interval", 4)
-    told = data.get("attention.recurrent_layers", by_layer=True)
+    told = data.get("attention.recurrent_layers", whole=True)
     types = [*list_layer_types(num_layers, interval, kind=LINEAR)]
     if isinstance(told, list):
         types = [LINEAR if one else FULL for one in told[:num_layers]]

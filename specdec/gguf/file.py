@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +177,13 @@ class GgufFile:
         self.tensors[name] = stored
 
 
-def open_parts(path: Path) -> list[GgufFile]:
-    """Open a file, or all of which the first is given; SpecDecError unless they belong together."""
-    files = []
+def open_parts(path: Path) -> tuple[list[GgufFile], dict[str, Stored]]:
+    """Open a file, or all of which the first is given; return their tensors, too.
+
+    Raises SpecDecError unless they belong together.
+    """
+    files: list[GgufFile] = []
+    tensors: dict[str, Stored] = {}
     for number, part in enumerate(paths := list_parts(path)):
         if not part.is_file():
             raise SpecDecError(
@@ -195,8 +198,20 @@ def open_parts(path: Path) -> list[GgufFile]:
                 f" {shorten(told[1])}, and its name says part {number + 1} of {len(paths)}",
                 "give the files the names that gguf-split gave them, NAME-00001-of-0000N.gguf",
             )
+        if twins := tensors.keys() & file.tensors.keys():
+            raise SpecDecError(
+                f"{part} holds tensors of another part: {join_names(sorted(twins))}",
+                "download all parts again",
+            )
         files.append(file)
-    return files
+        tensors |= file.tensors
+    expected = files[0].metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise SpecDecError(
+            f"{path} says that there are {expected} tensors, its files hold {len(tensors)}",
+            "download all parts again",
+        )
+    return files, tensors
 
 
 def decode(rows: Array, kind: str) -> Array:
@@ -209,22 +224,3 @@ def decode(rows: Array, kind: str) -> Array:
     gguf = import_gguf(f"a matrix of type {kind}")
     values: Array = gguf.quants.dequantize(rows, getattr(gguf.GGMLQuantizationType, kind))
     return values
-
-
-def merge_tensors(files: Sequence[GgufFile]) -> dict[str, Stored]:
-    """The tensors of all parts; raises SpecDecError for one that two hold."""
-    merged: dict[str, Stored] = {}
-    for file in files:
-        if twins := merged.keys() & file.tensors.keys():
-            raise SpecDecError(
-                f"{file.path} holds tensors of another part: {join_names(sorted(twins))}",
-                "download all parts again",
-            )
-        merged |= file.tensors
-    expected = files[0].metadata.get("split.tensors.count", len(merged))
-    if expected != len(merged):
-        raise SpecDecError(
-            f"{files[0].path} says that there are {expected} tensors, its files hold {len(merged)}",
-            "download all parts again",
-        )
-    return merged

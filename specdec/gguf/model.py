@@ -16,7 +16,7 @@ from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 
 from .config import Metadata, find_architecture, read_config
-from .file import PLAIN, Stored, decode, import_gguf, merge_tensors, open_parts
+from .file import PLAIN, Stored, decode, import_gguf, open_parts
 from .names import MTP_NAMES, NAMES, order_turned
 from .special import LISTS, PREFIX, read_special
 
@@ -85,10 +85,9 @@ class GgufModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        parts = open_parts(path)
+        parts, stored = open_parts(path)
         self.files = [part.path for part in parts]
         self.metadata = parts[0].metadata
-        stored = merge_tensors(parts)
         data = Metadata(path, self.metadata, stored)
         for key, kind in LISTS.items():
             value = self.metadata.get(PREFIX + key, [])
