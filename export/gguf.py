@@ -132,18 +132,14 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
         writer.add_uint32("eagle3.target_hidden_size", source.model.hidden_size)
         writer.add_bool("eagle3.norm_before_residual", order.eagle3.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", order.eagle3.norm_before_fc)
-    planned = list_stored(gguf, order, contents, kind)
+    planned = plan_tensors(gguf, writer, order, contents, kind)
     # The package tells of a full disk in a way that nobody would understand.
-    check_free_space(path, sum(tensor.num_bytes for tensor in planned), "the file takes at least")
-    for tensor in planned:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.float32, tensor.num_bytes, raw_dtype=tensor.kind
-        )
+    check_free_space(path, sum(num_bytes for num_bytes, _ in planned), "the file takes at least")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in planned:
-        writer.write_tensor_data(tensor.make())
+    for _, make in planned:
+        writer.write_tensor_data(make())
     writer.close()
 
 
@@ -189,24 +185,20 @@ def add_values(
         writer.add_chat_template(template)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor of the file. shape: of its numbers; kind: GGUF's type; make: returns its array."""
+def plan_tensors(
+    gguf: Any, writer: Any, order: Order, contents: Contents, kind: str
+) -> list[tuple[int, Callable[[], Array]]]:
+    """Announce every tensor: vectors in float32, matrices as asked for.
 
-    name: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    kind: Any
-    make: Callable[[], Array]
-
-
-def list_stored(gguf: Any, order: Order, contents: Contents, kind: str) -> list[Stored]:
-    """Every tensor, read when it is made: vectors in float32, matrices as asked for."""
+    Returns the bytes of each, and what makes it, reading it then.
+    """
     types, source, found = gguf.GGMLQuantizationType, order.source, []
 
     def add(name: str, shape: tuple[int, ...], kind: Any, make: Callable[[], Array]) -> None:
-        size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-        found.append(Stored(name, shape, math.prod(shape) // size * num_bytes, kind, make))
+        size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(shape) // size * block_bytes
+        writer.add_tensor_info(name, shape, np.float32, num_bytes, raw_dtype=kind)
+        found.append((num_bytes, make))
 
     factors = plan_rotary(get_net(order))
     if factors is not None:
