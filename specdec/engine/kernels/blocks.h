@@ -28,19 +28,6 @@ struct BlockRows {
 };
 static_assert(sizeof(BlockRows) == sizeof(Integers), "which one it is, its third field tells");
 
-// Bytes and inputs of a type's block in a file.
-struct BlockSizes {
-  int64_t bytes, inputs;
-};
-
-constexpr BlockSizes get_block_sizes(int64_t type) {
-  return type == kQ4_0   ? BlockSizes{18, 32}
-         : type == kQ4_1 ? BlockSizes{20, 32}
-         : type == kQ8_0 ? BlockSizes{34, 32}
-         : type == kQ4_K ? BlockSizes{144, 256}
-                         : BlockSizes{210, 256};
-}
-
 // kVector bytes as floats.
 template <typename Byte>
 inline Floats widen_bytes(const Byte *from) {
@@ -70,6 +57,10 @@ struct BlockMatrix {
   static constexpr bool kHasMinima = kType == kQ4_1 || kType == kQ4_K;
   static constexpr int64_t kGroup = kBits == 6 ? 16 : 32, kParts = kGroup / 4;
   static constexpr int64_t kGroups = (kIsSuper ? 256 : 64) / kGroup;  // of a unit
+  // Inputs and bytes of a file's block: codes, numbers of two bytes, and a super-block's scales.
+  static constexpr int64_t kBlockInputs = kIsSuper ? 256 : 32;
+  static constexpr int64_t kBlockBytes =
+      kBlockInputs * kBits / 8 + 2 * (1 + kHasMinima) + (kType == kQ4_K ? 12 : kIsSuper ? 16 : 0);
   static constexpr int64_t kCodeSteps = kGroup * kBits / 32;  // of a group
   // Of a unit: lists of kTile numbers of two bytes, and where there are any, of one byte.
   static constexpr int64_t kHalves = kIsSuper ? 1 : kGroups, kBytes = kIsSuper ? kGroups : 0;
@@ -279,12 +270,11 @@ struct BlockMatrix {
   }
 };
 
-// A file's block: codes, and of the whole block and of its groups the scales, then minima. What a group
-// has for its own is float16 where the block is no super-block.
+// A file's block: its scale and minimum in float16, its codes, and of a super-block's groups the scales,
+// then minima.
 struct Block {
-  uint8_t codes[256];
-  uint16_t whole[2];
-  uint16_t scales[2][16];
+  const uint8_t *whole;
+  uint8_t codes[256], scales[2][16];
 };
 
 inline void split_halves(const uint8_t *from, int64_t count, uint8_t *low, uint8_t *high) {
@@ -296,7 +286,7 @@ inline void split_halves(const uint8_t *from, int64_t count, uint8_t *low, uint8
 
 // Reads what the file's block has; a super-block's scales are bytes, those of Q6_K signed.
 inline void read_block(const uint8_t *from, int64_t type, Block &block) {
-  const auto read_half = [](const uint8_t *at) { return static_cast<uint16_t>(at[0] | at[1] << 8); };
+  block.whole = type == kQ6_K ? from + 208 : from;
   if (type == kQ6_K) {
     const uint8_t *low = from, *high = from + 128;
     for (int64_t i = 0; i < 256; ++i) {
@@ -304,11 +294,8 @@ inline void read_block(const uint8_t *from, int64_t type, Block &block) {
       const int upper = high[i / 128 * 32 + l] >> 2 * part & 3;
       block.codes[i] = static_cast<uint8_t>((low[part_low] >> (part / 2 * 4) & 15) | upper << 4);
     }
-    for (int64_t g = 0; g < 16; ++g) block.scales[0][g] = from[192 + g];
-    block.whole[0] = read_half(from + 208);
+    std::memcpy(block.scales[0], from + 192, 16);
   } else if (type == kQ4_K) {
-    block.whole[0] = read_half(from);
-    block.whole[1] = read_half(from + 2);
     const uint8_t *bits = from + 4;
     for (int64_t g = 0; g < 8; ++g) {
       const bool is_low = g < 4;
@@ -317,29 +304,27 @@ inline void read_block(const uint8_t *from, int64_t type, Block &block) {
     }
     for (int64_t i = 0; i < 4; ++i)
       split_halves(from + 16 + 32 * i, 32, block.codes + 64 * i, block.codes + 64 * i + 32);
+  } else if (type == kQ8_0) {
+    for (int64_t i = 0; i < 32; ++i) block.codes[i] = from[2 + i] ^ (kByteZero == 128 ? 0x80 : 0);
   } else {
-    block.scales[0][0] = read_half(from);
-    if (type == kQ4_1) block.scales[1][0] = read_half(from + 2);
-    if (type == kQ8_0)
-      for (int64_t i = 0; i < 32; ++i)
-        block.codes[i] = from[2 + i] ^ (kByteZero == 128 ? 0x80 : 0);
-    else
-      split_halves(from + (type == kQ4_1 ? 4 : 2), 16, block.codes, block.codes + 16);
+    split_halves(from + (type == kQ4_1 ? 4 : 2), 16, block.codes, block.codes + 16);
   }
 }
 
 // Puts a block of output j, whose inputs begin at `first`, in its tile.
 template <typename Matrix>
-void put_block(const Block &block, int64_t inputs, int64_t first, int64_t j, char *tile) {
+void put_block(const Block &block, int64_t first, int64_t j, char *tile) {
+  constexpr int64_t kBlockGroups = Matrix::kBlockInputs / Matrix::kGroup;
   constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
   char *unit = tile + first / kUnit * Matrix::kUnitSteps * kStepBytes;
   for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
-    if (Matrix::kIsSuper) std::memcpy(unit + 2 * (list * kTile + j), &block.whole[list], 2);
-    for (int64_t g = 0; g < inputs / Matrix::kGroup; ++g)
+    const uint8_t *whole = block.whole + 2 * list, *own = Matrix::kIsSuper ? block.scales[list] : whole;
+    if (Matrix::kIsSuper) std::memcpy(unit + 2 * (list * kTile + j), whole, 2);
+    for (int64_t g = 0; g < kBlockGroups; ++g)
       std::memcpy(unit + Matrix::find_scales(first % kUnit / Matrix::kGroup + g, list) + kSize * j,
-                  &block.scales[list][g], kSize);  // the lower byte of both first
+                  own + g, kSize);
   }
-  for (int64_t g = 0; g < inputs / Matrix::kGroup; ++g) {
+  for (int64_t g = 0; g < kBlockGroups; ++g) {
     uint32_t words[Matrix::kCodeSteps] = {};
     for (int64_t part = 0; part < Matrix::kParts; ++part) {
       uint32_t bytes;
@@ -380,17 +365,17 @@ inline int64_t measure_blocks(const BlockRows &part) {
 void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, char *packed) {
   ask_for_huge_pages(packed, measure_blocks(part));
   std::memcpy(packed, &part, sizeof part);
-  const BlockSizes sizes = get_block_sizes(part.type);
   with_blocks(part.type, part.depth, packed + sizeof part, [&](const auto &w) {
     typedef typename std::decay<decltype(w)>::type Matrix;
+    constexpr int64_t kInputs = Matrix::kBlockInputs;
     for_each((part.rows + kTile - 1) / kTile, part.rows * w.depth > kParallelWork, [&](int64_t t) {
       char *tile = const_cast<char *>(w.tiles) + t * w.tile_bytes;
       std::memset(tile, 0, w.tile_bytes);
       Block block;
       for (int64_t j = 0; j < std::min(kTile, part.rows - t * kTile); ++j)
-        for (int64_t i = 0; i < w.depth / sizes.inputs; ++i) {
-          read_block(rows + (t * kTile + j) * stride + i * sizes.bytes, part.type, block);
-          put_block<Matrix>(block, sizes.inputs, i * sizes.inputs, j, tile);
+        for (int64_t i = 0; i < w.depth / kInputs; ++i) {
+          read_block(rows + (t * kTile + j) * stride + i * Matrix::kBlockBytes, part.type, block);
+          put_block<Matrix>(block, i * kInputs, j, tile);
         }
     });
   });
