@@ -256,7 +256,7 @@ def sample_rows(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--size", choices=sorted(SHAPES), help="of a model from scratch")
     parser.add_argument("--corpus-dir", type=Path, required=True)
     parser.add_argument("--tokenizer-dir", type=Path, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -274,7 +274,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--float32", action="store_true", help="no bfloat16: faster on a CPU without such units"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.size is None and args.start_from is None:
+        parser.error("give --size or --start-from")
+    return args
 
 
 def main() -> None:
@@ -293,18 +296,18 @@ def main() -> None:
     if args.data is not None:
         texts = pack_tokens(args.data, tokenizer, output_dir / "data.npy")
         beginnings = np.flatnonzero(texts[:-1] == tokenizer.eos_token_id) + 1
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=SEQUENCE_LENGTH,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPES[args.size],
-    )
     if args.start_from is None:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=SEQUENCE_LENGTH,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **SHAPES[args.size],
+        )
         model = LlamaForCausalLM(config).to(device)
     else:
         model = load_model(args.start_from, flag="--start-from", dtype=torch.float32).to(device)

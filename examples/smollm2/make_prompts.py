@@ -5,12 +5,14 @@
     python make_prompts.py turns --engine-dir ENGINE --output begun.jsonl --num-turns 2560 --begun
     python make_prompts.py join --turns turns.jsonl begun.jsonl --output prompts.jsonl \\
         --num-docs 1500 --without Spec-Bench/data/spec_bench/question.jsonl HumanEval.jsonl.gz
+    python make_prompts.py texts --data data.jsonl --model MODEL.gguf --output corpus
 
 `turns` lets the model write user turns: it continues its own chat template from where a user would
 speak, at temperature 1 (Magpie, https://arxiv.org/abs/2406.08464), with `--begun` after a few first
 words of a list. A run that was interrupted goes on where it stopped. `join` keeps the sensible
 ones, adds questions about the documentation of the packages that are installed here and of Python's
-standard library, and leaves out every prompt that shares 8 words in a row with a benchmark's.
+standard library, and leaves out every prompt that shares 8 words in a row with a benchmark's. `texts` writes
+the answered prompts as texts, from which the draft model learns.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 
 from specdec import Engine, Prompt
 from specdec.bench.repetition import is_looping
+from specdec.pretrained import load_tokenizer
 
 TURNS_AT_ONCE, TURN_TOKENS = 512, 128
 # What `turns --begun` lets a user begin with: turns of the kinds that bare templates rarely bring.
@@ -45,11 +48,12 @@ MARK = "\0"  # stands where the user's text would; no template has it
 
 
 def write_turns(
-    engine_dir: str, model: str, output: Path, num_turns: int, beginnings: Sequence[str]
-) -> None:
+    engine_dir: str, model: str, output: Path, num_turns: int, beginnings: Sequence[str],
+    first: int,
+) -> None:  # fmt: skip
     """Append user turns to a file until it has as many as asked for.
 
-    Turn N has the seed N and the beginning N, counted around.
+    Turn N, counted from `first`, has the seed N and the beginning N, counted around.
     """
     with Engine.load(engine_dir, tokenizer=model) as engine, output.open("ab+") as file:
         file.seek(0)
@@ -58,7 +62,8 @@ def write_turns(
         num_written = written.count(b"\n")
         begun = [find_beginning(engine.tokenizer, text) for text in beginnings]
         while num_written < num_turns:
-            seeds = range(num_written, min(num_written + TURNS_AT_ONCE, num_turns))
+            end = min(num_written + TURNS_AT_ONCE, num_turns)
+            seeds = range(first + num_written, first + end)
             prompts = [
                 Prompt(token_ids=begun[seed % len(begun)], temperature=1.0, seed=seed)
                 for seed in seeds
@@ -70,7 +75,7 @@ def write_turns(
                 line = json.dumps({"text": text, "is_whole": is_whole})
                 file.write(line.encode() + b"\n")
             file.flush()
-            num_written = seeds.stop
+            num_written = end
             print(f"{num_written} of {num_turns} turns", flush=True)
 
 
@@ -175,6 +180,20 @@ def join_prompts(
     return sort_by_hash(kept), counts
 
 
+def write_texts(data: Path, model: str, folder: Path) -> None:
+    """Write every answered row as one text, by the chat template: 2 % of them held out."""
+    tokenizer = load_tokenizer(model)
+    rows = [json.loads(line) for line in data.open(encoding="utf-8")]
+    texts = sort_by_hash(
+        tokenizer.apply_chat_template(row["messages"], tokenize=False).strip() for row in rows
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    num_held_out = len(texts) // 50
+    for name, part in (("heldout", texts[:num_held_out]), ("train", texts[num_held_out:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / f"{name}.jsonl").write_text(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -182,17 +201,26 @@ def main() -> None:
     turns.add_argument("--engine-dir", required=True)
     turns.add_argument("--model", required=True, help="the GGUF file, for its tokenizer")
     turns.add_argument("--num-turns", type=int, default=6144)
+    turns.add_argument("--first", type=int, default=0, help="the first turn's number, and seed")
     turns.add_argument("--begun", action="store_true", help="with the first words of a list")
     join = commands.add_parser("join")
     join.add_argument("--turns", type=Path, nargs="+", required=True)
     join.add_argument("--num-docs", type=int, default=1500)
     join.add_argument("--without", type=Path, nargs="*", default=[], help="benchmarks' prompts")
-    for command in (turns, join):
+    texts = commands.add_parser("texts")
+    texts.add_argument("--data", type=Path, required=True, help="answers of specdec-train data")
+    texts.add_argument("--model", required=True, help="the GGUF file, for its chat template")
+    for command in (turns, join, texts):
         command.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "turns":
         beginnings = BEGINNINGS if args.begun else ("",)
-        write_turns(args.engine_dir, args.model, args.output, args.num_turns, beginnings)
+        write_turns(
+            args.engine_dir, args.model, args.output, args.num_turns, beginnings, args.first
+        )
+        return
+    if args.command == "texts":
+        write_texts(args.data, args.model, args.output)
         return
     written = [json.loads(line) for path in args.turns for line in path.open(encoding="utf-8")]
     questions = sort_by_hash(list_docs(Path(sysconfig.get_paths()["stdlib"])))
