@@ -28,6 +28,7 @@ from specdec.gguf.folder import localize
 from specdec.gguf.names import ARCHITECTURES, MTP_NAMES, NAMES, READ, order_turned
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
+from specdec.model.tensors import EMBEDDING, HEAD
 
 from .source import TARGET_NAMES, Contents, Order, Part, list_entered
 from .tokenizers import Vocabulary, read_template, read_tokenizer
@@ -49,6 +50,8 @@ def plan_file(order: Order) -> Contents:
         source.left_out.clear()  # what equals the target's, which is in the file
     net = get_net(order)
     tensors = {rename(name, net): part for name, part in parts.items()}
+    if source.kind == "plain" and source.is_same(HEAD, EMBEDDING):
+        del tensors["output.weight"]  # llama.cpp takes the embedding, and so does its reader here
     plan_rotary(net)
     if net.sliding_window is not None and net.sliding_window < net.max_position_embeddings:
         raise SpecDecError(

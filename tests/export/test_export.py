@@ -418,16 +418,19 @@ def test_gguf_of_a_model(kind: str, target: Path, tmp_path: Path) -> None:
         assert (found.transpose(1, 2) - expected).abs().max() <= most
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_gguf_of_other_families(family: str, tmp_path: Path) -> None:
-    """Their queries and keys are rotated as in transformers; Qwen3 norms them."""
-    model = make_family_model(tmp_path, family, vocab=VOCAB)
+@pytest.mark.parametrize(("family", "is_tied"), [("qwen2", False), ("qwen3", True)])
+def test_gguf_of_other_families(family: str, is_tied: bool, tmp_path: Path) -> None:
+    """Their queries and keys are rotated as in transformers; Qwen3 norms them.
+
+    An output layer that is the embedding is written once, as transformers does.
+    """
+    model = make_family_model(tmp_path, family, vocab=VOCAB, tie_word_embeddings=is_tied)
     make_tokenizer(model, vocab=VOCAB)
     export(tmp_path / "out", model_dir=str(model), to="gguf")
     values, tensors = read_gguf(tmp_path / "out" / "model.gguf")
     assert values["general.architecture"] == family
     source = load_file(model / "model.safetensors")
-    assert len(tensors) == len(source)
+    assert len(tensors) == len(source) and ("output.weight" in tensors) is not is_tied
     names = ["attn_q.weight", "attn_k.weight"]
     names += ["attn_q.bias"] if family == "qwen2" else ["attn_q_norm.weight", "attn_k_norm.weight"]
     for name in names:
