@@ -11,8 +11,8 @@
 speak, at temperature 1 (Magpie, https://arxiv.org/abs/2406.08464), with `--begun` after a few first
 words of a list. A run that was interrupted goes on where it stopped. `join` keeps the sensible
 ones, adds questions about the documentation of the packages that are installed here and of Python's
-standard library, and leaves out every prompt that shares 8 words in a row with a benchmark's. `texts` writes
-the answered prompts as texts, from which the draft model learns.
+standard library, and leaves out every prompt that shares 8 words in a row with a benchmark's.
+`texts` writes the answered prompts as texts, from which the draft model learns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MARK = "\0"  # stands where the user's text would; no template has it
 
 def write_turns(
     engine_dir: str, model: str, output: Path, num_turns: int, beginnings: Sequence[str],
-    first: int,
+    first: int = 0,
 ) -> None:  # fmt: skip
     """Append user turns to a file until it has as many as asked for.
 

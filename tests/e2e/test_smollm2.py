@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.smollm2 import make_prompts
+from examples.smollm2 import make_prompts, prune
 from specdec.errors import SpecDecError
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import make_engine
@@ -73,9 +75,9 @@ def test_turns_go_on_where_they_were_interrupted(
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
     engine = make_engine(tmp_path, target, optimize="none", build=["--max-batch-size", 2])
 
-    def write(name: str, num_turns: int) -> bytes:
+    def write(name: str, num_turns: int, first: int = 0) -> bytes:
         make_prompts.write_turns(
-            str(engine), str(target), tmp_path / name, num_turns, ("", "Who", "What")
+            str(engine), str(target), tmp_path / name, num_turns, ("", "Who", "What"), first
         )
         return (tmp_path / name).read_bytes()
 
@@ -87,6 +89,24 @@ def test_turns_go_on_where_they_were_interrupted(
     first = write("parts.jsonl", 2)
     (tmp_path / "parts.jsonl").write_bytes(first + b'{"text": "cut')
     assert write("parts.jsonl", 5) == whole
+    # Another process writes the last two.
+    assert write("others.jsonl", 2, first=3).splitlines() == whole.splitlines()[3:]
+
+
+def test_answers_become_texts_of_the_chat_template(tmp_path: Path) -> None:
+    target = make_tokenizer(make_llama(tmp_path, seed=3))
+    config = target / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    rows = [{"messages": [{"role": "user", "content": f"Question {i}"}]} for i in range(100)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_prompts.write_texts(data, str(target), tmp_path / "corpus")
+    parts = [
+        [json.loads(line)["text"] for line in (tmp_path / "corpus" / name).open()]
+        for name in ("heldout.jsonl", "train.jsonl")
+    ]
+    assert [len(part) for part in parts] == [2, 98]
+    assert sum("Question 57" in text for part in parts for text in part) == 1
 
 
 def test_prompts_are_sensible_and_of_no_benchmark(tmp_path: Path) -> None:
@@ -124,3 +144,28 @@ def test_documentation_asks_questions(tmp_path: Path) -> None:
         "Write a Python function plus(a, b=1). Return the sum of a and b, two numbers.",
     ]
     assert any(q.startswith("Summarize the following text:") for q in questions[:-2])
+
+
+def test_a_model_cut_to_its_own_size_computes_the_same() -> None:
+    """The hidden state is only turned; norms' weights move into the matrices behind them."""
+    torch.manual_seed(3)
+    shape = LlamaConfig(
+        vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=3, head_dim=6,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layernorm" in name:
+                weight.uniform_(0.5, 2.0)
+        tokens = torch.arange(12)[None]
+        expected = model(tokens).logits
+        found = prune.prune(model, shape)(tokens).logits
+        assert torch.allclose(found, expected, atol=1e-5)
+        # With fewer channels, the embedding is the nearest of that rank.
+        table = model.get_input_embeddings().weight
+        left, sizes, _ = torch.linalg.svd(table, full_matrices=False)
+        smaller = LlamaConfig(**shape.to_dict() | {"hidden_size": 12, "num_hidden_layers": 2})
+        kept = prune.prune(model, smaller).get_input_embeddings().weight
+        nearest = left[:, :12] * sizes[:12]
+        assert torch.allclose(kept @ kept.T, nearest @ nearest.T, atol=1e-4)
