@@ -26,6 +26,7 @@ constexpr int64_t kBlockPositions = 512;
 // Queries that use keys and values at a time, while these are cached: of a step of up to so many
 // all, of longer ones half as many.
 constexpr int64_t kQueries = 128;
+constexpr int64_t kEvenQueries = 16;
 
 // Vectors of sums for each row of a product: kSpanRows rows of them stay in registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -49,7 +50,7 @@ inline void add_span(const float *A, int64_t a_row, const float *B, int64_t b_ro
   for (int64_t i = 0; i < depth; ++i) {
     Floats b[Vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) b[v] = load<Floats>(B + i * b_row + v * kVector);
+    for (int v = 0; v < Vectors; ++v) b[v] = pin(load<Floats>(B + i * b_row + v * kVector));
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Floats a = spread<Floats>(A[r * a_row + i]);
@@ -74,15 +75,15 @@ inline void add_rows(const float *A, int64_t rows, int64_t a_row, const float *B
   if (rows == 1) add_span<1, Vectors>(A, a_row, B, b_row, depth, C, c_row, is_first);
 }
 
-// C [rows, columns] = A [rows, depth] B [depth, columns], columns in whole vectors; added to what is
+// C [rows, columns] = A [rows, depth] B [depth, b_row], columns in whole vectors; added to what is
 // there but where it is the first.
-inline void add_product(const float *A, int64_t rows, int64_t a_row, const float *B,
+inline void add_product(const float *A, int64_t rows, int64_t a_row, const float *B, int64_t b_row,
                         int64_t columns, int64_t depth, float *C, int64_t c_row, bool is_first) {
   int64_t c = 0;
   for (; c + kSpan <= columns; c += kSpan)
-    add_rows<kSpanVectors>(A, rows, a_row, B + c, columns, depth, C + c, c_row, is_first);
+    add_rows<kSpanVectors>(A, rows, a_row, B + c, b_row, depth, C + c, c_row, is_first);
   for (; c < columns; c += kVector)
-    add_rows<1>(A, rows, a_row, B + c, columns, depth, C + c, c_row, is_first);
+    add_rows<1>(A, rows, a_row, B + c, b_row, depth, C + c, c_row, is_first);
 }
 
 // Lanes of a and of b: those where lane & D is 0 and not 0 trade places.
@@ -134,10 +135,9 @@ inline void put(Words words, float *to, const half *) {
 // Keys and values are read row after row: what lies so far ahead is fetched.
 template <typename E>
 inline void fetch_row(const E *row, int64_t H) {
-  
   const char *ahead = reinterpret_cast<const char *>(row) + kPrefetchBytes;
   for (int64_t at = 0; at < H * static_cast<int64_t>(sizeof(E)); at += kLine)
-    __builtin_prefetch(ahead + at);
+    __builtin_prefetch(ahead + at, 0, kFetchesFar ? 2 : 3);
 }
 
 // Keys [count, H], up to kSpan of them, side by side: [H, kSpan], zeros beyond `count`.
@@ -219,7 +219,9 @@ void score(const float *queries, int64_t count, const E *keys, int64_t num_keys,
            float cap, float *scratch, float *scores, int64_t stride) {
   for (int64_t p = 0; p < num_keys; p += kSpan) {
     turn_keys(keys + p * H, num_keys - p, H, scratch);
-    add_product(queries, count, H, scratch, kSpan, H, scores + p, stride, true);
+    // With few queries a whole span takes no longer than a part.
+    const int64_t used = count < kSpanRows ? kSpan : std::min(kSpan, round_up(num_keys - p, kVector));
+    add_product(queries, count, H, scratch, kSpan, used, H, scores + p, stride, true);
   }
   for (int64_t q = 0; q < count && cap > 0.0f; ++q)
     for (float *at = scores + q * stride, *end = at + num_keys; at < end; at += kVector) {
@@ -246,7 +248,7 @@ void add_values(const float *weights, int64_t count, int64_t stride, const E *va
       }
       for (; h < width; ++h) to[h] = h < H ? to_float(from[h]) : 0.0f;
     }
-    add_product(weights + v, count, stride, scratch, width, some, sums, width, v == 0);
+    add_product(weights + v, count, stride, scratch, width, width, some, sums, width, v == 0);
   }
 }
 
@@ -601,10 +603,13 @@ class Attend {
     }
     const int64_t num_queries = step.T * group;
     tile = num_queries > kQueries ? kQueries / 2 : num_queries;
+    // Where no blocks can be shared out, half as many queries leave fewer threads without any.
+    const bool is_uneven = most_blocks == 1 && step.B * heads.K % count_threads() != 0;
+    if (is_uneven && tile == num_queries && tile >= kEvenQueries) tile = round_up(tile / 2, kSpanRows);
     tiles = (num_queries + tile - 1) / tile;
     line_size = round_up(std::min(longest, kBlockPositions + step.C), kSpan);
     found_queries = kByBands ? round_up(tile, kLanes) : tile;
-    found_size = found_queries * (width + 2);
+    found_size = round_up(found_queries * (width + 2), kSums);  // so that what follows is aligned
   }
 
   void run() {
