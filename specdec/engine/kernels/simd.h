@@ -222,14 +222,14 @@ inline float sum_row(int64_t count, const Add &add) {
 // decides by the size of the whole file.
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
-// exp of a float or of each of a vector, with a relative error below 2e-7 on [-87, 0]:
+// exp of a float or of each of a vector that are at most 0, with a relative error below 2e-7 from -87 on:
 // 2^k * polynomial(r), x = k ln 2 + r with |r| <= ln 2 / 2. What is added rounds to whole numbers,
 // which are then the last bits of the sum.
 template <typename V>
 SPECDEC_INLINE V exp_fast(V x) {
   typedef typename std::conditional<std::is_same<V, float>::value, uint32_t, Words>::type Bits;
-  const V least = V{} - 87.0f, most = V{} + 88.0f, rounding = V{} + 12582912.0f;
-  x = x < least ? least : x > most ? most : x;
+  const V least = V{} - 87.0f, rounding = V{} + 12582912.0f;
+  x = x < least ? least : x;
   const V rounded = mul_add(x, V{} + 1.44269504088896341f, rounding), k = rounded - rounding;
   V r = mul_add(k, V{} - 0.693359375f, x);
   r = mul_add(k, V{} + 2.12194440e-4f, r);
