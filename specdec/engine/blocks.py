@@ -72,8 +72,10 @@ class BlockMatrix:
             whole[start:stop] = self.widen(start, stop)
         return whole
 
-    def look_up(self, indices: Tensor) -> Tensor:
+    def look_up(self, indices: Tensor, kernels: NativeKernels | None = None) -> Tensor:
         """Rows of the weight, float32 [..., depth]."""
+        if kernels is not None:
+            return kernels.widen_blocks(self.rows, self.types, indices, self.depth)
         chosen = indices.flatten()
         rows, types = to_array(self.rows[chosen]), to_array(self.types[chosen])
         order = np.argsort(types, kind="stable")

@@ -260,7 +260,7 @@ class Decoder:
     def read_rows(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
         """Rows [..., D] of a table."""
         if isinstance(table, BlockMatrix):
-            return table.look_up(indices).to(self.dtype)
+            return table.look_up(indices, self.kernels).to(self.dtype)
         return torch.embedding(table, indices)
 
     def _look_up(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:

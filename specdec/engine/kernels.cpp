@@ -194,6 +194,11 @@ void specdec_pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows *p
   pack_blocks(rows, stride, *part, packed);
 }
 
+int64_t specdec_widen_blocks(const uint8_t *rows, int64_t N, int64_t stride, const uint8_t *types,
+                             const int64_t *chosen, int64_t count, int64_t depth, float *out) {
+  return widen_blocks(rows, N, stride, types, chosen, count, depth, out);
+}
+
 SPECDEC_TYPES(specdec_abi_version)
 SPECDEC_TYPES(specdec_use_amx)
 SPECDEC_TYPES(specdec_set_num_threads)
@@ -202,6 +207,7 @@ SPECDEC_TYPES(specdec_measure_integers)
 SPECDEC_TYPES(specdec_pack_integers)
 SPECDEC_TYPES(specdec_measure_blocks)
 SPECDEC_TYPES(specdec_pack_blocks)
+SPECDEC_TYPES(specdec_widen_blocks)
 
 // Of the records that native.py writes.
 int64_t specdec_size_of_Layer = sizeof(Layer<float, float>);

@@ -656,6 +656,26 @@ class NativeKernels:
             self._call_crew("pack_blocks", *given, packed.data_ptr() + place)
         return packed
 
+    def widen_blocks(self, rows: Tensor, types: Tensor, indices: Tensor, depth: int) -> Tensor:
+        """Rows of a matrix in GGML's blocks by their numbers: float32 [..., depth].
+
+        rows: uint8 [N, bytes]; types: uint8 [N], of each row.
+        """
+        chosen = indices.contiguous()
+        _check("rows of blocks", rows, torch.uint8, *rows.shape)
+        _check("types of rows", types, torch.uint8, len(rows))
+        _check("numbers of rows", chosen, torch.int64, *indices.shape)
+        out = torch.empty(*indices.shape, depth)
+        done = self._call(
+            "widen_blocks",
+            rows.data_ptr(), *rows.shape, types.data_ptr(), chosen.data_ptr(), chosen.numel(),
+            depth, out.data_ptr(),
+        )  # fmt: skip
+        if done < chosen.numel():
+            row = int(chosen.flatten()[done])
+            raise ValueError(f"row {row} of {list(rows.shape)} is not there, or no blocks")
+        return out
+
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """x W^T + bias: [..., depth] -> [..., num_outputs].
 

@@ -69,6 +69,23 @@ def test_rows_of_several_types() -> None:
 
 
 @in_every_form
+def test_rows_are_widened_to_the_bits_of_the_gguf_package(library: Path) -> None:
+    kernels = NativeKernels(library, torch.float32)
+    matrix = make_matrix(dict.fromkeys(NUMBERS, 9), 512)
+    indices = torch.randperm(len(matrix.rows)).view(5, -1)
+    widened, expected = matrix.look_up(indices, kernels), matrix.look_up(indices)
+    assert torch.equal(widened.view(torch.int32), expected.view(torch.int32))
+    for wrong in (-1, len(matrix.rows)):
+        with pytest.raises(ValueError, match=f"row {wrong} of .45, 544. is not there"):
+            matrix.look_up(torch.tensor([0, wrong, 7]), kernels)
+    assert matrix.types[3] == 2
+    for kind, depth in ((99, 512), (2, 512 + 16), (8, 1024)):
+        matrix.types[3] = kind
+        with pytest.raises(ValueError, match="row 3 of .45, 544. is not there, or no blocks"):
+            kernels.widen_blocks(matrix.rows, matrix.types, torch.tensor([[3]]), depth)
+
+
+@in_every_form
 @pytest.mark.parametrize("kinds", [*([kind] for kind in NUMBERS), [12, 14], [2, 8, 3, 14]], ids=str)
 def test_products(library: Path, kinds: list[int]) -> None:
     """Any number of rows among others has its bits; whatever types are below each other."""

@@ -49,6 +49,7 @@ inline Floats widen_bytes(const Byte *from) {
 template <int64_t kType>
 struct BlockMatrix {
   typedef uint32_t Input;
+  static constexpr int64_t kNumber = kType;
   static constexpr int kMostRows = kMaxRows;
   static constexpr int kMostTiles = 1;  // memory is read faster in one stream
   static constexpr int64_t kNearRows = kType == kQ8_0 ? 4 : kType == kQ4_0 ? 1 : 0;
@@ -379,6 +380,52 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, cha
         }
     });
   });
+}
+
+// A block's weights, as the package gguf computes them: a scale times a code fits in float32.
+template <typename Matrix>
+void widen_block(const Block &block, float *out) {
+  float whole[2] = {to_float(load<half>(block.whole)), 0.0f};
+  if (Matrix::kHasMinima) whole[1] = to_float(load<half>(block.whole + 2));
+  for (int64_t i = 0; i < Matrix::kBlockInputs; i += Matrix::kGroup) {
+    float scale = whole[0], minimum = whole[1];
+    if constexpr (Matrix::kIsSuper) {
+      const uint8_t own = block.scales[0][i / Matrix::kGroup];
+      scale = whole[0] * static_cast<float>(Matrix::kBits == 6 ? static_cast<int8_t>(own) : own);
+      minimum = -(whole[1] * static_cast<float>(block.scales[1][i / Matrix::kGroup]));
+    }
+    for (int64_t j = i; j < i + Matrix::kGroup; ++j)
+      if constexpr (Matrix::kHasMinima)
+        out[j] = mul_add(block.codes[j], scale, minimum);
+      else if constexpr (Matrix::kZero == 0)
+        out[j] = static_cast<float>(static_cast<int8_t>(block.codes[j])) * scale;
+      else
+        out[j] = static_cast<float>(block.codes[j] - Matrix::kZero) * scale;
+  }
+}
+
+// Rows of the weights, [count, depth], of N rows of blocks that lie `stride` bytes apart. Returns how
+// many it widened: those before one that there is not, or that is of no blocks.
+inline int64_t widen_blocks(const uint8_t *rows, int64_t N, int64_t stride, const uint8_t *types,
+                            const int64_t *chosen, int64_t count, int64_t depth, float *out) {
+  Block block{};
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = chosen[n];
+    if (row < 0 || row >= N) return n;
+    const bool is_done = with_blocks(types[row], depth, nullptr, [&](const auto &w) {
+      typedef typename std::decay<decltype(w)>::type Matrix;
+      constexpr int64_t kInputs = Matrix::kBlockInputs, kBytes = Matrix::kBlockBytes;
+      if (types[row] != Matrix::kNumber || depth % kInputs != 0) return false;
+      if (depth / kInputs * kBytes > stride) return false;
+      for (int64_t i = 0; i < depth / kInputs; ++i, out += kInputs) {
+        read_block(rows + row * stride + i * kBytes, Matrix::kNumber, block);
+        widen_block<Matrix>(block, out);
+      }
+      return true;
+    });
+    if (!is_done) return n;
+  }
+  return count;
 }
 
 // y[M][N] = x[M][depth] W^T + bias.
