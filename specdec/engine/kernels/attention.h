@@ -26,6 +26,7 @@ constexpr int64_t kBlockPositions = 512;
 // Queries that use keys and values at a time, while these are cached: of a step of up to so many
 // all, of longer ones half as many.
 constexpr int64_t kQueries = 128;
+// Steps of as many queries may be halved for more threads: fewer take little longer together.
 constexpr int64_t kEvenQueries = 16;
 
 // Vectors of sums for each row of a product: kSpanRows rows of them stay in registers.

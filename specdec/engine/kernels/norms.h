@@ -73,10 +73,13 @@ void add_norm(E *x, const E *delta, const E *const *added, float share, const E 
   });
 }
 
+// An activation takes as long as so many multiply-adds.
+constexpr int64_t kActivationWork = 8;
+
 // Of rows [2 I] one half, from `activated` on, is activated and multiplied with the other.
 template <float (*activate)(float), typename E>
 void gate_mul(const E *halves, E *out, int64_t rows, int64_t I, int64_t activated = 0) {
-  for_each(rows, rows * I > kParallelWork, [&](int64_t r) {
+  for_each(rows, rows * I * kActivationWork > kParallelWork, [&](int64_t r) {
     const E *gate = halves + r * 2 * I + activated, *up = halves + r * 2 * I + (I - activated);
     E *to = out + r * I;
 #pragma omp simd
