@@ -430,7 +430,8 @@ def test_gguf_of_other_families(family: str, is_tied: bool, tmp_path: Path) -> N
     values, tensors = read_gguf(tmp_path / "out" / "model.gguf")
     assert values["general.architecture"] == family
     source = load_file(model / "model.safetensors")
-    assert len(tensors) == len(source) and ("output.weight" in tensors) is not is_tied
+    assert len(tensors) == len(source)
+    assert ("output.weight" in tensors) is not is_tied
     names = ["attn_q.weight", "attn_k.weight"]
     names += ["attn_q.bias"] if family == "qwen2" else ["attn_q_norm.weight", "attn_k_norm.weight"]
     for name in names:
