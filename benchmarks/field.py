@@ -71,7 +71,9 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
     }
     if drafter is not None:  # a file is a draft model
         name = "draft_model_dir" if drafter.is_file() else str(METHODS["redrafter"].folder)
-        drafts = {name: str(drafter)}
+        drafts = {name: str(drafter), "drafter_weights": args.drafter_weights}
+    if drafter is not None and drafter.is_dir():
+        drafts["eagle_choices"] = args.eagle_choices
     asked = place_drafter(GenerateSettings(
         texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
         max_batch_size=1, device="cpu", draft_budget="fixed", **drafts,
@@ -251,6 +253,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafters", type=Path)
     parser.add_argument("--quantization")
     parser.add_argument("--draft-vocabulary", default="same", choices=("same", "shared"))
+    parser.add_argument("--drafter-weights", default="same", choices=("same", "int8", "int4"))
+    parser.add_argument("--eagle-choices", help="the tree of the folders' drafters, all EAGLE's")
     parser.add_argument("--draft-budget", default="fixed", choices=("fixed", "auto"))
     parser.add_argument("--temperatures", nargs="+", default=["0", "1"], metavar="T")
     parser.add_argument("--num-tokens", type=int, default=8, help="drafted in a step, at most")

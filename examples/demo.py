@@ -29,10 +29,13 @@ from specdec import logs
 from specdec.bench.machine import LoadMeter, describe_load
 from specdec.bench.prompts import read_prompt_set
 from specdec.errors import SpecDecError
+from specdec.options import name_flag
 from specdec.run.settings import RunSettings
 
 DRAFTERS = ("draft", "redrafter", "eagle3")  # the first that is there writes the text
 LOOKUP = ("--suffix-max-tokens", "8")  # where none is there
+# A step of so small a model pays for three tokens at most (examples/smollm2/README.md).
+CHAT_DRAFTING = {"drafter_weights": "int8", "eagle_choices": "[[0],[1],[0,0]]"}
 NUM_TOKENS = 4  # that a draft model drafts in a step
 ROUNDS, TEXT_LENGTH, MAX_OUTPUT_LEN = 2, 128, 96
 BAR = 24  # characters, of plain decoding's speed
@@ -50,6 +53,7 @@ class Show:
     question: str
     num_prompts: int
     flags: tuple[str, ...] = ()
+    drafting: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by the trained drafter
 
     def find_drafters(self) -> dict[str, Path]:
         """Those of DRAFTERS that are there."""
@@ -71,7 +75,7 @@ def find_show() -> Show:
     question = "Write a Python class Stack with push, pop and is_empty."
     return Show(
         "SmolLM2-135M-Instruct", model, chat, "questions.jsonl", question, 4,
-        ("--apply-chat-template",),
+        ("--apply-chat-template",), CHAT_DRAFTING,
     )  # fmt: skip
 
 
@@ -82,6 +86,8 @@ def show_text(show: Show) -> None:
     if drafter is not None:
         drafts = ["--drafter-model-dir", str(drafter.relative_to(ROOT))]
         drafts += ["--draft-len", str(NUM_TOKENS)] if drafter.name == "draft" else []
+        for name, value in show.drafting.items():
+            drafts += [name_flag(name), value]
     model = show.model.relative_to(ROOT) if show.model.is_relative_to(ROOT) else show.model
     words = [
         "generate", "--model-dir", str(model), *drafts, "--draft-budget", "fixed", *show.flags,
@@ -100,13 +106,15 @@ def measure_ways(show: Show) -> list[dict[str, Any]]:
     settings = RunSettings(engine_dir=Path(), max_output_len=MAX_OUTPUT_LEN)
     args = argparse.Namespace(
         model_dir=show.model, num_tokens=NUM_TOKENS, quantization=None, draft_vocabulary="same",
-        draft_budget="auto",
+        draft_budget="auto", drafter_weights="same", eagle_choices=None,
     )  # fmt: skip
     table: list[dict[str, Any]] = []
     drafters: list[tuple[str | None, Path | None]] = [(None, None), *show.find_drafters().items()]
     with logs.hush("specdec"), logs.show_waiting("measuring", logger) as tell:
         for name, folder in drafters:
             tell(name or "methods without a drafter")
+            if name is not None and show.drafting:
+                vars(args).update(show.drafting, draft_budget="fixed")
             with open_engine(args, folder) as bench:
                 bench.take_prompts(prompts, settings)
                 ways = {key: way for key, way in list_ways(bench, name, args).items()

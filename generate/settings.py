@@ -74,6 +74,7 @@ class GenerateSettings:
     draft_len: str | None = _like("run", "draft_len")
     draft_tree_tokens: int | None = _like("run", "draft_tree_tokens")
     draft_vocabulary: str = _like("run", "draft_vocabulary")
+    eagle_choices: str | None = _like("run", "eagle_choices")
     draft_budget: str | None = _like("run", "draft_budget")
     max_output_len: int = _like("run", "max_output_len")
     temperature: str | None = _like("run", "temperature")
