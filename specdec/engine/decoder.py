@@ -257,6 +257,10 @@ class Decoder:
             x = x + self._look_up(self.position_embedding, positions.clamp(max=last))
         return self.stack.sum(x) if self.model.use_parallel_embedding else x
 
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Norm of [..., D], outside of the layers."""
+        return norm(x) if self.kernels is None else self.kernels.norm(x.contiguous(), norm)
+
     def read_rows(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
         """Rows [..., D] of a table."""
         if isinstance(table, BlockMatrix):

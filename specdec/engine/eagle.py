@@ -87,7 +87,10 @@ class EagleNet(DraftNet):
             return states
         if self.read_norms:
             parts = states.chunk(len(self.read_norms), dim=-1)
-            normed = [norm(part) for norm, part in zip(self.read_norms, parts, strict=True)]
+            normed = [
+                self.decoder.norm(part, norm)
+                for norm, part in zip(self.read_norms, parts, strict=True)
+            ]
             states = torch.cat(normed, dim=-1)
         return self.fc(states)
 
@@ -102,12 +105,15 @@ class EagleNet(DraftNet):
             x = first = self.fc(torch.cat((embedded, features), dim=-1))
         else:
             assert self.params.eagle3 is not None
-            normed = self.hidden_norm(features)
-            first = torch.cat((self.decoder.stack.layers[0].input_norm(embedded), normed), dim=-1)
+            normed = self.decoder.norm(features, self.hidden_norm)
+            entered = self.decoder.norm(embedded, self.decoder.stack.layers[0].input_norm)
+            first = torch.cat((entered, normed), dim=-1)
             x = normed if self.params.eagle3.norm_before_residual else features
         x = self.decoder.run_layers(x, step, cache, first)
-        return self.final_norm(x) if self.is_output_normed else x
+        return self.decoder.norm(x, self.final_norm) if self.is_output_normed else x
 
     def make_head_input(self, hidden: Tensor) -> Tensor:
         is_bare = self.is_third and not self.is_output_normed
-        return super().make_head_input(self.final_norm(hidden) if is_bare else hidden)
+        return super().make_head_input(
+            self.decoder.norm(hidden, self.final_norm) if is_bare else hidden
+        )
