@@ -72,8 +72,8 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
     if drafter is not None:  # a file is a draft model
         name = "draft_model_dir" if drafter.is_file() else str(METHODS["redrafter"].folder)
         drafts = {name: str(drafter), "drafter_weights": args.drafter_weights}
-    if drafter is not None and drafter.is_dir():
-        drafts["eagle_choices"] = args.eagle_choices
+        if drafter.is_dir():
+            drafts["eagle_choices"] = args.eagle_choices
     asked = place_drafter(GenerateSettings(
         texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
         max_batch_size=1, device="cpu", draft_budget="fixed", **drafts,

@@ -61,10 +61,8 @@ def prune(model: LlamaForCausalLM, shape: LlamaConfig) -> LlamaForCausalLM:
         for name, tensor in cut_layer(own, axes, shape).items():
             small[f"model.layers.{index}.{name}"] = tensor
     # The output layer is the embedding, so the last norm's weights can go into nothing.
-    norm = large["model.norm.weight"]
-    small["model.norm.weight"] = (axes**2 * norm[:, None]).sum(0) * (
-        len(axes) / shape.hidden_size
-    ) ** 0.5
+    norm = (axes**2 * large["model.norm.weight"][:, None]).sum(0)
+    small["model.norm.weight"] = norm * (len(axes) / shape.hidden_size) ** 0.5
     pruned = LlamaForCausalLM(shape)
     pruned.load_state_dict(small, strict=False)
     pruned.tie_weights()

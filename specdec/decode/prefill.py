@@ -77,7 +77,8 @@ class Reading:
 
     def pick_last(self, states: Tensor) -> Tensor:
         """The states [E, D] of the last tokens of prompts that end, of the pass's [B, T, D]."""
-        ended = [at for at, row in enumerate(self.rows) if row in self.ended]
+        ended_rows = set(self.ended)
+        ended = [at for at, row in enumerate(self.rows) if row in ended_rows]
         last = (self._first + np.array(self.counts) - 1)[ended]
         return states.reshape(-1, states.shape[-1])[to_device(last, states.device)]
 
