@@ -101,8 +101,6 @@ def format_stats(stats: dict[str, Any]) -> str:
     is_told = stats["method"] != "plain" and drafted is not None
     if is_told and steps - drafted >= max(1, steps * WORTH_SAYING):
         line += f", nothing drafted in {steps - drafted} of {steps}"
-    if stats.get("lossy"):
-        line += f", {stats['acceptance']} acceptance (lossy)"
     if profile := stats.get("profile_seconds"):
         told = [f"{name} {value:.2f} s" for name, value in profile.items() if value is not None]
         line += "; " + (", ".join(told) or "the runtime does not report the times of its parts")

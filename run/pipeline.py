@@ -70,10 +70,6 @@ def run_engine(
     if settings.show_drafts:
         check_shows_drafts(settings, core, about["method"], tokenizer)
     core.check_requests(requests)
-    if settings.acceptance == "typical":
-        from specdec.decode.typical import refuse_greedy
-
-        refuse_greedy(requests)
     if settings.dry_run:
         longest = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(prompts), "longest": longest}
@@ -98,9 +94,7 @@ def follows_ranks(settings: RunSettings) -> bool:
     """Whether other processes, the ranks of a TensorRT-LLM engine, run it instead of this one."""
     if read_backend(settings.engine_dir) != TENSORRT_LLM:
         return False
-    from specdec.trtllm.run_checks import check_acceptance
 
-    check_acceptance(settings.acceptance)
     if settings.dry_run:
         return False
     from .backends.tensorrt_ranks import run_ranks
@@ -216,8 +210,6 @@ def describe_stats(
         "generate_seconds": round(seconds, 4),
         "tokens_per_second": round(num_tokens / seconds, 2),
         "load_seconds": round(core.load_seconds, 4),
-        "acceptance": settings.acceptance,
-        "lossy": settings.acceptance != "exact",
     }
     if settings.kv_cache_enable_block_reuse:
         stats["num_reused_tokens"] = core.num_reused_tokens

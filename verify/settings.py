@@ -51,9 +51,6 @@ class VerifySettings:
         metavar="HF",
         help="Folder or Hub id of the base model that the engine was made from.",
     )
-    acceptance: str = setting(
-        "exact", choices=("exact", "typical"), hidden=True, help="typical is refused: it is lossy."
-    )
     verify_hashes: bool = ENGINE_TEXT(
         False, help="Compare every byte of the engine with its manifest first."
     )
@@ -109,10 +106,6 @@ OF_CHECKPOINT: tuple[Contradiction, ...] = (
 )  # fmt: skip
 GREEDY = _idle(lambda name: name not in SAMPLING_FLAGS, "greedy text alone: --sampling is absent")
 OF_ENGINE: tuple[Contradiction, ...] = (
-    (lambda s: s.acceptance != "exact",
-     "--acceptance typical gives up the target's distribution, so it cannot be proved; greedy text"
-     " is exact with it too",
-     "leave it out: what is verified is the engine with exact acceptance"),
     _idle(lambda name: name not in CHECKPOINT_FLAGS, "--engine-dir"),
     (lambda s: not s.sampling and GREEDY[0](s), *GREEDY[1:]),
     (lambda s: not 0 < s.temperature < 100, "--temperature is {temperature:g}",

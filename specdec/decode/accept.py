@@ -1,6 +1,4 @@
-"""The accept rules. Two of them keep the text of plain decoding: docs/exactness.md.
-
-The third, typical.py, does not: it decides only for requests that ask for it.
+"""The two accept rules, which keep the text of plain decoding: docs/exactness.md.
 
 Legend: B rows, T tree nodes, V vocabulary.
 """
@@ -28,7 +26,6 @@ from specdec.decode.sampling import (
     process_logits,
     take_rows,
 )
-from specdec.decode.typical import accept_typical
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 
@@ -132,13 +129,7 @@ def accept_batch(
             results[row] = accept(candidates[row].tree, row_choices)
     if len(greedy) == len(candidates):
         return results
-    typical = [b for b, s in enumerate(samplers) if s.params.typical and not s.params.is_greedy]
-    for row in typical:
-        tree, params = candidates[row].tree, samplers[row].params
-        assert params.typical is not None
-        probs = process_logits(logits[row, : tree.num_nodes], [params] * tree.num_nodes)
-        results[row] = accept_typical(tree, probs, params.typical)
-    sampled = sorted({*range(len(candidates))} - {*greedy, *typical})
+    sampled = sorted({*range(len(candidates))} - {*greedy})
     if sampled and logits.is_cuda:
         count = max(1, MAX_NODES // logits.shape[1])
         for rows in (sampled[at : at + count] for at in range(0, len(sampled), count)):

@@ -33,7 +33,6 @@ from specdec.decode.requests import (
 )
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import decode_text
-from specdec.decode.typical import check_typical
 from specdec.errors import (
     EngineBusyError,
     EngineLostError,
@@ -45,7 +44,6 @@ from specdec.errors import (
     suggest,
 )
 from specdec.files.folders import TENSORRT_LLM, read_backend
-from specdec.methods.draft_target import read_options as read_pair
 from specdec.options import check_value, get_flags
 from specdec.pretrained import load_tokenizer
 from specdec.tokenizer import find_tokenizer
@@ -180,8 +178,8 @@ class Engine:
         streams wait.
         is_launched: this may be rank 0 of torchrun's processes,
         the others of which follow it. options: those of specdec-run that say who drafts and how,
-        with underscores, such as draft_len="auto", eagle_tree_tokens=12 or
-        acceptance="typical".
+        with underscores, such as draft_len="auto" or
+        eagle_tree_tokens=12.
 
         Raises SpecDecError where the engine cannot be loaded; UsageError, which is one, for options
         that are unknown or have no effect with it.
@@ -246,9 +244,6 @@ class Engine:
         core = load_engine(settings, tokenizer)
         try:
             core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
-            if settings.acceptance == "typical":
-                pair = read_pair(settings)
-                check_typical(core.method, use_logits=pair is not None and pair.use_logits)
         except BaseException:
             core.close()
             raise

@@ -16,10 +16,9 @@ from typing import Any, TextIO
 
 from specdec.decode.grammar import Grammar, GrammarCompiler
 from specdec.decode.requests import Request, name_prompt
-from specdec.decode.sampling import SamplingParams, TypicalRule
+from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.text import TextForm
-from specdec.decode.typical import read_typical_rule
 from specdec.errors import (
     Problems,
     PromptError,
@@ -463,7 +462,6 @@ def make_requests(
 
     if end_ids is None:
         end_ids = find_end_ids(settings, tokenizer)
-    typical = read_typical_rule(settings)
     requests = []
     for index, (own, flags) in enumerate(
         zip(prompts, read_flags(settings, len(prompts)), strict=True), first
@@ -492,7 +490,7 @@ def make_requests(
         ends = stop_ids | (end_ids if prompt.end_ids is None else frozenset(prompt.end_ids))
         hidden = stop_ids if prompt.skip_special_tokens is not False else ends
         assert prompt.max_output_len is not None
-        sampling = _make_sampling(prompt, typical, tokenizer)
+        sampling = _make_sampling(prompt, tokenizer)
         requests += [
             Request(
                 index=index,
@@ -536,7 +534,7 @@ def _check_combination(name: str, prompt: Prompt) -> None:
             )
 
 
-def _make_sampling(prompt: Prompt, typical: TypicalRule | None, tokenizer: Any) -> SamplingParams:
+def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:
     """How a prompt's tokens are chosen, its flags filled in."""
     top_k, top_p, temperature = prompt.top_k or 0, prompt.top_p, prompt.temperature
     assert prompt.seed is not None
@@ -551,7 +549,6 @@ def _make_sampling(prompt: Prompt, typical: TypicalRule | None, tokenizer: Any) 
         top_k=top_k,
         top_p=float(top_p),
         seed=prompt.seed,
-        typical=typical,
         logit_bias=bias,
         allowed_ids=None if allowed is None else frozenset(allowed),
         bad_words=frozenset(_list_bad_words(prompt.bad_words or (), tokenizer)),

@@ -23,14 +23,6 @@ COLD = 1e-30  # a temperature below which logits over it may be too large for fl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TypicalRule:
-    """The bounds of typical acceptance, whose defaults are those of Medusa's code."""
-
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen.
 
@@ -39,15 +31,12 @@ class SamplingParams:
     processors are. Before them, shaping.py: logit_bias, (token, what is added to its logit), and
     the penalties; then what leaves tokens out: all but allowed_ids (None allows all), the last
     token of each of bad_words, tokens in order, behind its others, and ends before min_tokens.
-    typical: accept what is likely enough, instead of what leaves the target's distribution as it
-    is; None is exact.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    typical: TypicalRule | None = None
     min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0

@@ -12,7 +12,6 @@ ENGINE_PROMPTS = option_group("Engine and prompts")
 CHATS = option_group("Chats", rare=True)
 TEXT = option_group("Text")
 DRAFTING = option_group("Drafting")
-TYPICAL_ACCEPTANCE_LOSSY = option_group("Typical acceptance (lossy)", rare=True)
 MACHINE = option_group("Machine", rare=True)
 
 
@@ -66,21 +65,6 @@ class DecodeSettings:
     no_speculation: bool = DRAFTING(
         False, help="Run the same engine without drafts, one token a step."
     )
-    acceptance: str = TYPICAL_ACCEPTANCE_LOSSY(
-        "exact", choices=("exact", "typical"),
-        help="How drafts are accepted in sampled text. exact keeps the target's distribution;"
-        " typical accepts any token that is likely enough, which is faster and changes the"
-        " distribution.",
-    )  # fmt: skip
-    typical_epsilon: float | None = TYPICAL_ACCEPTANCE_LOSSY(
-        metavar="P",
-        help="Accept a token with at least this probability (less where --typical-delta allows"
-        " it).  [default: 0.09]",
-    )  # fmt: skip
-    typical_delta: float | None = TYPICAL_ACCEPTANCE_LOSSY(
-        metavar="D",
-        help="Lower the threshold to D * exp(-entropy) where the target is unsure.  [default: 0.3]",
-    )  # fmt: skip
     kv_cache_enable_block_reuse: bool = MACHINE(
         False, help="Compute a beginning that several prompts share only once."
     )

@@ -32,15 +32,6 @@ KNOWN_METHODS = ("redrafter", "medusa", "eagle", "draft_target", "prompt_lookup"
 REDRAFTER, MEDUSA, EAGLE = (METHODS[name].mode for name in ("redrafter", "medusa", "eagle"))
 
 
-def check_acceptance(acceptance: str) -> None:
-    """Raise UsageError for a rule of acceptance that is not TensorRT-LLM's."""
-    if acceptance == "typical":
-        raise UsageError(
-            "--acceptance typical is for engines of torch; TensorRT-LLM's accept by its own rules",
-            "leave it out",
-        )
-
-
 def check_requests(
     requests: Sequence[Request], folder: EngineFolder, draft: EngineFolder | None
 ) -> None:

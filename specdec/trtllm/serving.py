@@ -30,7 +30,6 @@ from specdec.tokenizer import find_tokenizer
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 from specdec.trtllm.followed import Followed
 from specdec.trtllm.run_checks import (
-    check_acceptance,
     check_machine,
     check_requests,
     check_settings,
@@ -89,7 +88,6 @@ class ExecutorEngine(Engine):
             kv_cache_enable_block_reuse=folder.has_paged_context_fmha
             and folder.kv_cache_type == "PAGED",
         )
-        check_acceptance(settings.acceptance)
         for method in METHODS.values():
             method.read(settings)  # what is written wrong is told before anything is loaded
         check_settings(settings, settings.kv_cache_free_gpu_memory_fraction)

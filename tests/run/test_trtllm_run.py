@@ -221,7 +221,6 @@ REUSE = {"kv_cache_enable_block_reuse": True}
         ("plain", {"use_py_session": True}, UsageError, "Python session"),
         ("plain", {"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
         ("plain", {"medusa_tree_tokens": 3}, UsageError, "--medusa-tree-tokens has no effect"),
-        ("plain", {"acceptance": "typical"}, UsageError, "typical is for engines of torch"),
         ("plain", {"redrafter_tree_tokens": 3}, UsageError, "-tree-tokens is for engines of"),
         ("plain", {"lookahead_config": "[3,3,3]"}, UsageError, "--lookahead-config has no effect"),
         ("plain", {"suffix_max_tokens": 3}, UsageError, "-max-tokens is for engines of torch"),
