@@ -58,7 +58,6 @@ SYNC_BYTES = 256 << 20  # written between two calls that send them to the disk
 COPIES_A_WRITER = 4  # of a job's bytes in memory at once, at most: read, widened, cast, tiled
 # What copy_file_range says where it does not know how, or not between these files.
 CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +114,7 @@ def write_plan(
 
     states: the sources' as they were when the plan was made; what they are now, if not given.
     """
-    try:
-        written = _Stream(plan, folder, workers, allow_nonfinite, states or get_states(plan)).run()
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise SpecDecError(
-            f"{folder.parent}: {os.strerror(error.errno or 0)}",
-            "free some space, or choose another folder, and run it again; nothing was left behind",
-        ) from None
+    written = _Stream(plan, folder, workers, allow_nonfinite, states or get_states(plan)).run()
     if written.flaws:
         dtypes = {info.dtype for rank in plan.ranks for info in get_infos(rank).values()}
         if not allow_nonfinite:
@@ -233,6 +224,7 @@ class _Stream:
         self.allow_nonfinite = allow_nonfinite
         self.is_stopping = threading.Event()  # something failed: all end as soon as they can
         self.is_doomed = threading.Event()  # a flaw was found: only look for others
+        self.failure: BaseException | None = None  # the first, which has stopped all others
         self.descriptors: dict[Path, int] = {}
         self.states = states
         self.uses = list_uses(plan)
@@ -277,6 +269,8 @@ class _Stream:
                 done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
                 for task in done:
                     task.result()
+            if self.failure is not None:  # of a job that nobody waited for any more
+                raise self.failure
         for path, state in get_states(self.plan).items():
             if state != self.states[path]:
                 raise SpecDecError(
@@ -311,9 +305,15 @@ class _Stream:
             return work(*args)
         except Stopped:
             return None
-        except BaseException:
-            self.is_stopping.set()
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep what failed first, and let all else end."""
+        if self.failure is None:
+            self.failure = error
+        self.is_stopping.set()
 
     def _check(self) -> None:
         if self.is_stopping.is_set():
@@ -358,8 +358,10 @@ class _Stream:
         self._check()
         try:
             self._write_job(job, descriptor)
-        except BaseException:
-            self.is_stopping.set()  # the job's turn to be waited for may come late
+        except Stopped:
+            raise
+        except BaseException as error:
+            self._fail(error)  # the job's turn to be waited for may come late, or never
             raise
         return job
 

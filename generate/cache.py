@@ -13,6 +13,7 @@ from specdec.files.staging import stage_folder
 
 logger = logs.get_logger(__name__)
 
+FULL_DISK_HINT = "free some space, or name another cache with SPECDEC_CACHE_DIR, and run it again"
 LOCK_SUFFIX = ".lock"
 
 
@@ -35,7 +36,7 @@ class EngineCache:
             while is_wanted or not path.is_dir():
                 relock(fcntl.LOCK_EX)
                 if is_wanted or not path.is_dir():
-                    with stage_folder(path, force=force) as partial:
+                    with stage_folder(path, force=force, full_disk_hint=FULL_DISK_HINT) as partial:
                         make(partial)
                     is_wanted = False
                 relock(fcntl.LOCK_SH)

@@ -137,8 +137,9 @@ def write_states(
     if folder.is_dir() and any(folder.iterdir()):
         raise SpecDecError(f"{folder} holds no hidden states", "name an empty or a new folder")
     with stage_folder(
-        folder, force=False, inputs=list_inputs(setup.settings), resume=True
-    ) as partial:
+        folder, force=False, inputs=list_inputs(setup.settings), resume=True,
+        full_disk_hint="make room on its disk and run it again: it goes on with what is written",
+    ) as partial:  # fmt: skip
         _begin(folder, partial, plan)
         wait()
         target = load_target(setup)

@@ -95,6 +95,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     # torch and transformers take seconds to import: not before the cheap checks.
     from .hub import open_hub, push_folder
     from .output import write_drafter
+    from .state import FULL_DISK_HINT
 
     accelerator = start_accelerator(settings)
     hub = None
@@ -104,7 +105,9 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     output: contextlib.AbstractContextManager[Path | None] = contextlib.nullcontext()
     if accelerator.is_main_process:
         inputs = list_inputs(settings)
-        output = stage_folder(settings.output_dir, force=settings.force, inputs=inputs)
+        output = stage_folder(
+            settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT
+        )
     with tell_of_resume(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
         try:

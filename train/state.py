@@ -33,6 +33,8 @@ FREE = frozenset(
     " shard_target hidden_states_dir resume force json".split()
 )
 
+FULL_DISK_HINT = "make room on its disk, then continue with --resume"
+
 logger = get_logger(__name__)
 
 
@@ -91,7 +93,7 @@ class TrainingState:
         except (OSError, RuntimeError) as error:
             raise SpecDecError(
                 f"{path} cannot be written: {summarize(error)}",
-                "make room on its disk, then continue with --resume",
+                FULL_DISK_HINT,
             ) from error
 
     def has_rows(self) -> bool:
@@ -131,7 +133,7 @@ class TrainingState:
 
     def add_log(self, line: Mapping[str, Any]) -> None:
         """Append one line to the log."""
-        with self._log.open("a", encoding="utf-8") as file:
+        with self.writing(self._log), self._log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def read_log(self) -> list[dict[str, Any]]:

@@ -13,6 +13,13 @@ from pathlib import Path
 
 from specdec.errors import SpecDecError
 
+# How a disk, a quota or a limit of the shell says that no more can be written.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK_HINT = (
+    "free some space (df and ulimit -f tell of it), or choose another folder, and run it again;"
+    " nothing half-written was left"
+)
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # how numpy says it, without a number
 JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 
 
@@ -128,14 +135,32 @@ def name_final(path: Path) -> Path:
 
 
 @contextlib.contextmanager
+def tell_full_disk(path: Path, remedy: str = FULL_DISK_HINT) -> Iterator[None]:
+    """Raise SpecDecError that names `path` where the body finds no more space for it.
+
+    Where it lies in another hidden folder, that one's stage tells it.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_short = error.errno is None and _SHORT_WRITE.search(str(error))
+        if (error.errno not in NO_SPACE and not is_short) or name_final(path) != path:
+            raise
+        reason = "the disk took a part only" if is_short else error.strerror
+        raise SpecDecError(f"{path} cannot be written: {reason}", remedy) from error
+
+
+@contextlib.contextmanager
 def stage_folder(
-    output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), resume: bool = False
-) -> Iterator[Path]:
+    output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), resume: bool = False,
+    full_disk_hint: str = FULL_DISK_HINT,
+) -> Iterator[Path]:  # fmt: skip
     """Yield a hidden folder alongside `output_dir`; it takes that name only if the body succeeds.
 
     What has come under that name meanwhile stays, and SpecDecError is raised, without `force`. A
     second process that stages the same output is refused; what a killed one left is removed. With
-    `resume` that is yielded instead, and kept when the work fails.
+    `resume` that is yielded instead, and kept when the work fails. full_disk_hint: for
+    a disk that is full.
     """
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +174,8 @@ def stage_folder(
             if partial.exists() and not resume:
                 shutil.rmtree(partial)
             partial.mkdir(exist_ok=True)
-            yield partial
+            with tell_full_disk(output_dir, full_disk_hint):
+                yield partial
             is_free = not output_dir.exists() or (
                 output_dir.is_dir() and not any(output_dir.iterdir())
             )

@@ -90,6 +90,8 @@ def write_files(model: GgufModel, folder: Path) -> None:
         from .tokenizer import TokenizerMaker
 
         maker = TokenizerMaker(model.path, model.metadata)
-        maker.make().save(str(folder / "tokenizer.json"))
+        # Written by Python, whose errors tell of a full disk.
+        text = maker.make().to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         max_length = model.config["max_position_embeddings"]
         write_json(folder / "tokenizer_config.json", maker.describe(max_length))

@@ -195,8 +195,8 @@ def test_full_disk(source: Source, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     error, hint = read_error_lines(done.stderr)
-    assert error == f"{tmp_path}: {os.strerror(errno.EFBIG)}"
-    assert "nothing was left behind" in hint
+    assert error == f"{output} cannot be written: {os.strerror(errno.EFBIG)}"
+    assert "nothing half-written was left" in hint
     assert list(tmp_path.iterdir()) == []
 
 

@@ -282,7 +282,7 @@ def test_resume_finds_and_keeps_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(28, "x")]
+    "error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(5, "x")]
 )
 def test_failure_leaves_the_old_output(tmp_path: Path, error: BaseException) -> None:
     out = tmp_path / "out"

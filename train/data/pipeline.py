@@ -18,8 +18,7 @@ from specdec.command.settings import require, to_plain
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
-from specdec.files.reading import write_json
-from specdec.files.staging import check_output_file
+from specdec.files.staging import check_output_file, tell_full_disk, write_whole
 from specdec.options import Contradiction, refuse_contradictions
 
 from .client import Client, check_url
@@ -66,7 +65,8 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
             "truncated": journal.num_truncated,
             "seconds": round(time.monotonic() - began, 2),
         }
-        finish(settings, source, journal, report)
+        with tell_full_disk(settings.output, "free some space, and continue with --resume"):
+            finish(settings, source, journal, report)
     except KeyboardInterrupt:
         raise SpecDecError(
             f"interrupted: {len(journal)} of {source.num_rows} rows are done",
@@ -280,17 +280,20 @@ def finish(
             journal.num_truncated, len(journal), settings.max_tokens,
         )  # fmt: skip
     journal.write_output()
-    write_json(
-        output.with_suffix(".manifest.json"),
-        {
-            "kind": "data",
-            "tool": "specdec",
-            "tool_version": __version__,
-            "settings": to_plain(settings),
-            "input": source.facts,
-            "output": describe_file(output),
-            "results": report,
-        },
-    )
+    manifest = {
+        "kind": "data",
+        "tool": "specdec",
+        "tool_version": __version__,
+        "settings": to_plain(settings),
+        "input": source.facts,
+        "output": describe_file(output),
+        "results": report,
+    }
+    text = json.dumps(manifest, indent=2) + "\n"
+    try:
+        write_whole(output.with_suffix(".manifest.json"), text, force=True)
+    except OSError:
+        output.unlink()  # the journal still holds its rows
+        raise
     journal.remove()
     logger.info("%d rows are in %s", len(journal), output)
