@@ -1,4 +1,4 @@
-"""specdec-bench, specdec tune and specdec diagnose."""
+"""specdec-bench and specdec diagnose."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from specdec.command.stages import show_report, stage_command
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
 
-from .settings import BenchSettings, DiagnoseSettings, TuneSettings
+from .settings import BenchSettings, DiagnoseSettings
 
 
 @stage_command("bench", BenchSettings)
 def command(settings: BenchSettings) -> None:
     """Measure an engine with and without speculation, by turns in one process."""
     from .pipeline import find_error, run_bench
-    from .report import format_report, write_report
+    from .report import format_report, format_sweep, write_report
 
-    report = run_bench(settings)
-    show_report(report, settings, format_report)
-    if settings.output is not None:
-        write_report(report, settings.output, force=settings.force)
-    if error := find_error(report, as_options(settings, DraftTargetDraft).use_logits):
-        raise error
+    if settings.sweep:
+        from .sweep import run_sweep
 
-
-@stage_command("tune", TuneSettings)
-def tune(settings: TuneSettings) -> None:
-    """Find the fastest setting of a drafter on this machine."""
-    from . import tune
-    from .report import format_tuning
-
-    show_report(tune.tune(settings), settings, format_tuning)
+        swept = run_sweep(settings)
+        show_report(swept, settings, format_sweep)
+        reports = [row["report"] for row in swept["sweep"] if "report" in row]
+    else:
+        reports = [run_bench(settings)]
+        show_report(reports[0], settings, format_report)
+        if settings.output is not None:
+            write_report(reports[0], settings.output, force=settings.force)
+    for report in reports:
+        if error := find_error(report, as_options(settings, DraftTargetDraft).use_logits):
+            raise error
 
 
 @stage_command("diagnose", DiagnoseSettings)

@@ -13,8 +13,6 @@ from specdec.files.staging import stage_folder
 
 from .engine import PARTS
 
-MAX_ROWS = 25  # of a table of settings; those that should be fastest come first
-
 logger = logs.get_logger(__name__)
 
 
@@ -110,43 +108,37 @@ def format_batch(batch: dict[str, Any]) -> list[str]:
     return lines
 
 
-def format_tuning(report: dict[str, Any]) -> str:
-    """The table: the settings that were measured against plain decoding, then those that fell."""
-    lines = format_head(report, "checkpoint_dir")
-    head = [
-        "setting", "tokens per step", "verified", "draft ms", "last round", "ratio there",
-        "tokens/s", "times plain",
-    ]  # fmt: skip
-    for batch in report["batches"]:
-        rows = [
-            ["plain", "1.00", "1.0", "0.000", "-", "-",
-             format_spread(batch["plain"]["tokens_per_second"], 1), "1.00"],
-        ]  # fmt: skip
-        for row in batch["settings"][:MAX_ROWS]:
-            found = row["measured"]
-            rows.append(
-                [
-                    row["name"],
-                    f"{row['acceptance_length']:.2f}",
-                    f"{row['tokens_per_step']:.1f}",
-                    f"{row['draft_ms']:.3f}",
-                    "-" if row["round"] is None else str(row["round"]),
-                    "-" if row["trial_ratio"] is None else f"{row['trial_ratio']:.2f}",
-                    "-" if found is None else format_spread(found["tokens_per_second"], 1),
-                    "-" if found is None else format_spread(found["ratio"]),
-                ]
-            )
-        rest = len(batch["settings"]) - MAX_ROWS
-        lines += [
-            "",
-            f"batch size {batch['batch_size']}",
-            *format_table(head, rows),
-            *([f"{rest} more fell in earlier rounds; --json lists them"] if rest > 0 else []),
-            f"best: {batch['best']}" + (", doubtful" if report["warnings"] else ""),
+def format_sweep(report: dict[str, Any]) -> str:
+    """Return a report of --sweep as a table, with the best options at its end."""
+    rows = []
+    for row in report["sweep"]:
+        name = ", ".join(f"{name} {value}" for name, value in row["options"].items())
+        if "error" in row:
+            rows.append([name, "-", "-", "-", "-"])
+            continue
+        rows += [
+            [
+                name,
+                str(batch["batch_size"]),
+                format_spread(batch["speculation"]["tokens_per_second"], 1),
+                format_spread(batch["ratio"]),
+                f"{batch['acceptance']['acceptance_length']:.2f}",
+            ]
+            for batch in row["report"]["batches"]
         ]
-    lines += ["", *report["commands"], *(f"note: {note}" for note in report["notes"])]
-    lines += [f"warning: {warning}" for warning in report["warnings"]]
-    return "\n".join(lines)
+    reports = [row["report"] for row in report["sweep"] if "report" in row]
+    lines = [
+        *format_head(reports[-1]),
+        *format_table(["options", "batch", "tokens/s", "times plain", "tokens a step"], rows),
+        *(f"{row['options']}: error: {row['error']}" for row in report["sweep"] if "error" in row),
+    ]
+    lines += [
+        f"best at batch size {best['batch_size']}: "
+        + (" ".join(best["flags"]) if best["flags"] else "plain decoding, --no-speculation")
+        for best in report["best"]
+    ]
+    warnings = {text: None for part in reports for text in part["warnings"]}
+    return "\n".join([*lines, *(f"warning: {text}" for text in warnings)])
 
 
 def format_diagnosis(report: dict[str, Any]) -> str:

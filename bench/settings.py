@@ -1,4 +1,4 @@
-"""Settings of specdec-bench, specdec tune and specdec diagnose."""
+"""Settings of specdec-bench and specdec diagnose."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from specdec.command.settings import require
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError
 from specdec.methods import list_options, name_options
-from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.options import add_options, like, option_group, setting
 
 ENGINE_PROMPTS = option_group("Engine and prompts")
 MEASUREMENT = option_group("Measurement")
 OUTPUT = option_group("Output")
-CHECKPOINT = option_group("Checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,40 +72,17 @@ class BenchSettings(EngineSettings):
         metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
     )
     force: bool = setting(False, help="Replace an existing --output folder.")
+    sweep: list[str] = MEASUREMENT(
+        [],
+        metavar="OPTION=A,B,C",
+        help="Measure with each of these values of an option of drafting, such as"
+        " eagle_tree_tokens=8,16,32; with several, every combination.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnoseSettings(EngineSettings):
     """One field is one flag of specdec diagnose."""
-
-
-@add_options(*list_options("tune"))
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TuneSettings(PromptSettings):
-    """One field is one flag of specdec tune."""
-
-    checkpoint_dir: Path = CHECKPOINT(
-        required=True, folder="checkpoint", metavar="CKPT",
-        help="Checkpoint folder of the target, with its drafter.",
-    )  # fmt: skip
-    max_length: int = MEASUREMENT(
-        5, minimum=1, maximum=MAX_DRAFT_TOKENS, metavar="N",
-        help="Longest draft to try, for ReDrafter and draft models.",
-    )  # fmt: skip
-    num_measured: int = MEASUREMENT(
-        3, minimum=1, metavar="N",
-        help="How many settings to measure over all prompts; round by round the slower half of the"
-        " others goes.",
-    )  # fmt: skip
-    output_file: Path | None = OUTPUT(
-        metavar="RECIPE", help="Write the best settings as a recipe, to be used with --config."
-    )
-    force: bool = setting(False, help="Replace an existing --output-file.")
-
-    @property
-    def max_batch_size(self) -> int:
-        """The largest of the batch sizes."""
-        return max(read_counts("--batch-sizes", self.batch_sizes))
 
 
 def read_counts(flag: str, text: str) -> list[int]:

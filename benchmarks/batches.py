@@ -33,13 +33,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.grow import parse_args as parse_shape
+from benchmarks.proposers import list_trees, pace, put_suffix_before
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
 from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from specdec import Engine
-from specdec.bench.combine import pace, put_suffix_before
 from specdec.bench.engine import Bench, Pass, open_bench
 from specdec.bench.measure import (
     Rounds,
@@ -49,7 +49,6 @@ from specdec.bench.measure import (
     list_results,
     summarize,
 )
-from specdec.bench.methods.draft_target import list_trees
 from specdec.bench.prompts import Prompt, read_prompt_set
 from specdec.bench.repetition import is_looping
 from specdec.decode.drafters.base import Drafter

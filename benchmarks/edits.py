@@ -25,16 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.field import Figures, Rows, Way, measure
+from benchmarks.proposers import list_lengths, pace, put_suffix_before
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES
 from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.ways import PLAIN
 from examples.pycode.edits import ALL, EDITS, make_requests
-from specdec.bench.combine import pace, put_suffix_before
 from specdec.bench.engine import PARTS, Bench, open_bench
 from specdec.bench.measure import divide
-from specdec.bench.methods.draft_target import list_lengths
 from specdec.bench.report import format_spread
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer

@@ -29,12 +29,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.proposers import pace
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.workers.llama_cpp import NGRAM_SIZE, Servers
 from examples.smollm2.get import get_model
-from specdec.bench.combine import pace
 from specdec.bench.engine import Bench, open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.repetition import is_looping

@@ -26,7 +26,7 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 # A new method is at most so many product files; CONTRIBUTING.md names them.
-MAX_METHOD_FILES = 8
+MAX_METHOD_FILES = 7
 
 
 def list_method_files(method: Method) -> list[str]:
@@ -35,7 +35,6 @@ def list_method_files(method: Method) -> list[str]:
     files = [
         f"specdec/methods/{name}.py",
         f"specdec/decode/drafters/{name}.py",
-        f"bench/methods/{name}.py",
         f"docs/methods/{name}.md",
         f"configs/{name}-*.yaml",
     ]
@@ -71,7 +70,7 @@ def test_a_method_owns_its_name_and_options(name: str) -> None:
     assert method.name == name
     assert (method.params is None) == (method.folder is None) == (not method.architectures)
     assert (method.source == "checkpoint") == (method.params is not None)
-    assert set(method.options) <= {"convert", "draft", "run", "train", "tune"}
+    assert set(method.options) <= {"convert", "draft", "run", "train"}
     if method.folder is not None:
         assert method.folder in get_flags(method.options["convert"])
     own = {(use, flag) for use, kind in method.options.items() for flag in get_flags(kind)}
@@ -93,9 +92,7 @@ def test_every_format_of_quantized_models_is_on_its_page(name: str) -> None:
     assert {method.strip("` ") for method in methods.split(",")} <= set(METHODS_READ)
 
 
-@pytest.mark.parametrize(
-    "folder", ["convert/methods", "specdec/decode/drafters", "train/methods", "bench/methods"]
-)
+@pytest.mark.parametrize("folder", ["convert/methods", "specdec/decode/drafters", "train/methods"])
 def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
     """What lies alongside the methods is the common base, or what drafters share."""
     files = {path.stem for path in (ROOT / folder).glob("*.py")}
@@ -177,7 +174,6 @@ def test_there_are_recipes_and_stages() -> None:
     assert len(RECIPES) >= len(METHODS)
     stages = set(STAGES) - {
         "generate",
-        "tune",
         "diagnose",
         "doctor",
         "audit",

@@ -49,9 +49,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specdec-verify --checkpoint-dir checkpoint",
     ),
     "bench": ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
-    "tune": (
-        "specdec tune --checkpoint-dir checkpoint --tokenizer-dir BASE --output-file best.yaml",
-    ),
     "diagnose": ("specdec diagnose --engine-dir engine --tokenizer-dir BASE",),
     "export": (
         "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
@@ -64,7 +61,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "doctor": ("specdec doctor", "specdec doctor --engine-dir engine"),
 }
 # Pages of commands that are not called as the command is.
-PAGES = {"train data": "data", "diagnose": "bench"}
+PAGES = {"train data": "data"}
 
 
 def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[click.Parameter]]:

@@ -410,10 +410,6 @@ STAGES = {
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
     "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
     "bench": ("specdec.bench.cli", "speed and acceptance, speculation on and off"),
-    "tune": (
-        "specdec.bench.cli:tune",
-        "checkpoint and prompts -> the fastest setting here",
-    ),
     "diagnose": (
         "specdec.bench.cli:diagnose",
         "engine and prompts -> why it is not faster",
@@ -421,6 +417,13 @@ STAGES = {
     "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),
     "audit": ("specdec.audit.cli", "a running server -> is it lossless, does it speculate"),
     "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),
+}
+
+
+# Commands that are gone, and where their work is done now.
+RETIRED = {
+    "tune": "`specdec bench --sweep OPTION=a,b,c` measures values of an option; the default"
+    " chooses by itself how much to draft",
 }
 
 
@@ -447,6 +450,8 @@ class StageGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in RETIRED:
+            raise click.UsageError(f"specdec {args[0]} is gone: {RETIRED[args[0]]}")
         if args and self.get_command(ctx, args[0]) is None:
             raise click.UsageError(
                 f"no such command {args[0]!r}{suggest(args[0], list(STAGES))};"

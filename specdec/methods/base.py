@@ -186,7 +186,7 @@ class Method:
     """One drafting method: what the stages need to know of it, in one place.
 
     A stage's own work on a method lies in a module of the method's name: `convert/methods/`,
-    `train/methods/`, `specdec/decode/drafters/`, `bench/methods/`.
+    `train/methods/`, `specdec/decode/drafters/`.
 
     title: its name in help and pages. paper: where it is described. mode: the engine's
     `--speculative-decoding-mode`. source: what drafts are made by: weights in the target's
@@ -194,8 +194,8 @@ class Method:
     methods with weights in the target's checkpoint. own_architectures: those among them that no
     TensorRT-LLM knows, for targets that it has no such drafter for, and what each is called.
     folder: the option of specdec-convert that names the drafter's folder. options: by use, the
-    settings that belong to the method: "convert"; "draft", of every command that decodes; "train";
-    "tune". read: from the settings of a command that decodes to what the drafter is made by, None
+    settings that belong to the method: "convert"; "draft", of every command that decodes; "train".
+    read: from the settings of a command that decodes to what the drafter is made by, None
     where no option of the method is given; raises UsageError. joins_chains: whether it can be
     in a `--draft-chain`. training: the values that its training takes for settings without a common
     default; None where there is nothing to train.

@@ -74,19 +74,6 @@ class DraftTargetDraft:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftTargetTune:
-    """Options of specdec tune."""
-
-    draft_checkpoint_dir: Path | None = setting(
-        folder="checkpoint",
-        metavar="CKPT",
-        help="The draft model's checkpoint folder.",
-    )
-    draft_tokenizer_dir: str | None = like(DraftTargetTokens, "draft_tokenizer_dir")
-    draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
-
-
 OPTIONS = ("draft_len", "draft_devices", "target_devices", "use_logits")  # also in one
 FORM = "[4,[0],[1],True]: draft length, draft devices, target devices, whether to use logits"
 
@@ -201,5 +188,5 @@ METHOD = Method(
     mode="draft_tokens_external",
     source="engine",
     read=read_options,
-    options={"draft": DraftTargetDraft, "tune": DraftTargetTune},
+    options={"draft": DraftTargetDraft},
 )

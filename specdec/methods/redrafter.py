@@ -161,13 +161,6 @@ class ReDrafterTrain:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReDrafterTune:
-    """Options of specdec tune."""
-
-    beams: str = setting("1,2,4", metavar="N[,N...]", help="Numbers of beams to try.")
-
-
 def read_options(settings: Any) -> int | None:
     """Return the tokens of a dynamic tree, None where none is asked for."""
     return as_options(settings, ReDrafterDraft).redrafter_tree_tokens
@@ -189,7 +182,6 @@ METHOD = Method(
     read=read_options,
     options={
         "convert": ReDrafterConvert, "draft": ReDrafterDraft, "train": ReDrafterTrain,
-        "tune": ReDrafterTune,
     },
     training={"learning_rate": 1e-3, "self_distillation": 0.0},
 )  # fmt: skip

@@ -411,7 +411,6 @@ def test_a_wrong_folder_is_told_before_torch_is_imported() -> None:
         "serve --engine-dir /nowhere",
         "bench --engine-dir /nowhere",
         "diagnose --engine-dir /nowhere",
-        "tune --checkpoint-dir /nowhere",
         "verify --engine-dir /nowhere --model-dir /nowhere",
         "verify --checkpoint-dir /nowhere",
         "train --model-dir /nowhere --data README.md --output-dir /nowhere",

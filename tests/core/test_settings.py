@@ -175,7 +175,6 @@ def test_suggest_only_near_names() -> None:
     [
         ("build", "max_batch_size", 2**62, "65536"),
         ("build", "max_num_tokens", 2**62, "2147483647"),
-        ("tune", "max_length", 2**62, "4096"),
         ("train", "learning_rate", 1e300, "1000"),
     ],
 )

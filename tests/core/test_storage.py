@@ -281,9 +281,7 @@ def test_resume_finds_and_keeps_what_is_there(tmp_path: Path) -> None:
     assert list_tree(tmp_path) == ["out", "out/x"]
 
 
-@pytest.mark.parametrize(
-    "error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(5, "x")]
-)
+@pytest.mark.parametrize("error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(5, "x")])
 def test_failure_leaves_the_old_output(tmp_path: Path, error: BaseException) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -511,20 +511,6 @@ def test_commands_around_the_run(folder: Path) -> None:
     ) as engine:  # fmt: skip
         tokens = [t for e in engine.stream("def import", max_output_len=12) for t in e.token_ids]
     assert tokens == output["output_ids"]
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS[:2]))
-    tune = [
-        "tune", "--checkpoint-dir", folder / "target-ckpt", "--tokenizer-dir", folder / "target-hf",
-        "--prompts", prompts, *words, "--draft-tokenizer-dir", folder / "merges-hf",
-        "--max-output-len", 6, "--max-length", 2, "--repeat", 1, "--num-measured", 1, "--json",
-    ]  # fmt: skip
-    alone = run_cli_here(*tune)
-    assert (alone.returncode, "without --draft-checkpoint-dir" in alone.stderr) == (2, True)
-    done = run_cli_here(*tune, "--draft-checkpoint-dir", folder / "merges-ckpt")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    settings = report["batches"][0]["settings"]
-    assert max(row["acceptance_length"] for row in settings) > 1.2
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)

@@ -6,14 +6,12 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.bench.methods.mtp import list_candidates
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.mtp import MtpProposer
 from specdec.decode.drafters.paced import PacedDrafter
@@ -315,25 +313,6 @@ def test_how_many_tokens_are_drafted(tmp_path: Path) -> None:
             load(mtp_num_draft_tokens=wrong)
     with pytest.raises(UsageError, match="fixed and --mtp-num-draft-tokens auto are both given"):
         load(mtp_num_draft_tokens="auto", draft_budget="fixed")
-
-
-def test_tune_tries_chains_of_every_length(tmp_path: Path) -> None:
-    """What each is run with makes the proposer that it was measured by."""
-    head = make_knowing_drafter(tmp_path, "mtp-feature")
-    flags = ("--mtp-max-draft-len", 3)
-    folder = make_tree_engine("mtp", tmp_path, tmp_path / "counter", head, flags=flags)
-    engine = TorchEngine(folder, device="cpu")
-    found = list_candidates(SimpleNamespace(engine=engine), None)
-    assert [candidate.name for candidate in found] == [f"chain of {n}" for n in (1, 2, 3)]
-    for size, candidate in enumerate(found, 1):
-        settings = RunSettings(
-            engine_dir=folder, device="cpu", draft_budget="fixed", **candidate.run
-        )
-        loaded = load_engine(settings, None).proposer
-        assert loaded.max_draft_tokens == candidate.proposer.max_draft_tokens == size
-        engine.proposer = candidate.proposer
-        (result,) = engine.generate(make_requests([[4]], 13))
-        assert result.stats.num_verify_steps == 12 // (size + 1)
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 import specdec
-from specdec.bench.combine import put_suffix_before
+from benchmarks.proposers import list_lengths, list_searches, list_trees, put_suffix_before
 from specdec.bench.engine import PARTS, open_bench
-from specdec.bench.methods.draft_target import list_lengths, list_trees
-from specdec.bench.methods.redrafter import list_searches
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import Request, sum_stats
 from specdec.decode.timing import Timing
@@ -43,13 +41,13 @@ class Engine:
             self._proposers["draft-target", "auto"] = self.bench.engine.proposer
             lengths, trees = list_lengths(self.bench, max_length), list_trees(self.bench, sizes)
             for candidate in (*lengths, *trees):
-                name = candidate.run.get("draft_len", candidate.name)
+                name = str(candidate.numbers[0]) if candidate.numbers else candidate.name
                 self._proposers["draft-target", name] = candidate.proposer
                 chain = put_suffix_before(candidate.proposer, max_length)
                 self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):
-                shape = SearchShape(*candidate.convert.values(), *candidate.run.values())
+                shape = SearchShape(*candidate.numbers)
                 self._proposers["redrafter", str(shape)] = candidate.proposer
 
     def get(self, way: str, setting: dict[str, Any]) -> Drafter:

@@ -1,0 +1,120 @@
+"""Values of an option of specdec-bench, each measured against plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from specdec import logs
+from specdec.errors import SpecDecError, UsageError, suggest
+from specdec.files.staging import check_output_dir
+from specdec.methods import name_options
+from specdec.options import check_value, get_flags, name_flag
+
+from .pipeline import run_bench
+from .report import write_report
+from .settings import BenchSettings
+
+logger = logs.get_logger(__name__)
+
+
+def read_sweep(settings: BenchSettings) -> list[dict[str, Any]]:
+    """Return the options of each measurement: every combination of the values of --sweep.
+
+    Raises UsageError for an option that does not say how drafts are made, and for a wrong value.
+    """
+    offered = [*name_options("draft"), "max_output_len"]
+    flags = get_flags(type(settings))
+    axes: dict[str, list[Any]] = {}
+    for text in settings.sweep:
+        option, equals, values = text.partition("=")
+        name = option.strip().lstrip("-").replace("-", "_")
+        if not equals or not values.strip():
+            raise UsageError(
+                f"--sweep is {text!r}", "give OPTION=VALUE,VALUE, as eagle_tree_tokens=8,16"
+            )
+        if name not in offered:
+            raise UsageError(
+                f"--sweep has no option {option!r}{suggest(name, offered)}",
+                "it takes the options of drafting, which `specdec help METHOD` explains",
+            )
+        if name in axes:
+            raise UsageError(f"--sweep has {name} twice", "give all of its values at once")
+        axes[name] = [check_value(name, v.strip(), flags[name][0]) for v in split_values(values)]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas outside of brackets: `[4,[0],[1],True]` is one value."""
+    values, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
+
+
+def run_sweep(settings: BenchSettings) -> dict[str, Any]:
+    """Measure each combination as specdec-bench measures one; return the object of `--json`.
+
+    With --output each report is written as soon as it is measured, so that a run that is ended
+    leaves those that it finished. A combination that the engine refuses has its error instead.
+    """
+    combinations = read_sweep(settings)
+    if settings.output is not None:
+        check_output_dir(settings.output, force=settings.force, inputs=[])
+    rows: list[dict[str, Any]] = []
+    for options in combinations:
+        label = name_combination(options)
+        logger.info("%s: %d of %d", label, len(rows) + 1, len(combinations))
+        alone = dataclasses.replace(settings, sweep=[], output=None, **options)
+        try:
+            report = run_bench(alone)
+        except SpecDecError as error:
+            logger.warning("%s is left out: %s; %s", label, error.message, error.hint)
+            rows.append({"options": options, "error": error.message, "hint": error.hint})
+            continue
+        rows.append({"options": options, "report": report})
+        ratio = report["batches"][0]["ratio"]["median"]
+        logger.info("%s: %.2f times plain decoding", label, ratio)
+        if settings.output is not None:
+            write_report(report, settings.output / label, force=settings.force)
+    measured = [row for row in rows if "report" in row]
+    if not measured:
+        raise SpecDecError(
+            f"no value of --sweep can be measured: {rows[0]['error']}", rows[0]["hint"]
+        )
+    return {"sweep": rows, "best": list_best(measured)}
+
+
+def name_combination(options: dict[str, Any]) -> str:
+    """Return a combination of options as text, which also names its folder."""
+    text = ",".join(f"{name}={value}" for name, value in options.items())
+    return re.sub(r"[^\w=,.\[\]-]", "_", text)
+
+
+def list_best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fastest combination at each number of requests; `options` is None for none.
+
+    A combination counts as faster than plain decoding where its median does.
+    """
+    best: dict[int, tuple[float, dict[str, Any] | None]] = {}
+    for row in rows:
+        for batch in row["report"]["batches"]:
+            size, ratio = batch["batch_size"], batch["ratio"]["median"]
+            if ratio > best.setdefault(size, (1.0, None))[0]:
+                best[size] = ratio, row["options"]
+    return [
+        {
+            "batch_size": size,
+            "ratio": ratio,
+            "options": options,
+            "flags": [f"{name_flag(name)} {value}" for name, value in (options or {}).items()],
+        }
+        for size, (ratio, options) in best.items()
+    ]

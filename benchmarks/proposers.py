@@ -1,0 +1,89 @@
+"""Drafters of a loaded engine in other shapes, which benchmarks measure beside each other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+from specdec.bench.engine import Bench
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
+from specdec.decode.drafters.draft_target import DraftTargetProposer
+from specdec.decode.drafters.draft_tree import DraftTreeProposer
+from specdec.decode.drafters.paced import PacedDrafter, bind
+from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.errors import count
+from specdec.methods.suffix import SuffixOptions
+
+NUM_SUFFIX_TOKENS = 15  # that suffix decoding drafts in a chain
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Drafter of one shape, and the name that a table has for it."""
+
+    name: str
+    proposer: Drafter
+    numbers: tuple[int, ...] = ()  # by which options of specdec-run ask for this shape
+
+
+def pace(drafter: Drafter) -> Drafter:
+    """Return a copy of a drafter that drafts as far as that pays."""
+    return bind(copy.copy(drafter.fit_budget()))  # what a run changes is made again for each
+
+
+def put_suffix_before(drafter: Drafter, num_tokens: int = NUM_SUFFIX_TOKENS) -> Drafter:
+    """Return a chain: suffix decoding where that promises more, else the drafter."""
+    suffix = SuffixProposer(SuffixOptions(max_tokens=num_tokens))
+    return PacedDrafter([[suffix], [drafter]], is_fixed=True)
+
+
+def list_lengths(bench: Bench, max_length: int) -> list[Shape]:
+    """Return the engine's draft model with each length of draft from 1 on."""
+    model = _find_model(bench)
+    return [
+        Shape(
+            count(length, "token"), DraftTargetProposer(model, length, use_logits=False), (length,)
+        )
+        for length in range(1, max_length + 1)
+    ]
+
+
+def list_trees(bench: Bench, sizes: Sequence[int]) -> list[Shape]:
+    """Return the engine's draft model with trees of so many tokens."""
+    model = _find_model(bench)
+    return [Shape(f"tree of {size}", DraftTreeProposer(model, size, None)) for size in sizes]
+
+
+def list_searches(
+    bench: Bench, beams: Sequence[int], max_length: int, sizes: Sequence[int]
+) -> list[Shape]:
+    """Return the engine's ReDrafter with every number of beams and length of draft.
+
+    Each also with dynamic trees of these sizes, where they are smaller than the search. All of them
+    share the engine's network.
+    """
+    head = cast(ReDrafterProposer, bench.engine.proposer).head
+    shapes = []
+    for num_beams in beams:
+        for length in range(1, max_length + 1):
+            other = copy.copy(head)
+            other.params = dataclasses.replace(
+                head.params, num_beams=num_beams, draft_len_per_beam=length
+            )
+            name, numbers = f"{num_beams} x {length}", (num_beams, length)
+            shapes.append(Shape(name, ReDrafterProposer(other), numbers))
+            shapes += [
+                Shape(f"{name}, best {size}", DynamicProposer(other, size), (*numbers, size))
+                for size in sizes
+                if length < size < num_beams * length
+            ]
+    return shapes
+
+
+def _find_model(bench: Bench) -> LoadedModel:
+    proposer = bench.engine.proposer
+    return cast(DraftModel, proposer.members[0] if proposer.members else proposer).model
