@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.errors import shorten, summarize
+from specdec.learning_marks import read_turn
 from specdec.logs import get_logger
 
 Mask = npt.NDArray[np.bool_]
@@ -52,6 +54,11 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 PROBE = "SpecdecProbe"
+CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS")
+# A tag such as <think>, <|begin_of_thought|> or [THINK] at the end of a prompt, and an empty block
+# that a template writes for an answer without thoughts.
+OPENING_TAG = re.compile(r"([<\[])(\|?[A-Za-z][\w:-]*\|?)([>\]])\s*\Z")
+EMPTY_BLOCK = re.compile(r"\s*(?:[<\[]([\w|:-]+)[>\]]\s*)?[<\[]/[\w|:-]+[>\]]\s*\Z")
 
 logger = get_logger(__name__)
 Message = dict[str, Any]
@@ -65,16 +72,23 @@ class ChatError(ValueError):
         self.hint = hint
 
 
+class SeamError(ChatError):
+    """An answer that the target cannot have written behind the prompt that asks for it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Conversation:
     """Messages with all their fields, and what else a chat template takes.
 
     A message's role is one of `ROLES`, and `assistant` wherever the assistant speaks. Its content
-    is a text or a list of parts that are texts.
+    is a text or a list of parts that are texts. unlearned: numbers of the assistant's messages that
+    are marked as not to be learned. is_cut: whether the last answer ends before its end.
     """
 
     messages: list[Message]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unlearned: frozenset[int] = frozenset()
+    is_cut: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,29 +128,48 @@ def parse_conversation(row: dict[str, Any]) -> Conversation:
             )
     if not isinstance(turns, list):
         raise ChatError(f"{key} is a {type(turns).__name__}, not a list of turns")
-    messages = [_parse_turn(number, turn) for number, turn in enumerate(turns, 1)]
+    parsed = [_parse_turn(number, turn) for number, turn in enumerate(turns, 1)]
     system = row.get("system") or row.get("system_prompt")
     if system and not isinstance(system, str):
         raise ChatError(f"system is a {type(system).__name__}, not a text")
-    if system and all(get_speaker(m) != "system" for m in messages):
-        messages.insert(0, {"role": "system", "content": system})
-    return Conversation(messages, _parse_options(row))
+    if system and all(get_speaker(m) != "system" for m, _ in parsed):
+        parsed.insert(0, ({"role": "system", "content": system}, True))
+    return Conversation(
+        [message for message, _ in parsed],
+        _parse_options(row),
+        frozenset(i for i, (_, is_learned) in enumerate(parsed) if not is_learned),
+        _is_cut(row, turns),
+    )
 
 
-def _parse_turn(number: int, turn: Any) -> Message:
+def _is_cut(row: dict[str, Any], turns: list[Any]) -> bool:
+    """Return whether a row or its last turn says that the last answer met a limit of tokens."""
+    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    return any(
+        one.get("truncated") is True
+        or any(one.get(key) in CUT_REASONS for key in ("finish_reason", "stop_reason"))
+        for one in (row, last)
+    )
+
+
+def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
+    """Return a turn as a message, and whether it may be learned."""
     if not isinstance(turn, dict):
         raise ChatError(f"turn {number} is a {type(turn).__name__}, not an object")
+    is_learned, marks = read_turn(turn, f"turn {number}")
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise ChatError(f"turn {number} has role {role!r}, not one of {', '.join(ROLES)}")
     role = role.lower()
     is_call = role in CALL_ROLES
     speaker = ROLES[role]
+    if speaker != "assistant" and is_learned:
+        marks = []  # nobody's other turns are learned: the template's check tells of the field
     # Data sets kept as tables give every message each field; those of another message are empty.
     fields = {
         name: value
         for name, value in turn.items()
-        if name not in ("role", "from", "content", "value")
+        if name not in ("role", "from", "content", "value", *marks)
         and value is not None and value != [] and value != {}
     }  # fmt: skip
     content = turn.get("content", turn.get("value"))
@@ -152,7 +185,7 @@ def _parse_turn(number: int, turn: Any) -> Message:
     if content is None and speaker == "assistant" and any(name in NEEDED for name in fields):
         content = ""
     message = {"role": speaker if speaker in ("user", "assistant") else role}
-    return {**message, "content": _check_content(number, content, turn), **fields}
+    return {**message, "content": _check_content(number, content, turn), **fields}, is_learned
 
 
 def _check_content(number: int, content: Any, turn: dict[str, Any]) -> str | list[Any]:
@@ -298,7 +331,7 @@ class ChatFormat:
         self._source = str(tokenizer.chat_template or PLAIN_TEMPLATE)
         self._wants_text = False  # as arguments of a call
         self._read: set[tuple[object, ...]] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, ...]] = set()
 
     def render(self, conversation: Conversation, *, ask: bool = False) -> str:
         """Render a conversation; ChatError if the template refuses it or loses what it needs.
@@ -309,7 +342,8 @@ class ChatFormat:
         return self._render(conversation.messages, conversation.options, ask)
 
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
-        """Render a conversation with the assistant's parts; ChatError as `render` raises it.
+        """Render a conversation with the assistant's parts; ChatError as `render` raises it, and
+        SeamError where an answer does not follow its prompt.
 
         The assistant's part of a turn is what the turn adds to the prompt that asks for it, up to
         the token that ends it. Some templates render earlier turns differently later on (they drop
@@ -320,15 +354,68 @@ class ChatFormat:
         messages, options = conversation.messages, conversation.options
         turns = []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant" and number > 0:
-                prompt = self._render(messages[:number], options, ask=True)
-                text = self._render(messages[: number + 1], options)
-                # Equal to the prompt's length unless the template opens the answer differently.
-                start = len(os.path.commonprefix([prompt, text]))
-                turns.append(Rendered(text, [(start, len(text.rstrip()))]))
+            if message["role"] != "assistant" or number == 0 or number in conversation.unlearned:
+                continue
+            is_cut = conversation.is_cut and number == len(messages) - 1
+            turns.append(self._render_answer(messages[: number + 1], options, is_cut))
         if not turns or all(turns[-1].text.startswith(turn.text) for turn in turns):
             return [Rendered(turns[-1].text, [t.spans[0] for t in turns])] if turns else []
         return turns
+
+    def _render_answer(
+        self, messages: Sequence[Message], options: Mapping[str, Any], is_cut: bool
+    ) -> Rendered:
+        """Render messages up to an answer, as the target sees them when it writes the answer.
+
+        is_cut: whether the answer ends before its end; its text is then what the target wrote so
+        far, behind the prompt that asked for it, and nothing ends it.
+        """
+        prompt = self._render(messages[:-1], options, ask=True)
+        text = self._render(messages, options)
+        answer = messages[-1]
+        content = join_parts(answer["content"])
+        is_plain = not any(answer.get(name) for name in NEEDED if name != "content")
+        if is_cut and is_plain:
+            text = prompt + _drop_opening(content, prompt)
+            return Rendered(text, [(len(prompt), len(text))])
+        if not text.startswith(prompt):
+            text = self._join_answer(messages, options, prompt, text)
+        start = len(prompt)
+        added = text[start : max(start, text.find(content.strip(), start))]
+        if is_plain and EMPTY_BLOCK.match(added):
+            self._tell_once(
+                "the chat template writes %r before answers without thoughts: it is in their"
+                " context and is not learned", added,
+            )  # fmt: skip
+            start += len(added)
+        return Rendered(text, [(start, len(text.rstrip()))])
+
+    def _join_answer(
+        self, messages: Sequence[Message], options: Mapping[str, Any], prompt: str, text: str
+    ) -> str:
+        """Return the text of an answer behind the prompt, where the template opens it otherwise.
+
+        SeamError where the target cannot have written the answer behind that prompt.
+        """
+        answer = messages[-1]
+        shared = len(os.path.commonprefix([prompt, text]))
+        seam = prompt[shared:]
+        if not seam.strip():
+            return prompt + text[shared:].lstrip()
+        content = join_parts(answer["content"])
+        tag = OPENING_TAG.search(seam)
+        closing = f"{tag[1]}/{tag[2]}{tag[3]}" if tag else ""
+        if closing not in content or any(answer.get(n) for n in NEEDED if n != "content"):
+            raise SeamError(
+                f"the prompt of an answer ends with {shorten(prompt[-40:])}, and the chat template"
+                f" writes the answer behind {shorten(text[:shared][-40:])}: the target is never"
+                " asked for it like this",
+                "let the target answer with `specdec-train data`, write the content as the target"
+                f" does{f', its thoughts, {closing} and the answer' * bool(tag)}, or give"
+                " chat_template_kwargs with which the template asks without it",
+            )
+        probed = self._render([*messages[:-1], {**answer, "content": PROBE}], options)
+        return prompt + _drop_opening(content, prompt) + probed.rpartition(PROBE)[2]
 
     def _render(
         self, messages: Sequence[Message], options: Mapping[str, Any], ask: bool = False
@@ -398,7 +485,7 @@ class ChatFormat:
             content = join_parts(message["content"]).strip()
             filled = [
                 name for name, value in message.items()
-                if (content if name == "content" else value and name != "role")
+                if (content if name == "content" else _is_filled(name, value))
             ]  # fmt: skip
             calls = len(message.get("tool_calls", []))
             for name in filled:
@@ -436,13 +523,32 @@ class ChatFormat:
                 f"use a tokenizer whose chat template reads {name}, rename it to what the template"
                 " reads, or leave such rows out",
             )
-        if not is_read and (whose, name) not in self._told:
-            self._told.add((whose, name))
-            logger.warning(
+        if not is_read:
+            self._tell_once(
                 "%s has %s, which the tokenizer's chat template does not read: it is not in the"
                 " tokens", whose, name,
             )  # fmt: skip
         self._read.add(key)
+
+    def _tell_once(self, *line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning(*line)
+
+
+def _drop_opening(content: str, prompt: str) -> str:
+    """Return an answer without the opening tag, where the prompt that asks for it ends with it."""
+    tag = OPENING_TAG.search(prompt)
+    rest = content.lstrip()
+    if tag is None or not rest.startswith(written := tag[0].rstrip()):
+        return content
+    return rest[len(written) :].removeprefix(prompt[len(prompt.rstrip()) :])
+
+
+def _is_filled(name: str, value: object) -> bool:
+    """Return whether a message's field says something; 0 and False do where it is no text."""
+    is_falsy_value = isinstance(value, (bool, int, float)) and name not in NEEDED
+    return name != "role" and (bool(value) or is_falsy_value)
 
 
 def _shows_objects(messages: Sequence[Message], text: str) -> bool:

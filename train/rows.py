@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.chat import ChatFormat, Conversation, mask_tokens
+from specdec.chat import ROLES, ChatFormat, Conversation, SeamError, mask_tokens
 from specdec.documents import name_line, parse_object, read_document, read_lines
-from specdec.errors import SpecDecError, summarize
+from specdec.errors import SpecDecError, count, summarize
+from specdec.learning_marks import is_row_learned
 from specdec.logs import get_logger
 
 HELDOUT_PART = 0.02
@@ -114,6 +115,9 @@ class RowBuilder:
         self.max_length = max_length
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
         self.num_unusable = 0
+        self.seam_errors: list[SeamError] = []
+        self.num_unlearned_turns = 0
+        self.num_unlearned_rows = 0
         self._texts: list[str] = []
         end = tokenizer.eos_token_id
         # The stream of documents begins with an end token, as every later document sees one.
@@ -137,7 +141,15 @@ class RowBuilder:
 
     def add_conversation(self, conversation: Conversation) -> None:
         """Add a conversation; the assistant's tokens are labels. What is too long is cut."""
-        rendered = self.format.render_turns(conversation)
+        try:
+            rendered = self.format.render_turns(conversation)
+        except SeamError as error:
+            self.seam_errors.append(error)
+            return
+        self.num_unlearned_turns += sum(
+            conversation.messages[number]["role"] == "assistant"
+            for number in conversation.unlearned
+        )
         usable = False
         for text, spans in ((r.text, r.spans) for r in rendered):
             encoded = self.tokenizer(
@@ -186,14 +198,32 @@ def read_rows(
     num_unusable = sum(b.num_unusable for b in builders)
     if num_unusable:
         logger.warning(
-            "%s: %d conversations have no assistant's turn within %d tokens; they are left out",
-            path, num_unusable, max_length,
+            "%s: %d conversations have no assistant's turn to learn within %d tokens; they are left"
+            " out", path, num_unusable, max_length,
+        )  # fmt: skip
+    seam_errors = [error for b in builders for error in b.seam_errors]
+    if seam_errors:
+        logger.warning(
+            "%s: %s left out, as %s; %s", path, count(len(seam_errors), "conversation"),
+            seam_errors[0], seam_errors[0].hint,
+        )  # fmt: skip
+    turns = sum(b.num_unlearned_turns for b in builders)
+    rows = sum(b.num_unlearned_rows for b in builders)
+    if turns or rows:
+        logger.info(
+            "%s: %s of the assistant and %s are marked as not to be learned, by weight 0 or the"
+            " like: such turns are context only, such rows are left out",
+            path, count(turns, "turn"), count(rows, "row"),
         )  # fmt: skip
     return builders[0].finish(), builders[1].finish()
 
 
 def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
-    document = line.decode("utf-8-sig") if is_text else read_document(parse_object(line))
+    row = {"text": line.decode("utf-8-sig")} if is_text else parse_object(line)
+    document = read_document(row)
+    if not is_row_learned(row, ROLES):
+        builder.num_unlearned_rows += 1
+        return
     if isinstance(document, str):
         builder.add_text(document)
     else:

@@ -8,13 +8,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from specdec.train.rows import Rows
 from tests.engines import reset_accelerator
 
 PARAGRAPH = (
     "def add(first, second):\n    return first + second\n\n"
     "for number in range(10):\n    print(add(number, number))\n"
+)
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -105,3 +112,37 @@ def run_train(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
         return done
 
     return run
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write_lines(*rows: Any, name: str = "data.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return write_lines
+
+
+@pytest.fixture
+def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Any]:
+    def set_template(template: str | None) -> Any:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return tokenizer
+
+    return set_template
+
+
+def get_rows(rows: Rows) -> list[list[int]]:
+    return [part.tolist() for part in np.split(rows.tokens, rows.bounds[1:-1])]
+
+
+def get_labels(rows: Rows, tokenizer: Any) -> list[str]:
+    """The label tokens of each row, as text."""
+    pairs = zip(
+        np.split(rows.tokens, rows.bounds[1:-1]),
+        np.split(rows.mask, rows.bounds[1:-1]),
+        strict=True,
+    )
+    return [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from specdec.chat import ChatFormat, Conversation
 from specdec.errors import SpecDecError
-from specdec.train.data.dialogues import Dialogue
+from specdec.train.data.dialogues import Dialogue, Row, Source
 from specdec.train.data.pipeline import regenerate_data
 from specdec.train.data.settings import DataSettings
 from tests.conftest import make_llama, make_tokenizer
@@ -41,8 +42,9 @@ def regenerate(folder: Path, tmp_path: Path) -> Regenerate:
         values: dict[str, Any] = {"max_tokens": LIMIT, **flags}
         regenerate_data(
             DataSettings(
-                input=str(path), output=output, engine_dir=folder / "engine",
-                tokenizer_dir=str(folder / "target"), device="cpu", force=True, **values,
+                input=str(path), output=output, device="cpu", force=True,
+                **{"engine_dir": folder / "engine", "tokenizer_dir": str(folder / "target")}
+                | values,
             )
         )  # fmt: skip
         return [json.loads(line) for line in output.read_text().splitlines()]
@@ -64,7 +66,7 @@ def answer_by_transformers(target: tuple[Any, Any], text: str) -> str:
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
     (tokens,) = continue_greedily(model, [prompt], LIMIT)
     assert tokenizer.eos_token_id not in tokens, "choose another text"
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return str(tokenizer.decode(tokens))
 
 
 def test_completions_are_the_targets(regenerate: Regenerate, target: tuple[Any, Any]) -> None:
@@ -105,6 +107,63 @@ def test_seeds_and_cut_answers(regenerate: Regenerate) -> None:
     assert first != other
     assert len({row["text"] for row in first}) > 1
     assert [len(row["text"]) > 0 for row in first if row.get("truncated")] == [True] * 3
+
+
+def test_special_tokens_of_an_answer_are_kept(
+    regenerate: Regenerate, folder: Path, tmp_path: Path
+) -> None:
+    """As <think> and <tool_call> are special in some tokenizers; the end of an answer is not it."""
+    (plain,) = regenerate([{"prompt": "def add("}], completion=True)
+    changed = tmp_path / "tokenizer"
+    shutil.copytree(folder / "target", changed)
+    document = json.loads((changed / "tokenizer.json").read_text())
+    written = plain["text"].removeprefix("def add(")
+    name = next(c for c in written if c in document["model"]["vocab"] and c not in "def add(")
+    document["added_tokens"].append(
+        {"id": document["model"]["vocab"][name], "content": name, "special": True,
+         "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    )  # fmt: skip
+    (changed / "tokenizer.json").write_text(json.dumps(document))
+    rows = regenerate([{"prompt": "def add("}], completion=True, tokenizer_dir=str(changed))
+    assert rows == [plain]
+
+
+def test_half_a_character_at_a_cut_is_no_answer(tmp_path: Path) -> None:
+    row = Row(index=0, place=1, line=b'{"prompt": "a"}')
+    settings = DataSettings(input="in.jsonl", output=tmp_path / "out.jsonl")
+    source = Source(name="in.jsonl", path=tmp_path / "in.jsonl", num_rows=1, facts={})
+    for is_cut, text in ((True, "so "), (False, "so \ufffd")):
+        dialogue = Dialogue(row, settings, source)
+        dialogue.ask()
+        dialogue.add({"content": "so \ufffd"}, is_truncated=is_cut)
+        assert dialogue.to_json()["messages"][-1]["content"] == text
+
+
+@pytest.mark.parametrize("holds_tokenizer", [True, False])
+def test_the_engine_s_own_tokenizer(
+    folder: Path, regenerate: Regenerate, tmp_path: Path, holds_tokenizer: bool
+) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(folder / "engine", engine)
+    if holds_tokenizer:
+        expected = regenerate([{"prompt": "def add("}])
+        shutil.copytree(folder / "target", engine / "tokenizer", dirs_exist_ok=True)
+        rows = regenerate([{"prompt": "def add("}], engine_dir=engine, tokenizer_dir=None)
+        assert rows == expected
+        return
+    shutil.rmtree(engine / "tokenizer", ignore_errors=True)
+    with pytest.raises(SpecDecError, match="the data needs a tokenizer, and the engine holds none"):
+        regenerate([{"prompt": "def add("}], engine_dir=engine, tokenizer_dir=None)
+
+
+def test_an_engine_for_external_drafts_answers_without(
+    folder: Path, regenerate: Regenerate, tmp_path: Path
+) -> None:
+    flags = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4]
+    engine = make_engine(tmp_path, folder / "target", optimize="none",
+                         build=["--max-seq-len", 100, *flags])  # fmt: skip
+    expected = regenerate([{"prompt": "def add("}])
+    assert regenerate([{"prompt": "def add("}], engine_dir=engine) == expected
 
 
 def test_rows_that_the_engine_has_no_room_for(regenerate: Regenerate, tmp_path: Path) -> None:

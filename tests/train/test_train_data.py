@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specdec import chat
@@ -16,17 +14,13 @@ from specdec.chat import Conversation
 from specdec.documents import check_data_file, read_document
 from specdec.errors import SpecDecError
 from specdec.train.rows import (
-    Rows,
     choose_heldout_lines,
     choose_rows,
     prepare_rows,
     read_rows,
 )
+from tests.train.conftest import CHATML, get_labels, get_rows
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # Like several real ones: the reasoning of earlier answers is dropped.
 FORGETFUL = (
     "{% for m in messages %}<{{ m['role'] }}>"
@@ -51,40 +45,6 @@ TURNS = [
     {"role": "user", "content": "it is 3"},
     {"role": "assistant", "content": "yes, 3\n"},
 ]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    def write_lines(*rows: Any, name: str = "data.jsonl") -> Path:
-        path = tmp_path / name
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return path
-
-    return write_lines
-
-
-@pytest.fixture
-def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Any]:
-    def set_template(template: str | None) -> Any:
-        monkeypatch.setattr(tokenizer, "chat_template", template)
-        return tokenizer
-
-    return set_template
-
-
-def get_rows(rows: Rows) -> list[list[int]]:
-    return [part.tolist() for part in np.split(rows.tokens, rows.bounds[1:-1])]
-
-
-def get_labels(rows: Rows, tokenizer: Any) -> list[str]:
-    """The label tokens of each row, as text."""
-    pairs = zip(
-        np.split(rows.tokens, rows.bounds[1:-1]),
-        np.split(rows.mask, rows.bounds[1:-1]),
-        strict=True,
-    )
-    return [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in pairs]
 
 
 def test_texts_are_packed_with_end_tokens_between(write: Any, tokenizer: Any) -> None:

@@ -17,6 +17,7 @@ from specdec.chat import (
     get_speaker,
     parse_conversation,
 )
+from specdec.decode.text import INCOMPLETE
 from specdec.documents import (
     SUFFIXES,
     check_data_file,
@@ -144,7 +145,9 @@ class Dialogue:
         return Conversation(self._messages, self._options) if self._prompt is None else self._prompt
 
     def add(self, answer: Message, *, is_truncated: bool) -> None:
-        """Take the answer. One that was cut ends the conversation."""
+        """Take the answer. One that was cut ends the conversation, without half a character."""
+        if is_truncated:
+            answer = {**answer, "content": answer["content"].rstrip(INCOMPLETE)}
         self.num_answers += 1
         old = self._turns.pop(0)
         calls, old_calls = (_list_calls(message) for message in (answer, old))

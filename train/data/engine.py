@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from specdec import Engine, Prompt, Stream
 from specdec.chat import ChatFormat
 from specdec.command.settings import need
+from specdec.engine.layout import read_engine_config
 from specdec.files.folders import TENSORRT_LLM, read_backend
+from specdec.logs import get_logger
+from specdec.methods.draft_target import METHOD
 
 from .dialogues import Dialogue, RowError
 from .settings import DataSettings
+
+logger = get_logger(__name__)
 
 
 class EngineRunner:
@@ -20,11 +26,20 @@ class EngineRunner:
     def __init__(self, settings: DataSettings) -> None:
         self.settings, folder = settings, need(settings.engine_dir)
         kind: type[Engine] = Engine
-        if read_backend(folder) == TENSORRT_LLM:
+        backend = read_backend(folder)
+        if backend == TENSORRT_LLM:
             from specdec.trtllm.serving import ExecutorEngine
 
             kind = ExecutorEngine
-        self._engine = kind.load(folder, tokenizer=settings.tokenizer_dir, device=settings.device)
+        drafts = not _awaits_drafts(folder, backend)
+        if not drafts:
+            logger.info(
+                "%s was built for drafts from outside, and none are needed here: it decodes without"
+                " speculation", folder,
+            )  # fmt: skip
+        self._engine = kind.load(
+            folder, tokenizer=settings.tokenizer_dir, device=settings.device, speculation=drafts
+        )
         self._tokenizer = self._engine.tokenizer
         self._format = ChatFormat(self._tokenizer)
 
@@ -86,4 +101,15 @@ class EngineRunner:
             token_ids=ids, max_output_len=min(settings.max_tokens, room),
             temperature=settings.temperature, top_p=settings.top_p,
             seed=(settings.seed or 0) + dialogue.row.index,
+            # As <think> and <tool_call> are in some tokenizers: the target writes them, too.
+            skip_special_tokens=False, spaces_between_special_tokens=False,
         )  # fmt: skip
+
+
+def _awaits_drafts(folder: Path, backend: str) -> bool:
+    """Return whether an engine was built for drafts that something else makes."""
+    if backend == TENSORRT_LLM:
+        from specdec.trtllm.engine_folder import EXTERNAL, read_engine_folder
+
+        return read_engine_folder(folder).mode == EXTERNAL
+    return read_engine_config(folder, backend).build.speculative_decoding_mode == METHOD.mode

@@ -20,6 +20,7 @@ from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
 from specdec.files.staging import check_output_file, tell_full_disk, write_whole
 from specdec.options import Contradiction, refuse_contradictions
+from specdec.tokenizer import find_tokenizer, lack_tokenizer
 
 from .client import Client, check_url
 from .dialogues import Dialogue, Row, RowError, Source, open_source
@@ -97,15 +98,18 @@ def check_settings(settings: DataSettings) -> None:
     """Raise for what can be seen to be wrong before anything is read."""
     require(settings)
     given = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
-    needed = SERVER_FLAGS if settings.engine_dir is None else ENGINE_FLAGS
-    if not given or set(given) - set(needed):
+    usable = SERVER_FLAGS if settings.engine_dir is None else ENGINE_FLAGS
+    if not given or set(given) - set(usable):
         raise UsageError(
             "the target must be one server or one engine",
-            "give --base-url and --model, or --engine-dir and --tokenizer-dir",
+            "give --base-url and --model, or --engine-dir",
         )
-    require(settings, *needed)
-    if settings.engine_dir is not None:
+    if settings.engine_dir is None:
+        require(settings, *SERVER_FLAGS)
+    else:
         expect_folder(settings.engine_dir, ENGINE, "--engine-dir")
+        if find_tokenizer(settings.engine_dir, settings.tokenizer_dir) is None:
+            raise lack_tokenizer("the data needs")
     if settings.base_url is not None:
         check_url(settings.base_url)
     refuse_contradictions(settings, CONTRADICTIONS)

@@ -36,7 +36,8 @@ class DataSettings:
     model: str | None = SERVER_TARGET(help="The target's name at the server.", metavar="NAME")
     engine_dir: Path | None = ENGINE(help="The target's engine, instead of a server.")
     tokenizer_dir: str | None = ENGINE(
-        help="With --engine-dir: folder or Hub id of the tokenizer.", metavar="DIR"
+        help="With --engine-dir: folder or Hub id of the tokenizer, where the engine holds none.",
+        metavar="DIR",
     )
     device: str = ENGINE(
         "auto", choices=("auto", "cpu", "cuda"), help="With --engine-dir: device to run on."
