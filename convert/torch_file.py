@@ -9,13 +9,17 @@ import ctypes
 import mmap
 import os
 import re
+import struct
+import sys
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from specdec import logs
 from specdec.errors import SpecDecError, shorten, summarize
+from specdec.files.folders import MAX_PICKLE_BYTES
 from specdec.files.reading import Array, open_file
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model.sharding import view_rows
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 logger = logs.get_logger(__name__)
 
 ZIP_MAGIC = b"PK\x03\x04"
+# What data.pkl may take beside MAX_PICKLE_BYTES: a tensor's entry has some 120 bytes and its name.
+BASE_PICKLE_BYTES, PICKLE_BYTES_A_RECORD = 1 << 20, 4096
+MAX_UNPACKING = 20  # times the bytes of compressed records; trained weights have 1 to 2
 # torch's names of types that only a safetensors header names otherwise; see storage.FOREIGN_BITS.
 FOREIGN_NAMES = {
     "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -44,13 +51,14 @@ class TorchFile:
         self.path = path
         with open_file(path) as file:
             self._size = os.fstat(file.fileno()).st_size
-            self._is_mapped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
-        if not self._is_mapped:
+            reason = "is not of the format that torch has written since 1.6"
+            if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
+                reason = _check_records(path, file)
+        self._is_mapped = not reason
+        if reason:
             logger.warning(
-                "%s is not of the format that torch has written since 1.6: all of its %.1f MB go"
-                " into memory",
-                path, self._size / 1e6,
-            )  # fmt: skip
+                "%s %s: all of its %.1f MB go into memory", path, reason, self._size / 1e6
+            )
         self._state = _load(path, is_mapped=self._is_mapped)
         self.tensors = {name: self._describe(name, value) for name, value in self._state.items()}
         self._ranges = list(_find_mappings(path)) if self._is_mapped else []
@@ -94,6 +102,37 @@ class TorchFile:
                 f"store it as one of {', '.join(DTYPES)}",
             )
         return TensorInfo(dtype, tuple(tensor.shape))
+
+
+def _check_records(path: Path, file: BinaryIO) -> str:
+    """Return why a zip archive's tensors are no bytes of the file, an empty text where they are.
+
+    Raises SpecDecError for an archive that unpacks to what no model needs: unpickling it would take
+    minutes and fill the memory.
+    """
+    try:
+        records = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError):
+        return ""  # torch says what is wrong with it
+    sizes = {record.filename.rpartition("/")[2]: record.file_size for record in records}
+    pickled, most = (
+        sizes.get("data.pkl", 0),
+        min(MAX_PICKLE_BYTES, BASE_PICKLE_BYTES + PICKLE_BYTES_A_RECORD * len(records)),
+    )
+    packed = [record for record in records if record.compress_type != zipfile.ZIP_STORED]
+    unpacked = sum(record.file_size for record in packed)
+    if pickled > most or unpacked > MAX_UNPACKING * max(1, sum(r.compress_size for r in packed)):
+        what = f"its data.pkl has {pickled}" if pickled > most else f"they unpack to {unpacked}"
+        raise SpecDecError(
+            f"{path} holds {len(records)} records, and {what} bytes: no weights do",
+            "do not trust the file; get the model from its origin",
+        )
+    if packed:
+        return f"has {len(packed)} compressed records, {unpacked / 1e6:.1f} MB when unpacked"
+    order = next((r for r in records if r.filename.endswith("/byteorder")), None)
+    if order is not None and zipfile.ZipFile(file).read(order) != sys.byteorder.encode():
+        return "was written in another byte order"  # torch turns it in memory
+    return ""
 
 
 def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:

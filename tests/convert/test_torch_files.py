@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,51 @@ def test_damaged_files(model: Path, convert: Converter) -> None:
         assert f"{model / BIN} cannot be read as weights alone" in error.message
         assert "download it again" in error.hint
         assert "weights_only" not in error.message, "nobody is told to load it unsafely"
+
+
+def zip_again(path: Path, method: int, changed: Mapping[str, bytes] = {}) -> None:
+    """Pack a file of torch.save as any zip tool may; changed: the contents of some records."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: changed.get(Path(name).name, old.read(name)) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", method) as new:
+        for name, data in records.items():
+            new.writestr(name, data)
+
+
+def test_compressed_records_are_unpacked(
+    model: Path, expected: bytes, convert: Converter, log: pytest.LogCaptureFixture
+) -> None:
+    torch.save(take_state(model), model / BIN)
+    zip_again(model / BIN, zipfile.ZIP_STORED)
+    assert read_rank(convert(model_dir=model, force=True)) == expected
+    assert "into memory" not in log.text
+    zip_again(model / BIN, zipfile.ZIP_DEFLATED)
+    assert read_rank(convert(model_dir=model, force=True)) == expected
+    assert "compressed records" in log.text
+
+
+def test_another_byte_order(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """torch turns it in a mapping whose changes would be lost with its memory."""
+    tensor = torch.arange(1000, dtype=torch.float32)
+    torch.save({"a": tensor}, path := tmp_path / "x.bin")
+    turned = tensor.numpy().byteswap().tobytes()
+    zip_again(path, zipfile.ZIP_STORED, {"byteorder": b"big", "0": turned})
+    file = TorchFile(path)
+    assert (file.read("a") == tensor.numpy()).all()
+    file.release()
+    assert (file.read("a") == tensor.numpy()).all()
+
+
+def test_what_unpacks_to_more_than_any_model_is_not_unpacked(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1 << 20)}, path := tmp_path / "x.bin")
+    for method, bomb in ((zipfile.ZIP_STORED, 3 << 20), (zipfile.ZIP_DEFLATED, 30 << 20)):
+        zip_again(path, method, {"data.pkl": b"\x80\x02" + b"]" * bomb})
+        with pytest.raises(SpecDecError, match=rf"x.bin holds .* data.pkl has {bomb + 2} bytes"):
+            TorchFile(path)
+    torch.save({"a": torch.ones(1 << 20)}, path)
+    zip_again(path, zipfile.ZIP_DEFLATED)  # ones alone: a file of 4 MB in some KB
+    with pytest.raises(SpecDecError, match="they unpack to 419"):
+        TorchFile(path)
 
 
 def test_a_file_that_changes_size_is_not_read(tmp_path: Path) -> None:
