@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec.errors import Problems, SpecDecError, shorten
 from specdec.files.casts import FLOATS, cast
-from specdec.files.folders import refuse_absent
+from specdec.files.folders import ADAPTER_CONFIG, refuse_absent
 from specdec.files.reading import Array, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.wrappers import NAMES
@@ -28,7 +28,7 @@ from .plan import Computed, collect
 from .torch_file import TorchFile
 
 FLAG = "--lora-dir"
-CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+CONFIG, WEIGHTS = ADAPTER_CONFIG, ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it with PEFT's merge_and_unload, save that with save_pretrained, and convert it"
 # Keys of adapter_config.json that are read here, and those that cannot change a merged weight.
 READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})

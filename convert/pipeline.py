@@ -14,7 +14,7 @@ from specdec import logs
 from specdec.command.settings import need, to_plain
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.casts import FLOATS
-from specdec.files.folders import MODEL, is_hub_id
+from specdec.files.folders import MODEL, is_hub_id, refuse_adapter
 from specdec.files.manifest import check_sources, write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import (
@@ -223,6 +223,9 @@ class PlannedTarget:
 def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
     folder = open_model(need(settings.model_dir), "--model-dir")
+    if settings.lora_dir is None:
+        merge = f"specdec-convert --lora-dir {folder.path} merges it"
+        refuse_adapter(folder.path, f"--model-dir {folder.path}", merge)
     unwrap(folder)
     folder = leave_head(folder, is_converted=takes_own_head(settings))
     family = find_family(folder)

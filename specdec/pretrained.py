@@ -26,6 +26,7 @@ from specdec.files.folders import (
     has_tokenizer,
     is_hub_id,
     refuse_absent,
+    refuse_adapter,
 )
 from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
@@ -162,6 +163,8 @@ def load_model(
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    merge = "merge it with PEFT's merge_and_unload, and give what its save_pretrained writes"
+    refuse_adapter(Path(source), f"{flag} {source}", merge)
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
     if (config.architectures or [None])[0] in WRAPPERS and text is not config:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
@@ -42,6 +43,8 @@ from .base import (
     list_held,
     read_layers,
 )
+
+logger = logs.get_logger(__name__)
 
 # As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
 WITH_TARGET = "eagle_module."
@@ -152,7 +155,10 @@ def _read_eagle3(
     """Read what EAGLE-3 has besides its layers; None where something is wrong."""
     place = reader.enter(reader.get_object(form.place) if form.place else reader.config)
     check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
-    norms = {"norm_before_residual": reader.get_bool("norm_before_residual", False)}
+    is_speculators, name = form.place is None, "norm_before_residual"
+    if is_speculators and reader.config.get(name) is None:
+        logger.warning("%s: config.json has no %s; taken as true, as in vLLM", folder.path, name)
+    norms = {name: reader.get_bool(name, is_speculators)}
     for name in Eagle3Params.NEWER:  # vLLM takes ModelOpt's object first
         norms[name] = (place if name in place.config else reader).get_bool(name, False)
     is_tied = reader.config.get("tie_word_embeddings") is True

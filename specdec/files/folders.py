@@ -102,6 +102,7 @@ WEIGHT_NAMES = (
     "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX, "model.pt",
 )  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+ADAPTER_CONFIG = "adapter_config.json"
 MAX_PICKLE_BYTES = 64 << 20
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _TARGET = re.compile(r"(model|transformer|language_model)\.")
@@ -208,7 +209,7 @@ def look_at(folder: Path) -> Look:
     if "mapping" in config or "rank0.safetensors" in names:
         return Look(CHECKPOINT, names, config, ())
     tensors = _list_tensors(folder, names)
-    if "adapter_config.json" in names and not tensors:
+    if ADAPTER_CONFIG in names and not tensors:
         return Look(ADAPTER, names, config, tensors)
     return Look(_identify_model(names, config, tensors), names, config, tensors)
 
@@ -217,7 +218,7 @@ def _identify_files(names: Collection[str]) -> str | None:
     """The kind of a folder without config.json."""
     if not names:
         return EMPTY
-    if "adapter_config.json" in names:
+    if ADAPTER_CONFIG in names:
         return ADAPTER
     if any(name in names for name in MEDUSA_FILES):
         return MEDUSA
@@ -361,6 +362,19 @@ def _list_pickled(path: Path) -> Collection[str]:
     except (OSError, ValueError, EOFError, KeyError, struct.error, zipfile.BadZipFile):
         return ()
     return [name for name in found if _TENSOR.fullmatch(name)]
+
+
+def refuse_adapter(folder: Path, shown: str, remedy: str) -> None:
+    """Raise SpecDecError where a LoRA adapter lies beside a whole model.
+
+    transformers loads it, other readers do not. shown: how the message names the folder.
+    """
+    if (folder / ADAPTER_CONFIG).exists():
+        raise SpecDecError(
+            f"{shown} holds a LoRA adapter beside its weights ({ADAPTER_CONFIG}), which"
+            " transformers would add to them",
+            f"{remedy}; for the weights alone move {ADAPTER_CONFIG} elsewhere",
+        )
 
 
 def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> None:

@@ -229,15 +229,27 @@ def test_a_list_at_the_top_alone(
     assert read_config(convert.output)["eagle3"]["aux_layers"] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_the_normed_residual_of_speculators(
-    target: Path, eagle3: Path, convert: Converter, tmp_path: Path
-) -> None:
+    kind: str, is_told: bool, target: Path, eagle3: Path, convert: Converter, tmp_path: Path,
+    log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Where config.json does not tell, vLLM takes true, for which these folders are written."""
+
     def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         to_speculators(config, tensors)
-        config["norm_before_residual"] = True
+        del config["norm_before_residual"]
+        config |= {"speculators_model_type": kind} | (
+            {"norm_before_residual": True} if is_told else {}
+        )
+        if kind == "peagle":
+            config["mask_token_id"] = 3
+            tensors["mask_hidden"] = np.ones((1, 192), np.float32)
 
     convert(model_dir=target, eagle_model_dir=copy_drafter(eagle3, tmp_path / "other", edit))
     assert read_config(convert.output)["eagle3"]["norm_before_residual"] is True
+    assert ("has no norm_before_residual; taken as true" in log.text) != is_told
 
 
 def put_norms(where: str, **norms: bool) -> Edit:

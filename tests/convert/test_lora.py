@@ -13,12 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdec.errors import SpecDecError
+from specdec.pretrained import load_model
 from tests.conftest import make_llama
 from tests.convert.checkpoints import join_checkpoint
 from tests.convert.conftest import Converter
 from tests.families import make_family_model
 
 peft = pytest.importorskip("peft")
+
+RANK = "rank0.safetensors"
 
 LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4, "lora_alpha": 12}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -174,3 +178,23 @@ def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path, convert: Converter
     train(base, tmp_path / "adapter", {**LINEAR, "target_modules": ["embed_tokens", "q_proj"]})
     fact = str(convert.fail(model_dir=base, lora_dir=tmp_path / "adapter"))
     assert "model.embed_tokens.weight is tied to another" in fact
+
+
+def test_an_adapter_beside_a_whole_model(tmp_path: Path) -> None:
+    """transformers adds it: nobody may take the model without it unasked."""
+    base = make_llama(tmp_path)
+    train(base, tmp_path / "adapter", LINEAR)
+    expected = Converter(tmp_path / "expected")(model_dir=base, lora_dir=tmp_path / "adapter")
+    for file in (tmp_path / "adapter").glob("adapter_*"):
+        shutil.copy(file, base)
+    error = Converter(tmp_path / "none").fail(model_dir=base)
+    assert f"{base} holds a LoRA adapter beside its weights" in error.message
+    with pytest.raises(SpecDecError, match="holds a LoRA adapter beside its weights"):
+        load_model(base)
+    # Both remedies are followed.
+    assert f"--lora-dir {base}" in error.hint
+    merged = Converter(tmp_path / "merged")(model_dir=base, lora_dir=base)
+    assert (merged / RANK).read_bytes() == (expected / RANK).read_bytes()
+    (base / "adapter_config.json").rename(tmp_path / "elsewhere")
+    assert (Converter(tmp_path / "plain")(model_dir=base) / RANK).read_bytes()
+    load_model(base)
