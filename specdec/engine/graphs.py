@@ -260,7 +260,8 @@ class StepShape:
     def num_numbers(self) -> int:
         """Of `pack`: whole numbers, the mask eight to one."""
         tokens = self.num_rows * self.num_tokens
-        return 3 * self.num_rows + self.num_tokens + 3 * tokens + -(-tokens * self.num_new // 8)
+        numbers = self.num_tokens + self.num_rows * (3 + self.num_new) + 3 * tokens
+        return numbers + -(-tokens * self.num_new // 8)
 
     def pack(self, step: Step, past: IntArray, lines: IntArray) -> IntArray:
         """All that a step's layers are told, in one array: one copy to the device."""
@@ -269,10 +270,12 @@ class StepShape:
         row[num_rows:] = 0
         token = np.minimum(np.arange(self.num_tokens), num_tokens - 1)
         slots = past[:, None] + np.arange(num_new - num_tokens, num_new)
+        columns = np.zeros((self.num_rows, self.num_new), np.int64)
+        columns[:, :num_new] = step.mask_positions[row]
         mask = np.zeros((self.num_rows, self.num_tokens, self.num_new), np.bool_)
         mask[:, :, :num_new] = step.tree_mask[row[:, None], token]
         packed = np.zeros(self.num_numbers, np.int64)
-        parts = [row, token, step.rows[row], past[row]]
+        parts = [row, token, step.rows[row], past[row], columns]
         parts += [table[row[:, None], token] for table in (step.positions, slots, lines)]
         flat = np.concatenate([part.reshape(-1) for part in parts])
         packed[: len(flat)] = flat
@@ -282,27 +285,30 @@ class StepShape:
     def unpack(self, packed: Tensor) -> PackedStep:
         """The parts of a packed step, on the device."""
         rows, tokens = self.num_rows, self.num_tokens
-        sizes = [rows, tokens, rows, rows, *[rows * tokens] * 3]
+        sizes = [rows, tokens, rows, rows, rows * self.num_new, *[rows * tokens] * 3]
         ends = list(itertools.accumulate(sizes))
         parts = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         row, token, cache_rows, past = parts[:4]
-        positions, slots, lines = (part.view(rows, tokens) for part in parts[4:])
+        columns = parts[4].view(rows, self.num_new)
+        positions, slots, lines = (part.view(rows, tokens) for part in parts[5:])
         mask = packed[ends[-1] :].view(torch.bool)[: rows * tokens * self.num_new]
         tree_mask = mask.view(rows, tokens, self.num_new)
-        return PackedStep(row, token, cache_rows, past, positions, slots, lines, tree_mask)
+        return PackedStep(row, token, cache_rows, past, columns, positions, slots, lines, tree_mask)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedStep:
     """A step on the device: the step's row and token that each stands for, then as in `Step`.
 
-    row, cache_rows, past: [B]; token: [T]; positions, slots, lines: [B, T]; tree_mask: [B, T, N].
+    row, cache_rows, past: [B]; token: [T]; mask_positions: [B, N]; positions, slots, lines: [B, T];
+    tree_mask: [B, T, N].
     """
 
     row: Tensor
     token: Tensor
     cache_rows: Tensor
     past: Tensor
+    mask_positions: Tensor
     positions: Tensor
     slots: Tensor
     lines: Tensor
@@ -319,9 +325,8 @@ class PackedStep:
         # Columns of a table: what is committed, the entries of the step, what is behind them.
         column = (behind - self.past[:, None]).clamp_(0, num_new + 1)[:, None]  # [B, 1, S]
         if window is not None:
-            assert num_new == num_tokens
             lowest = self.positions[:, :, None] - window + 1  # [B, T, 1]
-            tree_mask = tree_mask & (self.positions[:, None, :] >= lowest)
+            tree_mask = tree_mask & (self.mask_positions[:, None, :] >= lowest)
         table = torch.full(
             (num_rows, num_tokens, num_new + 2), -torch.inf, dtype=dtype, device=device
         )

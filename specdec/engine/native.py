@@ -349,12 +349,13 @@ class NativeKernels:
         past: IntArray,
         tree_mask: BoolArray,
     ) -> StepPlan:
-        """Prepare a step's indices: rows, past [B]; positions, lines [B, T]; tree_mask [B, T, N].
+        """Prepare a step's indices: rows, past [B]; lines [B, T]; tree_mask [B, T, N].
 
-        lines: of the rotary tables. tree_mask: of the N newest tokens, the step's own last.
+        lines: of the rotary tables. positions: [B, N], of the N newest tokens, which are the
+        columns of tree_mask, the step's own last.
         """
         batch, num_tokens, num_newest = tree_mask.shape
-        shapes = [(batch,), (batch, num_tokens), (batch, num_tokens), (batch,)]
+        shapes = [(batch,), (batch, num_newest), (batch, num_tokens), (batch,)]
         given = (rows, positions, lines, past)
         if [a.shape for a in given] != shapes or {a.dtype for a in given} != {_INT64}:
             raise ValueError(f"a step's indices are {[(a.dtype, a.shape) for a in given]}")
@@ -364,7 +365,7 @@ class NativeKernels:
             raise ValueError(f"a step of {num_tokens} tokens has a mask of {num_newest} as"
                              f" {mask.dtype}, or has indices below 0")  # fmt: skip
         indices = np.array(numbers, np.int64)
-        firsts = (0, batch, batch * (1 + num_tokens), batch * (1 + 2 * num_tokens))
+        firsts = (0, batch, batch * (1 + num_newest), batch * (1 + num_newest + num_tokens))
         start = _get_address(indices)
         return StepPlan(
             (indices, mask), (*(start + 8 * at for at in firsts), _get_address(mask)),

@@ -136,7 +136,7 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
 def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
     """A step's indices, as the kernels take them."""
     return kernels.plan_step(
-        step.rows, step.positions, find_lines(step, cache), find_past(step, cache),
+        step.rows, step.mask_positions, find_lines(step, cache), find_past(step, cache),
         step.tree_mask,
     )  # fmt: skip
 

@@ -22,7 +22,8 @@ class Step:
 
     tokens, positions: [B, T]; tree_mask: [B, T, T], true where a token sees a token of this step;
     every token sees all committed positions of its row. Padding tokens see themselves. A mask of
-    more columns, [B, T, N], begins with those of earlier steps that were not committed.
+    more columns, [B, T, N], begins with tokens of earlier steps that were not committed.
+    earlier_positions: [B, N - T], the positions of those tokens; None where there are none.
     past: [B], positions that each row sees, where these are not what is committed: of a text that
     goes on in several rows of the step, each sees those before it.
     wanted: [B, T], the tokens whose last states are read; None is all. What a forward pass returns
@@ -39,6 +40,14 @@ class Step:
     wanted: BoolArray | None = None
     counts: IntArray | None = None
     kept: IntArray | None = None
+    earlier_positions: IntArray | None = None
+
+    @property
+    def mask_positions(self) -> IntArray:
+        """Positions of the tokens that the mask's columns stand for, [B, N]."""
+        if self.earlier_positions is None:
+            return self.positions
+        return np.concatenate((self.earlier_positions, self.positions), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

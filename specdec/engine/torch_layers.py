@@ -152,7 +152,7 @@ class TorchLayers:
             # The block that holds the first position in any token's window.
             first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
             first = min(first, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
-            mask = build_full_mask(past, step.tree_mask, step.positions, used, window)
+            mask = build_full_mask(past, step.tree_mask, step.mask_positions, used, window)
             views[window] = first, to_device(mask[..., first:], device)
         newest = np.arange(num_new - num_tokens, num_new)
         return _Placement(
@@ -352,14 +352,15 @@ def build_full_mask(
 ) -> BoolArray:
     """[B, 1, T, S]: committed positions, then the newest as `tree_mask` [B, T, N] says.
 
-    size: S. window: positions that a token sees, itself included.
+    positions: [B, N], of the newest tokens, of which the last T are the step's own. size: S.
+    window: positions that a token sees, itself included.
     """
     batch, num_tokens, num_new = tree_mask.shape
     mask = np.zeros((batch, 1, num_tokens, size), np.bool_)
     mask |= (np.arange(size) < past[:, None])[:, None, None, :]
     if window is not None:
-        lowest = positions[:, :, None] - window  # [B, T, 1]
-        assert num_new == num_tokens
+        assert positions.shape == (batch, num_new)
+        lowest = positions[:, num_new - num_tokens :, None] - window  # [B, T, 1]
         mask &= (np.arange(size) > lowest)[:, None]
         tree_mask = tree_mask & (positions[:, None, :] > lowest)
     for row, start in enumerate(past):

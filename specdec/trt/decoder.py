@@ -122,7 +122,7 @@ class NetworkDecoder(Decoder):
         }  # fmt: skip
         for name, window in self._masks.items():
             mask = build_full_mask(
-                past, step.tree_mask, step.positions, self.sizes.positions, window
+                past, step.tree_mask, step.mask_positions, self.sizes.positions, window
             )
             given[name] = to_device(mask, self.device)
         parts = []

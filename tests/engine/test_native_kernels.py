@@ -72,7 +72,8 @@ def check_attention(
 ) -> None:  # fmt: skip
     """A step of the kernels against torch's: what it yields, and what it writes into the cache.
 
-    cache: [2, R, K, S, H]; qkv: [B, T, heads of all parts * H]; shift: of the rotary table's lines.
+    cache: [2, R, K, S, H]; qkv: [B, T, heads of all parts * H]; positions: [B, N], of the mask's
+    columns; shift: of the rotary table's lines.
     """
     kernels = native.NativeKernels(library, cache.dtype)
     (batch, num_tokens, _), (_, _, num_kv, num_positions, size) = qkv.shape, cache.shape
@@ -82,7 +83,7 @@ def check_attention(
         q, k = how.q_norm(turned[:, :, :num_heads]), how.k_norm(turned[:, :, num_heads:])
         turned = torch.cat((q, k), dim=2)
     if how.rotary is not None:
-        at = torch.from_numpy(positions + shift)
+        at = torch.from_numpy(positions[:, -num_tokens:] + shift)
         turned = rotate(turned, how.rotary.cos[at].unsqueeze(2), how.rotary.sin[at].unsqueeze(2))
     expected_cache, index = cache.clone(), torch.from_numpy(rows)
     newest = np.arange(mask.shape[2] - num_tokens, mask.shape[2])
@@ -93,7 +94,8 @@ def check_attention(
     keys, values = expected_cache[:, index]
     queries, seen = turned[:, :, :num_heads], torch.from_numpy(full)
     expected = layers.attend(queries, keys, values, seen, how.scale, how.cap)
-    plan = kernels.plan_step(rows, positions, positions + shift, past, mask)
+    lines = positions[:, -num_tokens:] + shift
+    plan = kernels.plan_step(rows, positions, lines, past, mask)
     actual = kernels.attend(qkv.clone(), cache, how, plan, num_heads, num_kv, size)
     assert_near(actual, expected)
     assert_near(cache, expected_cache)
@@ -161,9 +163,10 @@ def test_attention_by_blocks(library: Path, dtype: torch.dtype, window: int | No
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 2, 3, 6])
 @pytest.mark.parametrize(("num_tokens", "group"), [(1, 1), (2, 1), (9, 2)])
 def test_attention_over_uncommitted_levels(
-    library: Path, dtype: torch.dtype, num_tokens: int, group: int
+    library: Path, dtype: torch.dtype, num_tokens: int, group: int, window: int | None
 ) -> None:
     """A level of a tree sees some of the levels before it, which lie behind the committed."""
     generator, past = torch.Generator().manual_seed(num_tokens), np.array([5, 0])
@@ -171,8 +174,9 @@ def test_attention_over_uncommitted_levels(
     qkv = torch.randn(2, num_tokens, (2 * group + 4) * 8, generator=generator).to(dtype)
     before = torch.rand(2, num_tokens, 3, generator=generator).numpy() < 0.5
     own = np.tile(np.eye(num_tokens, dtype=bool), (2, 1, 1))
-    mask, positions = np.concatenate((before, own), axis=2), np.tile(past[:, None] + 2, num_tokens)
-    how = layers.Attention(scale=8**-0.5, cap=None, window=None, rotary=None)
+    mask = np.concatenate((before, own), axis=2)
+    positions = past[:, None] + np.array([0, 1, 1, *[2] * num_tokens])
+    how = layers.Attention(scale=8**-0.5, cap=None, window=window, rotary=None)
     check_attention(library, cache, qkv, 2 * group, np.arange(2), past, positions, mask, how)
 
 

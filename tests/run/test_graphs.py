@@ -329,7 +329,7 @@ def test_a_windowed_target(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "columns", "window"),
-    [(1, 1, 1, None), (3, 5, 5, None), (2, 3, 8, None), (1, 1, 1, 4), (3, 5, 5, 4)],
+    [(1, 1, 1, None), (3, 5, 5, None), (2, 3, 8, None), (1, 1, 1, 4), (3, 5, 5, 4), (2, 3, 8, 2)],
 )
 def test_the_mask_made_on_the_device(
     rows: int, tokens: int, columns: int, window: int | None
@@ -339,12 +339,16 @@ def test_the_mask_made_on_the_device(
     mask = generator.random((rows, tokens, columns)) < 0.5
     newest = np.arange(columns - tokens, columns)
     mask[:, np.arange(tokens), newest] = True
-    positions = past[:, None] + generator.integers(0, 3, (rows, tokens))
-    step = Step(rows=np.arange(rows) * 2, tokens=positions, positions=positions, tree_mask=mask)
+    places = past[:, None] + generator.integers(0, 3, (rows, columns))
+    earlier, positions = np.split(places, [columns - tokens], axis=1)
+    step = Step(
+        rows=np.arange(rows) * 2, tokens=positions, positions=positions, tree_mask=mask,
+        earlier_positions=earlier,
+    )  # fmt: skip
     shape = StepShape(4, 8, 8, 64, is_prefix=False)
     packed = shape.unpack(torch.from_numpy(shape.pack(step, past, positions + 7)))
     bias = packed.build_bias(64, window, torch.float32)
-    expected = build_full_mask(past, mask, positions, 64, window)
+    expected = build_full_mask(past, mask, places, 64, window)
     assert set(bias.flatten().tolist()) == {-torch.inf, 0.0}
     seen = (bias == 0).numpy()
     assert (seen[:rows, :, :tokens] == expected).all()

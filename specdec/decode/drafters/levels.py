@@ -108,6 +108,7 @@ class TreeDraft:
         self._hidden = hidden[:, None]  # [B, n, D], of the newest level
         self._positions = cache.past_lens[rows]
         self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
+        self._run_positions = np.zeros((len(rows), 0), np.int64)  # of the nodes that have run
 
     def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
         """Run nodes but the roots, which have run; return what is drafted from each."""
@@ -123,13 +124,16 @@ class TreeDraft:
         lines = np.arange(num_rows)[:, None]
         own = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
         self._mask = np.concatenate((self._mask[lines, level.parents], own), axis=2)
-        positions = np.minimum(self._positions, self._last)
+        last = np.minimum(self._positions, self._last)[:, None]
+        positions = np.broadcast_to(last, level.tokens.shape)
         step = Step(
             rows=self._rows,
             tokens=level.tokens,
-            positions=np.broadcast_to(positions[:, None], level.tokens.shape),
+            positions=positions,
             tree_mask=self._mask,
+            earlier_positions=self._run_positions,
         )
+        self._run_positions = step.mask_positions
         device = self._hidden.device
         above = self._hidden[to_device(lines, device), to_device(level.parents, device)]
         self._hidden = self._net.forward(step, above, self._cache)

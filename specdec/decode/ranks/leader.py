@@ -106,6 +106,7 @@ def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
         "state_moves": np.array([] if cache.states is None else cache.states.moves, np.int64),
         "counts": np.zeros(0, np.int64) if step.counts is None else step.counts,
         "kept": np.zeros(0, np.int64) if step.kept is None else step.kept,
+        "mask_positions": step.mask_positions,
     }
 
 
@@ -122,6 +123,7 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
     cache.rotary_starts[:] = arrays["rotary_starts"]
     shape = tuple(arrays["mask_shape"].tolist())
     mask = np.unpackbits(arrays["tree_mask"], count=math.prod(shape))
+    num_earlier = shape[2] - shape[1]
     return Step(
         rows=arrays["rows"],
         tokens=arrays["tokens"],
@@ -130,6 +132,7 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
         past=arrays["past"] if len(arrays["past"]) else None,
         counts=arrays["counts"] if len(arrays["counts"]) else None,
         kept=arrays["kept"] if len(arrays["kept"]) else None,
+        earlier_positions=arrays["mask_positions"][:, :num_earlier] if num_earlier else None,
     )
 
 

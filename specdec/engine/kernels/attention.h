@@ -569,10 +569,10 @@ struct LaneMemory {
 };
 
 // A step of B rows with T tokens each. rows, past: [B], a row's place in the cache and how many tokens
-// are committed there; positions, lines: [B, T], a token's place in the sequence and its line of the
-// rotary tables; tree_mask: [B, T, C], of the C newest tokens in the cache, the step's own last (C is T
-// where there is a window); wanted: [B, T], zero where a result may be anything, or null. All of it
-// stays as it is until the call is over.
+// are committed there; lines: [B, T], a token's line of the rotary tables; positions: [B, C], of the C
+// newest tokens in the cache in their sequence, the step's own last; tree_mask: [B, T, C], of the same;
+// wanted: [B, T], zero where a result may be anything, or null. All of it stays as it is until the call
+// is over.
 struct Step {
   int64_t B, T, C;
   const int64_t *rows, *positions, *lines, *past;
@@ -705,8 +705,18 @@ class Attend {
 
   // The first committed position that a token sees: those are stored at their own numbers.
   int64_t find_first(int64_t b, int64_t t) const {
-    const int64_t first = how.window > 0 ? step.positions[b * step.T + t] - how.window + 1 : 0;
+    const int64_t first = how.window > 0 ? get_position(b, t) - how.window + 1 : 0;
     return first < 0 ? 0 : first < step.past[b] ? first : step.past[b];
+  }
+
+  // Positions of a row's newest tokens [C], of which the last T are the step's own.
+  const int64_t *get_positions(int64_t b) const { return step.positions + b * step.C; }
+
+  int64_t get_position(int64_t b, int64_t t) const { return get_positions(b)[step.C - step.T + t]; }
+
+  // The lowest position that a token's window holds.
+  int64_t get_lowest(int64_t b, int64_t t) const {
+    return how.window > 0 ? get_position(b, t) - how.window + 1 : 0;
   }
 
   const uint8_t *get_mask(int64_t b, int64_t t) const {
@@ -717,7 +727,7 @@ class Attend {
     const auto is_seen = [](uint8_t seen) { return seen != 0; };
     for (int64_t t = 0; t < step.T; ++t) {
       const uint8_t *mask = get_mask(b, t);
-      if (how.window > 0 && step.positions[b * step.T + t] != step.past[b] + t) return false;
+      if (how.window > 0 && get_position(b, t) != step.past[b] + t) return false;
       if (!std::all_of(mask, mask + t + 1, is_seen)) return false;
       if (std::any_of(mask + t + 1, mask + step.C, is_seen)) return false;
     }
@@ -860,7 +870,8 @@ class Attend {
     const int64_t committed = part == 0 ? before : 0;
     float *line = memory.line;
     for (int64_t q = 0; q < item.count; ++q) {
-      const int64_t t = get_token(item, q), *place = step.positions + item.b * step.T;
+      const int64_t t = get_token(item, q), lowest = get_lowest(item.b, t);
+      const int64_t *positions = get_positions(item.b);
       const uint8_t *mask = get_mask(item.b, t);
       const float *from = memory.scores + q * line_size;
       float *to = memory.weights + q * line_size;
@@ -869,7 +880,7 @@ class Attend {
       const int64_t unseen = find_first(item.b, t) - (past - before);
       std::fill(line, line + std::max<int64_t>(0, std::min(committed, unseen)), kHidden);
       for (int64_t j = 0, at = before - begin; j < C; ++j)
-        if (mask[j] && ++at > 0 && at <= used && (how.window <= 0 || place[j] > place[t] - how.window))
+        if (mask[j] && ++at > 0 && at <= used && positions[j] >= lowest)
           line[at - 1] = from[before + j];
       weigh(line, round_up(used, kSums), memory.block.tops[q], memory.block.totals[q]);
       std::copy_n(line, committed, to);
@@ -963,8 +974,7 @@ class Attend {
     int64_t most = before;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const int64_t at = std::min(q + lane, item.count - 1), t = get_token(item, at);
-      const int64_t position = step.positions[item.b * step.T + t];
-      const int64_t from = how.window > 0 ? position - how.window + 1 - block.base : 0;
+      const int64_t from = how.window > 0 ? get_position(item.b, t) - how.window + 1 - block.base : 0;
       const int64_t to = item.range.is_chain ? step.past[item.b] + t + 1 - block.base : before;
       unseen[lane] = static_cast<float>(std::min(std::max<int64_t>(from, 0), before));
       used[lane] = static_cast<float>(std::min(std::max<int64_t>(to, 0), before));
@@ -982,13 +992,13 @@ class Attend {
   void put_newest_scores(Memory &memory, const Item &item, int64_t q, int64_t begin) const {
     const LaneMemory &lanes = memory.lanes;
     score_keys(memory, item, step.past[item.b], step.C, q, Ahead{nullptr, 0}, lanes.newest);
-    const int64_t *place = step.positions + item.b * step.T;
+    const int64_t *positions = get_positions(item.b);
     for (int64_t lane = 0; lane < std::min(kLanes, item.count - q); ++lane) {
-      const int64_t t = get_token(item, q + lane);
+      const int64_t lowest = get_lowest(item.b, get_token(item, q + lane));
       const int32_t *slots = get_seen(memory, item, q + lane);
       const int64_t end = std::min<int64_t>(slots[step.C], begin + kBlockPositions);
       for (int64_t n = std::max<int64_t>(begin, 0); n < end; ++n)
-        if (how.window <= 0 || place[slots[n]] > place[t] - how.window)
+        if (positions[slots[n]] >= lowest)
           lanes.scores[(n - begin) * kLanes + lane] = lanes.newest[slots[n] * kLanes + lane];
     }
   }
