@@ -55,7 +55,7 @@ LONG_FILES = (
     "convert/test_convert_families.py", "trtllm/test_whole_path.py", "parity/test_families.py",
     "serve/test_operation.py", "e2e/test_readme.py", "e2e/test_recipes.py",
     "run/test_drafter_weights.py", "train/test_train_methods.py", "audit/test_audit.py",
-    "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py",
+    "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py", "decode/test_api.py",
 )  # fmt: skip
 
 # How the three kinds of published ReDrafter files name (input projection, head).

@@ -532,7 +532,8 @@ class Stream:
                 if reason is not None:
                     stream.finish()
                 text = stream.take()
-            self._is_over = reason is not None
+            if reason is not None:
+                self._is_over = True
             return Event(
                 text=text,
                 token_ids=active.output_ids[at:],
@@ -552,7 +553,7 @@ class Stream:
 
     @property
     def output(self) -> Output:
-        """All that the stream has given so far."""
+        """All that there is so far, taken or not; of text, what is certain while it goes on."""
         return _describe(self._active, self._engine.tokenizer)
 
     def close(self) -> None:
@@ -619,8 +620,11 @@ def _to_prompt(prompt: AnyPrompt) -> Prompt:
 
 
 def _describe(result: ActiveRequest, tokenizer: Any) -> Output:
-    text = result.text
-    if text is None:
+    """What there is of a request, which this does not change."""
+    stream, is_cancelled = result.text_stream, result.is_cancelled
+    if stream is not None:
+        text = stream.whole if result.is_over else stream.certain
+    else:
         text = "" if tokenizer is None else decode_text(tokenizer, result.output_ids)
     return Output(
         prompt=result.request.input_text,
@@ -631,6 +635,6 @@ def _describe(result: ActiveRequest, tokenizer: Any) -> Output:
         logprobs=list(result.logprobs),
         prompt_logprobs=list(result.prompt_logprobs),
         logits=result.logits,
-        finish_reason=result.finish_reason,
+        finish_reason=result.finish_reason or ("cancelled" if is_cancelled else None),
         stats=result.stats,
     )

@@ -85,9 +85,10 @@ def generate(
 class Batch:
     """Cache rows, the requests that occupy them, and those that wait.
 
-    Requests join with `submit` and leave when they end or with `cancel`, at any time between steps.
-    One thread at a time may call it, `cancel` excepted. The proposer is the batch's own while it
-    is used: another batch of the same proposer makes it forget this one's requests.
+    Requests join with `submit`, between steps, and leave when they end or with `cancel`. One thread
+    at a time may call it; `cancel` may be called by any thread, in the middle of a step, too. The
+    proposer is the batch's own while it is used: another batch of the same proposer makes it forget
+    this one's requests.
     """
 
     @torch.inference_mode()
@@ -126,9 +127,11 @@ class Batch:
         return active
 
     def cancel(self, request: ActiveRequest) -> None:
-        """End a request, which gives its row back when the next step begins."""
-        if request.finish_reason is None:
-            request.finish_reason = "cancelled"
+        """Note that a request is to end, which it does when the next step begins.
+
+        What a step works with must not change while it does, so this is a note and nothing else.
+        """
+        request.is_cancelled = True
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -156,8 +156,10 @@ class ActiveRequest:
     """A request that waits for a cache row, occupies one, or is over; and what it has produced.
 
     output_ids: new tokens only; the last is the one that ended it. finish_reason: None where it
-    goes on, or was interrupted. logprobs: one a token, if asked for. prompt_logprobs: the same of
-    the prompt; None of its first. origins: one a token; fewer where the backend does not tell.
+    goes on, or was interrupted; only the thread that decodes sets it. is_cancelled: a note, which
+    any thread may set at any time, and which the next step takes at its beginning. logprobs: one a
+    token, if asked for. prompt_logprobs: the same of the prompt; None of its first. origins: one a
+    token; fewer where the backend does not tell.
     rejected: by the place of the token that the target emitted instead, the drafted tokens that
     were not accepted there (of a tree, its first branch), if asked for.
     """
@@ -170,6 +172,7 @@ class ActiveRequest:
         self.stats = RequestStats(accepted_histogram=[0] * (max_depth + 1))
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.is_cancelled = False
         self.text_stream = text_stream
         self.kept_logits: list[Tensor] = []
         self.logprobs: list[TokenLogprob] = []
@@ -199,9 +202,19 @@ class ActiveRequest:
         return None if grammar is None else grammar.follow(self.output_ids)
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or ends when the next step begins."""
+        return self.finish_reason is not None or self.is_cancelled
+
+    def take_cancellation(self) -> None:
+        """End the request where it is noted that it is cancelled; only between two steps."""
+        if self.is_cancelled and self.finish_reason is None:
+            self.finish_reason = "cancelled"
+
+    @property
     def text(self) -> str | None:
-        """The text of a request that is over, without the stop word, where it was followed."""
-        return self.text_stream.finish() if self.text_stream is not None else None
+        """The text of all tokens so far, without the stop word, where it was followed."""
+        return self.text_stream.whole if self.text_stream is not None else None
 
     @property
     def logits(self) -> Tensor | None:

@@ -76,13 +76,16 @@ class Scheduler:
     def is_busy(self) -> bool:
         """Whether a step has anything to do."""
         requests = (*self.active, *self.reading, *self.waiting)
-        return any(r.finish_reason is None for r in requests)
+        return not all(r.is_over for r in requests)
 
     def plan(self) -> Iterator[Pass]:
         """Free the rows of requests that have ended, fill them, and tell the step's passes.
 
-        That is one, or two where the prompts' tokens cannot share the others' pass.
+        That is one, or two where the prompts' tokens cannot share the others' pass. Here alone
+        cancellations are taken: who leaves later is in this step to its end.
         """
+        for request in (*self.active, *self.reading, *self.waiting):
+            request.take_cancellation()
         self.retire()
         self._admit()
         chunk = self._choose_chunk()
@@ -139,8 +142,8 @@ class Scheduler:
             request.release()
             if request in self.reading:
                 self.reader.drop(request.row)
-        self.active = [r for r in self.active if r.finish_reason is None]
-        self.reading = [r for r in self.reading if r.finish_reason is None]
+        self.active = [r for r in self.active if r not in ended]
+        self.reading = [r for r in self.reading if r not in ended]
 
     def commit(
         self,

@@ -92,25 +92,34 @@ class TextStream:
         self.ends.append(len(self._text))
         return self._is_ended
 
-    def take(self) -> str:
-        """Return the text that has become certain since the last call.
+    @property
+    def certain(self) -> str:
+        """The text that further tokens do not change.
 
-        The start of what may become a stop word is held back.
+        The start of what may become a stop word is held back, and a character that is not whole.
         """
         held = 0
         if not self._is_ended:
             for word in self._stop:
                 sizes = range(min(len(word) - 1, len(self._text)), 0, -1)
                 held = max(held, next((n for n in sizes if self._text.endswith(word[:n])), 0))
-        end = max(self._shown, len(self._text) - held)
-        piece = self._text[self._shown : end]
-        self._shown = end
+        return self._text[: max(self._shown, len(self._text) - held)]
+
+    @property
+    def whole(self) -> str:
+        """The text as it is if no token follows; bytes of no whole character are U+FFFD."""
+        return self._text if self._is_ended else self._text + self._decode_new()
+
+    def take(self) -> str:
+        """Return the text that has become certain since the last call."""
+        certain = self.certain
+        piece, self._shown = certain[self._shown :], len(certain)
         return piece
 
     def finish(self) -> str:
-        """Return the whole text; bytes that never became a character end it as U+FFFD."""
+        """End the text, to which no token may be added then; return the whole of it."""
         if not self._is_ended:
-            self._text += self._decode_new()
+            self._text = self.whole
             self._read = len(self._ids)
             if self.ends:
                 self.ends[-1] = len(self._text)

@@ -271,14 +271,14 @@ class ExecutorBatch:
         return followed.active
 
     def cancel(self, active: ActiveRequest) -> None:
-        """End a request, of which the executor is told when the next step begins."""
-        if active.finish_reason is None:
-            active.finish_reason = "cancelled"
+        """Note that a request is to end, of which the executor hears when the next step begins."""
+        active.is_cancelled = True
 
     def step(self) -> None:
         """Take what the executor has answered since the last step."""
         try:
             for number, (followed, _) in list(self._running.items()):
+                followed.active.take_cancellation()
                 if followed.active.finish_reason is not None:
                     self._forget(number)
             if self._running:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,16 +24,20 @@ from specdec import (
     PromptError,
     SpecDecError,
     StepError,
+    Stream,
     UsageError,
 )
+from specdec.decode import api
 from specdec.decode.encoding import TEMPLATES
 from specdec.decode.ranks import processes
+from specdec.decode.text import TextStream
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, continue_by_transformers
 from tests.methods import build_methods
 
 PROMPTS = [[5, 9, 77, 3], [64], list(range(20, 50)), [7, 7, 8], [100, 3, 55]]
 LIMIT = 24
+DECODE_FOLDER = str(Path(api.__file__).parent)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,10 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
     elif method == "eagle, dynamic":
         method = "eagle"
         options |= {"eagle_use_dynamic_tree": True, "eagle_tree_tokens": 8}
+    elif method == "chain":
+        method = "medusa"
+        options |= {"draft_chain": "suffix+medusa,prompt_lookup", "suffix_max_tokens": 4}
+        options |= {"prompt_lookup_num_tokens": 4}
     elif method == "plain":
         method, options = "redrafter", options | {"speculation": False}
     if options.get("speculation", True):  # draft in every step, whether it pays or not
@@ -254,6 +265,96 @@ def test_several_ranks_are_started_and_ended(folder: Path, tmp_path: Path) -> No
     first.close()
     assert ranks.is_ended
     assert all(child.poll() is not None for child in ranks._children)
+
+
+# --- leaving in the middle of a step, and looking on ---
+
+
+class Leaver:
+    """Closes a stream before each line of a step that has not had one closed; a trace function."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []  # to be closed
+        # Lines that have had one closed before them, that had begun to write or had not.
+        self.lines: set[tuple[str, int, bool]] = set()
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not self.streams:
+            sys.settrace(None)  # which makes the rest of the step faster
+        if not self.streams or DECODE_FOLDER not in name:
+            return None
+        if event == "line" and self.streams:
+            line = name, frame.f_lineno, bool(self.streams[-1]._active.output_ids)
+            if line not in self.lines:
+                self.lines.add(line)
+                self.streams.pop().close()
+        return self.trace
+
+
+@pytest.mark.parametrize("method", [*METHODS, "chain"])
+def test_a_stream_may_be_closed_at_every_line_of_a_step(
+    folder: Path, expected: list[list[int]], method: str
+) -> None:
+    """No other stream hears of it, by whatever method, as no step of a server may fail by it."""
+    settings: dict[str, Any] = {"max_output_len": LIMIT, "end_ids": ()}
+    leaver, num_idle = Leaver(), 0
+    with load(folder, method) as engine:
+        size = engine.max_batch_size
+        staying = engine.stream(PROMPTS[0], **settings)
+        while num_idle < 3:
+            num_before = len(leaver.lines)
+            while len(leaver.streams) < size - 1:
+                prompt = PROMPTS[1 + num_before % 4]
+                leaver.streams.append(engine.stream(prompt, **settings))
+            for _ in range(3):  # a prompt's pass, and steps with drafts
+                sys.settrace(leaver.trace)
+                try:
+                    engine.step()
+                finally:
+                    sys.settrace(None)
+            num_idle = 0 if len(leaver.lines) > num_before else num_idle + 1
+            if staying.output.finish_reason is not None:
+                assert staying.output.token_ids == expected[0]
+                staying = engine.stream(PROMPTS[0], **settings)
+        list(staying)
+        assert staying.output.token_ids == expected[0]
+    assert len(leaver.lines) > 300
+
+
+@pytest.mark.parametrize("stop", [None, "later"])
+def test_who_looks_at_a_streams_output_changes_nothing(engine: Engine, stop: str | None) -> None:
+    """The output has the text of all events so far, and what is held back is not lost."""
+    settings: dict[str, Any] = {"max_output_len": LIMIT, "end_ids": ()}
+    if stop is not None:
+        (whole,) = engine.generate("def a", **settings)
+        settings["stop"] = whole.text[9:11]
+    (whole,) = engine.generate("def a", **settings)
+    stream, text = engine.stream("def a", **settings), ""
+    assert stream.output.text == ""
+    for event in stream:
+        text += event.text
+        for _ in range(2):
+            assert stream.output.text == text
+            assert stream.output.finish_reason == event.finish_reason
+    assert dataclasses.replace(stream.output, logits=None) == whole
+
+
+def test_a_closed_stream_stays_closed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although another thread closes it while its newest tokens are being taken."""
+    stream = engine.stream(PROMPTS[0], max_output_len=LIMIT, end_ids=())
+    next(stream)
+    engine.step()
+    take = TextStream.take
+
+    def close_and_take(text: TextStream) -> str:
+        stream.close()
+        return take(text)
+
+    monkeypatch.setattr(TextStream, "take", close_and_take)
+    assert stream.take() is not None
+    assert list(stream) == []
+    assert stream.output.finish_reason == "cancelled"
 
 
 # --- misuse ---

@@ -333,7 +333,7 @@ class SuffixProposer(Drafter):
         """Forget the texts, those of finished requests too, unless a file keeps them."""
         options = self.options
         if options.cache is not None:
-            self._finish_all()
+            self._finish_left()
         self._texts = {}
         if options.cache is None and options.max_cached_tokens:
             self._finished = Finished(options.max_cached_tokens, options.max_depth)
@@ -341,7 +341,7 @@ class SuffixProposer(Drafter):
     def keep(self) -> None:
         """Add the texts of finished requests to the cache file, where there is one."""
         if self.options.cache is not None:
-            self._finish_all()
+            self._finish_left()
             self._write()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
@@ -352,11 +352,14 @@ class SuffixProposer(Drafter):
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Add the newest tokens to each text and draft what followed its end before."""
-        self._finish_all()
+        ended = [r for r, text in self._texts.items() if text.request.finish_reason is not None]
+        for row in ended:
+            self._finish(row)
         return [self._draft(request) for request in requests]
 
-    def _finish_all(self) -> None:
-        for row in [row for row, text in self._texts.items() if text.request.finish_reason]:
+    def _finish_left(self) -> None:
+        """Finish the texts that no step goes on with, between two steps."""
+        for row in [row for row, text in self._texts.items() if text.request.is_over]:
             self._finish(row)
 
     def _finish(self, row: int) -> None:
