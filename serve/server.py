@@ -21,7 +21,6 @@ from specdec.decode.drafters import read_drafting
 from specdec.decode.ranks.processes import end_ranks, leave_signals
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import summarize
-from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.http_client import SERVER_KEY_VARIABLE, read_key
 from specdec.options import get_flags
 
@@ -103,21 +102,7 @@ def load(settings: ServeSettings) -> Engine:
         "max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len,
         "prompt_chunk": settings.prompt_chunk or "auto",
     }  # fmt: skip
-    fraction = settings.kv_cache_free_gpu_memory_fraction
-    engine: Engine
-    if read_backend(settings.engine_dir) == TENSORRT_LLM:
-        from specdec.trtllm.serving import ExecutorEngine, ExecutorSettings
-
-        values["kv_cache_free_gpu_memory_fraction"] = fraction
-        engine = ExecutorEngine.open(ExecutorSettings(**values), **limits)
-    elif fraction is not None:
-        raise UsageError(
-            "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose cache is as"
-            " large as --max-batch-size and --max-seq-len say",
-            "leave it out",
-        )
-    else:
-        engine = Engine.open(DecodeSettings(kv_cache_enable_block_reuse=True, **values), **limits)
+    engine = Engine.open(DecodeSettings(kv_cache_enable_block_reuse=True, **values), **limits)
     if engine.tokenizer is None:
         engine.close()
         raise SpecDecError(

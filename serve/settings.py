@@ -57,10 +57,6 @@ class ServeSettings:
     max_seq_len: int | None = LOAD(
         minimum=2, help="Tokens of a prompt and its output; the engine's own if not given."
     )
-    kv_cache_free_gpu_memory_fraction: float | None = LOAD(
-        metavar="F",
-        help="TensorRT-LLM only: share of the free GPU memory for the KV cache; 0.9 if not given.",
-    )  # fmt: skip
     max_queue: int = LOAD(256, minimum=0, help="Requests that may wait; beyond, clients get 429.")
     prompt_chunk: int | None = LOAD(
         minimum=1,

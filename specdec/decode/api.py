@@ -227,7 +227,8 @@ class Engine:
         if read_backend(settings.engine_dir) == TENSORRT_LLM:
             raise SpecDecError(
                 f"{settings.engine_dir} is an engine of TensorRT-LLM, which Engine cannot load",
-                "run it with specdec-run, or build it with --backend torch",
+                "run it with specdec-run, serve it with trtllm-serve or Triton (docs/triton.md), or"
+                " build its checkpoint with --backend torch",
             )
         if prompt_chunk not in (None, "auto") and not (
             type(prompt_chunk) is int and prompt_chunk > 0

@@ -25,19 +25,13 @@ class EngineRunner:
 
     def __init__(self, settings: DataSettings) -> None:
         self.settings, folder = settings, need(settings.engine_dir)
-        kind: type[Engine] = Engine
-        backend = read_backend(folder)
-        if backend == TENSORRT_LLM:
-            from specdec.trtllm.serving import ExecutorEngine
-
-            kind = ExecutorEngine
-        drafts = not _awaits_drafts(folder, backend)
+        drafts = not _awaits_drafts(folder, read_backend(folder))
         if not drafts:
             logger.info(
                 "%s was built for drafts from outside, and none are needed here: it decodes without"
                 " speculation", folder,
             )  # fmt: skip
-        self._engine = kind.load(
+        self._engine = Engine.load(
             folder, tokenizer=settings.tokenizer_dir, device=settings.device, speculation=drafts
         )
         self._tokenizer = self._engine.tokenizer
@@ -108,8 +102,6 @@ class EngineRunner:
 
 def _awaits_drafts(folder: Path, backend: str) -> bool:
     """Return whether an engine was built for drafts that something else makes."""
-    if backend == TENSORRT_LLM:
-        from specdec.trtllm.engine_folder import EXTERNAL, read_engine_folder
-
-        return read_engine_folder(folder).mode == EXTERNAL
+    if backend == TENSORRT_LLM:  # which Engine.load refuses
+        return False
     return read_engine_config(folder, backend).build.speculative_decoding_mode == METHOD.mode
