@@ -1,6 +1,7 @@
 """Measures of how readable the product is; with --check, limits that `make check` holds.
 
     python .ci/measure_code.py          print every measure, and the places beyond a limit
+    python .ci/measure_code.py serve    print those of a folder or file alone
     python .ci/measure_code.py --check  exit with 1 where a limit of LIMITS is passed
 
 A function that has a reason to pass the limit of complexity says so beside its definition, in a
@@ -64,10 +65,12 @@ class Measures:
     classes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def iterate_files(suffix: str = ".py") -> Iterator[Path]:
-    """Yield the product's files with this suffix, in order."""
+def iterate_files(suffix: str = ".py", below: str = "") -> Iterator[Path]:
+    """Yield the product's files with this suffix, in order; below: of this folder or file alone."""
     for folder in PRODUCT:
-        yield from sorted((ROOT / folder).rglob(f"*{suffix}"))
+        for path in sorted((ROOT / folder).rglob(f"*{suffix}")):
+            if path.is_relative_to(ROOT / below):
+                yield path
 
 
 def list_bindings(tree: ast.AST) -> Iterator[str]:
@@ -167,13 +170,13 @@ def list_untested_modules() -> list[tuple[int, str]]:
     return sorted(untested, reverse=True)
 
 
-def collect_measures() -> Measures:
-    """Measure every file of the product."""
+def collect_measures(below: str = "") -> Measures:
+    """Measure every file of the product, or those of one folder."""
     measures = Measures()
-    for path in iterate_files():
+    for path in iterate_files(below=below):
         measure_file(path, measures)
     for suffix in (".py", ".h", ".cpp", ".html"):
-        for path in iterate_files(suffix):
+        for path in iterate_files(suffix, below):
             size = len(path.read_text(encoding="utf-8").splitlines())
             measures.sizes.append((size, path.relative_to(ROOT).as_posix()))
     return measures
@@ -181,7 +184,7 @@ def collect_measures() -> Measures:
 
 def summarize(measures: Measures) -> dict[str, float]:
     """Return each measure of LIMITS by its words."""
-    share = 100 * measures.names.total() / measures.num_bindings
+    share = 100 * measures.names.total() / max(1, measures.num_bindings)
     return {
         "names without a noun, per cent of bindings": round(share, 2),
         "docstrings that begin with What, The same or Whether": len(measures.beginnings),
@@ -221,14 +224,15 @@ def main() -> int:
     """Print the measures; with --check return 1 where one passes its limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="hold the limits")
-    check = parser.parse_args().check
-    measures = collect_measures()
+    parser.add_argument("folder", nargs="?", default="", help="measure this folder or file alone")
+    check, folder = (args := parser.parse_args()).check, args.folder
+    measures = collect_measures(folder)
     summary = summarize(measures)
     passed = {name: value for name, value in summary.items() if value > LIMITS[name]}
     if check and not passed:
         return 0
     print_places(measures)
-    untested = list_untested_modules()
+    untested = [] if folder else list_untested_modules()
     print("modules that no test imports:")
     for lines, name in untested:
         print(f"  {lines} {name}")
