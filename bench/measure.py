@@ -75,11 +75,16 @@ def alternate(
 
     Every other round goes backwards, so that a drift of the machine's speed favours none.
     """
-    rounds = {name: Rounds(bench.run(p, batch_size)) for name, p in proposers.items()}
-    for index in logs.show_progress(range(repeat), label="rounds", total=repeat):
-        order = list(proposers) if index % 2 == 0 else list(proposers)[::-1]
-        for name in order:
-            rounds[name].timed.append(bench.run(proposers[name], batch_size))
+    rounds: dict[str, Rounds] = {}
+    with logs.show_waiting(f"measuring batches of {batch_size}", logger) as tell:
+        for name, proposer in proposers.items():
+            tell(f"warming up, {name}")
+            rounds[name] = Rounds(bench.run(proposer, batch_size))
+        for index in range(repeat):
+            order = list(proposers) if index % 2 == 0 else list(proposers)[::-1]
+            for name in order:
+                tell(f"round {index + 1} of {repeat}, {name}")
+                rounds[name].timed.append(bench.run(proposers[name], batch_size))
     return rounds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 from specdec.chat import ChatError, Conversation, parse_conversation
 from specdec.errors import SpecDecError
 
-KEYS = "text, messages or conversations"
+KEYS = "text, messages, conversations or prompt and completion"
+# What data sets call the answer to a prompt.
+ANSWERS = (
+    "completion", "completions", "response", "responses", "output", "answer", "chosen", "target",
+    "reply", "generation", "preferred_output", "solution",
+)  # fmt: skip
 SUFFIXES = (".jsonl", ".json", ".txt")
 
 
@@ -85,21 +91,70 @@ def holds_conversation(row: dict[str, Any]) -> bool:
     return any(row.get(key) is not None for key in ("messages", "conversations"))
 
 
+class PromptedText(str):
+    """A text whose beginning is a prompt, which is context and not learned."""
+
+    num_prompt_characters: int
+
+    def __new__(cls, prompt: str, completion: str) -> PromptedText:
+        """Join a prompt and its completion."""
+        text = super().__new__(cls, prompt + completion)
+        text.num_prompt_characters = len(prompt)
+        return text
+
+
 def read_document(row: dict[str, Any], keys: str = KEYS) -> str | Conversation:
-    """Return an object's text or conversation; ValueError if it has neither."""
+    """Return an object's text or conversation; ValueError if it has neither.
+
+    A prompt and its completion are a PromptedText, or where they are messages a conversation of
+    which the completion's are learned.
+    """
     if holds_conversation(row):
         _check_characters(row)
         return parse_conversation(row)
     if isinstance(row.get("text"), str):
         _check_characters(row["text"])
         return str(row["text"])
-    if "text" in row:
+    if row.get("text") is not None:
         raise ValueError(f"text is a {type(row['text']).__name__}")
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        _check_characters([prompt, completion])
+        return PromptedText(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        _check_characters(row)
+        conversation = parse_conversation({**row, "messages": prompt + completion})
+        num_added = len(conversation.messages) - len(completion)  # a row's system text is one more
+        unlearned = conversation.unlearned | frozenset(range(num_added))
+        return dataclasses.replace(conversation, unlearned=unlearned)
     raise ChatError(
-        f"it has none of the keys {keys}, only {', '.join(row) or 'none at all'}",
-        "a prompt alone teaches nothing: let the target answer it with `specdec-train data`"
-        if "prompt" in row
-        else None,
+        f"it has none of the keys {keys}, only {', '.join(row) or 'none at all'}", _advise(row)
+    )
+
+
+def _advise(row: dict[str, Any]) -> str | None:
+    """Return how a row of another form is written so that it can be read; None of no such form."""
+    turns = [name for name, value in row.items() if _holds_turns(value)]
+    texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
+    answers = [name for name in (*turns, *texts) if name.lower() in ANSWERS]
+    if "prompt" in (*turns, *texts):
+        if answers:
+            return f"rename {answers[0]} to completion if it is the answer to the prompt"
+        return "a prompt alone teaches nothing: let the target answer it with `specdec-train data`"
+    if turns and not answers:
+        return f"rename {turns[0]} to messages if it is the conversation"
+    if len(texts) > 1 or answers:
+        return (
+            'write what is asked and what is answered as {"prompt": "...", "completion": "..."},'
+            ' or as {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}'
+        )
+    return None
+
+
+def _holds_turns(value: object) -> bool:
+    """Return whether a value is a list of turns: objects that say who speaks."""
+    return isinstance(value, list) and any(
+        isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value
     )
 
 

@@ -1,4 +1,4 @@
-"""Logs and progress: always on stderr, bars only on a terminal."""
+"""Logs and progress: always on stderr, as bars on a terminal, elsewhere as lines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from specdec.mpi import find_launch, find_world
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 15.0  # where a wait is told in lines
+SECONDS_BETWEEN_REPORTS = 10.0  # where progress is
 
 
 def get_launched_rank() -> int | None:
@@ -49,7 +50,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
-    """Yield `items`, with a progress bar on stderr where that is a terminal."""
+    """Yield `items`, and tell on stderr how many are done; see `track`."""
     with track(label, total=total) as advance:
         for item in items:
             yield item
@@ -116,11 +117,15 @@ def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str],
 
 @contextlib.contextmanager
 def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """Yield a function that moves a progress bar on; there is one on a terminal only.
+    """Yield a function that moves a progress bar on; elsewhere than on a terminal it logs a line
+    now and then, which says how much is done and when it will all be.
 
     Any thread may call it. The bar also tells how many per second, and for bytes how many they are.
     """
-    if not sys.stderr.isatty() or total <= 1:
+    if not sys.stderr.isatty():
+        yield _LineProgress(label, total, of_bytes).advance
+        return
+    if total <= 1:
         yield lambda count: None
         return
     import click
@@ -147,3 +152,34 @@ def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callabl
         update_min_steps=max(1, total // 1000) if of_bytes else 1,
     ) as bar:  # fmt: skip
         yield advance
+
+
+class _LineProgress:
+    """Progress of some work as lines of the log, at most one in `SECONDS_BETWEEN_REPORTS`."""
+
+    def __init__(self, label: str, total: int, of_bytes: bool) -> None:
+        self._label, self._total, self._of_bytes = label, total, of_bytes
+        self._began = self._reported = time.monotonic()
+        self._num_done = 0
+        self._lock = threading.Lock()
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._num_done += count
+            now = time.monotonic()
+            if now - self._reported < SECONDS_BETWEEN_REPORTS or self._num_done >= self._total:
+                return
+            self._reported = now
+            get_logger(__name__).info("%s", self._describe(now - self._began))
+
+    def _describe(self, seconds: float) -> str:
+        done, total, rate = self._num_done, self._total, self._num_done / max(1e-6, seconds)
+        if self._of_bytes:
+            text = f"{self._label}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s"
+        else:
+            text = f"{self._label}: {done} of {total} in {seconds:.0f} s, {rate:.2f}/s"
+        if not done:
+            return text
+        minutes = round((total - done) / rate / 60)
+        left = "less than a minute" if not minutes else f"{minutes // 60}:{minutes % 60:02d} hours"
+        return f"{text}, about {left} left"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.chat import ROLES, ChatFormat, Conversation, SeamError, mask_tokens
-from specdec.documents import name_line, parse_object, read_document, read_lines
+from specdec.documents import PromptedText, name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, count, summarize
 from specdec.learning_marks import is_row_learned
 from specdec.logs import get_logger
@@ -139,6 +139,22 @@ class RowBuilder:
             self._stream.append(np.asarray([*ids, *closing], self.dtype))
         self._texts.clear()
 
+    def add_prompted(self, text: PromptedText) -> None:
+        """Add a prompt and its completion, whose tokens are labels, as is the end."""
+        encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
+        ids, end = encoded["input_ids"], self.tokenizer.eos_token_id
+        mask = mask_tokens(encoded["offset_mapping"], [(text.num_prompt_characters, len(text))])
+        if end is not None and ids[-1:] != [end]:
+            ids, mask = [*ids, end], np.append(mask, True)
+        self.num_unusable += not self._add_row(ids, mask)
+
+    def _add_row(self, ids: list[int], mask: Array) -> bool:
+        """Add a row, cut where it is too long; return whether there is a label in it."""
+        mask = mask[: self.max_length]
+        if is_usable := bool(mask[MIN_ROW_TOKENS - 1 :].any()):
+            self._chats.append((np.asarray(ids[: self.max_length], self.dtype), mask))
+        return is_usable
+
     def add_conversation(self, conversation: Conversation) -> None:
         """Add a conversation; the assistant's tokens are labels. What is too long is cut."""
         try:
@@ -155,11 +171,9 @@ class RowBuilder:
             encoded = self.tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
-            mask = mask_tokens(encoded["offset_mapping"], spans)[: self.max_length]
-            if mask[2:].any():
-                ids = np.asarray(encoded["input_ids"][: self.max_length], self.dtype)
-                self._chats.append((ids, mask))
-                usable = True
+            usable |= self._add_row(
+                encoded["input_ids"], mask_tokens(encoded["offset_mapping"], spans)
+            )
         self.num_unusable += not usable
 
     def finish(self) -> Rows:
@@ -198,7 +212,7 @@ def read_rows(
     num_unusable = sum(b.num_unusable for b in builders)
     if num_unusable:
         logger.warning(
-            "%s: %d conversations have no assistant's turn to learn within %d tokens; they are left"
+            "%s: %d conversations have no answer to learn within %d tokens; they are left"
             " out", path, num_unusable, max_length,
         )  # fmt: skip
     seam_errors = [error for b in builders for error in b.seam_errors]
@@ -224,7 +238,9 @@ def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
     if not is_row_learned(row, ROLES):
         builder.num_unlearned_rows += 1
         return
-    if isinstance(document, str):
+    if isinstance(document, PromptedText):
+        builder.add_prompted(document)
+    elif isinstance(document, str):
         builder.add_text(document)
     else:
         builder.add_conversation(document)

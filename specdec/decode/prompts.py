@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TextIO
 
+from specdec.chat import OPTIONS
 from specdec.decode.grammar import Grammar, GrammarCompiler
 from specdec.decode.requests import Request, name_prompt
 from specdec.decode.sampling import SamplingParams
@@ -215,6 +216,8 @@ LINE_FIELDS = SOURCES | {
     name: name for name in CHECKS if name not in {*NOT_IN_LINES, *SOURCES.values()}
 }
 FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
+# What a row that `specdec-train data` wrote has besides its prompt, and what it says of the row.
+ROW_MARK, ROW_FACTS = "index", ("index", "id", "truncated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,6 +314,7 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
         ) from None
     if not isinstance(entry, dict):
         raise SpecDecError(f"{where} is not a JSON object", 'write {"prompt": "..."}')
+    entry = _read_data_row(entry)
     known = (*LINE_FIELDS, *more_keys)
     for key in entry:
         if key not in known:
@@ -329,6 +333,26 @@ def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
     find_faults(values, f"{where}: ").raise_all()
     others = {key: value for key, value in entry.items() if key not in LINE_FIELDS}
     return Line(where, Prompt(**values), others)
+
+
+def _read_data_row(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a row that `specdec-train data` wrote as the prompt of its last answer.
+
+    Other lines are returned as they are. A text whose prompt is not known is the prompt.
+    """
+    if ROW_MARK not in entry:
+        return entry
+    line = {name: value for name, value in entry.items() if name not in ROW_FACTS}
+    if (text := line.pop("text", None)) is not None:
+        line.setdefault("prompt", text)
+    messages = line.get("messages")
+    if _is_list(messages, _is_message) and messages[-1:] and messages[-1]["role"] == "assistant":
+        line["messages"] = messages[:-1]
+    options = {name: line.pop(name) for name in OPTIONS if name in line}
+    more = line.get("chat_template_kwargs", {})
+    if options and isinstance(more, dict):
+        line["chat_template_kwargs"] = {**options, **more}
+    return line
 
 
 def read_bias(value: Mapping[str, Any]) -> dict[Any, Any]:

@@ -43,3 +43,22 @@ def test_waiting_is_told(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(len(line) < 40 for line in lines), "a line that wraps is not written over"
     assert told().endswith("\n")
     assert ("\r" in told()) == is_terminal
+
+
+@pytest.mark.parametrize("of_bytes", [False, True])
+def test_progress_is_told_in_lines(of_bytes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one in some seconds, and none of what ends sooner; the end has a line of its own."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    clock = iter([0.0, 4.0, 12.0, 13.0, 30.0])
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    logs.set_up()
+    unit = 10**9 if of_bytes else 1
+    with logs.track("prompts", total=1500 * unit, of_bytes=of_bytes) as advance:
+        for count in (100, 200, 10, 1190):
+            advance(count * unit)
+    lines = stream.getvalue().splitlines()
+    if of_bytes:
+        assert lines == ["prompts: 300.0 of 1500.0 GB, 25000 MB/s, about 0:01 hours left"]
+    else:
+        assert lines == ["prompts: 300 of 1500 in 12 s, 25.00/s, about 0:01 hours left"]

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from specdec.bench.prompts import read_prompt_set
 from specdec.chat import ChatFormat, Conversation
+from specdec.decode.prompts import read_line, read_prompts
 from specdec.errors import SpecDecError
 from specdec.train.data.dialogues import Dialogue, Row, Source
 from specdec.train.data.pipeline import regenerate_data
@@ -126,6 +128,28 @@ def test_special_tokens_of_an_answer_are_kept(
     (changed / "tokenizer.json").write_text(json.dumps(document))
     rows = regenerate([{"prompt": "def add("}], completion=True, tokenizer_dir=str(changed))
     assert rows == [plain]
+
+
+def test_rows_are_prompts_of_run_and_bench(regenerate: Regenerate, tmp_path: Path) -> None:
+    """The prompt of the last answer, which is written again."""
+    asked = [{"role": "system", "content": "Hm."}, {"role": "user", "content": "a?"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {"id": "x", "messages": asked, "chat_template_kwargs": {"thinks": False}}
+    texts = regenerate([{"prompt": "def add("}], completion=True)
+    (tmp_path / "texts.jsonl").write_text(json.dumps(texts[0]) + "\n")
+    rows = regenerate([row])
+    (tmp_path / "out.jsonl").write_text(json.dumps(rows[0] | {"tools": tools}) + "\n")
+    (line,) = read_prompts(tmp_path / "out.jsonl", "--input-file")
+    assert line.prompt.messages == asked
+    assert line.prompt.chat_template_kwargs == {"tools": tools, "thinks": False}
+    (text,) = read_prompts(tmp_path / "texts.jsonl", "--input-file")
+    assert text.prompt.text == "def add("
+    del texts[0]["prompt"]  # as an older release wrote them
+    (tmp_path / "texts.jsonl").write_text(json.dumps(texts[0]) + "\n")
+    (prompt,) = read_prompt_set(tmp_path / "texts.jsonl")
+    assert prompt.asked.text == texts[0]["text"]
+    with pytest.raises(SpecDecError, match="unknown key 'truncated'"):
+        read_line("line", '{"prompt": "a", "truncated": true}')
 
 
 def test_half_a_character_at_a_cut_is_no_answer(tmp_path: Path) -> None:

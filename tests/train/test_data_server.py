@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from specdec import http_client
+from specdec import http_client, logs
 from specdec.command.stages import run_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.train.cli import command
-from specdec.train.data import client, pipeline
+from specdec.train.data import client
 from specdec.train.data.journal import Journal
 from tests.conftest import ROOT
 from tests.train.chat_server import ChatServer, Reply, write_answer
@@ -743,10 +743,10 @@ def test_ctrl_c_tells_how_to_go_on(
 def test_progress_is_told(
     run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr(logs, "SECONDS_BETWEEN_REPORTS", 0.0)
     with ChatServer() as server:
         done = run_data(server, "--input", write_prompts(tmp_path / "in.jsonl", 4))
-    assert re.search(r"3 of 4 rows, \d+\.\d\d rows/s, about 0:00 hours left", done.err)
+    assert re.search(r"rows: 3 of 4 in 0 s, \d+\.\d\d/s, about less than a minute left", done.err)
     assert "4 rows are in" in done.err
 
 

@@ -175,3 +175,48 @@ def test_an_answer_that_the_target_cannot_have_written_is_left_out(
     assert len(rows) == 1
     assert "1 conversation left out, as the prompt of an answer ends with" in told.text
     assert f"its thoughts, {closing} and the answer" in told.text
+
+
+ASK, SAY = {"role": "user", "content": "two"}, {"role": "assistant", "content": "good"}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_prompt_is_context_of_its_completion(
+    write: Any, with_template: Any, tokenizer: Any, cut: bool
+) -> None:
+    """TRL's form, as texts and as messages, of which the completion's are learned."""
+    row: dict[str, Any] = {"prompt": "x = ", "completion": "y + 1", "text": None}
+    rows, _ = read_rows(write(row), tokenizer, 6 if cut else 99)
+    assert get_labels(rows, tokenizer) == ["y +" if cut else "y + 1<eos>"]
+    assert tokenizer.decode(get_rows(rows)[0]).startswith("x = y ")
+    with_template(CHATML)
+    row = {"prompt": [*ASKED, ASK], "completion": [SAY]}
+    for system in ({}, {"system": "Hm."}):
+        rows, _ = read_rows(write(row | system), tokenizer, 999)
+        assert get_labels(rows, tokenizer) == [GOOD]
+    assert len(read_rows(write(row | {"label": False}), tokenizer, 999)[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"prompt": "a", "id": "7"}, "a prompt alone teaches nothing: let the target answer it"),
+        ({"prompt": [ASK]}, "a prompt alone teaches nothing"),
+        ({"prompt": "a", "response": "b"}, "rename response to completion"),
+        ({"prompt": [ASK], "chosen": [SAY], "rejected": [SAY]}, "rename chosen to completion"),
+        ({"conversation": [ASK, SAY]}, "rename conversation to messages"),
+        ({"items": [{"from": "human", "value": "a"}]}, "rename items to messages"),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            '{"prompt": "...", "completion": "..."}',
+        ),
+        ({"question": "a", "answer": "b"}, '{"prompt": "...", "completion": "..."}'),
+        ({"segments": [{"label": True, "text": "a"}]}, "text, messages, conversations or prompt"),
+    ],
+)
+def test_the_hint_of_a_row_of_another_form_leads_on(
+    write: Any, tokenizer: Any, row: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(SpecDecError, match="line 1 .*none of the keys text, messages,") as error:
+        read_rows(write(row), tokenizer, 99)
+    assert hint in error.value.hint

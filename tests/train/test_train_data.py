@@ -290,7 +290,7 @@ def test_long_conversations_are_cut_and_empty_ones_left_out(
     [
         ("{", "line 2 cannot be used: Expecting property name"),
         ("[1]", "line 2 cannot be used: it is a list, not an object"),
-        ('{"path": "x", "body": "y"}', "none of the keys text, messages or conversations, only"),
+        ('{"path": "x", "body": "y"}', "none of the keys text, messages, conversations or"),
         ('{"text": 3}', "text is a int"),
         ('{"messages": "hello"}', "messages is a str, not a list of turns"),
         ('{"messages": ["hello"]}', "turn 1 is a str"),

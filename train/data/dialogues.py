@@ -170,6 +170,7 @@ class Dialogue:
             if more := {k: v for k, v in self._options.items() if k not in OPTIONS}:
                 document["chat_template_kwargs"] = more
         else:
+            document["prompt"] = self._prompt
             document["text"] = self._prompt + self._messages[-1]["content"]
         if self.is_truncated:
             document["truncated"] = True
@@ -183,13 +184,17 @@ class Dialogue:
                 json.dumps(value, ensure_ascii=False, default=str).encode()  # or it is no text
                 is_chat = holds_conversation(value)
                 prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
+                if not is_chat and isinstance(prompt, list):  # TRL's form
+                    is_chat, value = True, {**value, "messages": prompt}
                 if is_chat and not settings.completion:
                     conversation = parse_conversation(value)
                     self._options = conversation.options
                     return _plan_answers(conversation.messages, settings.system_prompt)
                 if not isinstance(prompt, str) or not prompt.strip():
                     kind = "a plain prompt" if settings.completion else "a conversation or a prompt"
-                    raise ValueError(f"it does not hold {kind}")
+                    raise ValueError(
+                        f"it does not hold {kind}, only {', '.join(value) or 'nothing'}"
+                    )
         except SpecDecError as error:
             raise RowError(error.message) from None
         if settings.completion:

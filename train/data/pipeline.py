@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,6 @@ FACTS = (
     "model", "completion", "max_tokens", "temperature", "top_p", "seed", "system_prompt",
     "max_rows", "drop_truncated",
 )  # fmt: skip
-SECONDS_BETWEEN_REPORTS = 30.0
 MIN_LOST_ROWS = 8
 LONGEST_WAIT = 0.5  # seconds without a look for Ctrl-C
 
@@ -124,7 +122,7 @@ def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
     left = (row for row in source.read() if row.index not in journal)
     num_lost = 0  # rows in succession that the server did not answer
     most_lost = max(MIN_LOST_ROWS, settings.concurrency)
-    with track_rows(num_left) as advance:
+    with logs.track("rows", total=num_left) as advance:
         for index, place, result in answer_rows(settings, source, left):
             if isinstance(result, RowError):
                 journal.add_failure(index, {"index": index, "row": place, "reason": result.reason})
@@ -231,31 +229,6 @@ def map_concurrently(work: Callable[[T], R], items: Iterable[T], num_workers: in
                 tasks.get_nowait()
         for _ in range(num_workers):
             tasks.put(end)
-
-
-@contextlib.contextmanager
-def track_rows(total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts rows: on a bar, or now and then in the log."""
-    began = reported = time.monotonic()
-    num_done = 0
-    with logs.track("rows", total=total) as advance:
-
-        def count(number: int) -> None:
-            nonlocal num_done, reported
-            num_done += number
-            advance(number)
-            now = time.monotonic()
-            if now - reported < SECONDS_BETWEEN_REPORTS or sys.stderr.isatty():
-                return
-            reported = now
-            rate = num_done / (now - began)
-            minutes = (total - num_done) / rate / 60
-            logger.info(
-                "%d of %d rows, %.2f rows/s, about %d:%02d hours left",
-                num_done, total, rate, *divmod(round(minutes), 60),
-            )  # fmt: skip
-
-        yield count
 
 
 def finish(
