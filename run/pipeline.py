@@ -269,6 +269,7 @@ def write_logits(
     tensors = {name: to_array(logits) for name, logits in kept.items() if logits is not None}
     infos = {name: TensorInfo("float32", array.shape) for name, array in tensors.items()}
     partial = Path(f"{path}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_tensor_file(partial, infos, lambda name: tensors[name])
         place_file(partial, path, force=settings.force)

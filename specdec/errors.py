@@ -154,6 +154,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "o": ("output_dir", "output_file"), "outfile": ("output_dir",),
     "text": ("prompt",), "conversations": ("messages",),
     "num_speculative_tokens": ("draft_len", "max_draft_len"),
+    "lr": ("learning_rate",), "mode": ("method", "speculative_decoding_mode"),
+    "max_token": ("max_tokens", "max_output_len"), "data_path": ("input", "data"),
+    "output_path": ("output", "output_dir", "output_file"), "train_bs": ("batch_size",),
+    "training_seq_len": ("model_max_length",), "num_gpu": ("tp_size",),
 }  # fmt: skip
 
 

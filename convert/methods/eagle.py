@@ -2,7 +2,7 @@
 
 What is published: SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
 SpecForge save it, as ModelOpt exports it, and as speculators does, with EAGLE-3.1's norms or not;
-P-EAGLE as vLLM reads it, and as speculators saves it.
+P-EAGLE as vLLM reads it, and as speculators saves it. ModelOpt's trainer saves EAGLE-1 with its target.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder, refuse_layer_types
 from ..hf import HfFolder
 from ..plan import Part
+from ..settings import ConvertSettings
 from .base import (
     Config,
     NetConverter,
@@ -46,8 +47,14 @@ from .base import (
 
 logger = logs.get_logger(__name__)
 
-# As ModelOpt saves a target with its drafter; how that one is built is in its pickle alone.
-WITH_TARGET = "eagle_module."
+# As ModelOpt's trainer saves a target with its drafter, and where config.json describes the latter.
+WITH_TARGET, DESCRIPTION = "eagle_module.", "eagle"
+# Tensors that only EAGLE-3 has there, and norms that an EAGLE-1 may have and the paper's has not.
+SAVED_EAGLE3 = frozenset(
+    f"{name}.weight" for name in ("hidden_norm", "input_embeds_norm", "eagle_lm_head", "enorm")
+)
+EAGLE1_NORMS = frozenset(("layers.0.input_layernorm.weight", "norm.weight"))
+EXPORT_REMEDY = "export it with ModelOpt's export_speculative_decoding and give that folder"
 
 MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
 
@@ -119,21 +126,69 @@ PEAGLE = dataclasses.replace(SPECULATORS, fixed={"speculators_model_type": "peag
 # What vLLM looks for in P-EAGLE's config.json, the first of which counts.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # The drafter's layers, in the Llama config that each format has somewhere.
+OF_LLAMA_KIND = ("mistral", "qwen2")  # whose layers without biases are a Llama's
 FIXED_NET = {
     "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
     "use_sliding_window": False, "is_causal": True, "logit_scale": 1.0,
 }  # fmt: skip
 
 
+def separate(folder: HfFolder) -> HfFolder:
+    """Return a drafter that ModelOpt's trainer saved with its target as a folder of its own.
+
+    Other folders are returned as they are. The object `eagle` of config.json says how the drafter
+    is built; without it, and for what it does not say, its layers are taken for the target's kind.
+    """
+    together = {name for name in folder.tensors if name.startswith(WITH_TARGET)}
+    if not together:
+        return folder
+    bare = {name: name.removeprefix(WITH_TARGET) for name in together}
+    alone = folder.select(together)
+    alone.rename(bare, left_out=())
+    saved = f"{folder.path} holds an EAGLE drafter saved with its target ({min(together)})"
+    if "fc.weight" in folder.tensors:
+        raise SpecDecError(f"{saved}, and another one, fc.weight", "keep one of them")
+    if newer := sorted(SAVED_EAGLE3 & alone.tensors.keys()):
+        raise SpecDecError(
+            f"{saved}, an EAGLE-3 ({newer[0]}), which its config.json does not describe",
+            EXPORT_REMEDY,
+        )
+    if norms := sorted(EAGLE1_NORMS & alone.tensors.keys()):
+        raise SpecDecError(
+            f"{saved}, an EAGLE-1 with {' and '.join(norms)}: that of the paper, which is drafted"
+            " with here, has no such norm",
+            "train it with use_input_layernorm_in_first_layer and use_last_layernorm false",
+        )
+    alone.config = _describe_separate(folder, alone)
+    return alone
+
+
+def _describe_separate(folder: HfFolder, alone: HfFolder) -> Config:
+    """Return the config.json of a drafter that was saved with its target."""
+    reader = ConfigReader(folder.config, folder.path)
+    description = dict(reader.get_object(DESCRIPTION))
+    reader.finish()
+    not_its = (DESCRIPTION, "quantization_config")
+    target = {key: value for key, value in folder.config.items() if key not in not_its}
+    layers = {name.split(".")[1] for name in alone.tensors if name.startswith("layers.")}
+    if not description:
+        logger.warning(
+            "%s: config.json has no %s, which describes the drafter in it; its layers are taken for"
+            " the target's kind. If it drafts badly, %s", folder.path, DESCRIPTION, EXPORT_REMEDY,
+        )  # fmt: skip
+    elif "head_dim" not in description:  # ModelOpt's own layers then, which scale no rotation
+        for name in ("rope_scaling", "rope_parameters", "head_dim", "layer_types"):
+            target.pop(name, None)
+        target["model_type"] = "llama"
+    else:  # layers of the target's class, which its own tables turn
+        description.pop("rope_theta", None)
+    if target.get("model_type") in OF_LLAMA_KIND:
+        target["model_type"] = "llama"
+    return {**target, "num_hidden_layers": len(layers), **description}
+
+
 def _check_kind(folder: HfFolder) -> None:
     """Raise SpecDecError unless the folder holds an EAGLE drafter alone, under one naming."""
-    together = [name for name in folder.tensors if name.startswith(WITH_TARGET)]
-    if together:
-        raise SpecDecError(
-            f"{folder.path} holds an EAGLE drafter saved with its target ({together[0]}), whose"
-            " config.json does not describe it",
-            "export it with ModelOpt's export_speculative_decoding and give that folder",
-        )
     if "fc.weight" not in folder.tensors:
         raise SpecDecError(
             f"{folder.path} holds no fc.weight, which every EAGLE drafter has; it holds"
@@ -218,6 +273,10 @@ class Converter(NetConverter):
 
     METHOD, NET, IN_TARGET = METHOD, EAGLE_NET, (f"{WITH_TARGET}*",)
     params: EagleParams
+
+    def __init__(self, folder: HfFolder, settings: ConvertSettings, model: ModelConfig) -> None:
+        """Take the drafter alone where it was saved with its target."""
+        super().__init__(separate(folder), settings, model)
 
     def name_bare(self, canonical: Sequence[str]) -> dict[str, str]:
         """The same of every net, all of which are made from the same tensors."""

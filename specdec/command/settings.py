@@ -12,7 +12,8 @@ from specdec.options import check_value, get_flags, name_flag
 
 T = TypeVar("T")
 OPTION_HINT = (
-    "--help and --all list the options, `specdec docs flags` has what replaces TensorRT-LLM's"
+    "--help and --all list the options, `specdec docs flags` has what replaces TensorRT-LLM's and"
+    " ModelOpt's"
 )
 SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
 

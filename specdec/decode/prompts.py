@@ -345,8 +345,8 @@ def _read_data_row(entry: dict[str, Any]) -> dict[str, Any]:
     line = {name: value for name, value in entry.items() if name not in ROW_FACTS}
     if (text := line.pop("text", None)) is not None:
         line.setdefault("prompt", text)
-    messages = line.get("messages")
-    if _is_list(messages, _is_message) and messages[-1:] and messages[-1]["role"] == "assistant":
+    messages: Any = line.get("messages")
+    if _is_list(messages, _is_message) and messages and messages[-1]["role"] == "assistant":
         line["messages"] = messages[:-1]
     options = {name: line.pop(name) for name in OPTIONS if name in line}
     more = line.get("chat_template_kwargs", {})

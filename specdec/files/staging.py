@@ -55,17 +55,18 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
 def check_output_file(path: Path, *, force: bool) -> None:
     """Raise SpecDecError where a file cannot be written, or is there already without `force`.
 
-    It is called before the work whose result the file takes. Pipes and terminals may be there.
+    It is called before the work whose result the file takes; its folder need not be there yet.
+    Pipes and terminals may be there.
     """
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
     if path.is_file() and not force:
         raise SpecDecError(f"{path} exists", "name another file, or replace it with --force")
-    place = path if path.exists() else path.parent
-    if not path.parent.is_dir() or not os.access(place, os.W_OK):
+    existing = find_existing(path.absolute())
+    if (existing != path.absolute() and not existing.is_dir()) or not os.access(existing, os.W_OK):
+        lack = "is read-only" if existing.is_dir() or path.exists() else "is a file"
         raise SpecDecError(
-            f"{path} cannot be written: there is no folder {path.parent}, or it is read-only",
-            "check the path and its permissions",
+            f"{path} cannot be written: {existing} {lack}", "check the path and its permissions"
         )
 
 
@@ -79,6 +80,7 @@ def write_whole(path: Path, text: str, *, force: bool, mode: int | None = None) 
         return
     path = path.resolve()  # what a link leads to, not the link
     partial = path.with_name(f"{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         partial.write_text(text, encoding="utf-8")
         if mode is not None:

@@ -460,7 +460,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (1, drop("fc.weight"), "holds no fc.weight, which every EAGLE drafter has"),
         (1, drop("layers.0.self_attn.k_proj.weight"), "lacks 1 tensor: layers.0.self_attn.k_proj"),
         (1, put_tensor("layers.0.self_attn.k_proj.bias", [0.0]), "would not use: layers.0."),
-        (1, put_tensor("eagle_module.fc.weight", [0.0]), "drafter saved with its target"),
+        (1, put_tensor("eagle_module.fc.weight", [0.0]), "(eagle_module.fc.weight), and another"),
         (1, put_tensor("midlayer.x", [0.0]), "two namings of one layer"),
         (1, put(vocab_size=130), "drafter's vocab_size is 130, the target's 131"),
         (1, put(num_hidden_layers=2), "lacks 9 tensors"),
@@ -567,6 +567,82 @@ def test_a_target_saved_with_its_drafter(target: Path, convert: Converter, tmp_p
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     error = convert.fail(model_dir=folder)
     assert "holds a drafter besides the target: eagle_module.fc.weight" in error.message
+
+
+DESCRIPTION = {
+    "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 96, "hidden_size": 64,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+    "rope_theta": 500000.0, "use_input_layernorm_in_first_layer": False,
+    "use_last_layernorm": False,
+}  # fmt: skip
+
+
+def save_together(
+    target: Path, drafter: Path, folder: Path, description: dict[str, Any] | None, **more: Any
+) -> Path:
+    """Write a target with its drafter as ModelOpt's trainer saves both."""
+    shutil.copytree(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    own = {n: t for n, t in load_file(drafter / "model.safetensors").items() if "embed" not in n}
+    tensors |= {f"eagle_module.{name}": tensor for name, tensor in {**own, **more}.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = read_config(folder)
+    if description is not None:
+        (folder / "config.json").write_text(json.dumps(config | {"eagle": description}))
+    return folder
+
+
+@pytest.mark.parametrize("has_own_layers", [True, False])
+def test_a_drafter_saved_with_its_target(
+    target: Path, eagle1: Path, convert: Converter, tmp_path: Path, has_own_layers: bool
+) -> None:
+    """As ModelOpt's trainer saves both: the same checkpoint as of the drafter alone."""
+    description = DESCRIPTION if has_own_layers else DESCRIPTION | {"head_dim": 8}
+    together = save_together(target, eagle1, tmp_path / "together", description)
+    alone = tmp_path / "alone"
+    shutil.copytree(eagle1, alone)
+    tensors = load_file(alone / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, alone / "model.safetensors", metadata={"format": "pt"})
+    if not has_own_layers:  # the target's tables turn them then
+        (alone / "config.json").write_text(json.dumps(read_config(alone) | {"rope_theta": 1e4}))
+    convert(model_dir=target, eagle_model_dir=str(alone))
+    expected = read_config(convert.output), read_ranks(convert.output)
+    for model in (target, together):  # the target alone, and the one beside the drafter
+        convert(model_dir=model, eagle_model_dir=str(together), force=True)
+        assert (read_config(convert.output), read_ranks(convert.output)) == expected
+
+
+def test_a_drafter_saved_with_its_target_and_not_described(
+    target: Path, convert: Converter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = read_config(target)
+    drafter = make_eagle_drafter(
+        tmp_path, vocab=131, heads=config["num_attention_heads"], own_embedding=False,
+        kv_heads=config["num_key_value_heads"], intermediate=config["intermediate_size"],
+    )  # fmt: skip
+    together = save_together(target, drafter, tmp_path / "together", None)
+    convert(model_dir=target, eagle_model_dir=str(together))
+    assert "its layers are taken for the target's kind" in caplog.text
+    net = read_config(convert.output)["eagle_net_config"]
+    assert (net["num_hidden_layers"], net["intermediate_size"]) == (1, config["intermediate_size"])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("hidden_norm.weight", "an EAGLE-3 (hidden_norm.weight), which its config.json does not"),
+        ("norm.weight", "an EAGLE-1 with norm.weight: that of the paper"),
+        ("layers.0.self_attn.q_proj.bias", "would not use: layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_a_drafter_saved_with_its_target_of_another_kind(
+    target: Path, eagle1: Path, convert: Converter, tmp_path: Path, tensor: str, message: str
+) -> None:
+    more = {tensor: np.zeros(64, np.float32)}
+    together = save_together(target, eagle1, tmp_path / "together", DESCRIPTION, **more)
+    error = convert.fail(model_dir=target, eagle_model_dir=str(together))
+    assert message in error.message
 
 
 def test_no_head_to_draft_with(

@@ -310,6 +310,24 @@ def test_what_was_meant_is_told(words: list[str], fact: str, hint: str) -> None:
     assert hint in told[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["train", "--lr", "1e-5"], "--learning-rate"), (["train", "--mode", "eagle"], "--method"),
+        (["train", "--model", "m"], "--model-dir"), (["train", "--train_bs", "4"], "--batch-size"),
+        (["train", "data", "--data_path", "x"], "--input"),
+        (["train", "data", "--output_path", "x"], "--output"),
+        (["train", "data", "--max_token", "5"], "--max-tokens"),
+    ],
+)  # fmt: skip
+def test_modelopt_s_options_lead_to_ours(words: list[str], meant: str) -> None:
+    done = run_cli_here(*words)
+    assert done.returncode == 2
+    fact, hint = read_error_lines(done.stderr)
+    assert f"(did you mean {meant}?)" in fact
+    assert "`specdec docs flags` has what replaces TensorRT-LLM's and ModelOpt's" in hint
+
+
 def test_help_of_subcommands_and_of_nothing() -> None:
     assert "--base-url" in read_help("help", "train", "data")
     assert read_help("help") == read_help("--help")

@@ -176,8 +176,8 @@ def test_where_writing_fails_the_old_output_stays(
     ("flag", "name", "match"),
     [
         ("--output-file", "", "is a folder"),
-        ("--output-file", "no/x", "there is no folder"),
-        ("--output-file", "file/x", "there is no folder"),
+        ("--output-file", "file/x", "cannot be written: .*file is a file"),
+        ("--output-file", "file/no/x", "cannot be written: .*file is a file"),
         ("--output-file", "file", "file exists"),
         ("--input-file", "", "is a folder"),
         ("--input-file", "none.txt", "none.txt does not exist"),
@@ -193,6 +193,15 @@ def test_files_that_cannot_be_used(
     texts = [] if flag == "--input-file" else ["--input-text", "a"]
     with pytest.raises(SpecDecError, match=match):
         call("run", "--engine-dir", folder / "engine", *texts, flag, tmp_path / name)
+
+
+def test_the_folder_of_an_output_is_made(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "no" / "such" / "out.json"
+    flags = ["--max-output-len", 2, "--output-generation-logits", "--output-file", out]
+    call("run", *list_flags(folder, "--input-text", "ab", *flags))
+    assert sorted(path.name for path in out.parent.iterdir()) == [
+        "out.json", "out.logits.safetensors",
+    ]  # fmt: skip
 
 
 def test_an_output_is_replaced_only_with_force(

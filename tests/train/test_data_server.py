@@ -199,6 +199,17 @@ def test_calls_of_functions(run_data: RunData, tmp_path: Path) -> None:
     assert first["tools"] == second["tools"] == tools
 
 
+def test_the_folder_of_the_output_is_made(run_data: RunData, tmp_path: Path) -> None:
+    """And removed where nothing came of it."""
+    path = write_prompts(tmp_path / "prompts.jsonl", 1)
+    flags = ["--input", path, "--output", tmp_path / "no" / "out.jsonl"]
+    run_data("http://127.0.0.1:9/v1", *flags, ends=1)
+    assert list_files(tmp_path) == ["prompts.jsonl"]
+    with ChatServer() as server:
+        run_data(server, *flags)
+    assert len(read_output(tmp_path / "no")) == 1
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl"])
 def test_completions(run_data: RunData, tmp_path: Path, suffix: str) -> None:
     texts = ["def add(a, b):", "class \u00e9t\u00e9:"]
@@ -777,7 +788,7 @@ def test_a_url_holds_no_key() -> None:
         ([], 2, "missing --input"),
         (["--input", "{in}", "--engine-dir", "e"], 2, "must be one server or one engine"),
         (["--input", "{in}", "--output", "out.txt"], 2, "name a .jsonl file"),
-        (["--input", "{in}", "--output", "absent/out.jsonl"], 1, "there is no folder absent"),
+        (["--input", "{in}", "--output", "{in}/out.jsonl"], 1, "prompts.jsonl is a file"),
         (["--input", "{in}", "--output", "{in}"], 1, "exists"),
         (["--input", "{in}", "--top-p", "0"], 2, "--top-p is 0"),
         (["--input", "{in}", "--concurrency", "0"], 2, "at least 1"),

@@ -37,6 +37,8 @@ class Journal:
                 f"{self.path} holds the rows of an unfinished run",
                 "continue it with --resume, or start over with --force",
             )
+        self._made_folder = not self.path.parent.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = self.path.open("a+b")
         try:
             self._lock()
@@ -85,6 +87,9 @@ class Journal:
         """Let it go; a run that came to nothing leaves nothing to resume."""
         if not self._file.closed and not self._places and not self.failures:
             self.path.unlink(missing_ok=True)
+            if self._made_folder:
+                with contextlib.suppress(OSError):  # it holds something else by now
+                    self.path.parent.rmdir()
         self._end()
 
     def _end(self) -> None:
