@@ -2,7 +2,8 @@
 
 What is published: SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
 SpecForge save it, as ModelOpt exports it, and as speculators does, with EAGLE-3.1's norms or not;
-P-EAGLE as vLLM reads it, and as speculators saves it. ModelOpt's trainer saves EAGLE-1 with its target.
+P-EAGLE as vLLM reads it, and as speculators saves it. ModelOpt's trainer saves EAGLE-1 with its
+target.
 """
 
 from __future__ import annotations
