@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.command.stages import show_report, stage_command
 
 from .settings import BuildSettings
+
+if TYPE_CHECKING:
+    from specdec.engine.layout import BuildConfig
+    from specdec.model.checkpoint import CheckpointConfig
 
 
 @stage_command("build", BuildSettings)
@@ -15,6 +19,19 @@ def command(settings: BuildSettings) -> None:
     from .pipeline import build_engine
 
     show_report(build_engine(settings), settings, format_plan if settings.dry_run else None)
+
+
+def foresee(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig | None:
+    """Return the limits of the engine that settings make of a checkpoint that is to be written.
+
+    None with TensorRT-LLM. Raises SpecDecError for what needs no tensor to be known as wrong.
+    """
+    from .pipeline import check_before_checkpoint
+
+    return check_before_checkpoint(settings, checkpoint)
+
+
+command.foresee = foresee
 
 
 def format_plan(report: dict[str, Any]) -> str:

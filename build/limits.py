@@ -52,7 +52,10 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
          "raise --max-seq-len, or convert again with max_position_embeddings corrected"),
         (max_input_len >= max_seq_len > 1,
          f"max_input_len={max_input_len} leaves no room for output in max_seq_len={max_seq_len}",
-         "raise --max-seq-len or lower --max-input-len"),
+         f"raise --max-seq-len to {max_input_len + 1} or more, or lower --max-input-len"
+         if max_input_len < positions else
+         f"lower --max-input-len to {positions - 1} or less: the model takes {positions} tokens,"
+         " prompt and output together"),
         (is_external and not draft_len,
          f"--speculative-decoding-mode {mode} needs the most tokens that may be drafted at once",
          "give --max-draft-len, for example 10; for lookahead's [W,N,G] it is (W + G) (N - 1) - 1"),

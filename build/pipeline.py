@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import logs
 from specdec.command.settings import make_unknown_error, require, to_plain
@@ -14,13 +14,16 @@ from specdec.errors import UsageError
 from specdec.files.folders import TENSORRT, TENSORRT_LLM, TORCH
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
-from specdec.model.checkpoint import read_checkpoint_config
+from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.inventory import describe_sources
 from specdec.options import get_flags, name_flag, refuse_contradictions
 from specdec.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.vocabulary import read_recorded
 
 from .settings import BuildSettings
+
+if TYPE_CHECKING:
+    from specdec.engine.layout import BuildConfig
 
 logger = logs.get_logger(__name__)
 
@@ -61,6 +64,35 @@ def build_any_engine(settings: BuildSettings) -> dict[str, Any]:
 
         return build_tensorrt_engine(settings)
     return build_own_engine(settings, backend)
+
+
+def check_before_checkpoint(
+    settings: BuildSettings, checkpoint: CheckpointConfig
+) -> BuildConfig | None:
+    """Return the limits of a planned checkpoint's engine, None with TensorRT-LLM.
+
+    Raises SpecDecError for what can be known before the checkpoint's tensors are there.
+    """
+    backend = choose_backend(settings)
+    refuse_foreign(settings, backend)
+    if backend == TENSORRT_LLM:
+        from specdec.trtllm.environment import read_environment
+
+        from .backends.tensorrt_llm.pipeline import check_installed
+
+        check_installed(read_environment())
+        return None
+    if backend == TENSORRT:
+        from .backends.tensorrt import check_target
+
+        check_target(settings, checkpoint)
+    from .backends.torch_engine import check_config, plan_layout
+    from .limits import resolve_limits
+
+    limits = resolve_limits(settings, checkpoint)
+    check_config(settings, checkpoint)
+    plan_layout(settings, checkpoint, set())
+    return limits
 
 
 def choose_backend(settings: BuildSettings) -> str:

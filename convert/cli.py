@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from specdec.command.stages import show_report, stage_command
 
 from .settings import ConvertSettings
+
+if TYPE_CHECKING:
+    from specdec.model.checkpoint import CheckpointConfig
 
 
 @stage_command("convert", ConvertSettings)
@@ -13,3 +18,14 @@ def command(settings: ConvertSettings) -> None:
     from .pipeline import convert_model, format_report
 
     show_report(convert_model(settings), settings, format_report if settings.dry_run else None)
+
+
+def foresee(settings: ConvertSettings) -> tuple[CheckpointConfig, dict[str, Any] | None]:
+    """Return the configuration and the vocabulary of the checkpoint that settings make."""
+    from .pipeline import complete_settings, make_plan
+
+    plan = make_plan(complete_settings(settings))
+    return plan.checkpoint, plan.vocabulary
+
+
+command.foresee = foresee

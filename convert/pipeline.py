@@ -85,11 +85,7 @@ MAX_WORKERS = 16  # if not told otherwise: every one has buffers
 def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     """Write a checkpoint and return what it is; with `dry_run`, only check and describe it."""
     began = time.monotonic()
-    settings = place_drafter(settings, fetch_drafter(settings))
-    if settings.speculative_decoding_mode is not None and find_folder(settings) is None:
-        own: dict[str, Any] = {MTP_FOLDER: settings.model_dir}
-        settings = dataclasses.replace(settings, **own)
-    check_flags(settings)
+    settings = complete_settings(settings)
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     plan = make_plan(settings)
     states = stream.get_states(plan)
@@ -136,6 +132,16 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
             takers = "specdec's own backends, torch and (not every model) tensorrt"
         logger.info("%s: this checkpoint is for %s", report["lack"], takers)
     return {"dry_run": False, **report, "convert_seconds": seconds}
+
+
+def complete_settings(settings: ConvertSettings) -> ConvertSettings:
+    """Return settings that name the drafter by its kind; raise UsageError for contradictions."""
+    settings = place_drafter(settings, fetch_drafter(settings))
+    if settings.speculative_decoding_mode is not None and find_folder(settings) is None:
+        own: dict[str, Any] = {MTP_FOLDER: settings.model_dir}
+        settings = dataclasses.replace(settings, **own)
+    check_flags(settings)
+    return settings
 
 
 def warn_of_other_base(plan: ConversionPlan, hashes: Mapping[Path, str] | None = None) -> list[str]:

@@ -23,6 +23,10 @@ class EngineCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def has(self, name: str) -> bool:
+        """Return whether the folder of that name is there."""
+        return (self.folder / name).is_dir()
+
     @contextlib.contextmanager
     def hold(self, name: str, make: Callable[[Path], None], *, force: bool) -> Iterator[Path]:
         """Yield the folder of that name, made by `make(folder)` if it is absent or with `force`.

@@ -4,96 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec import logs
 from specdec.command.stages import load_command
 from specdec.engine.kernel_cache import find_cache
-from specdec.errors import Problems, SpecDecError
+from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
-from specdec.methods import METHODS
 from specdec.methods.budget import read_budget
 from specdec.options import get_flags
 from specdec.pretrained import load_tokenizer
 
 from .cache import EngineCache, measure_folder
-from .settings import DRAFTER_FOLDERS, DRAFTS, GenerateSettings
-from .sources import describe_model, describe_tool, name_entry
+from .plans import (
+    EnginePlan,
+    check_decoding,
+    check_lengths,
+    complete_build,
+    foresee_engine,
+    plan_draft,
+    plan_target,
+)
+from .settings import DRAFTS, GenerateSettings
 
 logger = logs.get_logger(__name__)
-
-MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
-MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EnginePlan:
-    """How one engine is made: options of convert and of build, and all models that go in."""
-
-    convert: dict[str, Any]
-    build: dict[str, Any]
-
-    @property
-    def models(self) -> list[str]:
-        names = [self.convert.get(name) for name in ("model_dir", "lora_dir", *DRAFTER_FOLDERS)]
-        return [str(name) for name in names if name is not None]
-
-    def describe(self) -> dict[str, Any]:
-        """Everything that the engine depends on, as plain values."""
-        return {
-            "models": [describe_model(name) for name in self.models],
-            "convert": self.convert,
-            "build": self.build,
-            "tool": describe_tool(),
-        }
-
-
-def plan_target(settings: GenerateSettings) -> EnginePlan:
-    """Plan the engine that is run."""
-    build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    build |= plan_drafts(settings)
-    return EnginePlan(convert=settings.list_stage("convert"), build=build)
-
-
-def plan_drafts(settings: GenerateSettings) -> dict[str, Any]:
-    """Return the build's options for drafts of no weights in the checkpoint, {} if there are none.
-
-    Methods of the same mode share an engine.
-    """
-    if settings.draft_model_dir is not None:
-        length = settings.draft_len or ""
-        num_tokens = max(
-            MAX_DRAFT_LEN, int(length) if length.isdecimal() else 0, settings.draft_tree_tokens or 0
-        )
-        return {
-            "speculative_decoding_mode": METHODS["draft_target"].mode, "max_draft_len": num_tokens,
-        }  # fmt: skip
-    given = settings.list_stage("run") | {"no_speculation": False}  # which needs the same engine
-    run = load_command("run").settings_class(**given)
-    for method in METHODS.values():
-        options = method.read(run) if method.source == "target" else None
-        if options is not None:
-            return {
-                "speculative_decoding_mode": method.mode,
-                "max_draft_len": options.max_draft_tokens,
-            }
-    return {}
-
-
-def plan_draft(settings: GenerateSettings) -> EnginePlan:
-    """Plan the draft model's engine, with room for what the target's takes."""
-    convert = {"model_dir": settings.draft_model_dir, "dtype": settings.dtype}
-    build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    return EnginePlan(
-        convert=convert, build=build | {"quantization": None, "drafter_weights": "same"}
-    )
 
 
 def generate(settings: GenerateSettings) -> None:
@@ -105,46 +45,59 @@ def generate(settings: GenerateSettings) -> None:
 @contextlib.contextmanager
 def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
     """Make the engines, or take those that are kept; yield the options of a run with them."""
-    from specdec.decode.prompts import MAX_COUNT, list_prompts, make_requests
-    from specdec.decode.requests import find_problems
-
     run = settings.list_stage("run") | {
         "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
     }  # fmt: skip
+    if settings.chat_template is not None and settings.apply_chat_template is None:
+        run["apply_chat_template"] = True
+    plans, draft_model = [plan_target(settings)], settings.draft_model_dir
+    if draft_model is not None:
+        plans.append(plan_draft(settings))
+        if not settings.no_speculation:
+            run["draft_engine_dir"] = draft_model
+            if settings.draft_vocabulary != "same":
+                run["draft_tokenizer_dir"] = draft_model
+    if settings.no_speculation:
+        flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
+        run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
+            name: default for name, (_, default) in flags.items()
+        }
+    with open_cache(settings) as cache, contextlib.ExitStack() as stack:
+        is_kept = not settings.force and all(cache.has(plan.name) for plan in plans)
+        run["apply_chat_template"] = check_prompts(settings, run, [] if is_kept else plans)
+        engines = [stack.enter_context(hold_engine(cache, plan, settings)) for plan in plans]
+        run["engine_dir"] = engines[0]
+        if "draft_engine_dir" in run:
+            run["draft_engine_dir"] = engines[1]
+        yield run
+
+
+def check_prompts(
+    settings: GenerateSettings, run: dict[str, Any], plans: Sequence[EnginePlan]
+) -> bool:
+    """Return whether texts go into the chat template; raise SpecDecError for what cannot be done.
+
+    plans: of engines that are to be made, which takes minutes: what can be known is told before.
+    """
+    from specdec.decode.encoding import choose_form, use_template
+    from specdec.decode.prompts import list_prompts, make_requests
+
     run_settings = load_command("run").settings_class(**run)
     run_settings.refuse_contradictions()
-    if settings.draft_model_dir is not None and not settings.no_speculation:
-        read_budget(dataclasses.replace(run_settings, draft_engine_dir=settings.draft_model_dir))
+    read_budget(run_settings)
     prompts = list_prompts(settings.texts, settings.input_file, json=settings.json)
-
-    @functools.cache  # for the second engine the prompts are the same
-    def check() -> None:
-        """Tokenize the prompts, before minutes of building rather than behind them."""
-        flag = "--model-dir" if settings.tokenizer_dir is None else "--tokenizer-dir"
-        tokenizer = load_tokenizer(run_settings.tokenizer_dir, flag)
-        most, problems = settings.max_seq_len or MAX_SEQ_LEN, Problems()
-        limits = {"max_input_len": most, "max_seq_len": most, "vocab_size": MAX_COUNT}
-        for request in make_requests(
-            prompts, run_settings, tokenizer, repeats=not settings.streaming
-        ):
-            problems += find_problems(request, **limits)
-        problems.raise_all()
-
-    with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(open_cache(settings))
-        engine = stack.enter_context(hold_engine(cache, plan_target(settings), settings, check))
-        if settings.draft_model_dir is not None:
-            draft = stack.enter_context(hold_engine(cache, plan_draft(settings), settings, check))
-            if not settings.no_speculation:
-                run["draft_engine_dir"] = draft
-                if settings.draft_vocabulary != "same":
-                    run["draft_tokenizer_dir"] = settings.draft_model_dir
-        if settings.no_speculation:
-            flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
-            run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
-                name: default for name, (_, default) in flags.items()
-            }
-        yield run | {"engine_dir": engine}
+    flag = "--model-dir" if settings.tokenizer_dir is None else "--tokenizer-dir"
+    tokenizer = use_template(load_tokenizer(run["tokenizer_dir"], flag), settings.chat_template)
+    is_chat = choose_form(run_settings, prompts, tokenizer, is_chat=True)
+    if not plans:
+        return is_chat
+    run_settings = dataclasses.replace(run_settings, apply_chat_template=is_chat)
+    requests = make_requests(prompts, run_settings, tokenizer, repeats=not settings.streaming)
+    engines = [engine for plan in plans if (engine := foresee_engine(plan)) is not None]
+    if len(engines) == len(plans):
+        check_lengths(requests, engines)
+        check_decoding(settings, run_settings, tokenizer, engines)
+    return is_chat
 
 
 @contextlib.contextmanager
@@ -162,25 +115,20 @@ def open_cache(settings: GenerateSettings) -> Iterator[EngineCache]:
 
 
 @contextlib.contextmanager
-def hold_engine(
-    cache: EngineCache, plan: EnginePlan, settings: GenerateSettings, check: Callable[[], None]
-) -> Iterator[Path]:
-    """Yield the folder of a planned engine, which is made if it is not there, after a check."""
-    description = plan.describe()
-    name = name_entry(plan.models[0], description)
+def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings) -> Iterator[Path]:
+    """Yield the folder of a planned engine, which is made if it is not there."""
     is_made = False
 
     def make(folder: Path) -> None:
         nonlocal is_made
         is_made = True
-        check()
         make_engine(plan, folder)
-        if plan.describe() != description:
+        if plan.describe() != plan.description:
             raise SpecDecError(
                 f"{' or '.join(plan.models)} changed while it was converted", "run it again"
             )
 
-    with cache.hold(name, make, force=settings.force) as folder:
+    with cache.hold(plan.name, make, force=settings.force) as folder:
         engine = folder / "engine"
         size = measure_folder(folder) / 1e6
         if settings.no_cache:
@@ -197,10 +145,8 @@ def make_engine(plan: EnginePlan, folder: Path) -> None:
     """Convert and build into `folder`/engine; the checkpoint between them is removed."""
     checkpoint = folder / "checkpoint"
     call_stage("convert", plan.convert | {"output_dir": checkpoint})
-    build = dict(plan.build)
-    if build["max_seq_len"] is None:
-        positions = read_json(checkpoint / "config.json").get("max_position_embeddings")
-        build["max_seq_len"] = min(int(positions or MAX_SEQ_LEN), MAX_SEQ_LEN)
+    positions = read_json(checkpoint / "config.json").get("max_position_embeddings")
+    build = complete_build(plan.build, positions)
     call_stage("build", build | {"checkpoint_dir": checkpoint, "output_dir": folder / "engine"})
     shutil.rmtree(checkpoint)
 

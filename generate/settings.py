@@ -82,7 +82,12 @@ class GenerateSettings:
     top_p: float = _like("run", "top_p")
     random_seed: int = _like("run", "random_seed")
     stop_words: list[str] = _like("run", "stop_words")
-    apply_chat_template: bool = _like("run", "apply_chat_template", group="Text")
+    apply_chat_template: bool | None = _like(
+        "run", "apply_chat_template",
+        "Put each text into the model's chat template, as a user's turn; if not given, where the"
+        " model has one.", group="Text",
+    )  # fmt: skip
+    chat_template: str | None = _like("run", "chat_template", group="Text", rare=True)
     no_speculation: bool = _like("run", "no_speculation")
     device: str = _like("run", "device", group="Engine", rare=True)
     streaming: bool = _like("run", "streaming", group="Text")

@@ -12,7 +12,7 @@ import click
 from specdec import logs
 from specdec.command.stages import stage_command
 from specdec.command.stdout import claim_stdout
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, count
 from specdec.files.staging import write_whole
 
 from .settings import RunSettings
@@ -92,10 +92,10 @@ def format_stats(stats: dict[str, Any]) -> str:
     """A line for people, on stderr."""
     line = (
         f"{stats['method']} on {stats['device']} ({stats['dtype']}):"
-        f" {stats['num_output_tokens']} tokens in {stats['generate_seconds']:.2f} s,"
+        f" {count(stats['num_output_tokens'], 'token')} in {stats['generate_seconds']:.2f} s,"
         f" {stats['tokens_per_second']:.1f} tokens/s"
     )
-    if stats["acceptance_length"] is not None:
+    if stats["acceptance_length"]:  # 0 where the prompts' own passes ended all texts
         line += f", {stats['acceptance_length']:.2f} tokens per verify step"
     drafted, steps = stats["num_drafted_steps"], stats["num_verify_steps"]
     is_told = stats["method"] != "plain" and drafted is not None

@@ -51,7 +51,7 @@ def run_engine(
         check_hashes(settings.engine_dir)
         if draft_options is not None:
             check_hashes(draft_options.engine_dir)
-    from specdec.decode.encoding import use_template
+    from specdec.decode.encoding import choose_form, use_template
     from specdec.decode.prompts import list_prompts, make_requests
     from specdec.decode.requests import choose_best
     from specdec.pretrained import load_tokenizer
@@ -62,6 +62,7 @@ def run_engine(
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     tokenizer = use_template(tokenizer, settings.chat_template)
+    choose_form(settings, prompts, tokenizer, is_chat=False)  # which logs a template left unused
     requests = make_requests(prompts, settings, tokenizer, repeats=not settings.streaming)
     if settings.streaming and tokenizer is None:
         raise lack_tokenizer("--streaming needs")

@@ -58,11 +58,11 @@ def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
 
 
 @contextlib.contextmanager
-def hush(name: str) -> Iterator[None]:
-    """Let a logger and those below it only warn meanwhile."""
+def hush(name: str, level: int = logging.WARNING) -> Iterator[None]:
+    """Let a logger and those below it write nothing below a level meanwhile."""
     logger = logging.getLogger(name)
     before = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(level)
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ class Flag:
     hidden: bool = False
     group: str = ""  # the title in --help; none for the general options and those of methods
     rare: bool = False  # explained by --all only
+    is_switch: bool = False  # a `bool | None` given as --NAME or --no-NAME
     takes_list: bool = False  # a text that `Engine.load` takes as a list, too
     is_argument: bool = False  # the words that belong to no option; a list
     required: bool = False  # `require` refuses settings without it, so that its type is never None

@@ -64,10 +64,9 @@ def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> di
 
 def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: BuildConfig) -> Work:
     """Check and plan an engine of TensorRT's layers."""
-    trt, folder = load_tensorrt(), settings.checkpoint_dir
+    folder = settings.checkpoint_dir
+    trt, capabilities = check_target(settings, checkpoint)
     library = describe_library(trt)
-    capabilities = choose_capabilities(settings, library)
-    find_problems(checkpoint, capabilities, trt).raise_all()
     plan = plan_build(dataclasses.replace(settings, optimize="none"), checkpoint, folder)
     find_plan_problems(plan).raise_all()
     networks = plan_networks(checkpoint, limits, capabilities, library.name)
@@ -94,6 +93,17 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
     return Work(plan, report, plan.num_bytes, write)
 
 
+def check_target(settings: BuildSettings, checkpoint: CheckpointConfig) -> tuple[Any, list[str]]:
+    """Return the library and the compute capabilities to build for.
+
+    Raises SpecDecError where there are none, or where config.json has what the layers lack.
+    """
+    trt = load_tensorrt()
+    capabilities = choose_capabilities(settings, describe_library(trt))
+    find_problems(checkpoint, capabilities, trt).raise_all()
+    return trt, capabilities
+
+
 def choose_capabilities(settings: BuildSettings, library: Library) -> list[str]:
     """What to build for: what is asked for, else the GPU of this machine."""
     gpus, name = list_gpus()[0], library.name
@@ -104,7 +114,7 @@ def choose_capabilities(settings: BuildSettings, library: Library) -> list[str]:
         raise SpecDecError(
             f"no GPU is visible, and without {flag} an engine is for the GPU of this machine"
             if usable else f"{name} builds for the GPU of this machine, and none is visible",
-            f"give {flag} with one or more of {', '.join(usable)}"
+            f"give specdec-build {flag} with one or more of {', '.join(usable)}"
             if usable else "build on a machine with a GPU, or install tensorrt_rtx",
         )  # fmt: skip
     if given is None:

@@ -145,32 +145,15 @@ def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
 
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
     """Check everything the torch backend needs; raise SpecDecError that lists what is wrong."""
-    # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.
-    from specdec.engine.rotary import compute_frequencies
-
     model, drafter = checkpoint.model, checkpoint.drafter
-    find_problems(settings, checkpoint).raise_all()
-    if model.arithmetic.positions == "rotary":
-        compute_frequencies(model, model.max_position_embeddings)
-    if isinstance(drafter, NetParams):
-        net = drafter.make_net_model(model)
-        compute_frequencies(net, net.max_position_embeddings)
+    check_config(settings, checkpoint)
     paths, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
     problems.raise_all()
     sources = [TensorFile(path) for path in paths]
     quantized = check_sources(sources, checkpoint)
     compile_kernels = will_compile(settings)
     algorithm = checkpoint.quantization.quant_algo
-    files = {
-        file: plan_tensors(shapes, model, quantized if algorithm == FP8 else set())
-        for file, shapes in list_engine_files(model, drafter).items()
-    }
-    for file, tensors in files.items():
-        if settings.quantization == INT8:
-            files[file] = plan_int8(tensors, list_integers(model))
-        if settings.quantization == INT4:
-            group_size = settings.group_size or DEFAULT_GROUP_SIZE
-            files[file] = plan_layers_int4(tensors, model, group_size)
+    files = plan_layout(settings, checkpoint, quantized if algorithm == FP8 else set())
     draft_tokens = choose_tokens(settings, model, drafter)
     drafter_weights = settings.drafter_weights if settings.drafter_weights != SAME else None
     if drafter_weights is not None or draft_tokens is not None:
@@ -201,6 +184,41 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     )  # fmt: skip
 
 
+def check_config(settings: BuildSettings, checkpoint: CheckpointConfig) -> None:
+    """Raise SpecDecError for what a checkpoint's config.json has that the backend does not take."""
+    # Imported here, not above: this module is also what `--help` and `--dry-run` errors load.
+    from specdec.engine.rotary import compute_frequencies
+
+    model, drafter = checkpoint.model, checkpoint.drafter
+    find_problems(settings, checkpoint).raise_all()
+    if model.arithmetic.positions == "rotary":
+        compute_frequencies(model, model.max_position_embeddings)
+    if isinstance(drafter, NetParams):
+        net = drafter.make_net_model(model)
+        compute_frequencies(net, net.max_position_embeddings)
+
+
+def plan_layout(
+    settings: BuildSettings, checkpoint: CheckpointConfig, quantized: set[str]
+) -> dict[str, dict[str, TensorInfo]]:
+    """Return the target's and the drafter's tensors by the engine's files.
+
+    quantized: matrices that the checkpoint holds in FP8.
+    """
+    model = checkpoint.model
+    files = {
+        file: plan_tensors(shapes, model, quantized)
+        for file, shapes in list_engine_files(model, checkpoint.drafter).items()
+    }
+    for file, tensors in files.items():
+        if settings.quantization == INT8:
+            files[file] = plan_int8(tensors, list_integers(model))
+        if settings.quantization == INT4:
+            group_size = settings.group_size or DEFAULT_GROUP_SIZE
+            files[file] = plan_layers_int4(tensors, model, group_size)
+    return files
+
+
 def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Problems:
     """List the settings and the parts of a checkpoint that the torch backend does not take."""
     from specdec.engine.layers import ACTIVATIONS
@@ -224,7 +242,8 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
         (wanted is not None and quantization.is_quantized,
          f"--quantization {wanted}: the checkpoint is quantized already"
          f" ({algorithm or quantization.kv_cache_quant_algo})",
-         "leave it out, or convert the model without --quantization"),
+         "leave it out, or add --dequantize where the model is converted; one that specdec-convert"
+         " quantized, convert without --quantization"),
         (settings.packed_weights and settings.optimize == "none",
          "--packed-weights enable: weights are packed for native kernels, and --optimize none"
          " leaves these out", "leave out one of the two"),
@@ -232,7 +251,7 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
          "--group-size without --quantization int4", "leave it out"),
         (settings.drafter_weights != SAME and checkpoint.drafter is None,
          f"--drafter-weights {settings.drafter_weights}: the checkpoint has no drafter",
-         "leave it out; a draft model is built by itself, with --quantization"),
+         "leave it out; a draft model's engine is built by itself, with --quantization"),
         (size not in (None, *int4.ENGINE_GROUPS), f"--group-size {size}", "use 32, 64 or 128"),
         (wanted == INT4 and model.experts is not None,
          f"--quantization {INT4}: {model.architecture} is a mixture of experts",

@@ -47,6 +47,8 @@ class StageCommand(click.Command):
 
     settings_class: type
     work: Callable[[Any], None]  # takes settings of that class
+    # What the work would make, and the errors it would raise, for specdec generate; see the stages.
+    foresee: Callable[..., Any]
     list_options: frozenset[str] = frozenset()
     subcommands: Mapping[str, click.Command] = {}
 
@@ -117,6 +119,9 @@ def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
         options["is_flag"], usual = True, "on"
         if default is True:
             declaration += "/--no-" + name.replace("_", "-")
+    elif flag.is_switch:
+        options["is_flag"] = True
+        declaration += "/--no-" + name.replace("_", "-")
     elif flag.kind == "enable":
         options["metavar"], shown = "[enable|disable]", default is not None
         usual = "enable" if default else "disable"

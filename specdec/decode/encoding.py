@@ -10,18 +10,21 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.chat import join_parts, render_calls
 from specdec.decode.settings import DecodeSettings
-from specdec.errors import PromptError, SpecDecError, shorten, summarize
+from specdec.errors import PromptError, SpecDecError, join_names, shorten, summarize
+from specdec.logs import get_logger
 from specdec.options import is_whole
 from specdec.tokenizer import lack_tokenizer
 
 if TYPE_CHECKING:
     from specdec.decode.prompts import Prompt
+
+logger = get_logger(__name__)
 
 # Chat templates by name, for models that have none. raw: the contents only, one behind the other.
 TEMPLATES = {
@@ -76,6 +79,37 @@ def use_template(tokenizer: Any, given: str | None) -> Any:
     except Exception:  # noqa: BLE001 - a template refuses what it likes; messages are told of that
         return tokenizer
     return tokenizer
+
+
+def choose_form(
+    settings: DecodeSettings, prompts: Sequence[Prompt], tokenizer: Any, *, is_chat: bool
+) -> bool:
+    """Return whether texts are put into the chat template, and log what they are taken as.
+
+    is_chat: whether they are where the tokenizer has a template and the settings say neither.
+    """
+    has_template = tokenizer is not None and bool(tokenizer.chat_template)
+    choice = settings.apply_chat_template
+    applies = (is_chat and has_template) if choice is None else choice
+    texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    if not texts or (applies and not has_template):  # of which `encode_prompt` tells
+        return applies
+    if applies and is_chat:
+        logger.info(
+            "prompts: each is a user's turn in the model's chat template"
+            " (--no-apply-chat-template: text to continue)"
+        )
+        if names := find_names(tokenizer).list_in("".join(texts)):
+            logger.warning(
+                "%s in a prompt is taken as text, not as a special token: give prompts that are"
+                " formatted already with --no-apply-chat-template", join_names(names),
+            )  # fmt: skip
+    elif is_chat or (has_template and choice is None):
+        other = "the model has no chat template"
+        if has_template:
+            other = "--apply-chat-template: a user's turn in the model's chat template"
+        logger.info("prompts: text to continue (%s)", other)
+    return applies
 
 
 def encode_prompt(
@@ -193,6 +227,10 @@ class SpecialNames:
         self._name = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
         self._mark = re.compile(f"\ue000{own}[.][0-9]+\ue001")
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    def list_in(self, text: str) -> list[str]:
+        """Return the names that a text holds, each once."""
+        return list(dict.fromkeys(self._name.findall(text)))
 
     def hide(self, value: Any) -> Any:
         """A document with marks in place of names."""

@@ -32,7 +32,12 @@ from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.graphs import CudaRecorder, Graphs, StepGraphs
-from specdec.engine.layout import EngineConfig, find_engine_problems, read_engine_config
+from specdec.engine.layout import (
+    EngineConfig,
+    count_positions,
+    find_engine_problems,
+    read_engine_config,
+)
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
@@ -133,11 +138,13 @@ class TorchEngine:
         problems = Problems()
         for request in requests:
             max_input_len, max_seq_len = self.find_limits(drafts=request.drafts)
+            engines = self._list_limiting(drafts=request.drafts)
             problems += find_problems(
                 request,
                 max_input_len=max_input_len,
                 max_seq_len=max_seq_len,
                 vocab_size=vocab_size,
+                max_positions=min(count_positions(e.config.checkpoint.model) for e in engines),
             )
             length = len(request.input_ids)
             table, total = self.decoder.rotary, length + request.max_output_len
@@ -231,9 +238,12 @@ class TorchEngine:
 
     def find_limits(self, *, drafts: bool) -> tuple[int, int]:
         """Tokens of the longest prompt, and of a prompt and its output, with drafts or without."""
-        engines = [self, self._draft] if drafts and self._draft is not None else [self]
-        builds = [engine.config.build for engine in engines]
+        builds = [engine.config.build for engine in self._list_limiting(drafts=drafts)]
         return min(b.max_input_len for b in builds), min(b.max_seq_len for b in builds)
+
+    def _list_limiting(self, *, drafts: bool) -> list[EngineHandle]:
+        """Return the engines that a request's tokens go through."""
+        return [self, self._draft] if drafts and self._draft is not None else [self]
 
     @property
     def is_lost(self) -> bool:

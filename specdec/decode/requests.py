@@ -16,6 +16,7 @@ from specdec.decode.shaping import make_shaper
 from specdec.decode.text import PLAIN_FORM, TextForm, TextStream
 from specdec.engine.transfers import to_device, to_host
 from specdec.errors import Problems
+from specdec.model.bounds import MAX_SIZE
 
 if TYPE_CHECKING:
     from specdec.decode.grammar import Grammar, GrammarState
@@ -334,25 +335,36 @@ def choose_best(results: Sequence[ActiveRequest]) -> list[ActiveRequest]:
 
 
 def find_problems(
-    request: Request, *, max_input_len: int, max_seq_len: int, vocab_size: int
-) -> Problems:
-    """List what of a request is beyond an engine's limits, each with a remedy."""
+    request: Request, *, max_input_len: int, max_seq_len: int, vocab_size: int,
+    max_positions: int = MAX_SIZE, is_built: bool = True,
+) -> Problems:  # fmt: skip
+    """List what of a request is beyond an engine's limits, each with a remedy.
+
+    max_positions: tokens of a prompt and its output that any engine of the model can take.
+    is_built: whether `specdec-build` made the engine; else `specdec generate` is to make it.
+    """
     length, where = len(request.input_ids), request.name
     problems = Problems()
     if length == 0:
         problems.add(f"{where} is empty", "give at least one token", "text")
+    total = length + request.max_output_len
+    larger = f"--max-seq-len {total}" if total > max_seq_len else ""
+    if is_built and length > max_input_len:
+        larger += f"{' and ' if larger else ''}--max-input-len {length}"
+    way = f", or {'build with' if is_built else 'give'} {larger} or more"
+    if total > max_positions:
+        way = f": the model takes {max_positions} tokens at most, prompt and output together"
     if length > max_input_len:
         problems.add(
             f"{where} has {length} tokens, the engine's max_input_len is {max_input_len}",
-            "shorten it, or build with a larger --max-input-len",
+            f"shorten it{way}",
             "text",
         )
-    elif length + request.max_output_len > max_seq_len:
+    elif total > max_seq_len:
         problems.add(
             f"{where} has {length} tokens and asks for {request.max_output_len} more, the"
             f" engine's max_seq_len is {max_seq_len}",
-            f"lower --max-output-len to {max_seq_len - length}, or build with a larger"
-            " --max-seq-len",
+            f"lower --max-output-len to {max_seq_len - length}{way}",
             "max_output_len",
         )
     bad = [t for t in request.input_ids if not 0 <= t < vocab_size]

@@ -31,9 +31,11 @@ class DecodeSettings:
         " given, the one that the engine was built with.",
         metavar="DIR",
     )
-    apply_chat_template: bool = ENGINE_PROMPTS(
-        False, help="Put each prompt into the tokenizer's chat template, as a user's turn."
-    )
+    apply_chat_template: bool | None = ENGINE_PROMPTS(
+        is_switch=True,
+        help="Put each text into the tokenizer's chat template, as a user's turn; not done if not"
+        " given.",
+    )  # fmt: skip
     chat_template: str | None = CHATS(
         metavar="FILE|NAME",
         help="Chat template in place of the tokenizer's: a file of Jinja, one of chatml, plain and"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.command.stages import load_command
-from specdec.errors import UsageError
+from specdec.errors import SpecDecError, UsageError
 from specdec.generate import pipeline
 from specdec.generate.cache import EngineCache
 from tests.conftest import (
@@ -157,6 +158,116 @@ def test_prompts_are_checked_before_anything_is_built(
     assert message in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-seq-len", "100000"], "max_seq_len=100000 exceeds the model's"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--backend", "tensorrt-llm"], "TensorRT-LLM is not installed here"),
+        (["--quantization", "int4"], "its columns in groups of 128"),
+        (["--drafter-weights", "int8"], "the checkpoint has no drafter"),
+        (["--eagle-choices", "[[0]]"], "--eagle-choices has no effect with an engine that runs"),
+        (["--draft-budget", "fixed"], "--draft-budget fixed has no effect with plain decoding"),
+        (["--draft-model-dir", "OTHER", "--draft-len", "2"], "the tokenizers differ"),
+        (["--draft-model-dir", "SHORT", "--max-seq-len", "200"], "max_position_embeddings=128"),
+    ],
+)
+def test_what_the_stages_refuse_is_known_before(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.setattr(pipeline, "make_engine", lambda *_: pytest.fail("built first"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if "OTHER" in flags:
+        other = make_llama(tmp_path, hidden=32, layers=1, vocab=130, name="OTHER")
+        make_tokenizer(other, vocab=130)
+    if "SHORT" in flags:
+        short = make_llama(tmp_path, hidden=32, layers=1, name="SHORT", max_position_embeddings=128)
+        make_tokenizer(short)
+    flags = [str(tmp_path / flag) if flag.isupper() else flag for flag in flags]
+    done = run_cli_here(
+        "generate", "--model-dir", models / "target", *flags, "--max-output-len", 4, "abc"
+    )
+    assert done.returncode in (1, 2)
+    assert message in " ".join(done.stderr.split())
+    assert not list((tmp_path / "cache").glob("generate/*"))
+
+
+def test_hints_about_lengths_lead_to_their_end(generate: Generate, models: Path) -> None:
+    """What a hint says is enough, and no hint names an option that cannot help."""
+    short = ("generate", "--model-dir", models / "target", "--max-output-len", 8)
+    done = run_cli_here(*short, "--max-seq-len", 12, "a b c d e f")
+    fact, hint = read_error_lines(done.stderr)
+    (length,) = re.findall(r"give --max-seq-len (\d+) or more", hint)
+    assert generate("--max-seq-len", length, "a b c d e f").returncode == 0
+    fact, hint = read_error_lines(run_cli_here(*short, "x" * 600).stderr)
+    assert "max_input_len is 511" in fact
+    assert "--max" not in hint
+    assert "the model takes 512 tokens at most" in hint
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<answer>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(models / "target", folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    return folder
+
+
+def test_a_chat_model_gets_a_chat(chat_model: Path, generate: Generate, tmp_path: Path) -> None:
+    form, text = "prompts: each is a user's turn", "prompts: text to continue"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "abc"}]}\n{"prompt": "hello there"}\n'
+    )
+    chat = generate("--json", *PROMPTS, model=chat_model)
+    outputs = chat.report["outputs"]
+    assert [o["input_text"] for o in outputs] == [f"<user>{p}<answer>" for p in PROMPTS]
+    assert chat.stderr.count(form) == 1
+    assert "--no-apply-chat-template" in chat.stderr
+    assert chat.ids == generate("--json", "--input-file", rows, model=chat_model).ids
+    assert chat.ids == generate("--json", *PROMPTS, "--apply-chat-template", model=chat_model).ids
+    streamed = generate("--streaming", *PROMPTS, model=chat_model)
+    assert streamed.stdout == generate(*PROMPTS, model=chat_model).stdout
+    bare = generate("--json", *PROMPTS, "--no-apply-chat-template", model=chat_model)
+    assert bare.stderr.count(text) == 1
+    base = generate("--json", *PROMPTS)
+    assert base.ids == bare.ids != chat.ids
+    assert f"{text} (the model has no chat template)" in base.stderr
+    given = generate("--json", *PROMPTS, "--chat-template", chat_model / "chat_template.jinja")
+    assert given.ids == chat.ids
+
+
+def test_a_prompt_with_the_template_written_out_is_told(
+    chat_model: Path, generate: Generate
+) -> None:
+    told = "<s> in a prompt is taken as text"
+    assert told in generate("<s>abc", model=chat_model).stderr
+    assert told not in generate("<s>abc", "--no-apply-chat-template", model=chat_model).stderr
+    assert told not in generate("abc", model=chat_model).stderr
+
+
+def test_run_says_how_a_chat_model_gets_a_chat(
+    chat_model: Path, generate: Generate, tmp_path: Path
+) -> None:
+    generate("abc", model=chat_model)
+    (engine,) = (tmp_path / "cache" / "generate").glob("*/engine")
+    run = ("run", "--engine-dir", engine, "--tokenizer-dir", chat_model, "--max-output-len", 2)
+    told = "prompts: text to continue (--apply-chat-template"
+    assert told in call(*run, "--input-text", "abc").stderr
+    for flag in ("--apply-chat-template", "--no-apply-chat-template"):
+        assert told not in call(*run, "--input-text", "abc", flag).stderr
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "abc"}]}\n')
+    assert told not in call(*run, "--input-file", rows).stderr
+
+
 def test_stdin_is_read_once(models: Path, generate: Generate) -> None:
     words = ("generate", "--model-dir", models / "target", "--max-output-len", 8, "--input-file")
     done = run_cli_here(*words, "-", "--json", stdin="abc\nhello there\n")
@@ -226,9 +337,19 @@ def test_two_processes_share_one_conversion(models: Path) -> None:
     assert sum("\nengine kept: " in errors for _, errors in told) == 1
 
 
-def test_a_failed_build_leaves_nothing(generate: Generate, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="max_seq_len=100000 exceeds the model's"):
-        generate("abc", "--max-seq-len", 100_000)
+def test_a_failed_build_leaves_nothing(
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = pipeline.call_stage
+
+    def fail(stage: str, options: dict[str, Any]) -> None:
+        if stage == "build":
+            raise SpecDecError("no space is left", "free some")
+        honest(stage, options)
+
+    monkeypatch.setattr(pipeline, "call_stage", fail)
+    with pytest.raises(AssertionError, match="no space is left"):
+        generate("abc")
     left = [path.suffix for path in (tmp_path / "cache" / "generate").iterdir()]
     assert left == [".lock"]
 
