@@ -28,6 +28,7 @@ class BatchFacts:
     at least 1, 2, ... draft tokens. contexts: (tokens before a step, draft tokens it accepted).
     ratio: of tokens per second, prompts included; step_ratio: without them. smallest: the ratio at
     the smallest batch that was measured, and its size. is_trained: whether what drafts has weights.
+    in_use: remedies that the engine has already, by the names of `advise`.
     """
 
     batch_size: int
@@ -43,6 +44,7 @@ class BatchFacts:
     smallest: tuple[int, float]
     prefill_share: float
     is_trained: bool = True
+    in_use: frozenset[str] = frozenset()
 
     @property
     def break_even(self) -> float:
@@ -75,6 +77,11 @@ def rank_causes(facts: BatchFacts, others: Sequence[Cause]) -> list[Cause]:
     certain = [c for c in others if c.is_certain]
     suspected = [c for c in others if not c.is_certain]
     return [*certain, *sorted(told, key=lambda c: -(c.gain or 0.0)), *suspected]
+
+
+def advise(facts: BatchFacts, remedy: str, **more: str) -> str:
+    """Return a remedy, and those of `more` that the engine does not have already."""
+    return "; ".join([remedy, *(text for name, text in more.items() if name not in facts.in_use)])
 
 
 def find_low_acceptance(facts: BatchFacts) -> Cause | None:
@@ -123,8 +130,11 @@ def find_slow_drafter(facts: BatchFacts) -> Cause | None:
     return Cause(
         "the drafter takes long",
         f"drafting takes {draft:.3f} of {total:.3f} ms, {draft / total:.0%} of a step",
-        "use a smaller drafter, fewer beams or a shorter draft"
-        + ("; on a CPU build with --drafter-weights int8" if facts.is_trained else ""),
+        advise(
+            facts,
+            "use a smaller drafter, fewer beams or a shorter draft",
+            rounded_drafter="build with --drafter-weights int8",
+        ),
         total / max(1e-9, total - draft),
     )
 
@@ -138,7 +148,12 @@ def find_costly_verification(facts: BatchFacts) -> Cause | None:
         "verification is expensive on this machine",
         f"a step verifies {facts.tokens_per_step:.1f} tokens a request in {verify:.3f} ms, a plain"
         f" one takes {facts.plain['verify']:.3f} ms; times of one token, by tokens: {costs}",
-        "verify a smaller tree, or bfloat16 weights with compiled kernels",
+        advise(
+            facts,
+            "verify a smaller tree",
+            bfloat16="convert with --dtype bfloat16",
+            kernels="build with --optimize native",
+        ),
         total / max(1e-9, total - max(0.0, extra)),
     )
 
@@ -164,7 +179,7 @@ def find_large_batch(facts: BatchFacts) -> Cause | None:
         "the batch is large",
         f"speculation is {facts.ratio:.2f} times as fast with {facts.batch_size} requests at once"
         f" and {ratio:.2f} times with {size}: a full batch uses the machine without it",
-        "draft less in large batches; --draft-len auto does that for a draft model",
+        advise(facts, "draft less in large batches", budget="--draft-budget auto does that"),
         ratio / max(1e-9, facts.ratio),
     )
 

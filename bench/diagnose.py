@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.command.settings import require
 from specdec.decode.drafters.base import Drafter
+from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import ActiveRequest
 from specdec.methods import METHODS
 from specdec.vocabulary import read_vocabulary
@@ -190,4 +191,19 @@ def collect_facts(
         smallest=smallest,
         prefill_share=prefill / (prefill + stepping),
         is_trained=bench.engine.method not in FREE_METHODS,
+        in_use=list_remedies_in_use(bench.engine),
     )
+
+
+def list_remedies_in_use(engine: TorchEngine) -> frozenset[str]:
+    """Return the names of what `advise` need not advise: it is so, or cannot be."""
+    config, is_cpu = engine.config, engine.device.type == "cpu"
+    has_matrices = config.checkpoint.drafter is not None  # of a drafter, which a build can round
+    facts = {
+        "rounded_drafter": not (is_cpu and has_matrices) or config.drafter_weights is not None,
+        # What is stored as integers or in blocks is multiplied so.
+        "bfloat16": not is_cpu or config.checkpoint.model.dtype == "bfloat16",
+        "kernels": not is_cpu or engine.decoder.kernels is not None,
+        "budget": not getattr(engine.proposer, "is_fixed", True),
+    }
+    return frozenset(name for name, holds in facts.items() if holds)

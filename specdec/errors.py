@@ -28,8 +28,22 @@ DISTRIBUTION = "specdec-toolchain"  # `specdec` on the package index is another 
 
 
 def name_extra(extra: str) -> str:
-    """Return the command that installs what an optional feature needs, for a hint."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    """Return the command that installs what an optional feature needs, for a hint.
+
+    It names the packages: specdec itself is on no package index.
+    """
+    import re
+    from importlib import metadata
+
+    try:
+        needed = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        needed = []
+    marked = [re.split(r"\s*;\s*(?=.*extra *==)", each) for each in needed]
+    own = re.compile(rf"extra *== *['\"]{re.escape(extra)}['\"]")
+    packages = [each[0] for each in marked if len(each) > 1 and own.search(each[1])]
+    wanted = " ".join(f"'{package}'" for package in packages)
+    return f"pip install {wanted}" if wanted else f"pip install '.[{extra}]' in the checkout"
 
 
 class UsageError(SpecDecError):
@@ -158,20 +172,51 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_token": ("max_tokens", "max_output_len"), "data_path": ("input", "data"),
     "output_path": ("output", "output_dir", "output_file"), "train_bs": ("batch_size",),
     "training_seq_len": ("model_max_length",), "num_gpu": ("tp_size",),
+    "bf16": ("bfloat16",), "fp16": ("float16",), "half": ("float16",), "fp32": ("float32",),
 }  # fmt: skip
 
 
-def find_nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name that is meant by `name`, or is nearest to it."""
-    import difflib
+def find_nearest(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name that is meant by `name`: its alias, or a near miss; None for neither.
 
-    meant = [alias for alias in ALIASES.get(name, ()) if alias in known]
-    return next(iter(meant or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+    A near miss has one letter in four wrong at most, or one of a short name; or the names begin
+    alike to the end of one of them; or the several words of one are all in the other.
+    """
+    if meant := [alias for alias in ALIASES.get(name, ()) if alias in known]:
+        return meant[0]
+    misses = [(_count_edits(name, other), other) for other in known]
+    near = [
+        (edits, other) for edits, other in misses
+        if edits <= max(1, max(len(name), len(other)) // 4) or _shares_words(name, other)
+    ]  # fmt: skip
+    return min(near)[1] if near and name else None
 
 
-def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+def _count_edits(name: str, other: str) -> int:
+    """Count the letters to insert, remove, change or swap with a neighbour, name to other."""
+    two_above: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(name, 1):
+        above, row = row, [i]
+        for j, wanted in enumerate(other, 1):
+            edits = [above[j] + 1, row[j - 1] + 1, above[j - 1] + (letter != wanted)]
+            if i > 1 and j > 1 and (letter, name[i - 2]) == (other[j - 2], wanted):
+                edits.append(two_above[j - 2] + 1)
+            row.append(min(edits))
+        two_above = above
+    return row[-1]
+
+
+def _shares_words(name: str, other: str) -> bool:
+    short, long = sorted((name.replace("-", "_"), other.replace("-", "_")), key=len)
+    words = short.split("_")
+    is_within = len(words) > 1 and set(words) <= set(long.split("_"))
+    return len(short) > 2 and (long.startswith(short) or is_within)
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
     """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
-    found = find_nearest(name, known, cutoff)
+    found = find_nearest(name, known)
     return f" (did you mean {found}?)" if found else ""
 
 

@@ -15,8 +15,8 @@ from specdec.errors import SpecDecError
 from specdec.mpi import find_launch, find_world
 
 T = TypeVar("T")
-SECONDS_BETWEEN_LINES = 15.0  # where a wait is told in lines
 SECONDS_BETWEEN_REPORTS = 10.0  # where progress is
+SECONDS_TO_A_LINE = 15.0  # where a wait is told in lines, each after twice the time of the last
 
 
 def get_launched_rank() -> int | None:
@@ -72,7 +72,7 @@ def hush(name: str, level: int = logging.WARNING) -> Iterator[None]:
 @contextlib.contextmanager
 def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str], None]]:
     """Say what is being waited for and for how long: in one line that counts on a terminal,
-    elsewhere in a line now and then.
+    elsewhere in lines that come ever more seldom.
 
     Yields a function that tells how far it is.
     """
@@ -86,8 +86,10 @@ def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str],
         place = f", {now}"
 
     def count() -> None:
-        while not done.wait(1.0 if is_terminal else SECONDS_BETWEEN_LINES):
+        pause = 1.0 if is_terminal else SECONDS_TO_A_LINE
+        while not done.wait(pause):
             show()
+            pause *= 1 if is_terminal else 2
 
     def show() -> None:
         text = f"{label} ... {time.monotonic() - began:.0f} s{place}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,11 +90,15 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(tomllib is None, reason="reading pyproject.toml needs Python 3.11")
-def test_hints_name_our_own_distribution() -> None:
-    """`pip install specdec` would bring another project's package, so no text may say it."""
+def test_what_is_to_be_installed_is_on_the_index() -> None:
+    """`pip install specdec` would bring another project's package, and ours is on no index.
+
+    So hints name the packages of an extra, and pages install it from the checkout.
+    """
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == errors.DISTRIBUTION == "specdec-toolchain"
-    foreign = re.compile(r"pip install[^`\n]*['\" ]specdec(?![-_\w])|['\"]specdec\[")
+    foreign = re.compile(r"pip install[^`\n]*['\" ]specdec(?![-_\w])|['\"]specdec(-toolchain)?\[")
+    local = re.compile(r"pip install\s'\.\[.*(\n.*){0,2}")
     hint = re.compile(r"name_extra\(['\"]([\w-]+)['\"]\)")
     named = set()
     files = [
@@ -106,7 +111,22 @@ def test_hints_name_our_own_distribution() -> None:
         text = path.read_text()
         assert not foreign.search(text), f"{path}: {foreign.search(text)}"
         named |= set(hint.findall(text))
-    assert {"train", "plot", "tensorrt-llm"} <= named <= set(project["optional-dependencies"])
+        assert all("checkout" in found[0] for found in local.finditer(text)), path
+    extras = project["optional-dependencies"]
+    assert {"train", "plot", "tensorrt-llm"} <= named <= set(extras)
+    for name in sorted(named):
+        words = shlex.split(errors.name_extra(name))
+        assert words[:2] == ["pip", "install"]
+        assert {re.split("[<>=]", word)[0] for word in words[2:]} == {
+            re.split("[<>=;]", each)[0] for each in extras[name]
+        }
+
+
+def test_a_checkout_that_is_not_installed_installs_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(errors, "DISTRIBUTION", "specdec-is-not-installed")
+    assert errors.name_extra("gguf") == "pip install '.[gguf]' in the checkout"
 
 
 def test_commands_of_the_wheel_start_without_a_checkout(tmp_path: Path) -> None:

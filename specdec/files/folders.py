@@ -435,5 +435,5 @@ def suggest_folder(folder: Path) -> str:
         return ""
     rest = folder.relative_to(missing)
     whole = [name for name in others if (missing.parent / name / rest).is_dir()]
-    found = suggest(missing.name, whole or others, 0.6)  # any folder may lie there
+    found = suggest(missing.name, whole or others)
     return found.replace("?)", f"/{rest}?)") if whole and rest.parts else found

@@ -7,11 +7,11 @@ import importlib
 import importlib.util
 from typing import Any, NamedTuple
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, name_extra
 
 # 10.15 is the first full TensorRT with attention, cache and rotary layers.
 OTHER = "use tensorrt 10.15 or newer, which builds for its machine's GPU, in place of tensorrt_rtx"
-INSTALL = "pip install 'specdec-toolchain[tensorrt]', or tensorrt 10.15 or newer"
+INSTALL = f"{name_extra('tensorrt')}, or tensorrt 10.15 or newer"
 
 
 def find_package() -> str | None:

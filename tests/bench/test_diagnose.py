@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from specdec.bench.causes import (
     find_wrong_tokenizer,
     rank_causes,
 )
-from specdec.bench.diagnose import diagnose, find_largest, observe_run
+from specdec.bench.diagnose import diagnose, find_largest, list_remedies_in_use, observe_run
 from specdec.bench.engine import open_bench
 from specdec.bench.prompts import read_prompt_set
 from specdec.bench.report import format_diagnosis
@@ -105,6 +106,50 @@ def test_gains_are_what_removal_brings() -> None:
     # 1.8 tokens either way; the step costs 1.02 and a third of what it has beyond, or all of it.
     assert cause.gain == pytest.approx(2.04 / (1.02 + (2.04 - 1.02) / 3), rel=1e-3)
     assert "draft 1 tokens" in cause.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedies"),
+    [
+        ({"speculation": with_step(draft=0.5)}, {"rounded_drafter": "--drafter-weights int8"}),
+        (
+            {"speculation": with_step(verify=2.0)},
+            {"bfloat16": "--dtype bfloat16", "kernels": "--optimize native"},
+        ),
+        ({"ratio": 1.0, "batch_size": 8}, {"budget": "--draft-budget auto"}),
+    ],
+)
+def test_what_is_so_already_is_not_advised(
+    changes: dict[str, Any], remedies: dict[str, str]
+) -> None:
+    facts = make_facts(**changes)
+    advice = "; ".join(cause.remedy for cause in rank_causes(facts, []))
+    assert all(text in advice for text in remedies.values())
+    there = dataclasses.replace(facts, in_use=frozenset(remedies))
+    advice = "; ".join(cause.remedy for cause in rank_causes(there, []))
+    assert advice
+    assert not any(text in advice for text in remedies.values())
+
+
+def test_what_an_engine_has_is_known() -> None:
+    def list_for(**changes: Any) -> frozenset[str]:
+        values = {"weights": None, "drafter": object(), "device": "cpu", "kernels": None}
+        values |= {"dtype": "float32", "is_fixed": True} | changes
+        model = SimpleNamespace(dtype=values["dtype"])
+        checkpoint = SimpleNamespace(model=model, drafter=values["drafter"])
+        config = SimpleNamespace(checkpoint=checkpoint, drafter_weights=values["weights"])
+        engine: Any = SimpleNamespace(
+            config=config, device=SimpleNamespace(type=values["device"]),
+            decoder=SimpleNamespace(kernels=values["kernels"]),
+            proposer=SimpleNamespace(is_fixed=values["is_fixed"]),
+        )  # fmt: skip
+        return list_remedies_in_use(engine)
+
+    assert list_for() == frozenset()
+    assert list_for(weights="int8") == list_for(drafter=None) == {"rounded_drafter"}
+    assert list_for(dtype="bfloat16", kernels=object()) == {"bfloat16", "kernels"}
+    assert list_for(is_fixed=False) == {"budget"}
+    assert list_for(device="cuda") == {"rounded_drafter", "bfloat16", "kernels"}
 
 
 def test_short_and_few_contexts_say_nothing() -> None:

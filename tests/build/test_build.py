@@ -115,7 +115,7 @@ def test_limits_are_reported_together(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["--max-input-len", 512], "leaves no room for output"),
+        (["--max-input-len", 512], "leaves no room for output in max_seq_len=512"),
         (
             ["--backend", "torch", "--gemm-plugin", "float16"],
             "--gemm-plugin has no meaning for the torch backend",
@@ -134,6 +134,22 @@ def test_refused_flags(checkpoint: Path, tmp_path: Path, flags: list[object], ma
     expect_refusal(
         match, "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine", *flags
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--max-input-len", 512], "lower --max-input-len to 511 or less: the model takes 512"),
+        (["--max-input-len", 99, "--max-seq-len", 90], "raise --max-seq-len to 100 or more, or"),
+    ],
+)
+def test_hints_about_lengths_can_be_followed(
+    checkpoint: Path, tmp_path: Path, flags: list[object], hint: str
+) -> None:
+    folders = ["--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine"]
+    with pytest.raises(SpecDecError) as caught:
+        call("build", *folders, *flags)
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("way", ["flags", "recipe"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 import time
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ def test_waiting_is_told(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> 
     stream = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(logs, "SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr(logs, "SECONDS_TO_A_LINE", 0.01)
     clock = itertools.chain([5.0, 5.0], itertools.count(6.0))
     monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     logs.set_up()
@@ -62,3 +63,26 @@ def test_progress_is_told_in_lines(of_bytes: bool, monkeypatch: pytest.MonkeyPat
         assert lines == ["prompts: 300.0 of 1500.0 GB, 25000 MB/s, about 0:01 hours left"]
     else:
         assert lines == ["prompts: 300 of 1500 in 12 s, 25.00/s, about 0:01 hours left"]
+
+
+def test_a_long_wait_is_told_in_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine minutes are five lines, not thirty-six."""
+    stream = io.StringIO()
+    pauses: list[float] = []
+    monkeypatch.setattr("sys.stderr", stream)
+
+    class Patience:
+        def wait(self, seconds: float) -> bool:
+            pauses.append(seconds)
+            return sum(pauses) > 540
+
+        def set(self) -> None:
+            pass
+
+    fake = SimpleNamespace(Event=Patience, Thread=threading.Thread)
+    monkeypatch.setattr(logs, "threading", fake)
+    logs.set_up()
+    with logs.show_waiting("measuring", logs.get_logger("specdec.test")):
+        pass
+    assert pauses == [15.0, 30.0, 60.0, 120.0, 240.0, 480.0]
+    assert stream.getvalue().count("measuring ...") == 1 + 5

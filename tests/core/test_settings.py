@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from specdec.command.settings import read_recipe, require, resolve_settings, to_plain
 from specdec.command.stages import STAGES, load_command
-from specdec.errors import UsageError, suggest
+from specdec.errors import UsageError, find_nearest, suggest
 from specdec.options import check_value, get_flags, name_flag, setting
 from specdec.train.data.settings import DataSettings
 
@@ -168,6 +168,20 @@ def test_every_command_checks_what_it_declares_as_required(command: str, field: 
 def test_suggest_only_near_names() -> None:
     assert suggest("redraftr", ["medusa", "redrafter"]) == " (did you mean redrafter?)"
     assert suggest("zzz", ["medusa", "redrafter"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("nosuch", None), ("rnu", "run"), ("benhc", "bench"), ("covnert", "convert"),
+        ("generat", "generate"), ("serv", "serve"), ("trian", "train"), ("x", None), ("", None),
+        ("quantize", None), ("drafter_dir", "drafter_model_dir"), ("draft_length", "draft_len"),
+        ("max-seq", "max_seq_len"), ("dir", None), ("frobnicate", None), ("out", None),
+    ],
+)  # fmt: skip
+def test_only_a_near_miss_is_meant(name: str, meant: str | None) -> None:
+    known = [*STAGES, "drafter_model_dir", "draft_len", "max_seq_len", "model_dir", "medusa"]
+    assert find_nearest(name, known) == meant
 
 
 @pytest.mark.parametrize(

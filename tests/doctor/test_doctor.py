@@ -169,7 +169,7 @@ RUN, BUILD = "run TensorRT-LLM engines", "build TensorRT-LLM engines"
         ({"tensorrt": {**MACHINE["tensorrt"], "error": "tensorrt has no layer"}}, {},
          "build engines of TensorRT's own layers", "tensorrt has no layer"),
         ({"packages": {**MACHINE["packages"], "gguf": None}}, {}, "read and write GGUF files",
-         "the package gguf is not installed: pip install 'specdec-toolchain[gguf]'"),
+         "the package gguf is not installed: pip install 'gguf>="),
     ],
 )  # fmt: skip
 def test_what_stands_in_the_way(

@@ -28,6 +28,18 @@ def test_the_conclusion_is_measured() -> None:
     assert (plain.count("█"), suffix.count("█"), draft.count("█")) == (24, 12, 60)
 
 
+def test_the_conclusion_is_of_the_printed_figures() -> None:
+    """Where the machine is too busy to compare, that is said in place of a gain."""
+    plain, draft = make_row("plain", 1.0), make_row("draft", 1.2)
+    draft["all"]["tokens_per_second"] = 8.0  # its own engine decoded plainly at 6.7, not at 10
+    busy = "too busy to say what drafts gain: plain decoding made 6.7 tokens/s at one time and 10.0"
+    assert busy in demo.conclude([plain, draft])
+    draft["all"] |= {"times_plain": 1.05, "tokens_per_second": 9.9}
+    assert "too busy" in demo.conclude([plain, draft])
+    draft["all"] |= {"times_plain": 0.98, "tokens_per_second": 9.7}
+    assert "No way to draft was faster" in demo.conclude([plain, draft])
+
+
 def test_without_the_index_the_shipped_model_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

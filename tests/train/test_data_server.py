@@ -22,7 +22,7 @@ import pytest
 
 from specdec import http_client, logs
 from specdec.command.stages import run_command
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError, UsageError, name_extra
 from specdec.train.cli import command
 from specdec.train.data import client
 from specdec.train.data.journal import Journal
@@ -597,7 +597,7 @@ def test_without_httpx(run_data: RunData, tmp_path: Path, monkeypatch: pytest.Mo
     done = run_data("http://127.0.0.1:9/v1", "--input", path, ends=1)
     assert done.last_lines == [
         "error: --base-url: httpx is not installed",
-        "hint: pip install 'specdec-toolchain[train]'",
+        f"hint: {name_extra('train')}",
     ]
 
 

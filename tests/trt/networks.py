@@ -27,7 +27,7 @@ from tests.engines import call
 from tests.trt.interpreter import Interpreter
 
 NEEDS_TENSORRT = pytest.mark.skipif(
-    find_package() is None, reason="no TensorRT is installed: pip install 'specdec-toolchain[dev]'"
+    find_package() is None, reason="no TensorRT is installed: pip install '.[dev]'"
 )
 
 
