@@ -150,12 +150,12 @@ def check_decoding(
     choose_methods(engines[0], read_drafting(run, tokenizer))
     if len(engines) > 1 and settings.draft_vocabulary == "same":
         names = str(settings.model_dir), str(settings.draft_model_dir)
-        tokens = [
+        target, draft = (
             ModelTokens(Path(name), engine.checkpoint.model.vocab_size, engine.vocabulary)
             for name, engine in zip(names, engines, strict=True)
-        ]
+        )
         with logs.hush("specdec", logging.ERROR):
-            check_vocabularies(*tokens, tokenizer, None)
+            check_vocabularies(target, draft, tokenizer, None)
 
 
 def check_lengths(requests: Sequence[Request], engines: Sequence[EngineConfig]) -> None:

@@ -153,7 +153,7 @@ def test_limits_name_every_prompt(folder: Path) -> None:
     assert "prompt 0 has 2 tokens and asks for 511 more, the engine's max_seq_len is 512" in error
     assert "max_input_len is 60" in error
     assert "prompt 2" in error
-    assert "(1) lower --max-output-len to 510: the model takes 512 tokens at most" in hint
+    assert "lower --max-output-len to 510: the model takes 512 tokens at most" in hint
     assert "--max-seq-len" not in hint  # which could not be more
     done = run_cli_here("run", *list_flags(folder, "--input-text", texts[1], "--max-output-len", 9))
     assert "or build with --max-input-len 80 or more" in " ".join(done.stderr.split())
