@@ -294,7 +294,7 @@ class Front:
 
     async def _tell_metrics(self, http: Request) -> Response:
         scheduler = self._scheduler
-        text = self._metrics.render(scheduler.num_running, scheduler.num_waiting)
+        text = self._metrics.render(scheduler.running, scheduler.num_waiting)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _tell_version(self, http: Request) -> Response:

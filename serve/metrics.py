@@ -55,7 +55,7 @@ class Metrics:
     def __init__(self, prefix: str, model: str, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self._engine = engine
-        self._reused = engine.num_reused_tokens
+        self._cached = 0, 0
         own: dict[str, Any] = {"registry": self.registry}
 
         def name(rest: str) -> str:
@@ -84,24 +84,40 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model, reason)
 
-    def render(self, num_running: int, num_waiting: int) -> bytes:
-        """The text that Prometheus reads."""
-        self._gauges["num_requests_running"].set(num_running)
-        self._gauges["num_requests_waiting"].set(num_waiting)
+    def _read_cache(self) -> tuple[int, int]:
+        """The prompt tokens that were looked for in the cache, and those that were taken from it.
+
+        The engine counts both when a request is given its row.
+        """
+        return self._engine.num_sought_tokens, self._engine.num_reused_tokens
+
+    def render(self, running: Sequence[Job], num_waiting: int) -> bytes:
+        """The text that Prometheus reads; gauges are of this moment."""
+        room = self._engine.max_batch_size * self._engine.max_seq_len
+        for key, value in (
+            ("num_requests_running", len(running)),
+            ("num_requests_waiting", num_waiting),
+            ("kv_cache_usage_perc", sum(job.num_cached_tokens for job in running) / room),
+        ):
+            self._gauges[key].set(value)
         return generate_latest(self.registry)
+
+    def note_start(self) -> None:
+        """Begin to count, behind what the engine did before the first request."""
+        self._cached = self._read_cache()
 
     def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None:
         """Count what a step gave."""
-        num_read = filled = 0
+        num_read = 0
         drafts = drafted = accepted = generated = 0
         places: Counts[int] = Counts()
         for job, event in jobs:
             generated += len(event.token_ids) if job.has_output else 0
-            filled += len(job.request.input_ids)
-            if job.stream is not None:
-                filled += job.stream.stats.num_output_tokens
             if event.token_ids and not job.gaps:
                 num_read += len(job.request.input_ids)
+                assert job.first_token is not None
+                seconds = job.first_token - job.queued
+                self._histograms["time_to_first_token_seconds"].observe(seconds)
             elif event.token_ids:
                 self._histograms["inter_token_latency_seconds"].observe(job.gaps[-1])
             for num_drafted, num_accepted in job.steps[len(job.steps) - job.num_new_steps :]:
@@ -111,22 +127,20 @@ class Metrics:
                 places.update(range(num_accepted))
         for place, count in places.items():
             self._per_position.labels(self._model, str(place)).inc(count)
-        reused = self._engine.num_reused_tokens
+        (sought, reused), (sought_before, reused_before) = self._read_cache(), self._cached
         for key, value in (
             ("spec_decode_num_drafts", drafts),
             ("spec_decode_num_draft_tokens", drafted),
             ("spec_decode_num_accepted_tokens", accepted),
             ("prompt_tokens", num_read),
             ("generation_tokens", generated),
-            ("prefix_cache_queries", num_read),
-            ("prefix_cache_hits", reused - self._reused),
+            ("prefix_cache_queries", sought - sought_before),
+            ("prefix_cache_hits", reused - reused_before),
         ):
             self._counters[key].inc(value)
-        self._reused = reused
+        self._cached = sought, reused
         if jobs:
             self._histograms["iteration_tokens_total"].observe(num_read + generated)
-        room = self._engine.max_batch_size * self._engine.max_seq_len
-        self._gauges["kv_cache_usage_perc"].set(filled / room)
 
     def note_end(self, job: Job, reason: str) -> None:
         """Count a request that is over."""
@@ -134,21 +148,23 @@ class Metrics:
             reason = "length"  # as it is told
         self._success.labels(self._model, FINISHED.get(reason, "error")).inc()
         begun, first, last = job.begun, job.first_token, job.last_token
-        if begun is None or first is None or last is None:
-            return
         num_tokens = job.num_output_tokens
         observed = {
-            "time_to_first_token_seconds": first - job.queued,
             "e2e_request_latency_seconds": time.perf_counter() - job.queued,
-            "request_queue_time_seconds": begun - job.queued,
-            "request_prefill_time_seconds": first - begun,
-            "request_decode_time_seconds": last - first,
-            "request_inference_time_seconds": last - begun,
             "request_prompt_tokens": len(job.request.input_ids),
             "request_generation_tokens": num_tokens,
         }
-        if num_tokens > 1:
-            observed["request_time_per_output_token_seconds"] = (last - first) / (num_tokens - 1)
+        if begun is not None:
+            observed["request_queue_time_seconds"] = begun - job.queued
+        if begun is not None and first is not None and last is not None:
+            observed |= {
+                "request_prefill_time_seconds": first - begun,
+                "request_decode_time_seconds": last - first,
+                "request_inference_time_seconds": last - begun,
+            }
+            if num_tokens > 1:
+                seconds = (last - first) / (num_tokens - 1)
+                observed["request_time_per_output_token_seconds"] = seconds
         for key, value in observed.items():
             self._histograms[key].observe(value)
 

@@ -43,6 +43,7 @@ class Job:
         self.begun: float | None = None  # when its row was given
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.num_new_tokens = 0  # that were told so far
         self.gaps: list[float] = []  # seconds between the steps that brought tokens
         self.stream: Stream | None = None
         self.steps: list[tuple[int, int]] = []  # of each verify step: tokens drafted, accepted
@@ -60,8 +61,13 @@ class Job:
 
     @property
     def num_output_tokens(self) -> int:
-        """The new tokens of a request that is over, 0 where only the prompt was asked for."""
-        return self.stats.num_output_tokens if self.stats is not None and self.has_output else 0
+        """The new tokens so far, 0 where only the prompt was asked for."""
+        return self.num_new_tokens if self.has_output else 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that its row of the cache holds, none until its prompt was read."""
+        return len(self.request.input_ids) + self.num_new_tokens if self.num_new_tokens else 0
 
     def take(self) -> list[Event]:
         """Return what has come since the last call; raise what ended the request."""
@@ -73,6 +79,7 @@ class Job:
     def note(self, event: Event, stats: RequestStats) -> None:
         """Take down what a step gave, before `give`."""
         now = time.perf_counter()
+        self.num_new_tokens += len(event.token_ids)
         if event.token_ids:
             if self.last_token is None:
                 self.first_token = now
@@ -124,6 +131,11 @@ class Scheduler:
         """Whether a token has been made, and more can be."""
         is_open = self._is_ready and not self._is_draining and self.lost is None
         return is_open and not list_stopped_ranks()
+
+    @property
+    def running(self) -> Sequence[Job]:
+        """The requests that have a row now."""
+        return [job for job in self._running if not job.is_over]
 
     @property
     def num_running(self) -> int:

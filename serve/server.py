@@ -118,7 +118,7 @@ class Server:
     def __init__(self, settings: ServeSettings, engine: Engine, key: str | None) -> None:
         self._settings = settings
         model = settings.served_model_name or settings.engine_dir.resolve().name
-        metrics = Metrics(settings.metrics_prefix, model, engine)
+        metrics = self._metrics = Metrics(settings.metrics_prefix, model, engine)
         self.scheduler = Scheduler(
             engine, max_queue=settings.max_queue, watcher=metrics, on_lost=self._end
         )
@@ -144,6 +144,7 @@ class Server:
     def run_until_told(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, SIGINT, or the engine is lost, which is raised."""
         self.scheduler.start()
+        self._metrics.note_start()
         leave_signals()  # of which the first one waits for requests
         self._http.take_signals()
         listener.listen()  # connections from now on are answered as soon as uvicorn runs

@@ -284,6 +284,11 @@ class Engine:
         return True
 
     @property
+    def num_sought_tokens(self) -> int:
+        """Prompt tokens that were looked for in the cache so far."""
+        return self._get_core().num_sought_tokens
+
+    @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens that were taken from the cache so far."""
         return self._get_core().num_reused_tokens

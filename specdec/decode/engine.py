@@ -257,6 +257,11 @@ class TorchEngine:
                 pass
 
     @property
+    def num_sought_tokens(self) -> int:
+        """Prompt tokens looked for in the cache."""
+        return self.timing.num_sought_tokens
+
+    @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens taken from the cache."""
         return self.timing.num_reused_tokens

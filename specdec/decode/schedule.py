@@ -192,6 +192,7 @@ class Scheduler:
                     source, shared, places = self._find_prefix(free, prompt)
                     if self._is_being_read(prompt, shared):
                         return
+                    self._timing.num_sought_tokens += len(prompt)
                 request.row = source if source in free else free[0]
                 free.remove(request.row)
                 self._cache.copy_prefix(source, request.row, shared)

@@ -10,7 +10,7 @@ import torch
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds spent, by part, verify steps, and prompt tokens that were taken from the cache.
+    """Seconds spent, by part, verify steps, and prompt tokens looked for in and taken from a cache.
 
     is_exact: wait for the device at the end of each part, so that no part is charged for what an
     earlier one began.
@@ -22,6 +22,7 @@ class Timing:
     accept: float = 0.0
     other: float = 0.0
     num_steps: int = 0
+    num_sought_tokens: int = 0
     num_reused_tokens: int = 0
     is_exact: bool = False
 

@@ -1,0 +1,76 @@
+"""/metrics: what belongs together is counted at one time, and of the same requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec import Engine, Event, Prompt
+from specdec.serve.metrics import Metrics
+from specdec.serve.scheduler import Job, Scheduler
+from specdec.serve.server import load
+from specdec.serve.settings import ServeSettings
+from tests.serve.servers import wait_until
+
+HITS, QUERIES = "prefix_cache_hits_total", "prefix_cache_queries_total"
+FIRSTS, GAPS = "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"
+WHOLE = ("e2e_request_latency_seconds", "request_prompt_tokens", "request_generation_tokens")
+ENDED = ("stop", "length", "abort", "error")
+
+
+class Record:
+    """Metrics, and what they tell behind every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.metrics = Metrics("vllm", "toy", engine)
+        self.seen: list[dict[str, float]] = []
+
+    def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None:
+        self.metrics.note_step(jobs)
+        self.seen.append({name: self.read(name) for name in (HITS, QUERIES, FIRSTS, GAPS)})
+
+    def note_end(self, job: Job, reason: str) -> None:
+        self.metrics.note_end(job, reason)
+
+    def read(self, name: str, **labels: str) -> float:
+        labels["model_name"] = "toy"
+        return float(self.metrics.registry.get_sample_value(f"vllm:{name}", labels))
+
+
+def test_counters_that_are_compared_are_counted_at_one_time(folder: Path) -> None:
+    """Of requests that run, that have left while they waited or were decoded, and that ended."""
+    beginning = [*range(3, 103)]
+    settings = ServeSettings(engine_dir=folder, device="cpu", prompt_chunk=16)
+    with load(settings) as engine:
+        record = Record(engine)
+        metrics, scheduler = record.metrics, Scheduler(engine, max_queue=9, watcher=record)
+        scheduler.start()
+        metrics.note_start()
+
+        def submit(ids: list[int], length: int) -> Job:
+            prompt = Prompt(token_ids=ids, end_ids=(), temperature=0, max_output_len=length)
+            job = Job(engine.prepare(prompt), lambda: None)
+            scheduler.submit([job])
+            return job
+
+        first = submit(beginning, 3)
+        wait_until(lambda: first.is_over)
+        assert record.read(HITS) == 0
+        jobs = [submit([*beginning[: 20 * at], *[at] * 40], 90) for at in range(1, 5)]
+        waiting = submit(beginning, 9)
+        wait_until(lambda: all(job.num_new_tokens > 2 for job in jobs))
+        scheduler.cancel(jobs[0])
+        scheduler.cancel(waiting)
+        wait_until(lambda: all(job.is_over for job in jobs[1:]) and not scheduler.num_running)
+        metrics.render(scheduler.running, scheduler.num_waiting)
+        assert record.read("kv_cache_usage_perc") == 0, "nothing runs any more"
+        scheduler.stop()
+    for before, seen in itertools.pairwise(record.seen):
+        assert seen[HITS] - before[HITS] <= seen[QUERIES] - before[QUERIES]
+        assert seen[GAPS] == before[GAPS] or before[FIRSTS] > 0
+    assert record.seen[-1][HITS] > 100
+    assert sum(record.read("request_success_total", finished_reason=name) for name in ENDED) == 6
+    assert [record.read(f"{name}_count") for name in WHOLE] == [6, 6, 6]
+    generated = record.read("request_generation_tokens_sum")
+    assert generated == record.read("generation_tokens_total") > 270
