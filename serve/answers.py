@@ -126,10 +126,10 @@ class Choice(Job):
         self._deltas += parser.feed(self.text[self._parsed :])
         self._parsed = len(self.text)
         if is_over:
-            self._deltas += parser.finish()
+            self._deltas += parser.finish(is_cut=self.finish_reason == "length")
             end = parser.reasoning_end - self._num_marked
             self.num_reasoning_tokens = sum(token.start < end for token in self.tokens)
-            if parser.calls and self.finish_reason == "stop":
+            if parser.calls and not parser.is_call_cut and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
 
 

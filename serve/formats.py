@@ -9,21 +9,24 @@ from collections.abc import Mapping
 from typing import Any
 
 AUTO, NONE = "auto", "none"
+FUNCTION = "<function="  # with which a call of Qwen3-Coder's begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """A way of writing tool calls.
 
-    begin, end: the markers around calls. is_bare: whether an answer that begins with the JSON of a
-    call is one, without a marker. arguments: the key of the arguments in a call's JSON; empty where
-    a call is its name, a marker and its arguments. sign: a regular expression of what the chat
-    templates of its models have; empty for none.
+    begin, end: the markers around calls. inner: what a call begins with behind the marker, where a
+    call is known by it if the marker is missing. is_bare: whether an answer that begins with the
+    JSON of a call is one, without a marker. arguments: the key of the arguments in a call's JSON;
+    empty where a call is its name, a marker and its arguments. sign: a regular expression of what
+    the chat templates of its models have; empty for none.
     first, between, last: what a forced answer has before, between and after its calls.
     """
 
     begin: str = ""
     end: str = ""
+    inner: str = ""
     is_bare: bool = False
     arguments: str = "arguments"
     sign: str = ""
@@ -45,7 +48,7 @@ _TAGS: Any = {
     "between": "}\n</tool_call>\n<tool_call>\n", "last": "}\n</tool_call>",
 }  # fmt: skip
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "qwen3_coder": ToolFormat(**_TAGS, sign="<function="),
+    "qwen3_coder": ToolFormat(**_TAGS, inner=FUNCTION, sign=FUNCTION),
     "hermes": ToolFormat(**_TAGS, sign=r"(?s)\A(?!.*<arg_key>).*<tool_call>"),
     "mistral": ToolFormat(
         begin="[TOOL_CALLS]", arguments="", first="[TOOL_CALLS]", between="[TOOL_CALLS]",

@@ -148,12 +148,13 @@ class ResponseAnswer(Answer):
         self._items: list[Item] = []
         self._is_open = False  # whether the last item goes on
         self._status, self._number = "in_progress", 0
+        self._is_limited = False  # by max_output_tokens
 
     def to_json(self) -> dict[str, Any]:
         """The whole answer, when it is over."""
         body, is_over = self.asked, self._status != "in_progress"
         same = ("instructions", "max_output_tokens", "metadata", *_TOLD_AGAIN)
-        reasons = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        reasons = {"reason": "max_output_tokens"} if self._is_limited else None
         return {
             "id": self.id, "object": "response", "created_at": self.created,
             "status": self._status, "background": False, "error": None,
@@ -180,7 +181,8 @@ class ResponseAnswer(Answer):
             (part,) = chunk["choices"]
             yield from self._add_delta(part["delta"], part["logprobs"])
             if part["finish_reason"] is not None:
-                yield from self._finish(part["finish_reason"])
+                is_cut = choice.parser is not None and choice.parser.is_call_cut
+                yield from self._finish(part["finish_reason"], is_cut)
 
     def close(self) -> Iterator[dict[str, Any]]:
         """Nothing: the last event has the usage."""
@@ -254,11 +256,13 @@ class ResponseAnswer(Answer):
         item["status"], self._is_open = status, False
         yield self._tell("response.output_item.done", item=item)
 
-    def _finish(self, reason: str) -> Iterator[dict[str, Any]]:
-        self._status = "incomplete" if reason == "length" else "completed"
+    def _finish(self, reason: str, is_call_cut: bool) -> Iterator[dict[str, Any]]:
+        self._is_limited = reason == "length"
+        self._status = "incomplete" if self._is_limited or is_call_cut else "completed"
         if not self._items:
             yield from self._open_text("message", "output_text")
-        yield from self._close_item(self._status)
+        is_whole_call = self._items[-1]["type"] == "function_call" and not is_call_cut
+        yield from self._close_item("completed" if is_whole_call else self._status)
         yield self._make(f"response.{self._status}", response=self.to_json())
 
     def _tell(self, kind: str, **told: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from specdec.decode.encoding import render_chat
 from specdec.decode.grammar import SPACING, space_schema, write_choice
 from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check, read_bias
 from specdec.decode.requests import ONLY, Request
+from specdec.decode.schemas import fit_schema
 from specdec.decode.text import read_stream
 from specdec.errors import shorten, suggest, summarize
 from specdec.files.reading import parse_json
@@ -54,6 +55,7 @@ STRUCTURED = {
     "json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice",
     "grammar": "lark",
 }  # fmt: skip
+STOPS = ("stop", "stop_token_ids")
 PART = ("type", "text")  # of a message
 # Settings of a prompt under their own names.
 SETTINGS = {
@@ -279,6 +281,24 @@ def _complete(name: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> d
     return {"json_schema": space_schema(schema, spacing)}
 
 
+def _fit_grammar(
+    grammar: Mapping[str, dict[str, Any]], ignored: list[str]
+) -> dict[str, Any] | None:
+    """The only one of grammars by their parameters, without what of a JSON schema only describes.
+
+    That is added to what is ignored. What else no grammar keeps to is refused where it is compiled.
+    """
+    for param, given in grammar.items():
+        if "json_schema" not in given:
+            return given
+        fitted = fit_schema(given["json_schema"])
+        if fitted.faults:
+            return given
+        ignored += [f"{param}.{path}" for path in fitted.left_out]
+        return {"json_schema": fitted.schema}
+    return None
+
+
 def read_messages(asked: Asked) -> list[dict[str, Any]]:
     """A conversation with contents that are texts; BadRequest for what is no turn."""
     source, read = find_source(asked), []
@@ -440,6 +460,9 @@ def make_requests(
     to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
     """
     _check_choices(asked)
+    if calling is not None and calling.is_forced:  # nothing else ends an answer that is calls
+        asked["ignored"] += [name for name in STOPS if asked.get(name)]
+        asked = {name: value for name, value in asked.items() if name not in STOPS}
     if asked.get("return_origins") and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
     source = find_source(asked)
@@ -460,7 +483,7 @@ def make_requests(
     if "spaces_between_special_tokens" in asked and getattr(engine.tokenizer, "is_fast", False):
         asked["ignored"].append("spaces_between_special_tokens")
     grammar = find_grammar(asked)
-    given, writer = next(iter(grammar.values()), None), GrammarWriter(engine.tokenizer)
+    given, writer = _fit_grammar(grammar, asked["ignored"]), GrammarWriter(engine.tokenizer)
     seed = secrets.randbits(63) if "seed" not in asked else asked["seed"]
     shared = _read_settings(asked, engine, own, count) | {"seed": seed % 2**64, "grammar": given}
     requests: list[Request] = []
@@ -470,6 +493,7 @@ def make_requests(
         try:
             request = engine.prepare(Prompt(**one, **shared), max_output_len=None, index=index)
             full = writer.write(calling, formats, given, request.input_text)
+            asked["ignored"] += writer.left_out
             if full is not given:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]
                 prompt = Prompt(**one, **{**shared, "grammar": full})

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from specdec.decode.grammar import space_schema
 from specdec.decode.requests import Request
+from specdec.decode.schemas import describe_faults, fit_schema
 from specdec.errors import shorten
 
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
@@ -35,7 +36,8 @@ class Calling:
 
     tools: as the template has them. schemas: of the arguments of those that may be called, by name.
     is_forced: whether one must be. is_single: whether at most one may be. is_strict: whether a
-    grammar has to keep calls to the schemas.
+    grammar has to keep calls to the schemas. promised: the names of tools whose arguments must keep
+    to all of their schema. places: where the schemas stand in the body, by the tools' names.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -43,6 +45,8 @@ class Calling:
     is_forced: bool = False
     is_single: bool = False
     is_strict: bool = False
+    promised: Set[str] = frozenset()
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | None:
@@ -52,14 +56,15 @@ def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | No
         raise refuse("tools", f"is {shorten(given)}, not a list of at most {MAX_TOOLS}")
     is_flat = "input" in asked  # as responses have it, without objects inside
     schemas: dict[str, Mapping[str, Any]] = {}
-    tools, is_strict = list[Mapping[str, Any]](), False
+    tools, strict, places = list[Mapping[str, Any]](), dict[str, Any](), dict[str, str]()
     for at, tool in enumerate(given):
         function = _read_function(tool, f"tools.{at}", is_flat)
         if function["name"] in schemas:
             raise BadRequest(f"two tools are called {function['name']!r}", "tools")
         empty = {"properties": {}, "additionalProperties": False}
         schemas[function["name"]] = {"type": "object", **(function.get("parameters") or empty)}
-        is_strict |= function.get("strict") is True
+        strict[function["name"]] = function.get("strict")
+        places[function["name"]] = f"tools.{at}{'' if is_flat else '.function'}.parameters"
         tools.append({"type": "function", "function": function} if is_flat else tool)
     mode, names = _read_choice(choice, is_flat)
     for name in names or ():
@@ -83,12 +88,17 @@ def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | No
     if reason is not None:
         raise BadRequest(reason, "tools", code="unsupported_parameter")
     is_single = asked.get("parallel_tool_calls") is False
+    keeps_all = mode == "required" or names is not None
+    strict_names = {name for name, one in strict.items() if one is True}
+    loose_names = {name for name, one in strict.items() if one is False}
     return Calling(
         tools,
         schemas if names is None else {name: schemas[name] for name in names},
         is_forced=mode == "required",
         is_single=is_single or isinstance(choice, dict) and choice.get("type") == "function",
-        is_strict=is_strict or is_single or names is not None,
+        is_strict=bool(strict_names) or is_single or names is not None,
+        promised=schemas.keys() - loose_names if keeps_all else strict_names,
+        places=places,
     )
 
 
@@ -200,6 +210,7 @@ def make_parser(calling: Calling | None, formats: ChatFormats, request: Request)
         return None
     return Parser(
         formats.tools if calling is not None else None, reasoning, is_thinking=thinking is True,
+        needs_marker=request.grammar is not None,
         schemas=calling.schemas if calling is not None else None,
         marks=formats.marks if request.form.skips_special else None,
     )  # fmt: skip
@@ -211,6 +222,7 @@ class GrammarWriter:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._rules: dict[str, str] = {}
+        self.left_out: list[str] = []  # places of keywords of schemas that no grammar keeps to
 
     def write(
         self,
@@ -259,7 +271,7 @@ class GrammarWriter:
         """The rule of an answer with calls, or with a body or free text where these are allowed."""
         calls = []
         for at, (name, schema) in enumerate(calling.schemas.items()):
-            self._rules[f"args_{at}"] = _write_json(schema)
+            self._rules[f"args_{at}"] = _write_json(self._fit(calling, name, schema))
             calls.append(f"{self._write_literal(form.open(name))} args_{at}")
         self._rules["call"] = " | ".join(calls)
         between = "" if calling.is_single else f"({self._write_literal(form.between)} call)*"
@@ -276,6 +288,19 @@ class GrammarWriter:
         self._rules["trigger"] = self._write_text_to(form.begin)
         self._rules["rest"] = f"{self._write_literal(form.first[len(form.begin) :])} {behind}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
+
+    def _fit(self, calling: Calling, name: str, schema: Any) -> Any:
+        """A tool's schema as a grammar keeps to it; BadRequest where more of it is promised."""
+        fitted = fit_schema(schema, keeps_all=name in calling.promised)
+        place = calling.places.get(name, name)
+        if fitted.faults:
+            raise BadRequest(
+                f"{place} of the tool {name!r} is refused: {describe_faults(fitted)}. No grammar"
+                ' keeps to that: leave it out, or give the tool "strict": false',
+                "tools", code="unsupported_parameter",
+            )  # fmt: skip
+        self.left_out += [f"{place}.{path}".rstrip(".") for path in fitted.left_out]
+        return fitted.schema
 
     def _write_text_to(self, marker: str) -> str:
         """The rule of any text up to a marker, which is a token of its own or is spelled."""

@@ -17,9 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import logs
+from specdec.decode.schemas import describe_faults, fit_schema
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, Tree
 from specdec.errors import SpecDecError, cut_middle, name_extra, shorten
+
+logger = logs.get_logger(__name__)
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 # White space of a JSON text: at most what json.dumps writes. Small models otherwise fill their
@@ -151,9 +155,24 @@ class GrammarCompiler:
         # A mask of a grammar with many readings would otherwise take seconds, of everybody's step.
         limits = self._guidance.LLParserLimits(step_max_items=10_000, max_items_in_row=500)
         matcher = matcher_class(self._tokenizer, grammar, limits=limits, log_level=0)
+        if matcher.is_error() and kind == "json_schema":
+            return self._compile_fitted(schema, matcher.get_error())
         if matcher.is_error():
             raise _refuse(kind, matcher.get_error())
         return Grammar(matcher, self._end_ids)
+
+    def _compile_fitted(self, schema: Any, reason: str) -> Grammar:
+        """Return the grammar of a schema without its annotations; SpecDecError for what is left."""
+        fitted = fit_schema(schema)
+        if fitted.faults:
+            raise _refuse("json_schema", describe_faults(fitted))
+        if fitted.schema == schema:
+            raise _refuse("json_schema", reason)
+        if fitted.left_out:
+            logger.warning(
+                "no grammar keeps to %s of the json_schema: left out", ", ".join(fitted.left_out)
+            )
+        return self.compile({"json_schema": fitted.schema})
 
 
 def space_schema(schema: Any, spacing: Mapping[str, Any] = SPACING) -> Any:
@@ -175,5 +194,5 @@ def write_choice(texts: Any) -> str:
 
 def _refuse(kind: str, reason: str) -> SpecDecError:
     return SpecDecError(
-        f"the {kind} is refused: {cut_middle(' '.join(reason.split()), 300)}", "correct it"
+        f"the {kind} is refused: {cut_middle(' '.join(reason.split()), 600)}", "correct it"
     )

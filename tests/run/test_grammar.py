@@ -17,6 +17,7 @@ from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.accept import Candidates, accept_batch
 from specdec.decode.grammar import Grammar
 from specdec.decode.sampling import DRAFT, Sampler, SamplingParams
+from specdec.decode.schemas import fit_schema
 from specdec.engine.tree import Tree, pack_beams
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import call, make_engine
@@ -233,6 +234,78 @@ def test_a_grammar_with_too_many_readings_ends_the_text_early(folder: Path) -> N
     assert output.finish_reason == "length"
     assert 50 < len(output.token_ids) < 200
     assert set(output.text) == {"a"}
+
+
+FAULTY: list[tuple[dict[str, Any], str]] = [
+    ({"uniqueItems": True}, "uniqueItems"), ({"not": {"type": "string"}}, "not"),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+    ({"type": "string", "pattern": "^(?!a)b"}, "pattern"), ({"contains": {}}, "contains"),
+    ({"oneOf": [{"type": "string"}, {"minLength": 3}]}, "oneOf"), ({"type": "thing"}, "type"),
+    ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"), ({"if": {}, "then": {}}, "if"),
+    ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "patternProperties"),
+    ({"$ref": "#/$defs/Nothing"}, "$ref"),
+]  # fmt: skip
+HARMLESS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"type": "string", "format": "path"}, ["format"]), ({"format": "password"}, ["format"]),
+    ({"type": "array", "uniqueItems": False, "minContains": 1}, []),
+    ({"propertyNames": {"type": "string"}, "then": {}, "dependentRequired": {}}, []),
+    ({"oneOf": [{"const": 1, "title": "one"}, {"const": 2}]}, []),
+    ({"title": "t", "description": "d", "examples": [1], "default": 1, "x-order": 3}, []),
+    ({"$schema": "https://example.com/mine"}, ["$schema"]),
+]  # fmt: skip
+PLACES: list[tuple[str, Any]] = [
+    ("properties.a.", lambda part: {"type": "object", "properties": {"a": part}}),
+    ("items.anyOf.0.", lambda part: {"type": "array", "items": {"anyOf": [part]}, "minItems": 1}),
+    ("$defs.A.", lambda part: {"$ref": "#/$defs/A", "$defs": {"A": part, "unused": {"not": {}}}}),
+    ("allOf.0.additionalProperties.", lambda part: {"allOf": [{"additionalProperties": part}]}),
+    ("", lambda part: part),
+]
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+@pytest.mark.parametrize(("part", "keyword"), FAULTY)
+def test_what_no_grammar_keeps_to_is_named(
+    place: str, make: Any, part: dict[str, Any], keyword: str
+) -> None:
+    schema = make(part)
+    fitted = fit_schema(schema)
+    assert place + keyword in [fault.path for fault in fitted.faults]
+    assert all(fault.path.startswith(place) for fault in fitted.faults)
+    loose = fit_schema(schema, keeps_all=False)
+    assert not loose.faults
+    assert place + keyword in loose.left_out
+    assert fit_schema(loose.schema).schema == loose.schema, "which is a grammar now"
+    assert schema == make(part), "which nothing has changed"
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+@pytest.mark.parametrize(("part", "left_out"), HARMLESS)
+def test_what_only_describes_is_left_out(
+    place: str, make: Any, part: dict[str, Any], left_out: list[str]
+) -> None:
+    if "$schema" in part and place not in ("", "$defs.A."):
+        place, make = PLACES[-1]
+    fitted = fit_schema(make(part))
+    assert not fitted.faults
+    assert fitted.left_out == [place + keyword for keyword in left_out]
+    assert not fit_schema(fitted.schema).left_out
+
+
+def test_what_no_text_can_be_is_named() -> None:
+    part = {"type": "string", "minLength": 5, "maxLength": 3}
+    (fault,) = fit_schema(part).faults
+    assert (fault.path, "minLength (5)" in fault.reason) == ("minLength", True)
+    (fault,) = fit_schema({"allOf": [{"enum": []}]}).faults
+    assert fault.path == "allOf.0.enum"
+
+
+def test_a_schema_of_a_request(folder: Path) -> None:
+    with Engine.load(folder / "redrafter", device="cpu") as engine:
+        schema = {"properties": {"p": {"type": "string", "format": "path"}}}
+        engine.prepare(Prompt(text="x", grammar={"json_schema": schema}))
+        schema["properties"]["p"]["not"] = {"minLength": 3}  # type: ignore[assignment]
+        with pytest.raises(SpecDecError, match=r"at properties\.p\.not"):
+            engine.prepare(Prompt(text="x", grammar={"json_schema": schema}))
 
 
 def test_grammars_that_are_wrong(folder: Path) -> None:

@@ -73,8 +73,10 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 def parse(pieces: Any, **given: Any) -> tuple[str, str, list[tuple[str, str]]]:
     """The parts that a stream's deltas add up to; they are those that the parser keeps."""
+    is_cut = given.pop("is_cut", False)
     parser = Parser(given.pop("tools"), given.pop("reasoning", None), schemas=SCHEMAS, **given)
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    deltas += parser.finish(is_cut=is_cut)
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []
@@ -113,6 +115,63 @@ def test_calls_are_found_in_any_pieces(
 ) -> None:
     for pieces in split_everywhere(text):
         assert parse(pieces, tools=TOOL_FORMATS[name]) == (content, "", calls), pieces
+
+
+# Answers whose calls lack their opening; with a grammar, which writes it, they are text.
+UNOPENED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "",
+     [F]),
+    ("qwen3_coder", "Well.\n<function=f><parameter=a>1</parameter></function></tool_call>\n"
+     f"<tool_call>{JSON_G}</tool_call> so <function=x></function>",
+     "Well.so <function=x></function>", [F, G]),
+    ("qwen3_coder", JSON_F, "", [F]),
+    ("hermes", f"{JSON_F}\n</tool_call>\n<tool_call>{JSON_G}</tool_call>", "", [F, G]),
+    ("mistral", f"f[ARGS]{A}[TOOL_CALLS]get.time{B}", "", [F, G]),
+    ("mistral", f"f{A}", "", [F]),
+    ("mistral_list", f"[{JSON_F}, {JSON_G}]", "", [F, G]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), UNOPENED)
+def test_calls_without_their_opening(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in split_everywhere(text):
+        assert parse(pieces, tools=TOOL_FORMATS[name]) == (content, "", calls), pieces
+    has_opening = "<tool_call>" in text or "]get.time" in text
+    marked = parse([text], tools=TOOL_FORMATS[name], needs_marker=True)
+    assert marked[2] == [G] * has_opening
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), [*WRITTEN, *UNOPENED])
+def test_no_part_of_a_call_is_content_where_a_limit_ends_it(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    """However much of an answer is there, it says nothing that the whole answer does not."""
+    form = TOOL_FORMATS[name]
+    for size in range(len(text) + 1):
+        parts = parse([text[:size]], tools=form, is_cut=True)
+        assert parse(text[:size], tools=form, is_cut=True) == parts, size
+        said, _, told = parts
+        is_word = name == "mistral" and text.startswith(said) and said in SCHEMAS
+        assert content.startswith(said.rstrip()) or is_word, (text[:size], parts)
+        assert len(told) <= len(calls)
+        for one, whole in zip(told, calls, strict=False):
+            assert one[0] == whole[0]
+            assert whole[1].startswith(one[1]), (text[:size], parts)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "Bob", "age": 5}', '{"id": 7, "price": 5}', '[{"name": "Bob"}]', "get it, f {a}",
+     '{"type": "circle", "r": 1}', '{"parameters": 5}', "See <function> and [TOOLS], a < b or"],
+)  # fmt: skip
+def test_a_limit_leaves_other_answers_whole(name: str, text: str) -> None:
+    form = TOOL_FORMATS[name]
+    for pieces in ([text], list(text)):
+        for is_cut in (False, True):
+            assert parse(pieces, tools=form, is_cut=is_cut) == (text, "", [])
 
 
 THOUGHT: list[tuple[str, bool, str, str, str]] = [

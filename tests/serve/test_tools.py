@@ -197,6 +197,100 @@ def test_a_block_may_hold_text_and_several_calls(url: str) -> None:
     assert choice["message"]["content"].count("<tool_call>") == 2
 
 
+def flatten(body: dict[str, Any]) -> dict[str, Any]:
+    """A chat's body as a response's."""
+    tools = [{"type": "function", **tool["function"]} for tool in body["tools"]]
+    renamed = {"messages": "input", "max_tokens": "max_output_tokens"}
+    return {renamed.get(key, key): value for key, value in body.items()} | {"tools": tools}
+
+
+def test_a_limit_in_a_forced_call_leaves_no_marker(url: str) -> None:
+    body: Any = {"messages": CHAT, "tools": [ADD], "tool_choice": "required", "temperature": 0}
+    for limit in (1, 4, 9, 17, 26, 34):
+        (whole,) = post(url, PATH, **body, max_tokens=limit)["choices"]
+        streamed = join(read_events(url, PATH, **body, max_tokens=limit), 0)
+        assert whole["finish_reason"] == streamed["finish_reason"] == "length"
+        assert without_ids(streamed) == without_ids(whole["message"])
+        assert not whole["message"]["content"]
+        given = post(url, "/v1/responses", **flatten({**body, "max_tokens": limit}))
+        assert given["status"] == "incomplete"
+        assert given["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert given["output"][-1]["status"] == "incomplete"
+        texts = [item["content"][0]["text"] for item in given["output"] if "content" in item]
+        assert texts in ([], [""])
+
+
+def test_no_stop_ends_a_forced_call(url: str) -> None:
+    body: Any = {"messages": CHAT, "tools": [ADD], "tool_choice": "required", "temperature": 0}
+    plain = post(url, PATH, **body)["choices"][0]["message"]
+    ids = post(url, "/tokenize", prompt='{"a', add_special_tokens=False)["tokens"]
+    body |= {"stop": ['"a"', "}"], "stop_token_ids": ids}
+    whole, events = post(url, PATH, **body), read_events(url, PATH, **body)
+    assert without_ids(whole["choices"][0]["message"]) == without_ids(plain)
+    assert without_ids(join(events, 0)) == without_ids(plain)
+    assert whole["choices"][0]["finish_reason"] == join(events, 0)["finish_reason"] == "tool_calls"
+    assert whole["specdec"]["ignored"] == ["stop", "stop_token_ids"]
+    given = post(url, "/v1/responses", **flatten(body))
+    assert given["status"] == given["output"][-1]["status"] == "completed"
+    check_call({"id": "call_", "type": "function", "function": given["output"][-1]})
+
+
+def test_a_call_that_a_stop_cuts_is_told_as_cut(url: str) -> None:
+    from openai.types.responses import Response
+
+    call = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 1, "b": true\}\}\n</tool_call>'
+    body: Any = {"messages": CHAT, "tools": [ADD], "guided_regex": call}
+    assert post(url, PATH, **body)["choices"][0]["finish_reason"] == "tool_calls"
+    body["stop"] = '"b"'
+    (choice,) = post(url, PATH, **body)["choices"]
+    assert choice["finish_reason"] == join(read_events(url, PATH, **body), 0)["finish_reason"]
+    assert choice["finish_reason"] == "stop"
+    (called,) = choice["message"]["tool_calls"]
+    assert called["function"]["arguments"] == '{"a": 1, '
+    given = post(url, "/v1/responses", **flatten(body))
+    Response.model_validate(given)
+    assert given["status"] == given["output"][-1]["status"] == "incomplete"
+    assert given["incomplete_details"] is None
+
+
+PATHS = {"type": "array", "items": {"type": "string", "format": "path"}, "maxItems": 1}
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_what_no_grammar_keeps_to_is_told_by_tool_path_and_keyword(url: str, is_flat: bool) -> None:
+    """And refused where it is promised; what only describes is left out."""
+
+    def ask(tool: dict[str, Any], choice: Any, *others: dict[str, Any]) -> Any:
+        body: Any = {"messages": CHAT, "tools": [*others, tool], "tool_choice": choice, "seed": 1}
+        body["max_tokens"] = 60
+        path = "/v1/responses" if is_flat else PATH
+        return CLIENT.post(url + path, json=flatten(body) if is_flat else body)
+
+    place = "tools.0.parameters" if is_flat else "tools.0.function.parameters"
+    answer = ask(make_tool("save", {"paths": PATHS}), "required")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["specdec"]["ignored"] == [f"{place}.properties.paths.items.format"]
+    names = {"propertyNames": {"maxLength": 5}}
+    schema = {"type": "object", "properties": {"paths": PATHS | {"uniqueItems": True}}, **names}
+    unique = make_tool("save", {}, parameters=schema)
+    strict = make_tool("save", {}, parameters=schema, strict=True)
+    for tool, choice in ((unique, "required"), (strict, "auto")):
+        error = ask(tool, choice).json()["error"]
+        assert error["param"] == "tools"
+        for part in (place, "'save'", "at properties.paths.uniqueItems", "at propertyNames"):
+            assert part in error["message"]
+        assert '"strict": false' in error["message"]
+    answer = ask(make_tool("save", {}, parameters=schema, strict=False), "required")
+    assert answer.status_code == 200, answer.text
+    left_out = {"propertyNames", "properties.paths.uniqueItems", "properties.paths.items.format"}
+    assert set(answer.json()["specdec"]["ignored"]) == {f"{place}.{name}" for name in left_out}
+    kept = {"type": "function", "function": {**SAY["function"], "strict": True}}
+    assert ask(unique, "auto", kept).status_code == 200, "of this one nothing is promised"
+    form = {"type": "json_schema", "json_schema": {"schema": {"items": PATHS, "maxItems": 0}}}
+    answer = post(url, "/v1/completions", prompt="x", response_format=form)
+    assert answer["specdec"]["ignored"] == ["response_format.items.items.format"]
+
+
 def test_structured_output_leaves_room_for_calls(url: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes"]}}}
     body: Any = {"messages": CHAT, "tools": TOOLS, "response_format": form, "max_tokens": 150}
