@@ -30,11 +30,11 @@ from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import EMBEDDING, HEAD
 
-from .source import TARGET_NAMES, Contents, Order, Part, list_entered
+from .source import TARGET_NAMES, Contents, Order, TensorRows, list_entered
 from .tokenizers import Vocabulary, read_template, read_tokenizer
 
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
-HEAD_NAMES = {theirs: ours for ours, theirs in MTP_NAMES.items()}
+HEAD_NAMES = {hf_name: gguf_name for gguf_name, hf_name in MTP_NAMES.items()}
 # dtype -> the file's type of matrices, by their names in the gguf package.
 TYPES = {dtype: kind for kind, dtype in PLAIN.items()}
 Q8_BLOCK = 32
@@ -43,13 +43,17 @@ Q8_BLOCK = 32
 def plan_file(order: Order) -> Contents:
     """Name the file's tensors; everything that may be refused is refused here."""
     import_gguf("--to gguf")
-    source, parts = order.source, order.source.parts
+    source, tensor_rows = order.source, order.source.tensors
     if source.kind == "mtp":
-        held = source.file.tensors
-        parts = parts | {name: Part(own) for own, name in TARGET_NAMES.items() if own in held}
+        stored_tensors = source.file.tensors
+        tensor_rows = tensor_rows | {
+            name: TensorRows(stored_name)
+            for stored_name, name in TARGET_NAMES.items()
+            if stored_name in stored_tensors
+        }
         source.left_out.clear()  # what equals the target's, which is in the file
     net = get_net(order)
-    tensors = {rename(name, net): part for name, part in parts.items()}
+    tensors = {rename(name, net): rows for name, rows in tensor_rows.items()}
     if source.kind == "plain" and source.is_same(HEAD, EMBEDDING):
         del tensors["output.weight"]  # llama.cpp takes the embedding, and so does its reader here
     plan_rotary(net)
@@ -60,8 +64,8 @@ def plan_file(order: Order) -> Contents:
             "give it to a runtime that reads the Hugging Face folder",
         )
     read_words(order)
-    for name, part in tensors.items() if order.settings.gguf_type == "Q8_0" else ():
-        shape = source.get_info(part).shape
+    for name, rows in tensors.items() if order.settings.gguf_type == "Q8_0" else ():
+        shape = source.get_info(rows).shape
         if len(shape) > 1 and shape[-1] % Q8_BLOCK:
             raise SpecDecError(
                 f"{name} has rows of {shape[-1]} numbers, which do not split into Q8_0's blocks of"
@@ -72,7 +76,7 @@ def plan_file(order: Order) -> Contents:
 
 
 def get_net(order: Order) -> ModelConfig:
-    """The model that is written: the whole, a head behind its layers, or the drafter's layers."""
+    """Return the model to write: the whole, a head behind its layers, or the drafter's."""
     model = order.source.model
     if order.source.kind == "mtp":
         return dataclasses.replace(model, num_hidden_layers=model.num_hidden_layers + 1)
@@ -83,10 +87,10 @@ def rename(name: str, net: ModelConfig) -> str:
     """GGUF's name of a tensor; raises SpecDecError for one that it has no name for."""
     if name == "d2t":
         return name
-    last, names = net.num_hidden_layers - 1, READ[ARCHITECTURES[net.architecture]].layer
-    module, _, kind = name.replace("mtp.layers.0.", f"layers.{last}.").rpartition(".")
+    last_layer, names = net.num_hidden_layers - 1, READ[ARCHITECTURES[net.architecture]].layer
+    module, _, kind = name.replace("mtp.layers.0.", f"layers.{last_layer}.").rpartition(".")
     if module in HEAD_NAMES:
-        return f"blk.{last}.{HEAD_NAMES[module]}.{kind}"
+        return f"blk.{last_layer}.{HEAD_NAMES[module]}.{kind}"
     match = LAYER.fullmatch(module)
     if match and match.group(2) in names:
         return f"blk.{match.group(1)}.{names[match.group(2)]}.{kind}"
@@ -96,7 +100,7 @@ def rename(name: str, net: ModelConfig) -> str:
 
 
 def plan_rotary(net: ModelConfig) -> Array | None:
-    """What the frequencies are divided by [R / 2], None where there is no scaling."""
+    """Return the divisors of the rotary frequencies [R / 2]; None without scaling."""
     kind = get_kind(net.rotary_scaling) if net.rotary_scaling else "default"
     if kind == "default":
         return None
@@ -113,7 +117,7 @@ def plan_rotary(net: ModelConfig) -> Array | None:
 
 
 def read_words(order: Order) -> Vocabulary:
-    """The tokenizer of --model-dir."""
+    """Read the tokenizer of --model-dir."""
     model_dir = order.settings.model_dir
     folder = None if model_dir is None else localize(model_dir)
     return read_tokenizer(folder, order.source.model.vocab_size)
@@ -135,13 +139,15 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
         writer.add_uint32("eagle3.target_hidden_size", source.model.hidden_size)
         writer.add_bool("eagle3.norm_before_residual", order.eagle3.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", order.eagle3.norm_before_fc)
-    planned = plan_tensors(gguf, writer, order, contents, kind)
+    planned_tensors = plan_tensors(gguf, writer, order, contents, kind)
     # The package tells of a full disk in a way that nobody would understand.
-    check_free_space(path, sum(num_bytes for num_bytes, _ in planned), "the file takes at least")
+    check_free_space(
+        path, sum(num_bytes for num_bytes, _ in planned_tensors), "the file takes at least"
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, make in planned:
+    for _, make in planned_tensors:
         writer.write_tensor_data(make())
     writer.close()
 
@@ -195,40 +201,45 @@ def plan_tensors(
 
     Returns the bytes of each, and what makes it, reading it then.
     """
-    types, source, found = gguf.GGMLQuantizationType, order.source, []
+    types, source, planned_tensors = gguf.GGMLQuantizationType, order.source, []
 
     def add(name: str, shape: tuple[int, ...], kind: Any, make: Callable[[], Array]) -> None:
         size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         num_bytes = math.prod(shape) // size * block_bytes
         writer.add_tensor_info(name, shape, np.float32, num_bytes, raw_dtype=kind)
-        found.append((num_bytes, make))
+        planned_tensors.append((num_bytes, make))
 
     factors = plan_rotary(get_net(order))
     if factors is not None:
-        single = factors.astype(np.float32)
-        add("rope_freqs.weight", single.shape, types.F32, lambda: single)
+        float_factors = factors.astype(np.float32)
+        add("rope_freqs.weight", float_factors.shape, types.F32, lambda: float_factors)
     for name in sorted(contents.tensors):
-        part = contents.tensors[name]
-        shape = source.get_info(part).shape
+        rows = contents.tensors[name]
+        shape = source.get_info(rows).shape
         if name == "d2t":
             # Absolute ids, where Hugging Face's are added to the number.
-            ids: Array = source.read(part) + np.arange(shape[0])
+            ids: Array = source.read(rows) + np.arange(shape[0])
             add(name, shape, types.I64, functools.partial(np.asarray, ids))
             continue
-        chosen = types.F32 if len(shape) == 1 else types[kind]
-        add(name, shape, chosen, functools.partial(read_tensor, gguf, order, name, part, chosen))
-    return found
+        tensor_kind = types.F32 if len(shape) == 1 else types[kind]
+        add(
+            name,
+            shape,
+            tensor_kind,
+            functools.partial(read_tensor, gguf, order, name, rows, tensor_kind),
+        )
+    return planned_tensors
 
 
-def read_tensor(gguf: Any, order: Order, name: str, part: Part, kind: Any) -> Array:
-    """A tensor in a type of GGUF's, rows of queries and keys in llama.cpp's order."""
-    net, array = get_net(order), order.source.read(part)
+def read_tensor(gguf: Any, order: Order, name: str, rows: TensorRows, kind: Any) -> Array:
+    """Read a tensor in a type of GGUF's, rows of queries and keys in llama.cpp's order."""
+    net, array = get_net(order), order.source.read(rows)
     heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
     module = name.split(".")[-2]
     if module in heads and ARCHITECTURES[net.architecture] == "llama":
         array = array[np.argsort(order_turned(len(array), heads[module]))]
-    wanted = PLAIN.get(kind.name, "float32")
-    values: Array = np.ascontiguousarray(cast(array, order.source.model.dtype, wanted))
+    dtype = PLAIN.get(kind.name, "float32")
+    values: Array = np.ascontiguousarray(cast(array, order.source.model.dtype, dtype))
     if module.endswith("norm"):
         values = values + np.float32(READ[ARCHITECTURES[net.architecture]].shift)
     return values if kind.name in PLAIN else gguf.quants.quantize(values, kind)

@@ -21,7 +21,8 @@ from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
 
-from .layouts import RUNTIMES, find_writer, make_command
+from .lacks import find_writer
+from .runtimes import RUNTIMES, make_command
 from .settings import ExportSettings
 from .source import TITLES, Contents, Order, Source
 
@@ -42,9 +43,9 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
     inputs = list_local(settings.checkpoint_dir, settings.model_dir, *settings.drafters.values())
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
     with hold_checkpoint(settings) as checkpoint:
-        source, place = Source(checkpoint), str(settings.output_dir)
+        source, output_path = Source(checkpoint), str(settings.output_dir)
         target = "TARGET" if source.kind == "plain" else settings.model_dir or "BASE"
-        order = Order(settings=settings, source=source, target=target, place=place)
+        order = Order(settings=settings, source=source, target=target, output_path=output_path)
         contents = find_writer(order)(order)
         command = make_command(order)
         if source.kind == "plain":
@@ -93,13 +94,13 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
 
 
 def choose_dtype(settings: ExportSettings) -> str:
-    """The drafter's own type, where its config.json names one: what is exported keeps it."""
+    """Return the drafter's type, where its config.json names one, which the export keeps."""
     for folder in settings.drafters.values() if settings.dtype == "auto" else ():
         path = Path(folder) / "config.json"
         config = read_json(path) if path.is_file() else {}
         inner = config.get("transformer_layer_config")
-        for place in (config, inner if isinstance(inner, dict) else {}):
-            dtype = str(place.get("dtype") or place.get("torch_dtype")).removeprefix("torch.")
+        for section in (config, inner if isinstance(inner, dict) else {}):
+            dtype = str(section.get("dtype") or section.get("torch_dtype")).removeprefix("torch.")
             if dtype in FLOAT_DTYPES:
                 return dtype
     return settings.dtype
@@ -120,7 +121,7 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
     source, settings = order.source, order.settings
     hashes = {}
     if contents.weights_name.endswith(".safetensors"):
-        infos = {name: source.get_info(part) for name, part in contents.tensors.items()}
+        infos = {name: source.get_info(rows) for name, rows in contents.tensors.items()}
         path = staged / contents.weights_name
         hashes[path.name] = write_tensor_file(
             path, infos, lambda name: source.read(contents.tensors[name]), {"format": "pt"}
@@ -147,7 +148,7 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
 
 
 def list_sources(settings: ExportSettings, source: Source) -> list[dict[str, Any]]:
-    """The checkpoint's files, or what a temporary one was converted from."""
+    """Return the checkpoint's files, or the sources of a temporary one."""
     if settings.checkpoint_dir is not None:
         return [describe_file(source.folder / "config.json"), describe_file(source.file.path)]
     sources: list[dict[str, Any]] = read_json(source.folder / "manifest.json")["sources"]

@@ -79,23 +79,24 @@ class ReDrafter:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not rows:
             return drafts
-        firsts = starts.tolist()
+        row_starts = starts.tolist()
         # The newest token follows the hidden state one position before its own.
-        places = [
-            firsts[row] + int(num_tokens_no_spec[row]) - 2 - int(positions[firsts[row]])
+        indices = [
+            row_starts[row] + int(num_tokens_no_spec[row]) - 2 - int(positions[row_starts[row]])
             for row in rows
         ]
         assert all(
-            firsts[row] <= place < firsts[row + 1] for row, place in zip(rows, places, strict=True)
+            row_starts[row] <= index < row_starts[row + 1]
+            for row, index in zip(rows, indices, strict=True)
         ), "the steps that vLLM computes and drafts for do not belong together"
         newest = torch.tensor([sampled_token_ids[row][-1] for row in rows], device=hidden.device)
-        found = self.draft(hidden[places], newest).tolist()
-        for row, chain in zip(rows, found, strict=True):
+        chains = self.draft(hidden[indices], newest).tolist()
+        for row, chain in zip(rows, chains, strict=True):
             drafts[row] = chain
         return drafts
 
     def draft(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """The chain after `tokens` [B], which follow `hidden` [B, D]: [B, length]."""
+        """Return the chain after `tokens` [B], which follow `hidden` [B, D]: [B, length]."""
         state, chain = torch.zeros_like(hidden), []
         for _ in range(self.length):
             embedded = self.embedding(tokens)
@@ -117,5 +118,5 @@ class ReDrafter:
         return self.apply(f"lm_head.{num_layers}", x)
 
     def apply(self, name: str, x: Tensor) -> Tensor:
-        """A linear layer."""
+        """Apply a linear layer."""
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))

@@ -82,8 +82,8 @@ class ExportSettings:
     @property
     def drafters(self) -> dict[str, str]:
         """The drafters that are given, by option."""
-        given = {name: getattr(self, name) for name in FOLDERS}
-        return {name: folder for name, folder in given.items() if folder is not None}
+        folders = {name: getattr(self, name) for name in FOLDERS}
+        return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
@@ -110,11 +110,11 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 def check_settings(settings: ExportSettings) -> None:
     """Raise UsageError for what is missing, or has no effect."""
     require(settings)
-    given = [name_flag(name) for name in settings.drafters]
-    if len(given) > 1:
+    flags = [name_flag(name) for name in settings.drafters]
+    if len(flags) > 1:
         raise UsageError(
-            f"{' and '.join(given)} are both given", "a folder holds one drafter: give one of them"
+            f"{' and '.join(flags)} are both given", "a folder holds one drafter: give one of them"
         )
-    if settings.checkpoint_dir is not None and given:
-        raise UsageError(f"--checkpoint-dir and {given[0]} are both given", "give one of them")
+    if settings.checkpoint_dir is not None and flags:
+        raise UsageError(f"--checkpoint-dir and {flags[0]} are both given", "give one of them")
     refuse_contradictions(settings, CONTRADICTIONS)

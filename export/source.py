@@ -1,4 +1,4 @@
-"""What is exported: a checkpoint, its tensors under Hugging Face's names, each a part of one."""
+"""Checkpoint to export: its tensors under Hugging Face's names, each rows of a stored one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYER = {
     "mlp.fc": "mlp.gate_proj", "mlp.gate": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
     "attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm",
 }  # fmt: skip
-OURS = {"vocab_embedding": "embed_tokens", "ln_f": "norm"}  # the same of other modules of a net
+NET_MODULES = {"vocab_embedding": "embed_tokens", "ln_f": "norm"}  # other modules of a net
 TARGET_NAMES = {
     EMBEDDING: "model.embed_tokens.weight", HEAD: HEAD,
     "transformer.ln_f.weight": "model.norm.weight",
@@ -57,8 +57,8 @@ MODEL_TYPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Rows of a checkpoint's tensor by their numbers, None for all, in the order of the folder."""
+class TensorRows:
+    """Rows of a checkpoint's tensor by their numbers, in the order to write; None for all."""
 
     name: str
     rows: Array | None = None
@@ -66,21 +66,21 @@ class Part:
 
 @dataclasses.dataclass
 class Contents:
-    """A folder to write: config.json, tensors, texts by file name, and what is copied."""
+    """Folder to write: config.json, tensors, texts by file name, and what is copied."""
 
     config: dict[str, Any]
-    tensors: dict[str, Part]
+    tensors: dict[str, TensorRows]
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
     files: dict[str, Path] = dataclasses.field(default_factory=dict)
     weights_name: str = "model.safetensors"
 
 
 class Source:
-    """A whole, unquantized checkpoint. `kind`: a key of TITLES.
+    """Whole, unquantized checkpoint. `kind`: a key of TITLES.
 
-    parts: of the drafter, or of a plain checkpoint's model, by Hugging Face's name. left_out: what
-    of a drafter need not be written, with the reason. head_form: the names, of `FORMS`, that a head
-    for multi-token prediction is written by.
+    tensors: of the drafter, or of a plain checkpoint's model, by Hugging Face's name. left_out:
+    tensors of a drafter that need not be written, with the reason. head_form: the names, of
+    `FORMS`, that a head for multi-token prediction is written by.
     """
 
     head_form = ""
@@ -101,48 +101,51 @@ class Source:
             )
         self.file = TensorFile(folder / "rank0.safetensors")
         self.left_out: dict[str, str] = {}
-        self.made: dict[str, Array] = {}  # truth values that stand in no file, by a part's name
-        self.kind, self.parts = self._list_parts()
+        self.computed_tensors: dict[str, Array] = {}  # bool tensors that stand in no file, by name
+        self.kind, self.tensors = self._list_tensors()
 
-    def get_info(self, part: Part) -> TensorInfo:
-        """The type and size of a part."""
-        if part.name in self.made:
-            return TensorInfo("bool", self.made[part.name].shape)
-        whole = self.file.tensors[part.name]
-        num_rows = whole.shape[0] if part.rows is None else len(part.rows)
-        return TensorInfo(whole.dtype, (num_rows, *whole.shape[1:]))
+    def get_info(self, rows: TensorRows) -> TensorInfo:
+        """Return the type and shape of a tensor."""
+        if rows.name in self.computed_tensors:
+            return TensorInfo("bool", self.computed_tensors[rows.name].shape)
+        info = self.file.tensors[rows.name]
+        num_rows = info.shape[0] if rows.rows is None else len(rows.rows)
+        return TensorInfo(info.dtype, (num_rows, *info.shape[1:]))
 
-    def read(self, part: Part) -> Array:
-        """A part in its storage type."""
-        if part.name in self.made:
-            return self.made[part.name]
-        whole: Array = self.file.read(part.name)
-        return whole if part.rows is None else whole[part.rows]
+    def read(self, rows: TensorRows) -> Array:
+        """Read a tensor in its storage type."""
+        if rows.name in self.computed_tensors:
+            return self.computed_tensors[rows.name]
+        array: Array = self.file.read(rows.name)
+        return array if rows.rows is None else array[rows.rows]
 
-    def is_same(self, name: str, other: str) -> bool:
-        """Whether two tensors of the checkpoint are equal, byte for byte."""
-        if self.file.tensors[name] != self.file.tensors.get(other):
+    def is_same(self, name: str, other_name: str) -> bool:
+        """Return whether two tensors of the checkpoint are equal, byte for byte."""
+        if self.file.tensors[name] != self.file.tensors.get(other_name):
             return False
-        mine, theirs = (self.file.read(n).view(np.uint8) for n in (name, other))
-        return bool(np.array_equal(mine, theirs))
+        first, second = self.file.read(name), self.file.read(other_name)
+        return bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
 
-    def _list_parts(self) -> tuple[str, dict[str, Part]]:
+    def _list_tensors(self) -> tuple[str, dict[str, TensorRows]]:
         params = self.drafter
         if isinstance(params, MedusaParams):
-            return "medusa", self._list_medusa(params)
-        if isinstance(params, ReDrafterParams):
-            return "redrafter", self._list_redrafter(params)
-        if isinstance(params, DFlashParams):
-            return "dflash", self._list_net(params, params.net, DFLASH_NET, shares_head=True)
-        if isinstance(params, MtpParams):
-            return "mtp", self._list_mtp(params)
-        if not isinstance(params, EagleParams):
-            return "plain", self._list_model()
-        if params.eagle3 is not None:
-            return "eagle3", self._list_net(params, params.net, EAGLE_NET, shares_head=False)
-        return "eagle1", self._list_net(params, params.net, EAGLE_NET, shares_head=True)
+            kind, tensors = "medusa", self._list_medusa(params)
+        elif isinstance(params, ReDrafterParams):
+            kind, tensors = "redrafter", self._list_redrafter(params)
+        elif isinstance(params, DFlashParams):
+            kind = "dflash"
+            tensors = self._list_net(params, params.net, DFLASH_NET, shares_head=True)
+        elif isinstance(params, MtpParams):
+            kind, tensors = "mtp", self._list_mtp(params)
+        elif isinstance(params, EagleParams):
+            kind = "eagle1" if params.eagle3 is None else "eagle3"
+            shares_head = params.eagle3 is None
+            tensors = self._list_net(params, params.net, EAGLE_NET, shares_head=shares_head)
+        else:
+            kind, tensors = "plain", self._list_model()
+        return kind, tensors
 
-    def _list_model(self) -> dict[str, Part]:
+    def _list_model(self) -> dict[str, TensorRows]:
         model = self.model
         kind = model.architecture
         if kind == "MistralForCausalLM" and model.layer_types is not None:
@@ -153,94 +156,111 @@ class Source:
                 f"the models that are: {', '.join(MODEL_TYPES)}; any other is given to its runtime"
                 " as the Hugging Face folder that it was converted from",
             )
-        parts = {}
+        tensors = {}
         for name in list_target_tensors(model):
             if name in TARGET_NAMES:
-                parts[TARGET_NAMES[name]] = Part(name)
+                tensors[TARGET_NAMES[name]] = TensorRows(name)
             else:
-                own = name.removeprefix("transformer.")
-                parts |= {f"model.{theirs}": part for theirs, part in name_layer(name, own, model)}
-        return parts
+                local_name = name.removeprefix("transformer.")
+                tensors |= {
+                    f"model.{hf_name}": rows
+                    for hf_name, rows in name_layer(name, local_name, model)
+                }
+        return tensors
 
-    def _list_medusa(self, params: MedusaParams) -> dict[str, Part]:
-        parts = {}
+    def _list_medusa(self, params: MedusaParams) -> dict[str, TensorRows]:
+        tensors = {}
         for name in params.list_tensors(self.model):
-            head, _, rest = name.removeprefix("medusa_heads.").partition(".")
-            rest = rest.removeprefix("medusa_layers.")
-            rest = f"{params.num_layers}.weight" if rest == "lm_head.weight" else rest
-            parts[f"{head}.{rest}"] = Part(name)
-        return parts
+            head, _, inner_name = name.removeprefix("medusa_heads.").partition(".")
+            inner_name = inner_name.removeprefix("medusa_layers.")
+            inner_name = (
+                f"{params.num_layers}.weight" if inner_name == "lm_head.weight" else inner_name
+            )
+            tensors[f"{head}.{inner_name}"] = TensorRows(name)
+        return tensors
 
-    def _list_redrafter(self, params: ReDrafterParams) -> dict[str, Part]:
-        parts = {}
+    def _list_redrafter(self, params: ReDrafterParams) -> dict[str, TensorRows]:
+        tensors = {}
         for name in params.list_tensors(self.model):
-            own = name.removeprefix("drafter.")
-            if own == "lm_head.weight":
-                own = f"lm_head.{params.num_layers}.weight"
-            elif own.startswith("layers."):
-                own = f"lm_head.{own.removeprefix('layers.')}"
-            parts[own] = Part(name)
-        return parts
+            hf_name = name.removeprefix("drafter.")
+            if hf_name == "lm_head.weight":
+                hf_name = f"lm_head.{params.num_layers}.weight"
+            elif hf_name.startswith("layers."):
+                hf_name = f"lm_head.{hf_name.removeprefix('layers.')}"
+            tensors[hf_name] = TensorRows(name)
+        return tensors
 
-    def _list_mtp(self, params: MtpParams) -> dict[str, Part]:
-        """By the names of `head_form`: only GLM's tell an embedding and a head of its own."""
+    def _list_mtp(self, params: MtpParams) -> dict[str, TensorRows]:
+        """List a head by the names of `head_form`: only GLM's have an embedding and a head."""
         net = params.make_net_model(self.model)
-        found = self._list_net(params, net, MTP_NET, shares_head=True)
-        has_own = not found.keys().isdisjoint(("embed_tokens.weight", HEAD, HEAD_BIAS))
+        net_tensors = self._list_net(params, net, MTP_NET, shares_head=True)
+        has_own = not net_tensors.keys().isdisjoint(("embed_tokens.weight", HEAD, HEAD_BIAS))
         assert not (has_own and params.is_reversed), "MiMo's layout has no room for them"
         self.head_form = "mimo" if params.is_reversed else "glm" if has_own else "qwen"
         form = FORMS[self.head_form]
         prefix = form.prefix.format(layer=self.model.num_hidden_layers)
         starts = {"layers.0.": prefix + form.layer}
-        starts |= {f"{OURS.get(own, own)}.": f"{prefix}{to}." for own, to in form.names.items()}
+        starts |= {
+            f"{NET_MODULES.get(net_name, net_name)}.": f"{prefix}{to}."
+            for net_name, to in form.names.items()
+        }
         return {
-            starts[own] + name.removeprefix(own): part
-            for name, part in found.items() for own in starts if name.startswith(own)
+            starts[net_name] + name.removeprefix(net_name): rows
+            for name, rows in net_tensors.items() for net_name in starts
+            if name.startswith(net_name)
         }  # fmt: skip
 
     def _list_net(
         self, params: NetParams, net: ModelConfig, prefix: str, *, shares_head: bool
-    ) -> dict[str, Part]:
-        """The parts of a drafter with layers; what equals the target's is noted and left out."""
+    ) -> dict[str, TensorRows]:
+        """List the tensors of a drafter with layers, without those equal to the target's."""
         names = {
-            **{f"drafter.{own}.weight": f"{theirs}.weight" for own, theirs in OURS.items()},
+            **{
+                f"drafter.{local_name}.weight": f"{hf_name}.weight"
+                for local_name, hf_name in NET_MODULES.items()
+            },
             MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
             MARKOV_HEAD: "markov_head.markov_w2.weight",
         }
-        parts: dict[str, Part] = {}
+        tensors: dict[str, TensorRows] = {}
         for name in params.list_tensors(self.model):
-            if (first := find_first_copy(name)) != name:
-                if not self.is_same(name, first):
+            if (first_copy := find_first_copy(name)) != name:
+                if not self.is_same(name, first_copy):
                     raise SpecDecError(
-                        f"{self.folder}: {name} differs from {first}",
+                        f"{self.folder}: {name} differs from {first_copy}",
                         "one drafter is exported: convert it again",
                     )
                 continue
-            own = name.removeprefix(prefix)
-            if own.startswith("drafter.layers."):
-                parts |= name_layer(name, own.removeprefix("drafter."), net)
+            local_name = name.removeprefix(prefix)
+            if local_name.startswith("drafter.layers."):
+                tensors |= name_layer(name, local_name.removeprefix("drafter."), net)
             else:
-                parts[names.get(own, own.removeprefix("drafter."))] = Part(name)
+                tensors[names.get(local_name, local_name.removeprefix("drafter."))] = TensorRows(
+                    name
+                )
         head = HEAD if HEAD in self.file.tensors else EMBEDDING
-        shared = {"embed_tokens.weight": EMBEDDING}
+        shared_tensors = {"embed_tokens.weight": EMBEDDING}
         if shares_head:
-            shared |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
-        for name, targets in shared.items():
-            if name in parts and self.is_same(parts[name].name, targets):
+            shared_tensors |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
+        for name, targets in shared_tensors.items():
+            if name in tensors and self.is_same(tensors[name].name, targets):
                 self.left_out[name] = "equals the target's, which is taken"
-        if "fc.bias" in parts and not self.read(parts["fc.bias"]).any():
+        if "fc.bias" in tensors and not self.read(tensors["fc.bias"]).any():
             self.left_out["fc.bias"] = "is zero"
-        return {name: part for name, part in parts.items() if name not in self.left_out}
+        return {name: rows for name, rows in tensors.items() if name not in self.left_out}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is asked for. target: the name of the target in commands; place: of this folder."""
+    """Export that a command asks for.
+
+    target: the name of the target in commands. output_path: the folder that is written.
+    """
 
     settings: ExportSettings
     source: Source
     target: str
-    place: str
+    output_path: str
 
     @property
     def eagle(self) -> EagleParams:
@@ -250,7 +270,7 @@ class Order:
 
     @property
     def eagle3(self) -> Eagle3Params:
-        """What an EAGLE-3 drafter has of its own."""
+        """Parameters that only an EAGLE-3 drafter has."""
         assert self.eagle.eagle3 is not None
         return self.eagle.eagle3
 
@@ -262,7 +282,7 @@ class Order:
 
     @property
     def is_dspark(self) -> bool:
-        """Whether it is a DFlash drafter of DSpark's form."""
+        """Return whether it is a DFlash drafter of DSpark's form."""
         drafter = self.source.drafter
         return isinstance(drafter, DFlashParams) and bool(
             drafter.markov_rank or drafter.sample_from_anchor
@@ -285,19 +305,19 @@ class Order:
             return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
         return DEFAULT_DRAFT_TOKENS
 
-    def list_tensors(self) -> dict[str, Part]:
-        """The tensors; of a reduced vocabulary also `t2d` [V], which tells the drafted tokens."""
-        tensors = dict(self.source.parts)
-        if OFFSETS in self.source.parts:
-            offsets = self.source.read(self.source.parts[OFFSETS])
+    def list_tensors(self) -> dict[str, TensorRows]:
+        """Return the tensors; of a reduced vocabulary also `t2d` [V], a mask of the drafted."""
+        tensors = dict(self.source.tensors)
+        if OFFSETS in self.source.tensors:
+            offsets = self.source.read(self.source.tensors[OFFSETS])
             drafted = np.zeros(self.source.model.vocab_size, np.uint8)
             drafted[offsets + np.arange(len(offsets))] = 1
-            self.source.made["t2d"], tensors["t2d"] = drafted, Part("t2d")
+            self.source.computed_tensors["t2d"], tensors["t2d"] = drafted, TensorRows("t2d")
         return tensors
 
 
 def list_entered(params: Eagle3Params | DFlashParams) -> list[int]:
-    """The layers that are entered by what is read; it comes out of the ones before them."""
+    """Return the layers whose inputs the drafter reads: outputs of the layers before them."""
     return [layer + 1 for layer in params.aux_layers]
 
 
@@ -308,23 +328,25 @@ TITLES = {
 }  # fmt: skip
 
 
-def name_layer(name: str, own: str, model: ModelConfig) -> Iterable[tuple[str, Part]]:
-    """Hugging Face's names and parts of `layers.N.MODULE.weight`, the checkpoint's tensor `name`.
+def name_layer(name: str, local_name: str, model: ModelConfig) -> Iterable[tuple[str, TensorRows]]:
+    """Return Hugging Face's names of a layer's tensor, each with its rows of the checkpoint's.
+
+    name: the tensor in the checkpoint. local_name: `layers.N.MODULE.weight`.
 
     Raises SpecDecError for a module without a name there: nothing is left behind silently.
     """
-    prefix, layer, rest = own.split(".", 2)
-    module, _, kind = rest.rpartition(".")
+    prefix, layer, module_path = local_name.split(".", 2)
+    module, _, kind = module_path.rpartition(".")
     if module == "attention.qkv":
         queries, keys = model.num_attention_heads, model.num_key_value_heads
         counts = [queries, keys, keys, queries][: 2 + model.query_parts]  # of heads; gates are last
         heads = np.arange(sum(counts) * model.head_size).reshape(-1, model.head_size)
         q, k, v, *gates = np.split(heads, np.cumsum(counts)[:-1])
-        parts = {"q": np.stack((q, *gates), axis=1), "k": k, "v": v}  # a head's gates follow it
+        head_rows = {"q": np.stack((q, *gates), axis=1), "k": k, "v": v}  # a head's gates follow it
         return [
-            (f"{prefix}.{layer}.self_attn.{key}_proj.{kind}", Part(name, rows.reshape(-1)))
-            for key, rows in parts.items()
+            (f"{prefix}.{layer}.self_attn.{key}_proj.{kind}", TensorRows(name, rows.reshape(-1)))
+            for key, rows in head_rows.items()
         ]
     if module not in LAYER:
         raise SpecDecError(f"{name} has no name in Hugging Face's layers", "convert it again")
-    return [(f"{prefix}.{layer}.{LAYER[module]}.{kind}", Part(name))]
+    return [(f"{prefix}.{layer}.{LAYER[module]}.{kind}", TensorRows(name))]

@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
-    """The tokenizer of a folder for so many tokens; raises SpecDecError for one that differs."""
+    """Read a folder's tokenizer of `size` tokens; raise SpecDecError for one that differs."""
     folder = Path(model_dir or "")
     if model_dir is None or not (folder / "tokenizer.json").is_file():
         raise SpecDecError(
@@ -55,34 +55,15 @@ def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
             "give the target's own folder as --model-dir; of a tokenizer.model, transformers writes"
             " one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         )
-    described = read_json(folder / "tokenizer.json")
-    model = described.get("model") or {}
+    document = read_json(folder / "tokenizer.json")
+    model = document.get("model") or {}
     if model.get("type") != "BPE":
         raise SpecDecError(f"{folder} has no BPE tokenizer", NO_BYTE_LEVEL)
-    added_tokens = described.get("added_tokens") or ()
-    last = max([*model["vocab"].values(), *(added["id"] for added in added_tokens)], default=0)
-    if last >= size:
-        raise SpecDecError(
-            f"{folder} has a token of number {last}, the model has {size} tokens",
-            "give the folder whose tokenizer and config.json belong together",
-        )
-    tokens = [f"[PAD{number}]" for number in range(size)]
-    kinds = [UNUSED] * size
-    for text, number in model["vocab"].items():
-        tokens[number], kinds[number] = text, NORMAL
-    for added in added_tokens:
-        tokens[added["id"]] = added["content"]
-        kinds[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
-    config = read_json(folder / "config.json")
-    special = {}
-    for name in ("bos", "eos", "pad"):
-        value = config.get(f"{name}_token_id")
-        value = value[0] if isinstance(value, list) else value
-        if isinstance(value, int):
-            special[name] = value
+    tokens, kinds = list_tokens(folder, document, size)
+    special = find_special(read_json(folder / "config.json"))
     if model.get("byte_fallback"):
-        return read_sentencepiece(folder, described, tokens, kinds, special)
-    pattern = find_split(described.get("pre_tokenizer") or {})
+        return read_sentencepiece(folder, document, tokens, kinds, special)
+    pattern = find_split(document.get("pre_tokenizer") or {})
     if pattern not in SPLITS:
         raise SpecDecError(
             f"{folder} splits texts in a way without a known name: {shorten(pattern)}",
@@ -97,8 +78,39 @@ def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
     )  # fmt: skip
 
 
+def list_tokens(
+    folder: Path, document: Mapping[str, Any], size: int
+) -> tuple[list[str], list[int]]:
+    """Return the text and the kind of each of `size` tokens; raise SpecDecError for more."""
+    vocab, added_tokens = document["model"]["vocab"], document.get("added_tokens") or ()
+    last_id = max([*vocab.values(), *(token["id"] for token in added_tokens)], default=0)
+    if last_id >= size:
+        raise SpecDecError(
+            f"{folder} has a token of number {last_id}, the model has {size} tokens",
+            "give the folder whose tokenizer and config.json belong together",
+        )
+    tokens, kinds = [f"[PAD{number}]" for number in range(size)], [UNUSED] * size
+    for text, number in vocab.items():
+        tokens[number], kinds[number] = text, NORMAL
+    for token in added_tokens:
+        tokens[token["id"]] = token["content"]
+        kinds[token["id"]] = CONTROL if token.get("special") else USER_DEFINED
+    return tokens, kinds
+
+
+def find_special(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of the BOS, EOS and padding tokens that a config.json names."""
+    special = {}
+    for name in ("bos", "eos", "pad"):
+        value = config.get(f"{name}_token_id")
+        value = value[0] if isinstance(value, list) else value
+        if isinstance(value, int):
+            special[name] = value
+    return special
+
+
 def read_template(folder: Path) -> Any:
-    """A folder's chat template: a text, or a list of them with names; None where it has none."""
+    """Read a folder's chat template: a text, or a list of named ones; None without one."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -109,10 +121,10 @@ def read_template(folder: Path) -> Any:
     return None
 
 
-def find_split(described: Mapping[str, Any]) -> tuple[str, ...] | str:
-    """The patterns of a byte-level pre-tokenizer, as `SPLITS` has them; JSON of any other."""
-    steps = described.get("pretokenizers") or [described]
-    *splits, own = steps
+def find_split(document: Mapping[str, Any]) -> tuple[str, ...] | str:
+    """Return a byte-level pre-tokenizer's patterns, as in `SPLITS`; JSON of any other."""
+    steps = document.get("pretokenizers") or [document]
+    *splits, byte_level = steps
     patterns = []
     for step in splits:
         if step == {"type": "Digits", "individual_digits": True}:
@@ -120,37 +132,37 @@ def find_split(described: Mapping[str, Any]) -> tuple[str, ...] | str:
         elif step.get("type") == "Split" and step.get("behavior") == "Isolated":
             patterns.append(step["pattern"].get("Regex", "?"))
         else:
-            return json.dumps(described)
-    if own.get("type") != "ByteLevel" or own.get("add_prefix_space"):
-        return json.dumps(described)
-    return (*patterns, OWN) if own.get("use_regex", True) else tuple(patterns)
+            return json.dumps(document)
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
+        return json.dumps(document)
+    return (*patterns, OWN) if byte_level.get("use_regex", True) else tuple(patterns)
 
 
 # ---- SentencePiece.
 
 
 def read_sentencepiece(
-    folder: Path, described: Mapping[str, Any], tokens: list[str], kinds: list[int],
+    folder: Path, document: Mapping[str, Any], tokens: list[str], kinds: list[int],
     special: dict[str, int],
 ) -> Vocabulary:  # fmt: skip
-    """A BPE that writes bytes for what it does not know, as scores."""
-    model = described["model"]
+    """Read a BPE that writes unknown characters as bytes; its merges become scores."""
+    model = document["model"]
     special, vocab = dict(special), model["vocab"]
-    unknown, own = model.get("unk_token"), [f"<0x{byte:02X}>" for byte in range(256)]
-    for name in own if unknown is None else [unknown, *own]:
+    unknown_token, byte_tokens = model.get("unk_token"), [f"<0x{byte:02X}>" for byte in range(256)]
+    for name in byte_tokens if unknown_token is None else [unknown_token, *byte_tokens]:
         if name not in vocab:
             refuse(folder, f"has no token {name}")
-        kinds[vocab[name]] = UNKNOWN if name == unknown else BYTE
-    if unknown is not None:
-        special["unk"] = vocab[unknown]
+        kinds[vocab[name]] = UNKNOWN if name == unknown_token else BYTE
+    if unknown_token is not None:
+        special["unk"] = vocab[unknown_token]
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             refuse(folder, f"has {key} {shorten(model[key])}")
-    adds_space = find_prefix(folder, described)
-    check_added(folder, described, adds_space=adds_space)
+    adds_space = find_prefix(folder, document)
+    check_added(folder, document, adds_space=adds_space)
     return Vocabulary(
         tokens=tokens, kinds=kinds, split="default", special=special,
-        adds_bos=find_bos(folder, described, special), adds_space=adds_space,
+        adds_bos=find_bos(folder, document, special), adds_space=adds_space,
         scores=score_tokens(folder, model, tokens, kinds),
     )  # fmt: skip
 
@@ -163,13 +175,13 @@ def refuse(folder: Path, fact: str) -> None:
     )
 
 
-def find_prefix(folder: Path, described: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text, and before each piece behind a special token.
+def find_prefix(folder: Path, document: Mapping[str, Any]) -> bool:
+    """Return whether a space is put before a text, and before each piece behind a special token.
 
     Both are one in llama.cpp. Raises SpecDecError for anything but that and spaces written as
     SPACE.
     """
-    normalizer, splitter = described.get("normalizer"), described.get("pre_tokenizer")
+    normalizer, splitter = document.get("normalizer"), document.get("pre_tokenizer")
     steps = (normalizer.get("normalizers") or [normalizer]) if normalizer else []
     prefix = {"type": "Prepend", "prepend": SPACE}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -187,32 +199,32 @@ def find_prefix(folder: Path, described: Mapping[str, Any]) -> bool:
     return False
 
 
-def check_added(folder: Path, described: Mapping[str, Any], *, adds_space: bool) -> None:
+def check_added(folder: Path, document: Mapping[str, Any], *, adds_space: bool) -> None:
     """Refuse added tokens that take spaces along, or are looked for behind the normalizer."""
-    for added in described.get("added_tokens") or ():
-        name = shorten(added["content"])
+    for added_token in document.get("added_tokens") or ():
+        name = shorten(added_token["content"])
         for key in ("lstrip", "rstrip", "single_word"):
-            if added.get(key):
+            if added_token.get(key):
                 refuse(folder, f"has the token {name} with {key}")
-        if added.get("normalized") and described.get("normalizer"):
-            if adds_space or " " in added["content"]:
+        if added_token.get("normalized") and document.get("normalizer"):
+            if adds_space or " " in added_token["content"]:
                 refuse(folder, f"looks for the token {name} in normalized text")
 
 
-def find_bos(folder: Path, described: Mapping[str, Any], special: Mapping[str, int]) -> bool:
-    """Whether a text begins with the token of its beginning; nothing else may be put around it."""
-    processor = described.get("post_processor")
+def find_bos(folder: Path, document: Mapping[str, Any], special: Mapping[str, int]) -> bool:
+    """Return whether a text begins with the BOS token, which alone may be put around it."""
+    processor = document.get("post_processor")
     if processor is None:
         return False
-    single = processor.get("single") or []
+    template = processor.get("single") or []
     ids = [
         (processor.get("special_tokens") or {}).get(item["SpecialToken"]["id"], {}).get("ids")
-        for item in single
+        for item in template
         if "SpecialToken" in item
     ]
-    is_first = len(single) > 1 and "SpecialToken" in single[0]
+    is_first = len(template) > 1 and "SpecialToken" in template[0]
     if processor.get("type") != "TemplateProcessing" or len(ids) != is_first:
-        refuse(folder, f"puts around a text {shorten(single or processor)}")
+        refuse(folder, f"puts around a text {shorten(template or processor)}")
     if is_first and ids[0] != [special.get("bos")]:
         refuse(folder, f"begins a text with {ids[0]}, and config.json's bos_token_id is"
                f" {special.get('bos')}")  # fmt: skip
@@ -222,7 +234,7 @@ def find_bos(folder: Path, described: Mapping[str, Any], special: Mapping[str, i
 def score_tokens(
     folder: Path, model: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> list[float]:
-    """The negative place of a token's merges in the list.
+    """Return each token's score: minus the rank of its merges in the list.
 
     Raises SpecDecError where scores do not tell what the list does: a token's merges must be all
     ways to make it of two others, and stand together.
@@ -230,24 +242,27 @@ def score_tokens(
     vocab = {text: number for number, text in enumerate(tokens) if kinds[number] == NORMAL}
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair)
              for pair in model["merges"]]  # fmt: skip
-    scores, made, places = [0.0] * len(tokens), set(pairs), 0
-    last = None
-    for left, right in pairs:
-        token = left + right
-        if left not in vocab or right not in vocab or token not in vocab:
-            refuse(folder, f"merges {left!r} and {right!r}, which are no plain tokens")
-        if token != last:
+    scores, merges, num_merged = [0.0] * len(tokens), set(pairs), 0
+    previous_token = None
+    for left_side, right_side in pairs:
+        token = left_side + right_side
+        if left_side not in vocab or right_side not in vocab or token not in vocab:
+            refuse(folder, f"merges {left_side!r} and {right_side!r}, which are no plain tokens")
+        if token != previous_token:
             if scores[vocab[token]]:
                 refuse(folder, f"has merges of {token!r} in several places of its list")
-            places += 1
-            scores[vocab[token]] = -float(places)
-            last = token
+            num_merged += 1
+            scores[vocab[token]] = -float(num_merged)
+            previous_token = token
     for number, token in enumerate(tokens):
         if kinds[number] in (CONTROL, USER_DEFINED, UNKNOWN):
             continue  # found before anything is merged
-        for at in range(1, len(token)):
-            left, right = token[:at], token[at:]
-            known = [part in vocab or len(part) == 1 for part in (left, right)]
-            if all(known) and (left, right) not in made:
-                refuse(folder, f"does not merge {left!r} and {right!r} to the token {token!r}")
+        for index in range(1, len(token)):
+            left_side, right_side = token[:index], token[index:]
+            are_tokens = [side in vocab or len(side) == 1 for side in (left_side, right_side)]
+            if all(are_tokens) and (left_side, right_side) not in merges:
+                refuse(
+                    folder,
+                    f"does not merge {left_side!r} and {right_side!r} to the token {token!r}",
+                )
     return scores
