@@ -15,26 +15,27 @@ from specdec.errors import shorten
 
 LEARNING = frozenset(
     "train trained training trainable learn learned learning learnable loss weight weights label"
-    " labels supervise supervised supervision grad gradient backprop".split()
+    " labels supervise supervised supervision grad gradient backprop backpropagate finetune"
+    " finetuned finetuning unmask unmasked".split()
 )
 # Words that turn the meaning round; a noun behind a word of learning (loss_mask) does not.
 NEGATING = frozenset(
-    "no not non without never mask masks masked masking ignore ignored skip skipped exclude"
-    " excluded untrained unlearned unsupervised".split()
+    "no not non dont without never mask masks masked masking ignore ignored skip skipped exclude"
+    " excluded disable disabled untrained unlearned unsupervised".split()
 )
 MASK_NOUNS = ("mask", "masks")
 NEUTRAL = frozenset(
     "is be are has use used should shall must do does to on in of for from the this it turn step"
     " message token tokens sample example row answer response assistant content part requires"
     " require need needs compute calculate apply contributes contribute include included flag"
-    " scale factor multiplier coefficient detail details completion".split()
+    " scale factor multiplier coefficient detail details completion out with enable enabled".split()
 )
 # Whose mask has 1 for what is learned, as a mask of the loss has.
 LEARNED_PARTS = frozenset("assistant answer response completion".split())
 # A number beside 0 and 1 under one of these asks for a part of the loss; elsewhere it counts.
 AMOUNTS = frozenset("weight weights loss scale factor multiplier coefficient".split())
 ONLY_NEGATIONS = frozenset(
-    "no not non without never".split()
+    "no not non dont without never disable disabled".split()
 )  # of some other word, not of learning
 WRITTEN = {
     "true": True, "yes": True, "on": True, "1": True, "1.0": True,

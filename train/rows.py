@@ -118,15 +118,16 @@ class RowBuilder:
         self.seam_errors: list[SeamError] = []
         self.num_unlearned_turns = 0
         self.num_unlearned_rows = 0
-        self._texts: list[str] = []
+        self._texts: list[tuple[str, bool]] = []  # and whether each ends before its end
         end = tokenizer.eos_token_id
         # The stream of documents begins with an end token, as every later document sees one.
         self._stream: list[Array] = [np.asarray([] if end is None else [end], self.dtype)]
+        self._is_learned = [np.ones(len(self._stream[0]), bool)]
         self._chats: list[tuple[Array, Array]] = []
 
-    def add_text(self, text: str) -> None:
-        """Add a document; all its tokens are labels."""
-        self._texts.append(text)
+    def add_text(self, text: str, *, is_cut: bool = False) -> None:
+        """Add a document; all its tokens are labels, and the end behind it unless it is cut."""
+        self._texts.append((text, is_cut))
         if len(self._texts) >= TOKENIZER_BATCH:
             self._tokenize_texts()
 
@@ -134,17 +135,22 @@ class RowBuilder:
         if not self._texts:
             return
         end = self.tokenizer.eos_token_id
-        for ids in self.tokenizer(self._texts, verbose=False)["input_ids"]:
+        texts, are_cut = zip(*self._texts, strict=True)
+        tokenized = self.tokenizer(list(texts), verbose=False)["input_ids"]
+        for ids, is_cut in zip(tokenized, are_cut, strict=True):
             closing = [] if end is None or ids[-1:] == [end] else [end]
             self._stream.append(np.asarray([*ids, *closing], self.dtype))
+            self._is_learned.append(np.ones(len(self._stream[-1]), bool))
+            if closing:
+                self._is_learned[-1][-1] = not is_cut
         self._texts.clear()
 
-    def add_prompted(self, text: PromptedText) -> None:
-        """Add a prompt and its completion, whose tokens are labels, as is the end."""
+    def add_prompted(self, text: PromptedText, *, is_cut: bool = False) -> None:
+        """Add a prompt and its completion, whose tokens are labels, and its end unless cut."""
         encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
         ids, end = encoded["input_ids"], self.tokenizer.eos_token_id
         mask = mask_tokens(encoded["offset_mapping"], [(text.num_prompt_characters, len(text))])
-        if end is not None and ids[-1:] != [end]:
+        if end is not None and ids[-1:] != [end] and not is_cut:
             ids, mask = [*ids, end], np.append(mask, True)
         self.num_unusable += not self._add_row(ids, mask)
 
@@ -187,7 +193,12 @@ class RowBuilder:
         lengths += [len(ids) for ids, _ in self._chats]
         return Rows(
             tokens=np.concatenate([stream, *(ids for ids, _ in self._chats)]),
-            mask=np.concatenate([np.ones(len(stream), bool), *(mask for _, mask in self._chats)]),
+            mask=np.concatenate(
+                [
+                    np.concatenate(self._is_learned)[: len(stream)],
+                    *(mask for _, mask in self._chats),
+                ]
+            ),
             bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         )
 
@@ -238,10 +249,11 @@ def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
     if not is_row_learned(row, ROLES):
         builder.num_unlearned_rows += 1
         return
+    is_cut = row.get("truncated") is True
     if isinstance(document, PromptedText):
-        builder.add_prompted(document)
+        builder.add_prompted(document, is_cut=is_cut)
     elif isinstance(document, str):
-        builder.add_text(document)
+        builder.add_text(document, is_cut=is_cut)
     else:
         builder.add_conversation(document)
 

@@ -32,8 +32,8 @@ class TrainSettings:
     )  # fmt: skip
     data: Path = MODELS_DATA(
         required=True,
-        help="Training data: FILE.txt, or FILE.jsonl or FILE.json with `text`, `messages` or"
-        " `conversations`.",
+        help="Training data: FILE.txt, or FILE.jsonl or FILE.json with `text`, `messages`,"
+        " `conversations`, or `prompt` and `completion`.",
         metavar="FILE",
     )  # fmt: skip
     # `check_settings` wants it except with --sanity, which writes nothing.

@@ -33,7 +33,9 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
         ("weight", 1, 0), ("weight", 1.0, 0.0), ("train", True, False), ("training", "true", "No"),
         ("loss", True, False), ("masked", False, True), ("mask", 0, 1), ("step_loss_mask", 1, 0),
         ("trainable", True, False), ("trainOnTurn", True, False), ("label", True, False),
-        ("exclude_from_training", False, True), ("no_loss", 0, 1), ("assistant_masks", [1], [0, 0]),
+        ("exclude_from_training", False, True), ("no_loss", 0, 1), ("unmasked", 1, 0),
+        ("training_disabled", False, True), ("include-in-loss", "yes", "false"),
+        ("assistant_masks", [1], [0, 0]),
         ("train_detail", [{"begin_offset": 0, "end_offset": 2, "train": True}],
          [{"begin_offset": 0, "end_offset": 2, "train": False}]),
     ],
@@ -120,6 +122,8 @@ OPENS = (
     "{% else %}{{ '<think>\n\n</think>\n\n' + c }}{% endif %}{% else %}{{ m.content }}{% endif %}"
     "</s>{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
+# Qwen3's: the target opens its thoughts itself.
+CLOSED = OPENS.replace("<assistant><think>\n{% endif", "<assistant>{% endif")
 # DeepSeek R1's and QwQ's: the template drops the thoughts that the prompt opens.
 DROPS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1].lstrip() }}</s>"
@@ -143,6 +147,9 @@ def answer(content: str, **fields: Any) -> dict[str, Any]:
         (OPENS, answer("hm and", truncated=True), PROMPT + "hm and", "hm and"),
         (OPENS, answer("<think>\nhm and", finish_reason="length"), PROMPT + "hm and", "hm and"),
         (OPENS, answer("four"), PROMPT + "\n</think>\n\nfour</s>", "four</s>"),
+        (CLOSED, answer("four"), PROMPT + "\n</think>\n\nfour</s>", "four</s>"),
+        (CLOSED, answer("hm</think>four"), PROMPT + "hm\n</think>\n\nfour</s>",
+         "<think>\nhm\n</think>\n\nfour</s>"),
         (DROPS, answer("hm\n</think>\n\nfour"), PROMPT + "hm\n</think>\n\nfour</s>",
          "hm\n</think>\n\nfour</s>"),
         (DROPS, answer("<think>\nhm</think>four"), PROMPT + "hm</think>four</s>",
@@ -220,3 +227,13 @@ def test_the_hint_of_a_row_of_another_form_leads_on(
     with pytest.raises(SpecDecError, match="line 1 .*none of the keys text, messages,") as error:
         read_rows(write(row), tokenizer, 99)
     assert hint in error.value.hint
+
+
+def test_the_cut_of_a_text_is_no_end(write: Any, tokenizer: Any) -> None:
+    texts = [{"text": "a b c"}, {"text": "d e", "truncated": True}, {"text": "f"}]
+    rows, _ = read_rows(write(*texts), tokenizer, 99)
+    assert get_labels(rows, tokenizer) == ["<eos>a b c<eos>d ef<eos>"]
+    assert tokenizer.decode(get_rows(rows)[0]) == "<eos>a b c<eos>d e<eos>f<eos>"
+    rows, _ = read_rows(write({"prompt": "a b", "completion": " c", "truncated": True}),
+                        tokenizer, 99)  # fmt: skip
+    assert get_labels(rows, tokenizer) == [" c"]
