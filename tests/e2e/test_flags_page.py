@@ -31,7 +31,7 @@ def list_flags(name: str) -> set[str]:
     assert isinstance(train, StageCommand)
     command = train.subcommands["data"] if name == "data" else load_command(name)
     params = command.get_params(click.Context(command))
-    return {opt for param in params for opt in param.opts}
+    return {opt for param in params for opt in (*param.opts, *param.secondary_opts)}
 
 
 def test_our_flags_exist() -> None:
