@@ -96,12 +96,12 @@ def make_check(
     """A check of texts: what differs beyond a near-tie is wrong, without a margin suspect."""
     found = find_verdict(d.cause for d in differences)
     verdict = FAILED if faults or found == DIFFERS else SUSPECT if found == UNKNOWN else OK
-    num_ties = sum(d.cause == NEAR_TIE for d in differences)
-    told = summary + (f", {num_ties} near-ties" if num_ties else "")
+    margins = [abs(d.margin or 0.0) for d in differences if d.cause == NEAR_TIE]
+    ties = f", {len(margins)} near-ties, margins up to {max(margins):.2g}" if margins else ""
     gravest = sorted(differences, key=lambda d: d.cause == UNKNOWN)
     wrong = [*faults, *(str(d) for d in gravest if d.cause != NEAR_TIE)]
     evidence |= {"differences": [dataclasses.asdict(d) for d in differences]}
-    return Check(name, verdict, told, wrong, evidence)
+    return Check(name, verdict, summary + ties, wrong, evidence)
 
 
 def check_greedy(audit: Audit) -> Check:

@@ -53,13 +53,7 @@ def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> 
     if own is not None and theirs is not None and at is not None:
         facts: dict[str, Any] = {"prompt": prompt, "position": at, "unit": "token", "bound": bound}
         if at < min(len(own), len(theirs)):
-            token = reference.tokens[at] if reference.tokens is not None else None
-            text = answer.tokens[at].text if answer.tokens is not None else None
-            top = () if token is None else token.top
-            # By its text where its id is not told.
-            other = next(
-                (t for t in top if (t.text == text if t.id is None else t.id == own[at])), None
-            )
+            token, other = _find_by_id(answer, reference, at, own[at])
             return Difference(
                 **facts, **_measure(token, other, bound),
                 server=name_token(own[at], other.text if other else None),
@@ -78,7 +72,7 @@ def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> 
     measured: dict[str, Any] = {"cause": LENGTH}
     same_ids = own is not None and own == theirs
     if at < min(len(answer.text), len(reference.text)) and not same_ids:
-        measured = _measure(*_find_tokens(answer, reference, at), bound)
+        measured = _measure(*_find_by_character(answer, reference, at), bound)
     return Difference(
         prompt=prompt, position=at, unit="character", bound=bound,
         server=repr(answer.text[at : at + 20]), reference=repr(reference.text[at : at + 20]),
@@ -86,15 +80,50 @@ def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> 
     )  # fmt: skip
 
 
-def _find_tokens(answer: Answer, reference: Answer, at: int) -> tuple[Token | None, Token | None]:
-    """The reference's token at a character, and the likeliest one that fits the answer there."""
+def _find_by_id(
+    answer: Answer, reference: Answer, place: int, token_id: int
+) -> tuple[Token | None, Token | None]:
+    """Return the reference's token at a place, and of those that it tells of there the answer's.
+
+    By its text where ids are not told, and by the answer's text where its tokens are not told
+    either. Neither token where none of these is known: then the margin is not.
+    """
+    token = None if reference.tokens is None else reference.tokens[place]
+    if token is None:
+        return None, None
+    if any(one.id is not None for one in token.top):
+        return token, next((one for one in token.top if one.id == token_id), None)
+    if answer.tokens is not None:
+        text = answer.tokens[place].text
+        return token, next((one for one in token.top if one.text == text), None)
+    return _find_by_text(answer, reference, place)
+
+
+def _find_by_character(
+    answer: Answer, reference: Answer, at: int
+) -> tuple[Token | None, Token | None]:
+    """Return the reference's token at a character, and the likeliest that fits the answer there."""
+    if reference.ends is None:
+        return None, None
+    return _find_by_text(
+        answer, reference, next(i for i, end in enumerate(reference.ends) if end > at)
+    )
+
+
+def _find_by_text(
+    answer: Answer, reference: Answer, place: int
+) -> tuple[Token | None, Token | None]:
+    """Return the reference's token at a place, and the likeliest that fits the answer there."""
     if reference.tokens is None or reference.ends is None:
         return None, None
-    place = next(i for i, end in enumerate(reference.ends) if end > at)
     token = reference.tokens[place]
     rest = answer.text[reference.ends[place - 1] if place else 0 :]
     fitting = [t for t in token.top if t.text and t.text != token.text and rest.startswith(t.text)]
-    return token, max(fitting, key=lambda other: other.logprob or -math.inf, default=None)
+    return token, max(fitting, key=_rate, default=None)
+
+
+def _rate(token: Token) -> float:
+    return -math.inf if token.logprob is None else token.logprob
 
 
 def _measure(token: Token | None, other: Token | None, bound: float) -> dict[str, Any]:

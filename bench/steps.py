@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from specdec.decode.sampling import find_best
 from specdec.engine.decoder import Decoder
+from specdec.engine.ranking import find_best
 from specdec.engine.step import Step
 
 WARM_UPS = 2

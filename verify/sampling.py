@@ -70,13 +70,10 @@ def list_contexts(
 
 
 def read_contexts(logits: Tensor, settings: VerifySettings, dtype: str) -> list[Context]:
-    """Turn logits [R, V] into contexts, by transformers' own processors."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper
-
-    ids = torch.zeros((len(logits), 1), dtype=torch.long)  # which these processors do not read
-    scores = TemperatureLogitsWarper(float(settings.temperature))(ids, logits)
-    scores = TopKLogitsWarper(settings.top_k)(ids, scores)
-    all_probs = scores.softmax(-1)
+    """Turn logits [R, V] into contexts: of equal logits at the k-th place the first are kept."""
+    scores = logits / float(settings.temperature)
+    rest = logits.sort(dim=-1, descending=True, stable=True).indices[:, settings.top_k :]
+    all_probs = scores.scatter(1, rest, -torch.inf).softmax(-1)
     contexts = []
     for row, bound, probs in zip(logits, compute_bound(logits, dtype), all_probs, strict=True):
         last = row.topk(min(settings.top_k, len(row))).values[-1]

@@ -21,11 +21,11 @@ from specdec.decode.sampling import (
     draw,
     draw_residual,
     draw_tokens,
-    find_best,
     find_residual,
     process_logits,
     take_rows,
 )
+from specdec.engine.ranking import find_best
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
 

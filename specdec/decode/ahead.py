@@ -19,9 +19,9 @@ from torch import Tensor
 from specdec.decode.accept import accept_on_device
 from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.sampling import find_best
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.ranking import find_best
 from specdec.engine.step import States, Step
 from specdec.engine.transfers import Array, Arrival, to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree

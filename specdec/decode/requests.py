@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
 from specdec.decode.shaping import make_shaper
 from specdec.decode.text import PLAIN_FORM, TextForm, TextStream
+from specdec.engine.ranking import find_top
 from specdec.engine.transfers import to_device, to_host
 from specdec.errors import Problems
 from specdec.model.bounds import MAX_SIZE
@@ -240,10 +241,11 @@ class ActiveRequest:
     def _describe(self, logits: Tensor, tokens: Sequence[int]) -> list[TokenLogprob]:
         num_top = self.request.num_logprobs
         assert num_top is not None
-        logprobs = logits.float().log_softmax(-1)
+        logits = logits.float()
+        logprobs = logits.log_softmax(-1)
         own = logprobs.gather(1, to_device(list(tokens), logits.device)[:, None])
-        best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
-        found = (part.tolist() for part in to_host(own, *best))
+        _, best = find_top(logits, min(num_top, logprobs.shape[-1]))
+        found = (part.tolist() for part in to_host(own, logprobs.gather(1, best), best))
         return [
             TokenLogprob(value, list(zip(ids, values, strict=True)))
             for (value,), values, ids in zip(*found, strict=True)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from specdec.engine.blocks import BlockMatrix
-from specdec.engine.draft_net import find_top, rank_logits, take_offsets, take_own
+from specdec.engine.draft_net import rank_logits, take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import FoundTrees, NativeKernels, PackedDrafter
+from specdec.engine.ranking import find_top
 from specdec.engine.transfers import Array
 from specdec.methods.redrafter import ReDrafterParams
 
@@ -150,7 +151,7 @@ class ReDrafterHead:
             totals = values.log_softmax(-1)  # [B, W, C]
             if scores is not None:
                 totals = totals + scores[:, :, None]
-            scores, flat = totals.flatten(1).topk(width, dim=-1)  # [B, W]
+            scores, flat = find_top(totals.flatten(1), width)  # [B, W]
             chosen = found.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
             if self.offsets is not None:
                 chosen = chosen + self.offsets[chosen]

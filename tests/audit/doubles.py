@@ -21,19 +21,21 @@ class Double(LoopbackServer):
 
     style: "vllm", "llama" or "bare", which tells of no tokens and counts nothing. accepted: of the
     two tokens that each step drafts. block: tokens of an event. other_at: place from which on other
-    words come. fail_after: so many answers, then errors. positions: told in place of the true ones.
+    words come. narrow_at: the same of a place alone, where the likeliest token is drawn. margin: by
+    which another word is less likely. fail_after: so many answers, then errors. positions: told in
+    place of the true ones.
     """
 
     def __init__(
         self, style: str, *, accepted: int = 2, block: int = BLOCK, other_at: int | None = None,
         margin: float = 3.0, has_metrics: bool = True, positions: tuple[int, ...] | None = None,
         accepted_later: int | None = None, later: int = 10**9, key: str | None = None,
-        fail_after: int = 10**9,
+        fail_after: int = 10**9, narrow_at: int | None = None,
     ) -> None:  # fmt: skip
         self.style, self.accepted, self.block, self.other_at = style, accepted, block, other_at
         self.margin, self.has_metrics, self.positions = margin, has_metrics, positions
         self.accepted_later, self.later, self.key = accepted_later, later, key
-        self.fail_after = fail_after
+        self.fail_after, self.narrow_at = fail_after, narrow_at
         self.num_answers = 0
         self.drafts = self.num_accepted = 0
         self.per_position = [0, 0]
@@ -60,6 +62,8 @@ class Double(LoopbackServer):
         seed = body.get("seed", 0) if body["temperature"] and body.get("top_p", 1) > 0.01 else 0
         limit = body["max_tokens"]
         words = [self._choose(prompt, seed, at) for at in range(limit)]
+        if body["temperature"] and not seed and self.narrow_at is not None:
+            words[self.narrow_at] = f" w{int(words[self.narrow_at][2:]) + 1}"
         text, reason, count = "".join(words), "length", limit
         for stop in body.get("stop") or []:
             if (at := text.find(stop)) >= 0:
@@ -132,7 +136,7 @@ class Double(LoopbackServer):
             told["logprobs"] = {
                 "tokens": words, "token_logprobs": [-0.1 - 0.001 * i for i in range(len(words))],
                 "top_logprobs": [
-                    {word: -0.1, other: -0.1 - self.margin}
+                    {word: -0.1, other: -0.1 - self.margin, " x": -2.35 - self.margin}
                     for word, other in zip(words, others, strict=True)
                 ],
             }  # fmt: skip

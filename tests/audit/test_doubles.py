@@ -90,6 +90,22 @@ def test_differences_and_near_ties() -> None:
         assert "margin not known" in check["faults"][0]
 
 
+@pytest.mark.parametrize("style", ["vllm", "llama"])
+@pytest.mark.parametrize("margin", [0.0, 0.75])
+def test_the_margin_is_that_of_the_token_that_was_written(style: str, margin: float) -> None:
+    """Of a tie none; not the distance to the last that is told of, where ids are told alone."""
+    with Double(style, narrow_at=3, margin=margin) as server:
+        status, report, _ = audit(server.url, "--checks", "narrow_sampling")
+    check = get(report, "narrow_sampling")
+    found = check["evidence"]["differences"]
+    assert len(found) == 4
+    assert [d["margin"] for d in found] == pytest.approx([margin] * 4, abs=0.01)
+    assert not any(d["is_least"] for d in found)
+    assert {d["cause"] for d in found} == {"differs" if margin else "near-tie"}
+    assert (status, check["verdict"]) == ((1, "failed") if margin else (0, "ok"))
+    assert ("4 near-ties, margins up to" in check["summary"]) == (not margin)
+
+
 @pytest.mark.parametrize("style", ["vllm", "llama", "llama-answers", "bare"])
 def test_nothing_is_accepted(style: str) -> None:
     """By the metrics, by the answers, and by how tokens come."""

@@ -31,7 +31,7 @@ from specdec.decode import api
 from specdec.decode.encoding import TEMPLATES
 from specdec.decode.ranks import processes
 from specdec.decode.text import TextStream
-from tests.conftest import make_llama, make_tokenizer
+from tests.conftest import change_tensors, make_llama, make_tokenizer
 from tests.engines import call, continue_by_transformers
 from tests.methods import build_methods
 
@@ -174,6 +174,30 @@ def test_prompts_have_their_own_settings(engine: Engine) -> None:
     assert together[0].prompt == "def a"
     assert engine.generate([]) == []
     assert engine.generate([5, 9], temperature=0.8, seed=7, max_output_len=12)[0] == alone[1]
+
+
+def test_of_equal_logits_the_lower_id_is_chosen_everywhere(tmp_path: Path) -> None:
+    """Greedily with drafts and without, by narrow sampling, and in the order of what is told."""
+    target = make_llama(tmp_path, seed=5)
+    with change_tensors(target) as tensors:  # each token has a twin, whose logit is the same
+        tensors["lm_head.weight"][64:] = tensors["lm_head.weight"][:64]
+    build_methods(target, "medusa", "eagle")
+    given: dict[str, Any] = {"max_output_len": LIMIT, "end_ids": ()}
+    for method in ("medusa", "eagle"):
+        with load(tmp_path, method, speculation=False) as engine:
+            expected = [output.token_ids for output in engine.generate(PROMPTS, **given)]
+        assert max(token for tokens in expected for token in tokens) < 64
+        with load(tmp_path, method) as engine:
+            prompts = [Prompt(token_ids=ids, logprobs=4) for ids in PROMPTS]
+            outputs = engine.generate(prompts, **given)
+            assert [output.token_ids for output in outputs] == expected
+            for output in outputs:
+                for token, told in zip(output.token_ids, output.logprobs, strict=True):
+                    first, twin, second, other = (number for number, _ in told.top)
+                    assert (first, twin, other) == (token, token + 64, second + 64)
+            for kept in ({"top_p": 1e-4}, {"top_k": 2, "top_p": 1e-4}, {"top_k": 1}):
+                outputs = engine.generate(PROMPTS, temperature=1.0, **kept, **given)
+                assert [output.token_ids for output in outputs] == expected
 
 
 def test_the_best_of_several_outputs(engine: Engine) -> None:

@@ -17,7 +17,6 @@ from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pace import follow_chances
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
-from specdec.engine.draft_net import find_top_of_parts
 from specdec.engine.layout import plan_drafter
 from specdec.engine.linear import Linear
 from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
@@ -360,13 +359,19 @@ class Rounding(Linear):
         return self._linear(round_inputs(x, matrix.group))
 
 
-@pytest.mark.parametrize(("size", "count"), [(128, 1), (1000, 3), (50257, 50), (32000, 50)])
-def test_the_largest_of_parts_are_the_largest(size: int, count: int) -> None:
-    """What a GPU does, on the CPU: of equal parts, of the rest behind them, in any dimensions."""
-    generator = torch.Generator().manual_seed(size)
-    scores = torch.randperm(2 * 3 * size, generator=generator).float().view(2, 3, size)
-    scores[0, 0, -1] = scores.max() + 1
-    expected = scores.topk(count, dim=-1)
-    values, places = find_top_of_parts(scores, count)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(places, expected.indices)
+@pytest.mark.parametrize("native", [False, True])
+def test_of_equal_beams_the_first_is_kept(kernels: native.NativeKernels, native: bool) -> None:
+    """Tokens whose rows are the same: the lower id is drafted, by torch and by the kernels."""
+    head, weights, embedding = make_head(beams=4, length=3, rnn=True, exit_dim=24)
+    for matrix in (embedding, weights["drafter.lm_head.weight"]):
+        matrix[VOCAB // 2 :] = matrix[: VOCAB - VOCAB // 2]
+    chosen = kernels if native else None
+    head = ReDrafterHead(head.params, weights, embedding, kernels=chosen)
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    beams = head.search_beams(hidden, torch.tensor([4, 80, 33]))
+    # Of a pair both are candidates; where one of them is left out, it is the higher id.
+    for row in beams.tolist():
+        for first, second in zip(row, row[1:], strict=False):
+            if [t % (VOCAB // 2) for t in first] == [t % (VOCAB // 2) for t in second]:
+                assert first < second
+        assert max(row[0]) < VOCAB // 2

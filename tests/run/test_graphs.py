@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specdec.decode import engine as torch_engine
-from specdec.decode import sampling
 from specdec.decode.ahead import PlainAhead
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import attach_draft
@@ -29,6 +28,7 @@ from specdec.decode.loop import Batch, Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.timing import Timing
+from specdec.engine import ranking
 from specdec.engine.graphs import (
     Graphs,
     StepGraphs,
@@ -476,7 +476,7 @@ def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, checked)
 
     # On a CPU NumPy finds the best tokens, and on the devices that are meant here torch does.
-    monkeypatch.setattr(sampling, "find_best_on_host", lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(ranking, "is_on_host", lambda scores: False)
     for name in ("numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
         guard(name)
 

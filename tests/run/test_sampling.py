@@ -29,7 +29,6 @@ from specdec.decode.sampling import (
     SamplingParams,
     draw,
     draw_residual,
-    find_best,
     process_logits,
 )  # fmt: skip
 from specdec.engine.tree import Tree, TreeBuilder, make_root, pack_beams
@@ -390,7 +389,6 @@ def test_processing_equals_transformers(
 
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn((4, vocab_size), generator=generator) * 3
-    logits[1, :4] = logits[1, 0]  # ties
     ids = torch.zeros((4, 1), dtype=torch.long)
     expected = TemperatureLogitsWarper(temperature)(ids, logits.clone())
     if top_k:
@@ -403,23 +401,33 @@ def test_processing_equals_transformers(
     torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (5, 0.6), (4, 0.999)])
-def test_ties_are_transformers(top_k: int, top_p: float) -> None:
-    """At the k-th place all that tie are kept; where top-p cuts among equals, the sort decides."""
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
-
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(3, 1.0), (0, 0.5), (5, 0.7), (4, 0.999), (0, 1e-4), (6, 1e-4), (2, 0.4)]
+)
+def test_of_equal_tokens_the_lower_ids_are_kept(top_k: int, top_p: float) -> None:
+    """By top-k as by top-p, and never another than the greedy one alone."""
     logits = torch.tensor(
         [[2.0, 1, 1, 1, 0, -3, 1], [1.0] * 7, [0.0, 3, 3, 0, 3, 3, 0], [5.0, 5, -1, -1, -1, -1, 5]]
     )
-    ids = torch.zeros((4, 1), dtype=torch.long)
-    expected = TopKLogitsWarper(top_k)(ids, logits) if top_k else logits
-    expected = TopPLogitsWarper(top_p)(ids, expected) if top_p < 1 else expected
-    probs = process_logits(
-        logits, [SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)] * len(logits)
-    )
-    torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-6, atol=0)
-    if (top_k, top_p) == (3, 1.0):
-        assert (probs > 0).sum(1).tolist() == [5, 7, 4, 3]
+    params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p)
+    probs = process_logits(logits, [params] * len(logits))
+    for row, found in zip((logits / 0.8).tolist(), probs, strict=True):
+        ids = sorted(range(7), key=lambda at: (-row[at], at))[: top_k or 7]
+        masses = torch.tensor([row[at] for at in ids]).softmax(0).cumsum(0).tolist()
+        count = next(n for n, mass in enumerate(masses, 1) if mass >= top_p - 1e-6)
+        expected = torch.zeros(7)
+        expected[ids[:count]] = torch.tensor([row[at] for at in ids[:count]]).softmax(0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_logits_that_a_temperature_makes_equal_are_no_tie() -> None:
+    """Greedy decoding tells them apart, so what narrow sampling leaves is the same token."""
+    low, high = torch.tensor(3.0), torch.nextafter(torch.tensor(3.0), torch.tensor(4.0))
+    for temperature in np.linspace(1.1, 4, 30).tolist():
+        logits = torch.stack((low, low, high, low))[None]
+        for top_k in (0, 2):
+            params = SamplingParams(temperature=temperature, top_k=top_k, top_p=1e-4)
+            assert process_logits(logits, [params]).tolist() == [[0, 0, 1, 0]]
 
 
 def test_processing_equals_what_generate_samples_from(tmp_path: Path) -> None:
@@ -499,15 +507,3 @@ def test_streams_are_independent_and_repeatable() -> None:
         assert [other.get_uniform(0, n) for n in range(500)] != numbers[0].tolist()
     longer = Sampler(SamplingParams(temperature=1, seed=9), 900)
     assert longer.get_uniform(2, 499) == numbers[2, 499], "the limit changes nothing"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_best_token_is_torchs(dtype: torch.dtype) -> None:
-    """The first of equal ones, where some are infinite or no numbers, too."""
-    logits = torch.randn(3, 40, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
-    logits[0] = logits[0].round()
-    logits[1, :5, 7:9] = torch.inf
-    logits[1, 5:9, 100] = torch.nan
-    logits[1, 9:12] = -torch.inf
-    assert torch.equal(find_best(logits), logits.argmax(-1))
-    assert torch.equal(find_best(logits[:, 0]), logits[:, 0].argmax(-1))

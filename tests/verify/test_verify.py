@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec import logs
 from specdec.convert.pipeline import convert_model
@@ -20,6 +21,7 @@ from specdec.files.manifest import Entry, find_differences
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
 from specdec.verify.pipeline import verify_checkpoint
+from specdec.verify.sampling import EDGE, read_contexts
 from specdec.verify.settings import VerifySettings
 from tests.conftest import read_error_lines, run_cli
 from tests.convert.golden_models import make_source
@@ -381,3 +383,14 @@ def test_sizes_that_transformers_would_make_are_refused_first(
         with pytest.raises(SpecDecError) as caught:
             load(str(tmp_path))
         assert message in caught.value.message
+
+
+def test_sampling_cuts_equal_logits_as_engines_do() -> None:
+    """At the k-th place one of three equal tokens is left; which one is not judged."""
+    settings = VerifySettings(model_dir="x", engine_dir="x", temperature=0.5, top_k=2)
+    logits = torch.tensor([[1.0, 2, 1, 1, 0], [3.0, 3, 1, 1, 1]])
+    tied, clear = read_contexts(logits, settings, "float32")
+    first = 1 / (1 + np.exp(-2))
+    assert tied.edge == {0, 2, 3}
+    assert tied.probs == pytest.approx({1: first, EDGE: 1 - first})
+    assert (clear.edge, clear.probs) == (frozenset(), pytest.approx({0: 0.5, 1: 0.5}))

@@ -22,9 +22,10 @@ from specdec.decode.drafters.draft_tree import DraftTreeProposer
 from specdec.decode.engine import open_engine
 from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.sampling import CHOICE, DRAFT, draw, find_best, process_logits, take_rows
+from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
 from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
 from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
+from specdec.engine.ranking import find_best
 from specdec.engine.step import States
 from specdec.engine.transfers import to_host
 from specdec.engine.tree import make_root, pack_beams

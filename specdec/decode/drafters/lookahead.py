@@ -30,7 +30,7 @@ import torch
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.sampling import find_best
+from specdec.engine.ranking import find_best
 from specdec.engine.step import States
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import Tree, TreeBuilder
