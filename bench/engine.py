@@ -155,6 +155,7 @@ def measure_engine(
         "method": bench.engine.method,
         "device": str(bench.engine.device),
         "dtype": bench.dtype,
+        "quantization": bench.engine.describe()["quantization"],
         "num_prompts": len(bench.requests),
         "max_output_len": run_settings.max_output_len,
         "warnings": describe_load(others),

@@ -40,7 +40,6 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     report |= {
         "engine_dir": str(settings.engine_dir),
         "draft_engine_dir": str(pair.draft_engine_dir) if pair.draft_engine_dir else None,
-        "quantization": bench.engine.describe()["quantization"],
         "load_seconds": round(bench.engine.load_seconds, 3),
         "prompts": str(settings.prompts) if settings.prompts else None,
         "repeat": settings.repeat,

@@ -18,12 +18,14 @@ from specdec.files.folders import (
     MEDUSA_FILES,
     MODEL,
     MTP,
+    UNFINISHED,
     WEIGHT_NAMES,
     WEIGHT_SUFFIXES,
     expect_folder,
     find_gguf,
     is_hub_id,
     refuse_absent,
+    refuse_unfinished,
 )
 from specdec.files.reading import Array, is_inside, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
@@ -52,6 +54,7 @@ class HfFolder:
         self.unplaced: set[str] = set()  # in a file, but in no entry of the index
         self._open_files: list[TensorSource] = []
         self._open(weight_files)
+        refuse_unfinished(self.files)
 
     def _open(self, weight_files: Sequence[str]) -> None:
         path = self.path
@@ -270,8 +273,12 @@ def _open_weights(path: Path) -> TensorFile | TorchFile:
 
 def refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     """Return the error for a folder without weights, or none that can be read."""
-    others = sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES))
+    partial = sorted(name for name in names if name.endswith(UNFINISHED))
+    others = sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES)) + partial
     found = f"; it holds {join_names(others)}" if others else ""
+    if partial:
+        fact = f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}"
+        return SpecDecError(fact, f"finish the download of {join_names(partial)}")
     return SpecDecError(
         f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}",
         "give the folder that holds the model's weights; other formats are first loaded with"

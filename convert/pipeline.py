@@ -102,7 +102,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     ) as staged:
         written = stream.write_plan(
             plan, staged, workers=count_workers(settings), states=states,
-            allow_nonfinite=settings.allow_nonfinite,
+            allow_nonfinite=settings.allow_nonfinite, allow_zeros=settings.allow_zeros,
         )  # fmt: skip
         check_sources(written.sources)
         write_json(staged / "config.json", plan.config)
@@ -121,9 +121,10 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     for file in report["files"]:
         file["bytes"] = (settings.output_dir / file["path"]).stat().st_size
     seconds = round(time.monotonic() - began, 2)
+    weights = f" with {report['quant_algo']} weights" if report["quant_algo"] else ""
     logger.info(
-        "checkpoint %s: %s, %s, %s, %d tensors, %.1f MB, %.1f s",
-        name_final(settings.output_dir), report["architecture"], plan.dtype,
+        "checkpoint %s: %s, %s%s, %s, %d tensors, %.1f MB, %.1f s",
+        name_final(settings.output_dir), report["architecture"], plan.dtype, weights,
         _describe_ranks(report), report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
     if report["lack"] is not None:

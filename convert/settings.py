@@ -131,6 +131,10 @@ class ConvertSettings:
         help="Accept weights that are NaN or infinite, or become so in --dtype; manifest.json"
         " counts them.",
     )  # fmt: skip
+    allow_zeros: bool = WORK(
+        False,
+        help="Accept zeros in the place of weights, as an unfinished download leaves them.",
+    )  # fmt: skip
     dry_run: bool = setting(False, help="Check everything and print the plan; write nothing.")
     force: bool = setting(False, help="Replace an existing output folder.")
     json: bool = setting(False, help="Print one JSON object on stdout.")

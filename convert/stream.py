@@ -47,6 +47,7 @@ from .plan import (
     TensorSource,
     get_infos,
 )
+from .zeros import ZeroFinder, find_hole, may_be_zero, refuse_zeros
 
 logger = logs.get_logger(__name__)
 
@@ -62,11 +63,15 @@ CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a stream has written: sha256 by file name, the sources' manifest entries, flaws."""
+    """What a stream has written: sha256 by file name, the sources' manifest entries, flaws.
+
+    zeros: tensors with zeros in the place of weights.
+    """
 
     hashes: dict[str, str]
     sources: list[dict[str, Any]]
     flaws: dict[str, Flaws]
+    zeros: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +85,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A source tensor of which rows are written, in some types."""
+    """A source tensor of which rows are written, in some types. may_be_zero: see there."""
 
     source: TensorSource
     name: str
     rows: tuple[int, int]
     dtypes: frozenset[str]
+    may_be_zero: bool | None
 
     @property
     def info(self) -> TensorInfo:
@@ -96,6 +102,14 @@ class Use:
         """Bytes of the tensor that the rows take."""
         row_bytes = self.info.num_bytes // max(1, self.info.num_rows)
         return self.rows[0] * row_bytes, self.rows[1] * row_bytes
+
+
+class Look:
+    """A source tensor that is read: what is no number in it, and what is zero."""
+
+    def __init__(self, use: Use) -> None:
+        self.use, self.finder = use, ZeroFinder()
+        self.counter = FlawCounter(use.info.dtype, use.dtypes)
 
 
 class Stopped(Exception):
@@ -109,12 +123,21 @@ def write_plan(
     workers: int,
     states: States | None = None,
     allow_nonfinite: bool = False,
+    allow_zeros: bool = False,
 ) -> Written:
-    """Write every rank's file into `folder`; raise SpecDecError for weights that are not finite.
+    """Write every rank's file into `folder`; raise SpecDecError for weights that are none.
+
+    These are no finite numbers, or zeros where a download was not finished.
 
     states: the sources' as they were when the plan was made; what they are now, if not given.
     """
-    written = _Stream(plan, folder, workers, allow_nonfinite, states or get_states(plan)).run()
+    accepted = (allow_nonfinite, allow_zeros)
+    written = _Stream(plan, folder, workers, accepted, states or get_states(plan)).run()
+    if written.zeros:
+        error = refuse_zeros(written.zeros)
+        if not allow_zeros:
+            raise error
+        logger.warning("%s", error)
     if written.flaws:
         dtypes = {info.dtype for rank in plan.ranks for info in get_infos(rank).values()}
         if not allow_nonfinite:
@@ -148,13 +171,18 @@ def list_jobs(tensors: RankPlan) -> Iterator[Job]:
 def list_uses(plan: ConversionPlan) -> list[Use]:
     """List the source tensors that are written, each once, with the rows that some rank takes."""
     uses: dict[tuple[int, str], Use] = {}
+    adds_one = plan.checkpoint.model.arithmetic.adds_one
     for rank in plan.ranks:
-        for tensor in rank.values():
+        for canonical, tensor in rank.items():
+            is_added_to = adds_one and ("norm." in canonical or "ln_f." in canonical)
             for piece in tensor.pieces:
                 rows = (piece.block.start, piece.block.stop)
                 if piece.is_transposed:
                     rows = (0, piece.source.tensors[piece.name].num_rows)
-                use = Use(piece.source, piece.name, rows, frozenset([tensor.info.dtype]))
+                use = Use(
+                    piece.source, piece.name, rows, frozenset([tensor.info.dtype]),
+                    may_be_zero(canonical, is_added_to=is_added_to or bool(piece.added)),
+                )  # fmt: skip
                 key = (id(piece.source), piece.name)
                 uses[key] = _join_uses(uses[key], use) if key in uses else use
     return list(uses.values())
@@ -162,7 +190,8 @@ def list_uses(plan: ConversionPlan) -> list[Use]:
 
 def _join_uses(one: Use, other: Use) -> Use:
     rows = (min(one.rows[0], other.rows[0]), max(one.rows[1], other.rows[1]))
-    return dataclasses.replace(one, rows=rows, dtypes=one.dtypes | other.dtypes)
+    strictest = min((one.may_be_zero, other.may_be_zero), key=(False, None, True).index)
+    return Use(one.source, one.name, rows, one.dtypes | other.dtypes, strictest)
 
 
 def measure_buffers(plan: ConversionPlan, workers: int) -> int:
@@ -215,13 +244,15 @@ class _Stream:
         plan: ConversionPlan,
         folder: Path,
         workers: int,
-        allow_nonfinite: bool,
+        accepted: tuple[bool, bool],
         states: States,
     ) -> None:
+        """Begin. accepted: whether weights that are not finite, and zeros, are written."""
         self.plan = plan
         self.folder = folder
         self.workers = workers
-        self.allow_nonfinite = allow_nonfinite
+        self.allow_nonfinite, self.allow_zeros = accepted
+        self.zeros: list[str] = []
         self.is_stopping = threading.Event()  # something failed: all end as soon as they can
         self.is_doomed = threading.Event()  # a flaw was found: only look for others
         self.failure: BaseException | None = None  # the first, which has stopped all others
@@ -282,12 +313,13 @@ class _Stream:
             for name, flaw in found.items():  # which the files of several ranks may have
                 flaws[name] = flaws.get(name, Flaws()) + flaw
         if self.is_doomed.is_set():
-            return Written({}, [], flaws)
+            return Written({}, [], flaws, self.zeros)
         entries = [
             {"path": str(path), "bytes": self.states[path][0], "sha256": task.result()[0]}
             for path, task in zip(self.plan.source_files, sources, strict=True)
         ]
-        return Written({name: task.result() for name, task in ranks.items()}, entries, flaws)
+        hashes = {name: task.result() for name, task in ranks.items()}
+        return Written(hashes, entries, flaws, self.zeros)
 
     def _stop_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let all tasks and jobs end as soon as they look.
@@ -395,33 +427,33 @@ class _Stream:
             start, stop = (offset + edge for edge in use.span)
             if stop <= position:  # a second tensor of the same bytes
                 continue
+            is_whole = start == max(start, position)
             start = max(start, position)
             self._feed(path, descriptor, (position, start), digest, None, buffer)
-            counter = FlawCounter(use.info.dtype, use.dtypes)
-            self._feed(path, descriptor, (start, stop), digest, counter, buffer)
+            look = Look(use)
+            self._feed(path, descriptor, (start, stop), digest, look, buffer)
             position = stop
-            if counter.flaws:
-                flaws[use.name] = counter.flaws
+            self._judge(look, flaws, is_whole=is_whole)
         end = self.states[path][0]
         self._feed(path, descriptor, (position, end), digest, None, buffer)
         return digest.hexdigest(), flaws
 
     def _feed(
         self, path: Path, descriptor: int, span: tuple[int, int], digest: Any,
-        counter: FlawCounter | None, buffer: Any,
+        look: Look | None, buffer: Any,
     ) -> None:  # fmt: skip
-        """Read bytes [start, stop) of a file into its digest and a tensor's counter."""
+        """Read bytes [start, stop) of a file into its digest and a look at a tensor."""
         for begin in range(*span, BLOCK_BYTES):
             self._check()
             is_doomed = self.is_doomed.is_set()
-            if is_doomed and counter is None:
+            if is_doomed and look is None:
                 return
             block = buffer[: min(BLOCK_BYTES, span[1] - begin)]
             read_into(descriptor, block, begin, path)
             if not is_doomed:
                 digest.update(block.data)
-            if counter is not None:
-                self._count(counter, block)
+            if look is not None:
+                self._count(look, block)
             self.advance(block.size)
 
     def _search_unplaced(self) -> dict[str, Flaws]:
@@ -430,23 +462,38 @@ class _Stream:
         for use in self.uses:
             if use.source.locate(use.name) is not None:
                 continue
-            counter = FlawCounter(use.info.dtype, use.dtypes)
+            look = Look(use)
             num_rows = max(1, use.info.num_rows)
             height = max(1, CHUNK_BYTES // max(1, use.info.num_bytes // num_rows))
             for top in range(*use.rows, height):
                 self._check()
                 bottom = min(top + height, use.rows[1])
                 rows = use.source.read_block(use.name, top, bottom)
-                self._count(counter, np.ascontiguousarray(rows))
+                self._count(look, np.ascontiguousarray(rows))
                 self._release()
-            if counter.flaws:
-                flaws[use.name] = counter.flaws
+            self._judge(look, flaws)
         return flaws
 
-    def _count(self, counter: FlawCounter, data: Any) -> None:
-        counter.add(data)
-        if counter.flaws and not self.allow_nonfinite:
+    def _count(self, look: Look, data: Any) -> None:
+        look.counter.add(data)
+        look.finder.add(data)
+        if look.counter.flaws and not self.allow_nonfinite:
             self.is_doomed.set()
+
+    def _judge(self, look: Look, flaws: dict[str, Flaws], *, is_whole: bool = True) -> None:
+        """Note what is wrong with a tensor that was read. is_whole: from its first row on."""
+        use = look.use
+        if look.counter.flaws:
+            flaws[use.name] = look.counter.flaws
+        if look.finder.is_zero and use.may_be_zero is None:
+            logger.warning("%s: %s is all zero, so that it does nothing", use.source.path, use.name)
+        hole = "all of it" if look.finder.is_zero and use.may_be_zero is False else None
+        if is_whole and hole is None:
+            hole = find_hole(look.finder, use.source, use.name, use.rows[0])
+        if hole is not None:
+            self.zeros.append(f"{use.name} ({hole})")
+            if not self.allow_zeros:
+                self.is_doomed.set()
 
 
 def run_ahead(tasks: Iterable[Callable[[], T]], executor: Executor, num_ahead: int) -> Iterator[T]:

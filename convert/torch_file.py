@@ -127,6 +127,14 @@ def _check_records(path: Path, file: BinaryIO) -> str:
             f"{path} holds {len(records)} records, and {what} bytes: no weights do",
             "do not trust the file; get the model from its origin",
         )
+    for record in records:  # torch takes any bytes there for its length
+        file.seek(record.header_offset)
+        if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
+            raise SpecDecError(
+                f"{path} cannot be read as weights alone: its record {shorten(record.filename)}"
+                f" does not begin at byte {record.header_offset}",
+                "the file is damaged or an unfinished download: copy or download it again",
+            )
     if packed:
         return f"has {len(packed)} compressed records, {unpacked / 1e6:.1f} MB when unpacked"
     order = next((r for r in records if r.filename.endswith("/byteorder")), None)

@@ -90,8 +90,9 @@ def format_report(report: dict[str, Any], *, in_colour: bool = False) -> str:
 
 def format_stats(stats: dict[str, Any]) -> str:
     """A line for people, on stderr."""
+    weights = f", {stats['quantization']} weights" if stats.get("quantization") else ""
     line = (
-        f"{stats['method']} on {stats['device']} ({stats['dtype']}):"
+        f"{stats['method']} on {stats['device']} ({stats['dtype']}{weights}):"
         f" {count(stats['num_output_tokens'], 'token')} in {stats['generate_seconds']:.2f} s,"
         f" {stats['tokens_per_second']:.1f} tokens/s"
     )

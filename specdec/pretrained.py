@@ -21,12 +21,15 @@ from specdec.files.folders import (
     MODEL,
     TOKENIZER,
     TOKENIZER_FILES,
+    WEIGHT_SUFFIXES,
     expect_folder,
     find_gguf,
     has_tokenizer,
     is_hub_id,
+    list_parts,
     refuse_absent,
     refuse_adapter,
+    refuse_unfinished,
 )
 from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
@@ -164,7 +167,10 @@ def load_model(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     merge = "merge it with PEFT's merge_and_unload, and give what its save_pretrained writes"
-    refuse_adapter(Path(source), f"{flag} {source}", merge)
+    folder = Path(source)
+    refuse_adapter(folder, f"{flag} {source}", merge)
+    files = list_parts(file) if (file := find_gguf(source)) else folder.glob("*")
+    refuse_unfinished(file for file in files if file.suffix in WEIGHT_SUFFIXES)
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
     if (config.architectures or [None])[0] in WRAPPERS and text is not config:

@@ -7,7 +7,7 @@ import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -103,6 +103,8 @@ WEIGHT_NAMES = (
 )  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 ADAPTER_CONFIG = "adapter_config.json"
+# What clients of downloads put behind the name of a file that is not finished, or beside it.
+UNFINISHED = (".aria2", ".part", ".incomplete", ".crdownload", ".partial", ".download")
 MAX_PICKLE_BYTES = 64 << 20
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _TARGET = re.compile(r"(model|transformer|language_model)\.")
@@ -362,6 +364,18 @@ def _list_pickled(path: Path) -> Collection[str]:
     except (OSError, ValueError, EOFError, KeyError, struct.error, zipfile.BadZipFile):
         return ()
     return [name for name in found if _TENSOR.fullmatch(name)]
+
+
+def refuse_unfinished(paths: Iterable[Path]) -> None:
+    """Raise SpecDecError where a download's mark lies beside a file, which may hold zeros yet."""
+    for path in paths:
+        for mark in (path.with_name(path.name + suffix) for suffix in UNFINISHED):
+            if mark.exists():
+                raise SpecDecError(
+                    f"{path} may be an unfinished download: {mark} is beside it",
+                    f"finish the download (aria2c --continue), or remove {mark} if the file is"
+                    " whole",
+                )
 
 
 def refuse_adapter(folder: Path, shown: str, remedy: str) -> None:

@@ -7,15 +7,17 @@ neither does llama.cpp nor this.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from specdec.errors import SpecDecError, join_names, shorten
+from specdec import logs
+from specdec.errors import SpecDecError, join_names, shorten, summarize
 from specdec.files.folders import GGUF
 from specdec.vocabulary import SPACE
 
@@ -30,6 +32,8 @@ from .special import (
     USER_DEFINED,
     list_special,
 )
+
+logger = logs.get_logger(__name__)
 
 # How a byte-level tokenizer splits a text into words: patterns of which each match is a word by
 # itself, one after the other. OWN: what the ByteLevel of the package `tokenizers` does by itself.
@@ -105,7 +109,28 @@ class TokenizerMaker:
             twin = next(t for n, t in enumerate(self.tokens) if self.tokens.index(t) != n)
             self.refuse(f"the token {shorten(twin)} under two numbers")
 
-    def refuse(self, fact: str) -> None:
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Raise SpecDecError for values that no tokenizer has; tell of ids that are left out."""
+        for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+            value = self.metadata.get(PREFIX + key, False)
+            if type(value) is not bool:
+                self.refuse(f"{PREFIX}{key} {shorten(value)}, which is neither true nor false")
+        for key, value in self.metadata.items():
+            if key.startswith("tokenizer.chat_template") and not isinstance(value, (str, list)):
+                self.refuse(f"{key} {shorten(value)}, which is no text")
+            is_beyond = type(value) is not int or not 0 <= value < len(self.tokens)
+            if key.startswith(PREFIX) and key.endswith("_token_id") and is_beyond:
+                logger.warning(
+                    "%s: %s is %s, and there are %d tokens: it is left out",
+                    self.path, key, shorten(value), len(self.tokens),
+                )  # fmt: skip
+        scores = self.metadata.get(PREFIX + "scores") or []
+        if not all(map(math.isfinite, scores)):
+            self.refuse("scores that are no finite numbers")
+
+    def refuse(self, fact: str) -> NoReturn:
         """Raise SpecDecError."""
         raise SpecDecError(
             f"{self.path} has what is not read: {fact}",
@@ -114,9 +139,14 @@ class TokenizerMaker:
 
     def make(self) -> Tokenizer:
         """Return the tokenizer that tokenizer.json holds."""
-        made = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
-        made.add_tokens(self._list_added())
-        self._surround(made)
+        try:
+            made = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
+            made.add_tokens(self._list_added())
+            self._surround(made)
+        except SpecDecError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the package raises no other kind
+            self.refuse(f"a tokenizer of which the package tokenizers says: {summarize(error)}")
         return made
 
     def describe(self, max_length: int) -> dict[str, Any]:
@@ -172,13 +202,21 @@ class TokenizerMaker:
     def _make_bytes(self) -> Tokenizer:
         """A byte-level BPE."""
         patterns = SPLITS[self.pre]
-        merges = [tuple(merge.split(" ")) for merge in self.metadata.get(PREFIX + "merges") or []]
+        merges = [self._split_merge(m) for m in self.metadata.get(PREFIX + "merges") or []]
         made = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE))
         splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns if p != OWN]
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OWN in patterns)
         made.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
         made.decoder = decoders.ByteLevel()
         return made
+
+    def _split_merge(self, merge: str) -> tuple[str, str]:
+        """Return the two tokens that a merge makes a third of."""
+        left, _, right = merge.partition(" ")
+        absent = [text for text in (left, right, left + right) if text not in self.vocab]
+        if absent:
+            self.refuse(f"the merge {shorten(merge)}, and {shorten(absent[0])} is no token")
+        return left, right
 
     def _make_sentencepiece(self) -> Tokenizer:
         """A SentencePiece BPE, which llama.cpp computes from scores."""

@@ -209,7 +209,7 @@ from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
 model, output, dtype = sys.argv[1:]
 convert_model(ConvertSettings(model_dir=model, output_dir=Path(output), tp_size=2,
-              dtype=dtype, workers=2))
+              dtype=dtype, workers=2, allow_zeros=True))
 with open("/proc/self/status") as status:
     print(next(line for line in status if line.startswith("VmHWM")).split()[1])
 """

@@ -27,6 +27,7 @@ from specdec.gguf import folder
 from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
 from specdec.gguf.names import order_turned
+from specdec.gguf.tokenizer import TokenizerMaker
 from specdec.pretrained import load_model, load_tokenizer
 from tests.covering import cover
 from tests.engines import call, reset_accelerator, run_cli_here
@@ -467,8 +468,9 @@ def test_what_is_exported_is_read_again(family: str, kind: str, tmp_path: Path) 
 
 
 def test_diagnose_takes_a_file(tmp_path: Path) -> None:
-    file = export(make_with_tokenizer(tmp_path, "llama"), tmp_path)
-    call("convert", "--model-dir", file, "--output-dir", tmp_path / "ckpt")
+    file = export(make_with_tokenizer(tmp_path, "llama"), tmp_path, "--gguf-type", "Q8_0")
+    told = run_cli_here("convert", "--model-dir", file, "--output-dir", tmp_path / "ckpt").stderr
+    assert "bfloat16 with GGUF weights" in told
     call("build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "e",
          "--optimize", "none", "--speculative-decoding-mode", "draft_tokens_external",
          "--max-draft-len", 2)  # fmt: skip
@@ -478,6 +480,7 @@ def test_diagnose_takes_a_file(tmp_path: Path) -> None:
         tmp_path / "p.jsonl", "--prompt-lookup-num-tokens", 2, "--max-output-len", 4, "--repeat", 1,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "in bfloat16 with GGUF weights on cpu" in done.stdout
     assert "the chat template is not used" in done.stdout
     assert "the tokenizer is another model's" not in done.stdout
 
@@ -515,3 +518,62 @@ def test_training_and_calibration_take_a_file(tmp_path: Path) -> None:
         found.append(load_file(out / "ckpt" / "rank0.safetensors"))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("gpt2", {"merges": ["H e", "no such"]}, "the merge 'no such', and 'no' is no token"),
+        ("gpt2", {"merges": ["H e", "ll ll"]}, "the merge 'll ll', and 'llll' is no token"),
+        ("gpt2", {"merges": ["Hello"]}, "the merge 'Hello', and '' is no token"),
+        ("gpt2", {"merges": ["l l o"]}, "the merge 'l l o', and 'l o' is no token"),
+        ("gpt2", {"add_bos_token": 7}, "add_bos_token 7, which is neither true nor false"),
+        ("llama", {"add_space_prefix": "no"}, "add_space_prefix 'no', which is neither"),
+        ("llama", {"scores": [float("nan")] * 287}, "scores that are no finite numbers"),
+        ("llama", {"scores": [0.5]}, "287 tokens with 1 scores"),
+        ("llama", {"token_type": [1]}, "287 tokens with 1 kinds"),
+        ("llama", {"tokens": ["a", "b", "a"]}, "the token 'a' under two numbers"),
+        ("gpt2", {"pre": 5}, "the pre-tokenizer '5'"),
+    ],
+)
+def test_malformed_tokenizers_are_refused(
+    kind: str, changed: dict[str, Any], message: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By name; the weights are converted all the same."""
+    metadata = list_metadata(kind, prefix=False)
+    if "scores" in changed and len(changed["scores"]) > 1:
+        changed = {"scores": [float("nan")] * len(metadata["tokens"])}
+    message = message.replace("287", str(len(metadata["tokens"])))
+    named = {f"tokenizer__ggml__{key}": value for key, value in (metadata | changed).items()}
+    write_gguf(tmp_path / "m.gguf", **named)
+    with pytest.raises(SpecDecError, match="what is not read") as caught:
+        load_tokenizer(tmp_path / "m.gguf")
+    assert message in caught.value.message
+    call("convert", "--model-dir", tmp_path / "m.gguf", "--output-dir", tmp_path / "out")
+    assert "give --tokenizer-dir" in capsys.readouterr().err
+
+
+def test_an_id_beyond_the_vocabulary_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = list_metadata("gpt2", prefix=False) | {"eos_token_id": 5000, "padding_token_id": 9}
+    named = {f"tokenizer__ggml__{key}": value for key, value in metadata.items()}
+    write_gguf(tmp_path / "m.gguf", **named)
+    call("convert", "--model-dir", tmp_path / "m.gguf", "--output-dir", tmp_path / "out")
+    told = capsys.readouterr().err
+    assert f"eos_token_id is 5000, and there are {len(metadata['tokens'])} tokens" in told
+    assert "padding" not in told
+
+
+def test_a_merge_of_random_bytes_is_never_a_fault(tmp_path: Path) -> None:
+    """Whatever the package tokenizers raises is told as what the file has."""
+    metadata, random = list_metadata("gpt2", prefix=False), np.random.default_rng(2)
+    letters = [*metadata["tokens"], " ", "", "\x00"]
+    for _ in range(30):
+        merges = ["".join(random.choice(letters, 3)) for _ in range(4)]
+        named = {f"tokenizer.ggml.{k}": v for k, v in (metadata | {"merges": merges}).items()}
+        try:
+            TokenizerMaker(tmp_path, named).make()
+        except SpecDecError:
+            continue
