@@ -279,10 +279,14 @@ def refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
     if partial:
         fact = f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}"
         return SpecDecError(fact, f"finish the download of {join_names(partial)}")
+    whole = [name for name in others if name.endswith(".safetensors")]
+    rename = (
+        f"if {whole[0]} has all weights, name it {WEIGHT_NAMES[0]}; " if len(whole) == 1 else ""
+    )
     return SpecDecError(
         f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}",
-        "give the folder that holds the model's weights; other formats are first loaded with"
-        f" transformers and saved with save_pretrained, which writes {WEIGHT_NAMES[0]}",
+        f"{rename}give the folder that holds the model's weights; other formats are first loaded"
+        f" with transformers and saved with save_pretrained, which writes {WEIGHT_NAMES[0]}",
     )
 
 

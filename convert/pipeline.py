@@ -69,7 +69,7 @@ from .plan import (
 from .quantize import packed
 from .quantize.blocks import keep_blocks
 from .quantize.scales import Quantizer, name_kv_scales
-from .quantize.sections import read_scheme
+from .quantize.sections import OWN_FILES, read_scheme, refuse_quantized
 from .quantize.target import quantize_target
 from .settings import ConvertSettings
 from .wrappers import unwrap
@@ -178,6 +178,8 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
         place, kind = getattr(settings, option), FOLDERS[option].name
         kind = MODEL if takes_own_head(settings) else kind
         folder = open_model(place, name_flag(option), kind)
+        if kind != MODEL:
+            refuse_quantized(folder)
         shapes = (spec.shape for spec in list_target_tensors(target.model).values())
         origin = read_origin(
             folder.path, folder.config, files, settings.model_dir, sum(map(math.prod, shapes))
@@ -237,8 +239,12 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     folder = leave_head(folder, is_converted=takes_own_head(settings))
     family = find_family(folder)
     files = [
-        *folder.files, *list_local(folder.path / QUANTIZATION_NAME, settings.calibration_data)
-    ]  # fmt: skip
+        *folder.files,
+        *list_local(
+            *(folder.path / name for name in (QUANTIZATION_NAME, *OWN_FILES)),
+            settings.calibration_data,
+        ),
+    ]
     folder, held = open_quantized(settings, folder)
     dtype = folder.find_dtype() if settings.dtype == "auto" else settings.dtype
     if settings.lora_dir is not None:

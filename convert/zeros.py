@@ -88,7 +88,7 @@ def find_hole(finder: ZeroFinder, source: Rows, name: str, first_row: int) -> st
     if len(info.shape) < 2 or not row_bytes or finder.is_zero:
         return None
     for start, stop in finder.runs:
-        if stop - start < max(PAGE_BYTES, row_bytes):
+        if stop - start < max(PAGE_BYTES, 3 * row_bytes):  # a unit matrix has one row between ones
             continue
         top = max(0, (start - PAGE_BYTES) // row_bytes - 1)
         rows = _read(source, name, first_row + top, first_row + -(-start // row_bytes) + 1)

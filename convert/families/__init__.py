@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
+import itertools
 import pkgutil
+import re
+from collections.abc import Collection
 
-from specdec.errors import SpecDecError, shorten
+from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.wrappers import WRAPPERS
 
 from ..hf import HfFolder
@@ -49,6 +53,24 @@ def find_family(folder: HfFolder) -> Family:
     return family
 
 
+def compare_modules(family: Family, tensors: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the modules of some tensors that a family has not, and those of its that are missing.
+
+    Numbers of layers are written as N; a head may be missing, as it may be tied.
+    """
+    parts = itertools.chain(*family.modules.values())
+    named = (part if isinstance(part, str) else part.name for part in parts)
+    ours = {name.replace("{layer}", "N").replace("{expert}", "N") for name in named}
+    first, theirs = family.prefixes[0], set()
+    for name in tensors:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored):
+            continue
+        module = re.sub(r"\b\d+\b", "N", re.sub(r"\.(weight|bias)$", "", name))
+        cut = (first + module.removeprefix(p) for p in family.prefixes if module.startswith(p))
+        theirs.add(next((found for found in cut if found in ours), module))
+    return sorted(theirs - ours), sorted(ours - theirs - {"lm_head"})
+
+
 def refuse_unknown(folder: HfFolder, what: str) -> SpecDecError:
     """Return the error for a model that is of no family: what it has, and which is nearest."""
     inner = folder.config.get("text_config")
@@ -58,9 +80,20 @@ def refuse_unknown(folder: HfFolder, what: str) -> SpecDecError:
     names = {family.name: family for family in FAMILIES.values()}
     name, lacking = describe_kind(config, folder.tensors, names)
     nearest = names[name].architectures[0]
-    has = f"looks like {nearest}, as far as config.json and tensor names tell"
+    is_inner = isinstance(inner, dict)  # whose tensors have a wrapper's names
+    others, missing = ([], []) if is_inner else compare_modules(names[name], folder.tensors)
+    if others:
+        lacking.append(f"modules of other names ({join_names(others)})")
+    lacks = f" and lacks {join_names(missing)}" if missing else ""
+    has = (
+        f"has {'' if is_inner else f'the modules of {nearest}, and '}nothing that is known here to"
+        f" be computed otherwise than in {nearest}; whether it computes the same is not known"
+    )
     if lacking:
-        has = f"has {', '.join(lacking)}; the nearest supported one, {nearest}, has not"
+        differs = "differs" if missing else "has not"
+        has = f"has {', '.join(lacking)}{lacks}; the nearest supported one, {nearest}, {differs}"
+    elif missing:
+        has = f"lacks {join_names(missing)}, which the nearest supported one, {nearest}, has"
     remedy = f"the supported architectures are {', '.join(FAMILIES)}"
     if isinstance(inner, dict) and not lacking:
         remedy = (

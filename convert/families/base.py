@@ -295,7 +295,9 @@ def read_decoder(
     if rotary_fraction is None and fraction != 1:
         reader.refuse(
             f"partial_rotary_factor is {fraction:g}",
-            "models of this family rotate whole heads; this one is not supported",
+            "models of this family rotate whole heads: remove the field if it was copied from"
+            " another config.json, as drafters have it from their targets; if this one was trained"
+            " so, it is not supported",
         )
     if rotary.by_layer_type and local_base is None:
         reader.refuse(

@@ -147,10 +147,40 @@ def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
     if path.is_file():
         sections.append(("modelopt", read_json(path).get("quantization")))
     section = folder.config.get("quantization_config")
+    mlx = folder.config.get("quantization")  # which its newer versions write as both
+    if isinstance(mlx, dict) and {"group_size", "bits"} <= mlx.keys() and section in (None, mlx):
+        return [*sections, ("mlx", mlx)]
     if section is not None:
         method = section.get("quant_method") if isinstance(section, dict) else None
         sections.append((str(method), section))
+    elif any(name.endswith(".qweight") for name in folder.tensors):
+        sections += _read_own_file(folder)
     return sections
+
+
+def _read_own_file(folder: HfFolder) -> list[tuple[str, Any]]:
+    """The section that early versions of AutoGPTQ and AutoAWQ wrote into a file of their own."""
+    for name, method in OWN_FILES.items():
+        if (path := folder.path / name).is_file():
+            values = read_json(path)
+            renamed = {EARLY_KEYS.get(key, key): value for key, value in values.items()}
+            return [(method, renamed)]
+    return []
+
+
+def refuse_quantized(folder: HfFolder) -> None:
+    """Raise SpecDecError where a drafter's matrices are stored quantized."""
+    found = [
+        name for name, info in folder.tensors.items()
+        if name.endswith(QUANTIZED) or info.dtype == FLOAT8
+    ]  # fmt: skip
+    if found:
+        raise SpecDecError(
+            f"{folder.path} holds a drafter with quantized matrices ({found[0]}), and drafters are"
+            " read unquantized",
+            "take the drafter that it was made from; specdec-build --drafter-weights int8 or int4"
+            " rounds its matrices",
+        )
 
 
 def read_scheme(folder: HfFolder) -> Scheme | None:
@@ -374,6 +404,18 @@ def _find_group_size(section: Section, size: int) -> int:
     return found
 
 
+# Where early versions of AutoGPTQ and AutoAWQ wrote what is in config.json now, by other keys.
+OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+EARLY_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
+# What the names of tensors end with that only quantized matrices have.
+QUANTIZED = (
+    ".qweight",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".scales",
+    ".weight_scale_2",
+)
 METHODS: Mapping[str, Callable[[Section], Scheme]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
@@ -388,5 +430,10 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         " out for its own kernels, which neither backend has",
         "convert the model that it was made from; or load it with transformers where bitsandbytes"
         " runs, call dequantize() and save_pretrained(), and convert that",
+    ),
+    "mlx": (
+        "its groups of numbers are MLX's, which no backend has",
+        "convert the model that it was made from; or write plain weights with `mlx_lm.convert"
+        " --hf-path FOLDER --dequantize --mlx-path PLAIN`, and convert those",
     ),
 }

@@ -102,6 +102,9 @@ class Rotary:
     local_scaling: dict[str, Any] | None = None
 
 
+BETA = "llama_4_scaling_beta"  # of queries at positions beyond those of the first training
+
+
 def read_rotary(reader: ConfigReader) -> Rotary:
     """Read the rotary embedding, whichever version of transformers wrote it.
 
@@ -141,6 +144,15 @@ def _read_one(reader: ConfigReader) -> Rotary:
     ):  # fmt: skip
         if is_wrong:
             reader.refuse(fact, "remove the wrong one")
+    for place in (parameters, earlier):
+        if place.get(BETA):
+            limit = shorten(place.get("original_max_position_embeddings", "not told"))
+            reader.refuse(
+                f"{BETA} is {shorten(place[BETA])}: queries are scaled by their positions, which is"
+                " not computed here",
+                "up to position original_max_position_embeddings that scale is 1: for texts as"
+                f" short, set max_position_embeddings to that ({limit}) and remove {BETA}",
+            )
     place = reader if nested is None else reader.enter({"rope_theta": nested})
     return Rotary(
         base=_get_number(place, "rope_theta"), scaling=new or old or None,
@@ -157,7 +169,7 @@ def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
     if list_kinds(scaling) == ["default"]:
         return {}
     layouts = [name for name, *_ in list_layouts({"rope": scaling})]
-    others = ("rope_theta", "partial_rotary_factor", *layouts)
+    others = ("rope_theta", "partial_rotary_factor", BETA, *layouts)
     return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*others}}
 
 

@@ -138,8 +138,8 @@ def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["LLaMAForCausalLM"]}, "'LLaMAForCausalLM' is not supported: it looks"
-         " like LlamaForCausalLM, as far as config.json and tensor names tell"),
+        ({"architectures": ["LLaMAForCausalLM"]}, "'LLaMAForCausalLM' is not supported: it has"
+         " the modules of LlamaForCausalLM, and nothing that is known here to be computed"),
         ({"architectures": [["x"]]}, "architectures is [['x']], not a list of names"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
         ({"architectures": [], "model_type": "lama"}, "model_type 'lama', with no architecture"),

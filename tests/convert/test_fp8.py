@@ -532,7 +532,7 @@ def test_a_dead_linear_has_scale_one_and_is_told(
     tensors["model.layers.1.mlp.up_proj.weight"].zero_()
     tensors["model.layers.0.self_attn.o_proj.weight"].zero_()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    convert(model_dir=target, **get_flags(make_rows(tmp_path / "rows.jsonl")))
+    convert(model_dir=target, allow_zeros=True, **get_flags(make_rows(tmp_path / "rows.jsonl")))
     after = load_file(convert.output / "rank0.safetensors")
     dead = ("layers.0.attention.dense.weights", "layers.1.mlp.proj.activation")
     for name in dead:

@@ -68,6 +68,46 @@ def test_what_a_family_has_is_not_told_as_lacking() -> None:
     assert describe_kind({"num_local_experts": 0, "use_qk_norm": False}, (), ["llama"])[1] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "told"),
+    [
+        ("RecurrentGemma", {"lru_width": 32, "attention_window_size": 8},
+         "modules of other names (model.final_norm, model.layers.N.channel_pre_norm"),
+        ("Olmo", {}, "lacks model.layers.N.input_layernorm, model.layers.N.post_attention"),
+        ("Olmo2", {}, "lacks model.layers.N.input_layernorm, model.layers.N.pre_feedforward"),
+        ("GPTJ", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_inner": 48},
+         "modules of other names (transformer.h.N.attn.k_proj"),
+        ("Cohere", {}, "lacks model.layers.N.post_attention_layernorm"),
+        ("Persimmon", {}, "modules of other names"),
+    ],
+)  # fmt: skip
+def test_an_unknown_model_is_like_another_only_where_it_was_looked_for(
+    name: str, sizes: dict[str, Any], told: str, convert: Converter, tmp_path: Path
+) -> None:
+    import transformers
+
+    common = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**common | sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "model")
+    message = convert.fail(model_dir=tmp_path / "model").message
+    assert "looks like" not in message
+    assert told in message
+
+
+def test_what_has_all_modules_is_not_called_alike(convert: Converter, tmp_path: Path) -> None:
+    model = make_llama(tmp_path)
+    config = read_config(model) | {"architectures": ["NewForCausalLM"], "model_type": "new"}
+    (model / "config.json").write_text(json.dumps(config))
+    message = convert.fail(model_dir=model).message
+    assert "has the modules of LlamaForCausalLM" in message
+    assert "whether it computes the same is not known" in message
+
+
 # ---- Wrappers.
 
 
