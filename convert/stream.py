@@ -458,7 +458,7 @@ class _Stream:
 
     def _search_unplaced(self) -> dict[str, Flaws]:
         """Search the tensors whose bytes lie in no file as they are, such as a trainer's `.pt`."""
-        flaws = {}
+        flaws: dict[str, Flaws] = {}
         for use in self.uses:
             if use.source.locate(use.name) is not None:
                 continue

@@ -144,12 +144,12 @@ def _read_one(reader: ConfigReader) -> Rotary:
     ):  # fmt: skip
         if is_wrong:
             reader.refuse(fact, "remove the wrong one")
-    for place in (parameters, earlier):
-        if place.get(BETA):
-            limit = shorten(place.get("original_max_position_embeddings", "not told"))
+    for values in (parameters, earlier):
+        if values.get(BETA):
+            limit = shorten(values.get("original_max_position_embeddings", "not told"))
             reader.refuse(
-                f"{BETA} is {shorten(place[BETA])}: queries are scaled by their positions, which is"
-                " not computed here",
+                f"{BETA} is {shorten(values[BETA])}: queries are scaled by their positions, which"
+                " is not computed here",
                 "up to position original_max_position_embeddings that scale is 1: for texts as"
                 f" short, set max_position_embeddings to that ({limit}) and remove {BETA}",
             )

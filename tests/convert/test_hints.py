@@ -53,7 +53,8 @@ def test_a_section_in_a_file_of_its_own_is_read(
     folder, _ = make_quantized(tmp_path, case)
     expected = read_rank(convert(model_dir=folder, output_dir=tmp_path / "expected"))
     section = take_section(folder)
-    own = {key: section[key] for key in ("bits", "group_size", "sym", "desc_act") if key in section}
+    names = ("bits", "group_size", "sym", "desc_act")
+    own: dict[str, Any] = {name: section[name] for name in names if name in section}
     name = "quantize_config.json"
     if kind == "awq":
         name, own = "quant_config.json", {
@@ -154,7 +155,7 @@ def test_a_field_that_a_drafter_has_from_its_target(
 
 def split(model: Path) -> Path:
     """Write a model's weights as two shards; return the index."""
-    tensors, places = load_file(model / FILE), {}
+    tensors, places = load_file(model / FILE), dict[str, str]()
     for number in (1, 2):
         part = {name: tensors[name] for name in sorted(tensors)[number - 1 :: 2]}
         save_file(part, model / f"model-0000{number}-of-00002.safetensors")
