@@ -524,7 +524,7 @@ def test_a_map_of_a_full_vocabulary(
     def widen(offset: int) -> Edit:
         def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
             config["draft_vocab_size"] = 131
-            tensors["lm_head.weight"] = np.zeros((131, 64), np.float32)
+            tensors["lm_head.weight"] = np.ones((131, 64), np.float32)
             tensors["d2t"] = np.full(131, offset)
             tensors["t2d"] = np.zeros(131, np.bool_)
 
