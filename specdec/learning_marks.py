@@ -38,8 +38,7 @@ ONLY_NEGATIONS = frozenset(
     "no not non dont without never disable disabled".split()
 )  # of some other word, not of learning
 WRITTEN = {
-    "true": True, "yes": True, "on": True, "1": True, "1.0": True,
-    "false": False, "no": False, "off": False, "0": False, "0.0": False,
+    "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
 }  # fmt: skip
 
 
@@ -114,16 +113,29 @@ def _read_value(value: Any) -> bool | None:
     if isinstance(value, dict):  # a part of a turn, as axolotl's train_detail has them
         marks = {_read_field(name, part) for name, part in value.items()} - {None}
         return marks.pop() if len(marks) == 1 else None
-    if isinstance(value, str):
-        return WRITTEN.get(value.strip().lower())
-    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+    if isinstance(value, str) and (answer := WRITTEN.get(value.strip().lower())) is not None:
+        return answer
+    number = _read_number(value)
+    return bool(number) if number in (0, 1) else None
+
+
+def _read_number(value: Any) -> float | None:
+    """Return a number, also of a text that is one; None of anything else."""
+    if not isinstance(value, (bool, int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _asks_for_a_part(name: str, value: Any) -> bool:
+    """Return whether a mark wants a part of a turn to be learned, or a turn in part."""
     if _find_meaning(name) is None or name.startswith("label") or isinstance(value, bool):
         return False
-    is_amount = isinstance(value, (int, float)) and not AMOUNTS.isdisjoint(split_words(name))
-    return bool(value) and (isinstance(value, list) or is_amount)
+    if isinstance(value, list):
+        return bool(value)
+    return _read_number(value) is not None and not AMOUNTS.isdisjoint(split_words(name))
 
 
 def split_words(name: str) -> list[str]:

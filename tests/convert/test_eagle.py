@@ -586,6 +586,7 @@ def save_together(
     own = {n: t for n, t in load_file(drafter / "model.safetensors").items() if "embed" not in n}
     tensors |= {f"eagle_module.{name}": tensor for name, tensor in {**own, **more}.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save({"modelopt_state_dict": []}, folder / "modelopt_state.pth")
     config = read_config(folder)
     if description is not None:
         (folder / "config.json").write_text(json.dumps(config | {"eagle": description}))

@@ -30,7 +30,8 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 @pytest.mark.parametrize(
     ("name", "yes", "no"),
     [
-        ("weight", 1, 0), ("weight", 1.0, 0.0), ("train", True, False), ("training", "true", "No"),
+        ("weight", 1, 0), ("weight", 1.0, 0.0), ("weight", "1.0", "0"),
+        ("train", True, False), ("training", "true", "No"),
         ("loss", True, False), ("masked", False, True), ("mask", 0, 1), ("step_loss_mask", 1, 0),
         ("trainable", True, False), ("trainOnTurn", True, False), ("label", True, False),
         ("exclude_from_training", False, True), ("no_loss", 0, 1), ("unmasked", 1, 0),
@@ -61,8 +62,8 @@ def test_a_turn_that_is_not_to_be_learned_is_context(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"weight": 0.5}, {"weight": 2}, {"loss_scale": -1}, {"train_detail": [{"train": True},
-        {"train": False}]}, {"loss_mask": [0, 1]},
+        {"weight": 0.5}, {"weight": 2}, {"weight": "0.5"}, {"loss_scale": -1},
+        {"train_detail": [{"train": True}, {"train": False}]}, {"loss_mask": [0, 1]},
         {"content": [{"type": "text", "text": "a", "weight": 0}, {"type": "text", "text": "b"}]},
     ],
 )  # fmt: skip
