@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdec.decode.schemas import find_target
 
-KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 # What Python prints, which templates put into prompts and models learn.
-_CONSTANTS: Mapping[str, Any] = {"True": True, "False": False, "None": None}
-_ONLY_TEXTS = frozenset(("pattern", "minLength", "maxLength", "format"))
+PYTHON_CONSTANTS: Mapping[str, Any] = {"True": True, "False": False, "None": None}
+TEXT_KEYWORDS = frozenset(("pattern", "minLength", "maxLength", "format"))
 
 
 def read_argument(text: str, name: str, schema: Any) -> str:
@@ -20,37 +20,37 @@ def read_argument(text: str, name: str, schema: Any) -> str:
     It is the value that the text is JSON of where the tool's schema allows that value, else the
     text itself where a text is allowed.
     """
-    reader = _SchemaReader(schema)
-    part = reader.find_argument(name, schema, set())
-    value = text if part is None else _choose_value(text, part, reader)
+    reader = SchemaReader(schema)
+    subschema = reader.find_property(name, schema, set())
+    value = text if subschema is None else _choose_value(text, subschema, reader)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # a number that JSON cannot write
         return json.dumps(text, ensure_ascii=False)
 
 
-def _choose_value(text: str, part: Any, reader: _SchemaReader) -> Any:
-    """The value of a text, by the part of the schema that is about it."""
+def _choose_value(text: str, schema: Any, reader: SchemaReader) -> Any:
+    """Return the value that a text stands for, by the schema of its argument."""
     try:
-        kinds = reader.find_kinds(part)
+        types = reader.find_types(schema)
         try:
             value = json.loads(text)
         except ValueError:
-            value = text if "string" in kinds else _CONSTANTS.get(text.strip(), text)
+            value = text if "string" in types else PYTHON_CONSTANTS.get(text.strip(), text)
         is_text = isinstance(value, str)
-        if reader.allows(value, part) and (not is_text or kinds == KINDS):
+        if reader.allows(value, schema) and (not is_text or types == JSON_TYPES):
             return value
-        for one in (text, value):
-            if reader.allows(one, part):
-                return one
-        # The model kept to no part of the schema; what it meant is told by the kinds.
-        return text if "string" in kinds and _find_kind(value) not in kinds else value
+        for candidate in (text, value):
+            if reader.allows(candidate, schema):
+                return candidate
+        # The model did not keep to the schema; what it meant is told by the types.
+        return text if "string" in types and name_type(value) not in types else value
     except RecursionError:
         return text
 
 
-class _SchemaReader:
-    """The types and the values that a schema's parts allow; an unknown part allows anything.
+class SchemaReader:
+    """The types and the values that a schema allows; what it says of nothing is allowed.
 
     What decides is what tells a text from other values: types, values, objects' keys and what
     combines these, but no bounds and no patterns.
@@ -58,134 +58,117 @@ class _SchemaReader:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._kinds: dict[int, frozenset[str]] = {}
-        self._allowed: dict[tuple[int, int], bool] = {}
+        self._types: dict[int, frozenset[str]] = {}
+        self._verdicts: dict[tuple[int, int], bool] = {}
 
-    def find_argument(self, name: str, schema: Any, seen: set[int]) -> Any | None:
-        """The part of an object's schema that is about one of its keys; None for no such key.
+    def find_property(self, name: str, schema: Any, seen_ids: set[int]) -> Any | None:
+        """Return the schema of an object's property; None where nothing is said of it.
 
-        seen: ids of the parts that were looked at, which it gains.
+        seen_ids: of the alternatives that were looked at, which it gains.
         """
-        parts, options = list[Any](), list[Any]()
-        for part in self._join(schema):
-            named, rest = part.get("properties"), part.get("additionalProperties")
-            patterns = part.get("patternProperties")
-            if isinstance(named, dict) and name in named:
-                parts.append(named[name])
-            elif isinstance(patterns, dict) and patterns:
-                others = [rest] if isinstance(rest, dict) else []
-                parts.append({"anyOf": [*patterns.values(), *others]})
-            elif isinstance(rest, dict):
-                parts.append(rest)
-            for option in (*_as_list(part.get("anyOf")), *_as_list(part.get("oneOf"))):
-                if id(option) not in seen:
-                    seen.add(id(option))
-                    options.append(self.find_argument(name, option, seen))
-        options = [option for option in options if option is not None]
-        parts += [{"anyOf": options}] if options else []
-        return None if not parts else parts[0] if len(parts) == 1 else {"allOf": parts}
+        schemas, alternatives = list[Any](), list[Any]()
+        for subschema in self._list_joined(schema):
+            if (direct := _find_direct_property(name, subschema)) is not None:
+                schemas.append(direct)
+            for alternative in _list_alternatives(subschema):
+                if id(alternative) not in seen_ids:
+                    seen_ids.add(id(alternative))
+                    alternatives.append(self.find_property(name, alternative, seen_ids))
+        alternatives = [schema for schema in alternatives if schema is not None]
+        schemas += [{"anyOf": alternatives}] if alternatives else []
+        return None if not schemas else schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
-    def find_kinds(self, schema: Any) -> frozenset[str]:
-        """The JSON types of what a schema allows."""
-        if (known := self._kinds.get(id(schema))) is not None:
-            return known
-        self._kinds[id(schema)] = frozenset()  # of a part that is inside of itself
-        parts, kinds = list(self._join(schema)), KINDS
-        for part in parts:
-            kinds &= self._find_own_kinds(part)
-        if kinds == KINDS and any(_ONLY_TEXTS & part.keys() for part in parts):
-            kinds = frozenset(("string",))
-        kinds |= {"null"} if _is_nullable(schema) else set()
-        self._kinds[id(schema)] = kinds
-        return kinds
+    def find_types(self, schema: Any) -> frozenset[str]:
+        """Return the JSON types of the values that a schema allows."""
+        if (types := self._types.get(id(schema))) is not None:
+            return types
+        self._types[id(schema)] = frozenset()  # of a schema that is inside of itself
+        subschemas, types = list(self._list_joined(schema)), JSON_TYPES
+        for subschema in subschemas:
+            types &= self._find_direct_types(subschema)
+        if types == JSON_TYPES and any(TEXT_KEYWORDS & one.keys() for one in subschemas):
+            types = frozenset(("string",))
+        types |= {"null"} if _is_nullable(schema) else set()
+        self._types[id(schema)] = types
+        return types
 
-    def _find_own_kinds(self, part: Mapping[str, Any]) -> frozenset[str]:
-        kinds, given = KINDS, part.get("type")
-        named = [kind for kind in _as_list(given) if isinstance(kind, str) and kind in KINDS]
-        if named:
-            kinds = frozenset([*named, "integer"] if "number" in named else named)
-        if "const" in part:
-            kinds &= _list_kinds([part["const"]])
-        if isinstance(part.get("enum"), list):
-            kinds &= _list_kinds(part["enum"])
+    def _find_direct_types(self, schema: Mapping[str, Any]) -> frozenset[str]:
+        """Return the types that a schema allows without what it is joined to."""
+        types, written_types = JSON_TYPES, _as_list(schema.get("type"))
+        type_names = [name for name in written_types if isinstance(name, str)]
+        if type_names := [name for name in type_names if name in JSON_TYPES]:
+            more_names = ["integer"] if "number" in type_names else []
+            types = frozenset([*type_names, *more_names])
+        if (values := _list_values(schema)) is not None:
+            types &= frozenset(map(name_type, values))
         for keyword in ("anyOf", "oneOf"):
-            if options := _as_list(part.get(keyword)):
-                kinds &= frozenset().union(*map(self.find_kinds, options))
-        return kinds | {"null"} if _is_nullable(part) else kinds
+            if alternatives := _as_list(schema.get(keyword)):
+                types &= frozenset().union(*map(self.find_types, alternatives))
+        return types | {"null"} if _is_nullable(schema) else types
 
     def allows(self, value: Any, schema: Any) -> bool:
-        """Whether a value is one of a schema's."""
+        """Return whether a value is one of a schema's."""
         key = id(value), id(schema)
-        if key not in self._allowed:
-            self._allowed[key] = False  # of a part that is inside of itself
-            self._allowed[key] = _find_kind(value) in self.find_kinds(schema) and (
+        if key not in self._verdicts:
+            self._verdicts[key] = False  # of a schema that is inside of itself
+            self._verdicts[key] = name_type(value) in self.find_types(schema) and (
                 (value is None and _is_nullable(schema))
-                or all(self._fits(value, part) for part in self._join(schema))
+                or all(self._fits(value, subschema) for subschema in self._list_joined(schema))
             )
-        return self._allowed[key]
+        return self._verdicts[key]
 
-    def _fits(self, value: Any, part: Mapping[str, Any]) -> bool:
-        if value is None and _is_nullable(part):
+    def _fits(self, value: Any, schema: Mapping[str, Any]) -> bool:
+        """Return whether a schema allows a value, without what it is joined to."""
+        if value is None and _is_nullable(schema):
             return True
-        given = [part["const"]] if "const" in part else part.get("enum")
-        if isinstance(given, list) and not any(_is_same(value, one) for one in given):
+        values = _list_values(schema)
+        if values is not None and not any(_is_equal(value, other) for other in values):
             return False
-        if "not" in part and self.allows(value, part["not"]):
+        if "not" in schema and self.allows(value, schema["not"]):
             return False
         for keyword in ("anyOf", "oneOf"):
-            options = _as_list(part.get(keyword))
-            if options and not any(self.allows(value, option) for option in options):
+            alternatives = _as_list(schema.get(keyword))
+            if alternatives and not any(self.allows(value, schema) for schema in alternatives):
                 return False
         if isinstance(value, dict):
-            return self._fits_object(value, part)
-        if isinstance(value, list):
-            first, rest = _as_list(part.get("prefixItems")), part.get("items", True)
-            rules = [*first, *[rest] * len(value)]
-            return all(map(self.allows, value, rules[: len(value)]))
-        return True
+            return self._fits_object(value, schema)
+        return not isinstance(value, list) or self._fits_list(value, schema)
 
-    def _fits_object(self, value: dict[str, Any], part: Mapping[str, Any]) -> bool:
-        named, required = part.get("properties"), _as_list(part.get("required"))
-        named, rest = named if isinstance(named, dict) else {}, part.get("additionalProperties")
-        if any(isinstance(name, str) and name not in value for name in required):
+    def _fits_object(self, value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
+        properties, other = schema.get("properties"), schema.get("additionalProperties", True)
+        properties = properties if isinstance(properties, dict) else {}
+        required_names = [name for name in _as_list(schema.get("required")) if _is_text(name)]
+        if any(name not in value for name in required_names):
             return False
-        if rest is None or "patternProperties" in part:
-            rest = True
-        return all(self.allows(one, named.get(name, rest)) for name, one in value.items())
+        if "patternProperties" in schema:
+            other = True
+        return all(self.allows(item, properties.get(name, other)) for name, item in value.items())
 
-    def _join(self, schema: Any) -> Iterator[Mapping[str, Any]]:
-        """The parts that all hold together: a schema, and what its $ref and allOf lead to."""
-        waiting, seen = [schema], set[int]()
-        while waiting:
-            part = waiting.pop()
-            if part is False:
+    def _fits_list(self, value: list[Any], schema: Mapping[str, Any]) -> bool:
+        prefix, items = _as_list(schema.get("prefixItems")), schema.get("items", True)
+        if isinstance(items, list):  # as older dialects say it
+            prefix, items = items, schema.get("additionalItems", True)
+        schemas = [*prefix, *[items] * len(value)][: len(value)]
+        return all(map(self.allows, value, schemas))
+
+    def _list_joined(self, schema: Any) -> Iterator[Mapping[str, Any]]:
+        """Yield the schemas that all hold together: one, and what its $ref and allOf lead to."""
+        pending, seen_ids = [schema], set[int]()
+        while pending:
+            subschema = pending.pop()
+            if subschema is False:
                 yield {"enum": []}
-            if not isinstance(part, dict) or id(part) in seen:
+            if not isinstance(subschema, dict) or id(subschema) in seen_ids:
                 continue
-            seen.add(id(part))
-            yield part
-            if (target := find_target(part.get("$ref"), self._root)) is not None:
-                waiting.append(target[1])
-            waiting += _as_list(part.get("allOf"))
+            seen_ids.add(id(subschema))
+            yield subschema
+            if (target := find_target(subschema.get("$ref"), self._root)) is not None:
+                pending.append(target[1])
+            pending += _as_list(subschema.get("allOf"))
 
 
-def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [value]
-    return value if isinstance(value, list) else []
-
-
-def _is_nullable(part: Any) -> bool:
-    """Whether null is allowed besides, as OpenAPI says it."""
-    return isinstance(part, dict) and part.get("nullable") is True
-
-
-def _list_kinds(values: Collection[Any]) -> frozenset[str]:
-    return frozenset(map(_find_kind, values))
-
-
-def _find_kind(value: Any) -> str:
-    """The JSON type of a value."""
+def name_type(value: Any) -> str:
+    """Return the JSON type of a value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, (int, float)):
@@ -196,6 +179,46 @@ def _find_kind(value: Any) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal, where true is not 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+def _find_direct_property(name: str, schema: Mapping[str, Any]) -> Any | None:
+    """Return the schema of a property, by an object's schema itself; None where it says nothing.
+
+    Patterns of names are a client's, and may take ages to match: any of them may hold.
+    """
+    properties, other = schema.get("properties"), schema.get("additionalProperties")
+    patterns = schema.get("patternProperties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    others = [other] if isinstance(other, dict) else []
+    if isinstance(patterns, dict) and patterns:
+        return {"anyOf": [*patterns.values(), *others]}
+    return others[0] if others else None
+
+
+def _list_alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    return [*_as_list(schema.get("anyOf")), *_as_list(schema.get("oneOf"))]
+
+
+def _list_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists; None where it lists none."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [value]
+    return value if isinstance(value, list) else []
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_nullable(schema: Any) -> bool:
+    """Return whether null is allowed besides, as OpenAPI says it."""
+    return isinstance(schema, dict) and schema.get("nullable") is True
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal, where true is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -85,7 +85,7 @@ class Metrics:
             self._success.labels(model, reason)
 
     def _read_cache(self) -> tuple[int, int]:
-        """The prompt tokens that were looked for in the cache, and those that were taken from it.
+        """Return the prompt tokens that were looked for in the cache, and those taken from it.
 
         The engine counts both when a request is given its row.
         """

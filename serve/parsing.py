@@ -188,7 +188,7 @@ class Parser:
             yield
 
     def _find_half(self, markers: Sequence[str]) -> int:
-        """Where a marker may have begun with which the text ends; its end where none has."""
+        """Find where a marker may have begun with which the text ends; its end where none has."""
         size = max(map(len, markers), default=1) - 1
         starts = range(max(self._at, len(self._text) - size), len(self._text))
         halves = (at for at in starts if any(one.startswith(self._text[at:]) for one in markers))
@@ -212,7 +212,7 @@ class Parser:
         self._at = yield from self._read_end("```" if fence else form.end, ended)
 
     def _read_end(self, word: str, at: int) -> Reading[int]:
-        """Where the word ends that may be behind a call, or half of which ends the text."""
+        """Find the end of the word that may be behind a call, or half of which ends the text."""
         behind = yield from self._skip(at)
         if word and (yield from self._has(behind, word)):
             return behind + len(word)
@@ -279,7 +279,7 @@ class Parser:
         return None
 
     def _may_be_call(self, at: int) -> bool:
-        """Whether an object may be a call of a tool that there is, by its first key and value."""
+        """Return whether an object may be a call of a known tool, by its first key and value."""
         first = _FIRST.match(self._text, at)
         assert first is not None
         key, is_key, value, is_value = first.groups()
@@ -456,7 +456,7 @@ def make_id(form: ToolFormat | None) -> str:
 
 
 def is_a_beginning(text: str, words: Iterable[str], is_whole: bool) -> bool:
-    """Whether a text is one of several words, or the beginning of one where it is not whole."""
+    """Return whether a text is one of several words, or begins one where it is not whole."""
     return any(text == word if is_whole else word.startswith(text) for word in words)
 
 

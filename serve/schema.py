@@ -284,7 +284,7 @@ def _complete(name: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> d
 def _fit_grammar(
     grammar: Mapping[str, dict[str, Any]], ignored: list[str]
 ) -> dict[str, Any] | None:
-    """The only one of grammars by their parameters, without what of a JSON schema only describes.
+    """Return the only one of the grammars, without what of a JSON schema only describes.
 
     That is added to what is ignored. What else no grammar keeps to is refused where it is compiled.
     """
@@ -460,9 +460,8 @@ def make_requests(
     to what is ignored in `asked`. BadRequest where the engine cannot take the requests.
     """
     _check_choices(asked)
-    if calling is not None and calling.is_forced:  # nothing else ends an answer that is calls
-        asked["ignored"] += [name for name in STOPS if asked.get(name)]
-        asked = {name: value for name, value in asked.items() if name not in STOPS}
+    if calling is not None:
+        asked = _read_ends(asked, calling)
     if asked.get("return_origins") and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
     source = find_source(asked)
@@ -505,6 +504,20 @@ def make_requests(
             sampling = dataclasses.replace(request.sampling, seed=own_seed)
             requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
     return requests
+
+
+def _read_ends(asked: Asked, calling: Calling) -> Asked:
+    """Return a body without what would end a required call before it is whole.
+
+    Raises BadRequest for a grammar of calls that no token may end.
+    """
+    if asked.get("ignore_eos") and (calling.is_forced or calling.is_strict):
+        reason = "ignore_eos has no place beside calls that are required, strict or not parallel"
+        raise BadRequest(reason, "ignore_eos")
+    if not calling.is_forced:
+        return asked
+    asked["ignored"] += [name for name in STOPS if asked.get(name)]
+    return {name: value for name, value in asked.items() if name not in STOPS}
 
 
 def count_choices(asked: Asked) -> int:

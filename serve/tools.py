@@ -290,7 +290,7 @@ class GrammarWriter:
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
 
     def _fit(self, calling: Calling, name: str, schema: Any) -> Any:
-        """A tool's schema as a grammar keeps to it; BadRequest where more of it is promised."""
+        """Return a tool's schema as a grammar keeps to it; BadRequest where more is promised."""
         fitted = fit_schema(schema, keeps_all=name in calling.promised)
         place = calling.places.get(name, name)
         if fitted.faults:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,8 +46,8 @@ class Fault:
     keyword: str = ""
 
     def __str__(self) -> str:
-        where = f" (at {self.path})" if self.path else ""
-        return f"{cut_middle(' '.join(self.reason.split()), 200)}{where}"
+        place = f" (at {self.path})" if self.path else ""
+        return f"{cut_middle(' '.join(self.reason.split()), 200)}{place}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +82,15 @@ def fit_schema(schema: Any, *, keeps_all: bool = True) -> FittedSchema:
 
 
 def describe_faults(fitted: FittedSchema) -> str:
-    """The keywords that no grammar keeps to, and why, for a message."""
-    told = list(map(str, fitted.faults))
-    return "; ".join(told[:_MAX_FAULTS]) + ("; ..." if len(told) > _MAX_FAULTS else "")
+    """Name the keywords that no grammar keeps to, and why, for a message."""
+    descriptions = list(map(str, fitted.faults))
+    return "; ".join(descriptions[:_MAX_FAULTS]) + (
+        "; ..." if len(descriptions) > _MAX_FAULTS else ""
+    )
 
 
 def find_target(pointer: Any, root: Any) -> tuple[str, Any] | None:
-    """The path and the part of a schema that a $ref points to; None where it is not in there."""
+    """Find the part of a schema that a $ref points to, with its path; None where there is none."""
     if pointer == "#":
         return "", root
     if not isinstance(pointer, str) or not pointer.startswith("#/"):
@@ -98,15 +99,15 @@ def find_target(pointer: Any, root: Any) -> tuple[str, Any] | None:
         name.replace("~1", "/").replace("~0", "~")
         for name in urllib.parse.unquote(pointer[2:]).split("/")
     ]
-    found = root
+    target = root
     for name in names:
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and re.fullmatch(r"\d{1,8}", name) and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(target, dict) and name in target:
+            target = target[name]
+        elif isinstance(target, list) and name in map(str, range(len(target))):
+            target = target[int(name)]
         else:
             return None
-    return ".".join(names), found
+    return ".".join(names), target
 
 
 class _Fitter:
@@ -124,33 +125,33 @@ class _Fitter:
         faults = [fault for path, part in self._walk() for fault in self._try_keywords(path, part)]
         if faults or not (error := _find_error(self.root)):
             return faults
-        own = self._choose(DEFINITIONS)
+        definitions = self._choose(DEFINITIONS)
         parts = list(self._walk())
         for path, part in reversed(parts):
-            if self._try({**own, **part}) == error:
-                return [self._name_keyword(path, part, own, error)]
+            if self._try({**definitions, **part}) == error:
+                return [self._name_keyword(path, part, definitions, error)]
         return [Fault("", error)]
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each part once that the root leads to, with its path, outer ones first."""
-        waiting, seen = [("", self.root)], set[int]()
-        while waiting:
-            path, part = waiting.pop()
-            if not isinstance(part, dict) or id(part) in seen:
+        pending, seen_ids = [("", self.root)], set[int]()
+        while pending:
+            path, part = pending.pop()
+            if not isinstance(part, dict) or id(part) in seen_ids:
                 continue
-            seen.add(id(part))
+            seen_ids.add(id(part))
             yield path, part
-            inner = list(_list_parts(path, part))
+            inner_parts = list(_list_parts(path, part))
             if (target := find_target(part.get("$ref"), self.root)) is not None:
-                inner.append(target)
-            waiting += reversed(inner)
+                inner_parts.append(target)
+            pending += reversed(inner_parts)
 
     def _try_keywords(self, path: str, part: dict[str, Any]) -> Iterator[Fault]:
         """Try each keyword of a part by itself; take away those without effect."""
         _open_choice(part)
         base = self._choose(("$schema", "x-guidance"))
         for keyword, value in list(part.items()):
-            trial, where = self._make_trial(keyword, value), _join(path, keyword)
+            trial, keyword_path = self._make_trial(keyword, value), _join(path, keyword)
             error = "" if trial is None else self._try({**base, keyword: trial})
             has_partner = keyword not in _PARTNERS or _PARTNERS[keyword] & part.keys()
             if not error:
@@ -159,12 +160,12 @@ class _Fitter:
                 del part[keyword]
             elif keyword in ("format", "$schema") and isinstance(value, str):  # only described
                 del part[keyword]
-                self.left_out.append(where)
+                self.left_out.append(keyword_path)
             else:
-                yield Fault(where, error, part, keyword)
+                yield Fault(keyword_path, error, part, keyword)
 
     def _make_trial(self, keyword: str, value: Any) -> Any:
-        """The value of a keyword without the parts that it holds; None where nothing is left."""
+        """Return a keyword's value without the parts that it holds; None where nothing is left."""
         if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
             is_path = value.startswith("#/")
             return value if is_path and find_target(value, self.root) is None else None
@@ -175,12 +176,12 @@ class _Fitter:
         return None if keyword in DEFINITIONS or is_list or is_part else value
 
     def _name_keyword(
-        self, path: str, part: dict[str, Any], own: Mapping[str, Any], error: str
+        self, path: str, part: dict[str, Any], definitions: Mapping[str, Any], error: str
     ) -> Fault:
-        """The fault of a part, by the keyword without which it is a grammar."""
+        """Return the fault of a part, by the keyword without which it is a grammar."""
         for keyword in sorted(part, key=lambda name: name == "type"):  # which many others need
-            less = {key: value for key, value in part.items() if key != keyword}
-            if keyword not in own and not self._try({**own, **less}):
+            remainder = {key: value for key, value in part.items() if key != keyword}
+            if keyword not in definitions and not self._try({**definitions, **remainder}):
                 return Fault(_join(path, keyword), error, part, keyword)
         return Fault(path, error)
 
@@ -194,15 +195,16 @@ class _Fitter:
 
 
 def _list_parts(path: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas that a part holds."""
+    """Yield the schemas that a part holds, with their paths."""
     for keyword, value in part.items():
-        where = _join(path, keyword)
+        keyword_path = _join(path, keyword)
         if keyword in NAMED_PARTS and isinstance(value, dict):
-            yield from ((_join(where, name), one) for name, one in value.items())
+            yield from ((_join(keyword_path, name), inner) for name, inner in value.items())
         elif keyword in (*LISTED_PARTS, "items") and isinstance(value, list):
-            yield from ((_join(where, str(at)), one) for at, one in enumerate(value))
+            paths = (_join(keyword_path, str(index)) for index in range(len(value)))
+            yield from zip(paths, value, strict=True)
         elif keyword in SINGLE_PARTS:
-            yield where, value
+            yield keyword_path, value
 
 
 def _open_choice(part: dict[str, Any]) -> None:
@@ -217,8 +219,10 @@ def _open_choice(part: dict[str, Any]) -> None:
     for option in options:
         if not isinstance(option, dict) or not ("const" in option or "enum" in option):
             return
-        given = [option["const"]] if "const" in option else option["enum"]
-        values += [json.dumps(value) for value in given] if isinstance(given, list) else [""] * 2
+        listed_values = [option["const"]] if "const" in option else option["enum"]
+        if not isinstance(listed_values, list):
+            return
+        values += [json.dumps(value) for value in listed_values]
     if len(set(values)) == len(values):
         part["anyOf"] = part.pop("oneOf")
 
@@ -228,7 +232,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _find_error(schema: Any) -> str:
-    """Why llguidance makes no grammar of a schema; empty where it does."""
+    """Return why llguidance makes no grammar of a schema; empty where it does."""
     from llguidance import LLMatcher
 
     try:

@@ -383,6 +383,8 @@ def test_refusals_of_a_server(url: str) -> None:
         ({"messages": [*CHAT, bad]}, "messages", "messages.1.tool_calls holds"),
         ({"tools": [make_tool("f", {"a": {"type": "thing"}})], "tool_choice": "required"}, "tools",
          "refused"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos",
+         "no place beside calls that are required"),
         ({"tools": TOOLS, "tool_choice": "required", "grammar": "start: /a/"}, "tool_choice",
          "no place beside required calls"),
     ):  # fmt: skip
