@@ -65,7 +65,7 @@ class Models:
     def _make_target(self, family: str, window: int, num_ranks: int) -> Path:
         folder = self._parent / f"{family}-{window}-{num_ranks}"
         folder.mkdir()
-        pattern = {"sliding_window_pattern": 2} if family == "gemma3" else {}
+        pattern: dict[str, Any] = {"sliding_window_pattern": 2} if family == "gemma3" else {}
         return make_family_model(
             folder, family, vocab=VOCAB, seed=3, sliding_window=window, **pattern
         )
