@@ -115,5 +115,5 @@ def refuse_flaws(flaws: Mapping[str, Flaws], dtypes: Iterable[str]) -> SpecDecEr
     beyond = any(flaw.overflow for flaw in flaws.values())
     wider = "choose a --dtype of wider range, " if beyond else "get the model again, "
     return SpecDecError(
-        describe_flaws(flaws, dtypes), wider + "or write them all the same with --allow-nonfinite"
+        describe_flaws(flaws, dtypes), wider + "or let specdec-convert --allow-nonfinite write them"
     )

@@ -114,11 +114,8 @@ def _check_records(path: Path, file: BinaryIO) -> str:
         records = zipfile.ZipFile(file).infolist()
     except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError):
         return ""  # torch says what is wrong with it
-    sizes = {record.filename.rpartition("/")[2]: record.file_size for record in records}
-    pickled, most = (
-        sizes.get("data.pkl", 0),
-        min(MAX_PICKLE_BYTES, BASE_PICKLE_BYTES + PICKLE_BYTES_A_RECORD * len(records)),
-    )
+    pickled = sum(r.file_size for r in records if r.filename.endswith("data.pkl"))
+    most = min(MAX_PICKLE_BYTES, BASE_PICKLE_BYTES + PICKLE_BYTES_A_RECORD * len(records))
     packed = [record for record in records if record.compress_type != zipfile.ZIP_STORED]
     unpacked = sum(record.file_size for record in packed)
     if pickled > most or unpacked > MAX_UNPACKING * max(1, sum(r.compress_size for r in packed)):
@@ -127,20 +124,35 @@ def _check_records(path: Path, file: BinaryIO) -> str:
             f"{path} holds {len(records)} records, and {what} bytes: no weights do",
             "do not trust the file; get the model from its origin",
         )
-    for record in records:  # torch takes any bytes there for its length
-        file.seek(record.header_offset)
-        if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
-            raise SpecDecError(
-                f"{path} cannot be read as weights alone: its record {shorten(record.filename)}"
-                f" does not begin at byte {record.header_offset}",
-                "the file is damaged or an unfinished download: copy or download it again",
-            )
+    lost = _find_lost(file, records)
+    if lost is not None:
+        raise SpecDecError(
+            f"{path} cannot be read as weights alone: its record {shorten(lost)} is not where its"
+            " list of records places it",
+            "the file is damaged or an unfinished download: copy or download it again",
+        )
     if packed:
         return f"has {len(packed)} compressed records, {unpacked / 1e6:.1f} MB when unpacked"
     order = next((r for r in records if r.filename.endswith("/byteorder")), None)
-    if order is not None and zipfile.ZipFile(file).read(order) != sys.byteorder.encode():
+    other = {"little": b"big", "big": b"little"}[sys.byteorder]
+    if order is not None and _read_start(file, order).endswith(other):
         return "was written in another byte order"  # torch turns it in memory
     return ""
+
+
+def _find_lost(file: BinaryIO, records: list[zipfile.ZipInfo]) -> str | None:
+    """Return the first record that begins with no header: torch takes any bytes for one."""
+    return next((r.filename for r in records if _read_start(file, r)[:4] != ZIP_MAGIC), None)
+
+
+def _read_start(file: BinaryIO, record: zipfile.ZipInfo) -> bytes:
+    """Return a stored record's header, name and bytes, up to some that no short record has."""
+    if record.header_offset < 0:
+        return b""
+    file.seek(record.header_offset)
+    start = file.read(30)
+    names = sum(struct.unpack("<HH", start[26:30])) if len(start) == 30 else 0
+    return start + file.read(names + min(record.file_size, 16))
 
 
 def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:

@@ -140,5 +140,6 @@ def refuse_zeros(zeros: list[str]) -> SpecDecError:
         f"{count(len(zeros), 'tensor')} with zeros in the place of weights:"
         f" {join_names(sorted(zeros))}",
         "finish or repeat the download: a file may have its full size from the beginning, with"
-        " zeros where nothing has come; if they are meant, write them with --allow-zeros",
+        " zeros where nothing has come; if they are meant, specdec-convert --allow-zeros writes"
+        " them",
     )

@@ -240,6 +240,35 @@ def test_what_unpacks_to_more_than_any_model_is_not_unpacked(tmp_path: Path) -> 
         TorchFile(path)
 
 
+def test_a_damaged_list_of_records(tmp_path: Path) -> None:
+    """Whatever a byte of it says, the weights are the file's own or there is an error."""
+    tensor = torch.arange(1, 300, dtype=torch.float32)
+    torch.save({"a": tensor, "b": tensor}, path := tmp_path / "x.bin")
+    whole, random = path.read_bytes(), np.random.default_rng(0)
+    begin = whole.index(b"PK\x01\x02")
+    for _ in range(150):
+        data = bytearray(whole)
+        data[random.integers(begin, len(data))] = random.integers(0, 256)
+        path.write_bytes(data)
+        try:
+            file = TorchFile(path)
+        except SpecDecError:
+            continue
+        assert (file.read("a") == tensor.numpy()).all()
+
+
+def test_a_record_without_its_header(tmp_path: Path) -> None:
+    """As a piece that is missing in the middle of a download leaves it."""
+    torch.save({"a": torch.ones(300), "b": torch.ones(300)}, path := tmp_path / "x.bin")
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("x/data/1")
+    data[info.header_offset : info.header_offset + 30] = bytes(30)
+    path.write_bytes(data)
+    with pytest.raises(SpecDecError, match="record 'x/data/1' is not where"):
+        TorchFile(path)
+
+
 def test_a_file_that_changes_size_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     torch.save({"a": torch.ones(1000)}, path)
