@@ -352,7 +352,9 @@ def report_unread(source: TensorSource, names: Sequence[str], problems: Problems
         problems.add(
             f"{source.path} holds {count(len(names), 'tensor')} that the conversion would not use:"
             f" {join_names(names)}",
-            "its config.json must describe every tensor; an unread one would be lost",
+            "its config.json must describe every tensor, as an unread one would be lost: correct"
+            " it; where the model does without them, load it with transformers and"
+            " save_pretrained()",
         )
 
 

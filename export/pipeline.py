@@ -15,7 +15,7 @@ from specdec.command.stages import load_command
 from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json, write_json
-from specdec.files.staging import check_output_dir, list_local, stage_folder
+from specdec.files.staging import check_output_dir, list_local, stage_folder, tell_full_disk
 from specdec.files.tensor_file import write_tensor_file
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
@@ -73,7 +73,8 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
         return
     parent = settings.output_dir.resolve().parent
     parent.mkdir(parents=True, exist_ok=True)
-    temporary = tempfile.mkdtemp(prefix=".specdec-export-", dir=parent)
+    # Of a name by which convert leaves it to this command to tell of a full disk.
+    temporary = tempfile.mkdtemp(prefix=".specdec-export-", suffix=".partial", dir=parent)
     with contextlib.ExitStack() as stack:
         for _ in range(2):  # Ctrl-C may come within the first
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -83,6 +84,7 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
         if METHODS["eagle"].folder in options:
             options["num_eagle_layers"] = 1  # copies of the drafter
         options["dequantize"] = find_gguf(settings.model_dir or "") is not None
+        stack.enter_context(tell_full_disk(settings.output_dir))
         with logs.hush("specdec.convert"):  # the folder goes, and the runtime is another
             command.work(
                 command.settings_class(

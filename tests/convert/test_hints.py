@@ -199,6 +199,40 @@ def put_zeros(model: Path) -> dict[str, Any]:
     return {}
 
 
+def add_tensor(model: Path) -> dict[str, Any]:
+    with change_tensors(model) as tensors:
+        tensors["model.layers.0.extra.weight"] = torch.ones(4, 4)
+    return {}
+
+
+def save_again(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(model)
+
+
+def store_integers(model: Path) -> dict[str, Any]:
+    with change_tensors(model) as tensors:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int32)
+    return {}
+
+
+def store_floats(model: Path) -> None:
+    with change_tensors(model) as tensors:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float32) + 1
+
+
+def cut_file(model: Path) -> dict[str, Any]:
+    shutil.copy(model / FILE, model / "whole")
+    (model / FILE).write_bytes((model / "whole").read_bytes()[:-100])
+    return {}
+
+
+def take_config(model: Path) -> dict[str, Any]:
+    set_config(model, num_key_value_heads=1)
+    return {}
+
+
 # What is wrong, what the hint says, and what follows it: options, or a change of the folder.
 HINTS: list[tuple[Break, str, dict[str, Any] | Callable[[Path], Any]]] = [
     (take_shard, "finish the download of the folder",
@@ -208,6 +242,18 @@ HINTS: list[tuple[Break, str, dict[str, Any] | Callable[[Path], Any]]] = [
     (name_no_type, "with --dtype", {"dtype": "float32"}),
     (put_nan, "--allow-nonfinite", {"allow_nonfinite": True}),
     (put_zeros, "--allow-zeros", {"allow_zeros": True}),
+    (add_tensor, "load it with transformers and save_pretrained()", save_again),
+    (store_integers, "give a folder with float64, float32, float16, bfloat16", store_floats),
+    (cut_file, "copy or download it again", lambda model: (model / "whole").replace(model / FILE)),
+    (take_config, "take both from the same model",
+     lambda model: set_config(model, num_key_value_heads=2)),
+    (lambda _: {"embedding_sharding_dim": 3, "use_parallel_embedding": True}, "give 0",
+     {"embedding_sharding_dim": 0}),
+    (lambda _: {"quantization": "fp8_pc_pt", "calib_size": 3}, "leave it out",
+     {"calib_size": None}),
+    (lambda _: {"quantization": "fp8"}, "give a .txt", {"quantization": None}),
+    (lambda _: {"workers": 1, "dtype": "auto", "moe_ep_size": 2}, "leave it out",
+     {"moe_ep_size": None}),
     (lambda _: {"dequantize": True}, "leave it out", {"dequantize": False}),
     (lambda _: {"tp_size": 3}, "use", {"tp_size": 2}),
     (lambda _: {"moe_tp_size": 2}, "leave it out", {"moe_tp_size": None}),
