@@ -74,8 +74,8 @@ test: $(READY)
 
 # Installed beside the environment's own packages, and found before them.
 TRANSFORMERS_4 := $(VENV)/transformers-4
-TESTS_4 ?= tests/core/test_pretrained.py tests/parity/test_families.py tests/verify \
-	tests/train/test_train_methods.py tests/export/test_tokenizers.py
+TESTS_4 ?= tests/core/test_pretrained.py tests/core/test_tokenizer_json.py \
+	tests/parity/test_families.py tests/verify tests/train/test_train_methods.py tests/export/test_tokenizers.py
 
 $(TRANSFORMERS_4)/.ready: constraints-transformers4.txt $(READY)
 	@rm -rf $(TRANSFORMERS_4)

@@ -240,21 +240,6 @@ def find_overflow(dtype: str, largest: float) -> Cause | None:
     )
 
 
-def find_wrong_tokenizer(
-    recorded: dict[str, Any] | None, given: dict[str, Any] | None
-) -> Cause | None:
-    """A tokenizer other than the one that the engine's model came with."""
-    if recorded is None or given is None or recorded == given:
-        return None
-    return Cause(
-        "the tokenizer is another model's",
-        f"the engine was made from a folder whose tokenizer has {recorded['num_tokens']} tokens;"
-        f" the one given has {given['num_tokens']}, and their tokens and ids differ",
-        "give the base model's folder as --tokenizer-dir",
-        is_certain=True,
-    )
-
-
 def find_unused_template(has_template: bool, num_messages: int) -> Cause | None:
     """Bare prompts for a model of chats."""
     if not has_template or num_messages:

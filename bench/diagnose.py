@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from specdec.command.settings import require
@@ -13,7 +12,6 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import ActiveRequest
 from specdec.methods import METHODS
-from specdec.vocabulary import read_vocabulary
 
 from .causes import (
     BatchFacts,
@@ -21,7 +19,6 @@ from .causes import (
     find_missing_kernels,
     find_overflow,
     find_unused_template,
-    find_wrong_tokenizer,
     rank_causes,
 )
 from .engine import Bench, measure_engine
@@ -57,7 +54,7 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
     smallest = None
     with measure_engine(run_settings, prompts, batch_sizes) as (bench, report):
         observed = observe_run(bench, max(batch_sizes))
-        suspects = list_suspects(bench, prompts, observed, run_settings.tokenizer_dir)
+        suspects = list_suspects(bench, prompts, observed)
         for size in batch_sizes:
             measured = measure_batch(bench, size, settings.repeat)
             smallest = smallest or (size, measured["ratio"]["median"])
@@ -139,20 +136,14 @@ def find_largest(before: float, *tensors: Any) -> float:
     return before
 
 
-def list_suspects(
-    bench: Bench, prompts: Sequence[Prompt], observed: Observed, tokenizer_dir: str | None
-) -> list[Cause]:
-    """Causes that no time tells."""
+def list_suspects(bench: Bench, prompts: Sequence[Prompt], observed: Observed) -> list[Cause]:
+    """List causes that no time tells."""
     engine = bench.engine
-    folder = Path(tokenizer_dir or "")
     num_messages = sum(
         prompt.asked.messages is not None or bool(prompt.turns) for prompt in prompts
     )
     found = (
         find_overflow(bench.dtype, observed.largest),
-        find_wrong_tokenizer(
-            engine.config.vocabulary, read_vocabulary(folder) if folder.is_dir() else None
-        ),
         find_unused_template(bool(bench.tokenizer.chat_template), num_messages),
         find_missing_kernels(engine.device.type, engine.decoder.kernels is not None),
     )

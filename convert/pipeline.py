@@ -38,6 +38,7 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 from specdec.options import name_flag
+from specdec.pretrained import warn_of_other_ids
 from specdec.threads import count_usable_cores
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.lacks import find_lack, find_layout_problems
@@ -314,12 +315,16 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
 
 
 def read_tokens(folder: HfFolder) -> dict[str, Any] | None:
-    """What `read_vocabulary` tells of a target; None, with a warning, of a tokenizer not read."""
+    """Return what `read_vocabulary` does of a target; None, with a warning, where it cannot."""
     try:
-        return read_vocabulary(Path(localize(folder.path)))
-    except SpecDecError as error:  # of a GGUF file, whose weights are read
+        path = Path(localize(folder.path))
+        vocabulary = read_vocabulary(path)
+        if vocabulary is not None and not isinstance(folder, GgufFolder):
+            warn_of_other_ids(path)
+    except SpecDecError as error:  # the weights can be read
         logger.warning("%s; weights are converted: give --tokenizer-dir when you build", error)
         return None
+    return vocabulary
 
 
 def check_experts(

@@ -54,13 +54,11 @@ def run_engine(
     from specdec.decode.encoding import choose_form, use_template
     from specdec.decode.prompts import list_prompts, make_requests
     from specdec.decode.requests import choose_best
-    from specdec.pretrained import load_tokenizer
-    from specdec.tokenizer import find_tokenizer, lack_tokenizer
+    from specdec.tokenizer import lack_tokenizer, load_engine_tokenizer
 
     prompts = list_prompts(settings.input_text, settings.input_file, json=settings.json)
-    folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
+    folder, tokenizer = load_engine_tokenizer(settings.engine_dir, settings.tokenizer_dir)
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
-    tokenizer = load_tokenizer(settings.tokenizer_dir) if settings.tokenizer_dir else None
     tokenizer = use_template(tokenizer, settings.chat_template)
     choose_form(settings, prompts, tokenizer, is_chat=False)  # which logs a template left unused
     requests = make_requests(prompts, settings, tokenizer, repeats=not settings.streaming)

@@ -1,8 +1,9 @@
 """Tokenizers and models out of Hugging Face folders: the one place that lets transformers load.
 
 A folder may name Python of its own (`auto_map`). transformers asks on stdin whether to run it, and
-asks on stdout, unless it is told: here it is told no, always. Nothing else of specdec may call
-`from_pretrained`; tests/core/test_pretrained.py looks for it.
+asks on stdout, unless it is told: here it is told no, always. Nothing of specdec but this
+module and pretrained_tokenizer.py may call `from_pretrained`; tests/core/test_pretrained.py looks
+for it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, UsageError, join_names, shorten, summarize
 from specdec.files.folders import (
-    GGUF,
     MODEL,
     TOKENIZER,
     TOKENIZER_FILES,
@@ -35,18 +35,17 @@ from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
-from specdec.gguf.special import MADE_FROM
 from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
 from specdec.model.config_reader import Rotary
 from specdec.model.wrappers import NAMES, WRAPPERS
 from specdec.pretrained_config import NEWER, adapt_config, check_rotary
+from specdec.pretrained_tokenizer import find_files, open_by_class, open_tokenizer
+from specdec.text_reading import find_difference, list_texts
 
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-# What of a config.json makes AutoTokenizer choose a class.
-CHOOSING = ("model_type", "model_name", "tokenizer_class")
 TIMEOUT = 10.0  # seconds for the Hub to answer
 
 logger = get_logger(__name__)
@@ -57,7 +56,7 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
 
     flag: the option that named it, for messages. Raises SpecDecError where there is none.
     """
-    tokenizer = _load(_load_tokenizer, source, flag, TOKENIZER, "tokenizer")
+    tokenizer = _load(open_tokenizer, source, flag, TOKENIZER, "tokenizer")
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # 5 makes one up without a vocabulary
         raise SpecDecError(
             f"{flag} {source}: the tokenizer holds special tokens alone ({len(tokenizer)})",
@@ -67,76 +66,31 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
     return tokenizer
 
 
-def _load_tokenizer(name: str, **options: Any) -> Any:
-    """Load by AutoTokenizer, or without it where its choice is known.
-
-    To import the model's configuration, which it would read for its choice, takes 60 MB and longer
-    than to load an engine. Before transformers 5 it also knows nothing of what version 5 saves,
-    whose tokenizer.json says all that a class of version 4 would do.
-    """
+def warn_of_other_ids(folder: Path) -> None:
+    """Warn of a text that AutoTokenizer of transformers reads otherwise than tokenizer.json."""
+    files = find_files(str(folder))
+    if files.path is None or files.needs_code or files.is_plain:
+        return
     import transformers
 
-    transformers.utils.logging.set_verbosity_error()  # of another class's name, or another format
-    if not transformers.__version__.startswith("4."):
-        model, own = (_read_config_file(Path(name) / file) for file in CODE_FILES[:2])
-        if _is_plain(own, model):
-            return transformers.PreTrainedTokenizerFast.from_pretrained(name, **options)
-        if own.get("tokenizer_class") and "auto_map" not in own and model:
-            told = {key: model[key] for key in CHOOSING if key in model}
-            options["config"] = transformers.PreTrainedConfig(name_or_path=name, **told)
-        return transformers.AutoTokenizer.from_pretrained(name, **options)
-    config = _read_tokenizer_config(name, options)
-    if "auto_map" in config or not config:
-        return transformers.AutoTokenizer.from_pretrained(name, **options)
-    named, special = config.get("tokenizer_class"), config.get("extra_special_tokens")
-    if "backend" not in config and named != "TokenizersBackend" and not isinstance(special, list):
-        is_plain = named == "PreTrainedTokenizerFast"
-        chosen = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-        return chosen.from_pretrained(name, **options)
-    if isinstance(special, list):
-        options |= {"additional_special_tokens": special}
-    if not isinstance(special, dict):
-        special = config.get("model_specific_special_tokens")
+    options = {"trust_remote_code": False, "local_files_only": True}
+    tokenizer = load_tokenizer(folder, "--model-dir")
     try:
-        return transformers.PreTrainedTokenizerFast.from_pretrained(
-            name, extra_special_tokens=special or {}, **options
+        theirs = open_by_class(files, **options)
+        difference = find_difference(
+            lambda text: tokenizer(text, verbose=False)["input_ids"],
+            lambda text: theirs(text, verbose=False)["input_ids"],
+            list_texts(tokenizer.all_special_tokens),
         )
-    except Exception as error:  # noqa: BLE001 - as in `_load`
-        raise SpecDecError(
-            f"{name}: transformers {transformers.__version__} cannot load its tokenizer, which"
-            f" transformers 5 has saved: {summarize(error)}",
-            NEWER,
-        ) from None
-
-
-def _is_plain(own: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Whether a folder's tokenizer.json says everything, as that of a GGUF file does.
-
-    For some types of models AutoTokenizer of transformers 5 takes a class of its own, whatever the
-    folder names; for Llama it does not. own: tokenizer_config.json; model: config.json.
-    """
-    return own.get(MADE_FROM) == GGUF or (
-        own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        and model.get("model_type") == "llama"
-        and "auto_map" not in own.keys() | model.keys()
-    )
-
-
-def _read_config_file(path: Path) -> dict[str, Any]:
-    """What a file says; nothing where it cannot be read: whoever loads it says what is wrong."""
-    try:
-        return read_json(path)
-    except (OSError, SpecDecError):
-        return {}
-
-
-def _read_tokenizer_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    if Path(name).is_dir():
-        return _read_config_file(Path(name) / "tokenizer_config.json")
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    local: dict[str, Any] = get_tokenizer_config(name, **options)
-    return local
+    except Exception:  # noqa: BLE001 - what its classes cannot load, they cannot be asked for
+        return
+    if difference is not None:
+        logger.warning(
+            "%s: %s of transformers %s reads texts otherwise than tokenizer.json, which specdec"
+            " follows: %s",
+            folder, type(theirs).__name__, transformers.__version__,
+            difference.describe("by tokenizer.json", f"by {type(theirs).__name__}"),
+        )  # fmt: skip
 
 
 def load_config(source: str | Path, flag: str = "--model-dir") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from specdec.gguf.folder import localize
 from specdec.hub import fetch_files
 from specdec.logs import get_logger
 from specdec.pretrained import load_tokenizer
-from specdec.vocabulary import read_vocabulary
+from specdec.text_reading import TEXTS, find_difference, read_plainly
+from specdec.vocabulary import READING_KEY, list_differences, read_recorded, read_vocabulary
 
 FOLDER = "tokenizer"  # of an engine
 # What transformers reads a tokenizer from; config.json names the model, and generation_config.json
@@ -23,6 +25,8 @@ FILES = (
     "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
     "config.json", "generation_config.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # a folder with a template in each file, NAME.jinja
+MAX_SHOWN = 3
 
 logger = get_logger(__name__)
 
@@ -41,25 +45,99 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
     directory: a folder, a GGUF file, or a hub id, of which the tokenizer's files are downloaded.
     recorded: the vocabulary that the checkpoint was made with, None where that is not known.
     """
-    folder = Path(localize(directory))
-    if not folder.is_dir():
-        folder = fetch_tokenizer(directory)
+    folder = _find_folder(directory)
     load_tokenizer(str(folder))
-    found = read_vocabulary(folder)
-    if recorded is not None and found is not None and found != recorded:
-        raise SpecDecError(
-            f"the tokenizer in {directory} ({found['num_tokens']} tokens) is not the one that the"
-            f" checkpoint was made with ({recorded['num_tokens']} tokens)",
-            "give the folder of the Hugging Face base model, or leave --tokenizer-dir out",
-        )
+    if recorded is not None:
+        _compare_recorded(folder, recorded, f"the tokenizer in {directory}", "the checkpoint")
     return folder
+
+
+def load_engine_tokenizer(
+    engine_dir: Path, given: str | None = None, flag: str = "--tokenizer-dir"
+) -> tuple[str | None, Any]:
+    """Load the tokenizer that is given, or else the engine's; return its folder, too.
+
+    flag: the option that gives it. Raises SpecDecError for the tokenizer of another model.
+    """
+    folder = find_tokenizer(engine_dir, given)
+    if folder is None:
+        return None, None
+    tokenizer = load_tokenizer(folder, flag)
+    remembered, whose = engine_dir / FOLDER, f"{flag} {given}"
+    if given is None or remembered.resolve() == Path(folder).resolve():
+        return folder, tokenizer
+    if remembered.is_dir():
+        _compare(load_tokenizer(remembered), tokenizer, engine_dir, whose)
+    elif recorded := read_recorded(engine_dir):
+        _compare_recorded(_find_folder(given), recorded, whose, str(engine_dir))
+    return folder, tokenizer
+
+
+def _find_folder(directory: str) -> Path:
+    folder = Path(localize(directory))
+    return folder if folder.is_dir() else fetch_tokenizer(directory)
+
+
+def _compare_recorded(folder: Path, recorded: dict[str, Any], whose: str, maker: str) -> None:
+    """Raise SpecDecError for a tokenizer other than the one whose vocabulary a manifest records."""
+    found = read_vocabulary(folder)
+    keys = [] if found is None else list_differences(found, recorded)
+    if found is None or not keys:
+        return
+    fact = (
+        f"{whose} ({found['num_tokens']} tokens) is not the one that {maker} was made with"
+        f" ({recorded['num_tokens']} tokens)"
+    )
+    if keys == [READING_KEY]:
+        fact = (
+            f"{whose} reads texts otherwise than the one that {maker} was made with, though"
+            f" both have the same {found['num_tokens']} tokens: its tokenizer.json splits texts or"
+            " decodes tokens in another way"
+        )
+    raise SpecDecError(
+        fact, "give the folder of the Hugging Face base model, or leave --tokenizer-dir out"
+    )
+
+
+def _compare(known: Any, tokenizer: Any, engine_dir: Path, whose: str) -> None:
+    """Raise SpecDecError for a tokenizer other than an engine's own. known: the engine's own.
+
+    Tokens that are added to either are no difference.
+    """
+    ours, theirs = ({n: t for t, n in one.get_vocab().items()} for one in (known, tokenizer))
+    added = known.added_tokens_decoder.keys()
+    different = [
+        number for number, token in sorted(ours.items())
+        if theirs.get(number, token if number in added else None) != token
+    ]  # fmt: skip
+    remedy = f"leave {whose.split()[0]} out: the engine holds its own tokenizer"
+    if different:
+        shown = ", ".join(
+            f"{number} is {ours[number]!r} and {theirs.get(number, 'absent')!r}"
+            for number in different[:MAX_SHOWN]
+        )
+        raise SpecDecError(
+            f"{whose} is not the tokenizer of {engine_dir}: {len(different)} of its {len(ours)}"
+            f" tokens differ: {shown}",
+            remedy,
+        )
+    backends = [getattr(one, "backend_tokenizer", None) for one in (known, tokenizer)]
+    if None in backends:
+        return
+    difference = find_difference(
+        functools.partial(read_plainly, backends[0]), functools.partial(read_plainly, backends[1]),
+        TEXTS,
+    )  # fmt: skip
+    if difference is not None:
+        shown = difference.describe("to the engine's own", "to that one")
+        raise SpecDecError(f"{whose} is not the tokenizer of {engine_dir}: {shown}", remedy)
 
 
 def fetch_tokenizer(hub_id: str) -> Path:
     """Fetch a tokenizer's files from the Hub, or find them cached; return their folder."""
     if not is_hub_id(hub_id):
         raise refuse_absent(Path(hub_id), f"--tokenizer-dir {hub_id}")
-    folder = fetch_files(hub_id, "--tokenizer-dir", FILES)
+    folder = fetch_files(hub_id, "--tokenizer-dir", (*FILES, f"{TEMPLATES}/*.jinja"))
     if not (folder / "generation_config.json").is_file():
         logger.warning(
             "--tokenizer-dir %s: no generation_config.json was found, so only the end tokens of"
@@ -76,6 +154,9 @@ def copy_tokenizer(folder: Path, engine_dir: Path) -> None:
     for name in FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, copied / name)
+    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+        (copied / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, copied / TEMPLATES / path.name)
     load_tokenizer(str(copied))  # that nothing it needs is missing
 
 

@@ -1,4 +1,4 @@
-"""What a model's token ids mean, told by a hash, so that two models can be compared later."""
+"""Hashes of what a model's token ids mean and how text is read, to compare two models later."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from typing import Any
 
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
+from specdec.text_reading import hash_reading
 
 KEY = "vocabulary"  # of a manifest
+TOKEN_KEYS = ("num_tokens", "sha256")  # what token ids mean
+READING_KEY = "reading_sha256"  # how text becomes ids; manifests of older versions have none
 SPACE = "\u2581"  # what a SentencePiece tokenizer writes for a space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # and for a byte of what it has no token for
 
 
 def read_vocabulary(folder: Path) -> dict[str, Any] | None:
-    """Return number and hash of the tokens of a Hugging Face folder's tokenizer, None without one.
+    """Return number and hashes of the tokens of a folder's tokenizer, None without one.
 
     Hashed are the pairs of token and id, added tokens included: not the size of the model's tables,
-    which padding changes, and not how text is split. The files of a tokenizer are read in the
-    order in which transformers prefers them.
+    which padding changes. How a tokenizer.json reads text has a hash of its own. The files of a
+    tokenizer are read in the order in which transformers prefers them.
     """
     tokens: dict[str, int] = {}
+    reading = None
     try:
         if (folder / "tokenizer.json").is_file():
             document = read_json(folder / "tokenizer.json")
             tokens = _list_tokens(document["model"]["vocab"])
             tokens |= {entry["content"]: entry["id"] for entry in document["added_tokens"]}
+            reading = hash_reading(folder / "tokenizer.json")
         elif (folder / "vocab.json").is_file():
             tokens = dict(read_json(folder / "vocab.json"))
             if (folder / "added_tokens.json").is_file():
@@ -43,7 +48,24 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
         return None
     pairs = sorted((number, token) for token, number in tokens.items())
     text = json.dumps(pairs, ensure_ascii=True, separators=(",", ":"))
-    return {"num_tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    found = {"num_tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return found if reading is None else {**found, READING_KEY: reading}
+
+
+def list_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """List the keys by which two vocabularies differ, of those that both have."""
+    keys = (*TOKEN_KEYS, READING_KEY)
+    return [key for key in keys if key in first and key in second and first[key] != second[key]]
+
+
+def has_same_tokens(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether token ids mean the same in two vocabularies, however text becomes ids."""
+    return not set(list_differences(first, second)) & set(TOKEN_KEYS)
+
+
+def keep_tokens(vocabulary: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a vocabulary says of its token ids, for what is given and kept as ids."""
+    return {key: value for key, value in (vocabulary or {}).items() if key in TOKEN_KEYS}
 
 
 def _list_tokens(vocab: Any) -> dict[str, int]:

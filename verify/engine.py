@@ -32,6 +32,7 @@ from specdec.model.blocks import GGUF
 from specdec.options import as_options
 from specdec.pretrained import load_config, load_tokenizer
 from specdec.texts import TEXTS
+from specdec.tokenizer import find_tokenizer
 
 from .greedy import (
     SPACINGS,
@@ -43,6 +44,7 @@ from .greedy import (
     judge_in_float32,
 )
 from .quantized import compare_with_plain, measure_distance
+from .readings import find_wrong_readings, open_reference
 from .reference import Reference, check_pair, find_own_arithmetic, load_reference, read_end_ids
 from .sampling import NUM_PROMPTS, list_samples, verify_sampling
 from .settings import VerifySettings, check_flags
@@ -101,8 +103,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
         )
     dtype = engine.checkpoint.model.dtype
     texts_dir = localize(model_dir)
-    has_texts = not Path(texts_dir).is_dir() or has_tokenizer(Path(texts_dir))
-    tokenizer = load_tokenizer(texts_dir, "--model-dir") if has_texts else None
+    tokenizer, engine_tokenizer = open_tokenizers(engine_dir, texts_dir)
     prompts = list_prompts(settings, engine, tokenizer)
     num_alone = min(settings.num_alone, len(prompts))
     logger.info(
@@ -112,8 +113,9 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     )  # fmt: skip
     # The engine has its turn first, so that the two never share the memory.
     written = write_texts(
-        draft_always(settings, engine), prompts, tokenizer, has_own_arithmetic=own is not None
-    )
+        draft_always(settings, engine), prompts, engine_tokenizer,
+        has_own_arithmetic=own is not None,
+    )  # fmt: skip
     with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
         # A file's blocks stand for numbers that bfloat16 does not hold.
         reference_dtype = "float32" if own == GGUF else dtype
@@ -130,8 +132,12 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     ends = read_end_ids(texts_dir, config, tokenizer)
     wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in written.texts]
     found["wrong_ends"] += [wrong for wrong in wrong_ends if wrong]
+    found["wrong_readings"] = find_wrong_readings(
+        open_reference(texts_dir, tokenizer), tokenizer, engine_tokenizer, prompts, written.batch
+    )
     verdict = find_verdict(divergence.kind for divergence in divergences)
-    if found["wrong_ends"] or (found["sampling"] or {}).get("verdict") == DIFFERS:
+    is_wrong = bool(found["wrong_ends"] or found["wrong_readings"])
+    if is_wrong or (found["sampling"] or {}).get("verdict") == DIFFERS:
         verdict = DIFFERS
     batch = {text.prompt: text.output_ids for text in written.batch}
     is_same = [t.output_ids == batch[t.prompt] for t in written.texts if t.run == "alone"]
@@ -183,6 +189,15 @@ def compare_with_model(
         "lossy": False, "wrong_ends": [], "logit_difference": difference, "logit_bound": bound,
         "sampling": sampling,
     }  # fmt: skip
+
+
+def open_tokenizers(engine_dir: Path, texts_dir: str) -> tuple[Any, Any]:
+    """Load the model's tokenizer, and the one that the engine reads texts by: its own, if any."""
+    if Path(texts_dir).is_dir() and not has_tokenizer(Path(texts_dir)):
+        return None, None
+    tokenizer = load_tokenizer(texts_dir, "--model-dir")
+    remembered = find_tokenizer(engine_dir)
+    return tokenizer, tokenizer if remembered is None else load_tokenizer(remembered)
 
 
 def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettings:
@@ -272,7 +287,8 @@ def open_engine(
     options = {name: getattr(settings, name) for name in name_options("draft")}
     decode = DecodeSettings(
         engine_dir=need(settings.engine_dir), device=settings.device,
-        tokenizer_dir=None if tokenizer is None else localize(need(settings.model_dir)),
+        tokenizer_dir=None if tokenizer is None else find_tokenizer(need(settings.engine_dir))
+        or localize(need(settings.model_dir)),
         no_speculation=not speculate, **options if speculate else {},
     )  # fmt: skip
     with Engine.open(decode, tokenizer) as engine:

@@ -10,6 +10,10 @@ from specdec.model.blocks import GGUF
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
 END_HINT = "check eos_token_id in generation_config.json"
+READING_HINT = (
+    "build the engine again with --tokenizer-dir MODEL; if it still differs, this is a fault in"
+    " specdec: report it with this message"
+)
 WITHOUT_DRAFTS = ("with drafts", "without")  # of an engine alongside itself
 CAUSES = {
     "rounding": "a near-tie",
@@ -64,7 +68,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(
             f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are not near-ties"
         )
-    lines += [f"  {wrong}" for wrong in report["wrong_ends"]]
+    lines += [f"  {wrong}" for wrong in report["wrong_ends"] + report["wrong_readings"]]
     if kind is not None:
         lines += format_distance(report)
     elif report["sampling"] is not None:
@@ -158,6 +162,8 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
         return SpecDecError(f"{pair}: {describe_divergence(wrong[0], *names)}{more}", hint)
     if report["wrong_ends"]:
         return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
+    if report["wrong_readings"]:
+        return SpecDecError(f"{pair} in its tokenizer: {report['wrong_readings'][0]}", READING_HINT)
     facts = format_sampling(report["sampling"])
     return SpecDecError(
         f"{pair} in sampled text: {'; '.join(fact.strip() for fact in facts)}",

@@ -45,8 +45,7 @@ from specdec.errors import (
 )
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.options import check_value, get_flags
-from specdec.pretrained import load_tokenizer
-from specdec.tokenizer import find_tokenizer
+from specdec.tokenizer import find_tokenizer, load_engine_tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -236,10 +235,11 @@ class Engine:
             raise UsageError(
                 f"prompt_chunk is {prompt_chunk!r}", 'give a number from 1 on, "auto", or None'
             )
-        folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
+        if tokenizer is None:
+            folder, tokenizer = load_engine_tokenizer(settings.engine_dir, settings.tokenizer_dir)
+        else:
+            folder = find_tokenizer(settings.engine_dir, settings.tokenizer_dir)
         settings = dataclasses.replace(settings, tokenizer_dir=folder)
-        if tokenizer is None and folder is not None:
-            tokenizer = load_tokenizer(folder)
         tokenizer = use_template(tokenizer, settings.chat_template)
         end_ids = find_end_ids(settings, tokenizer)
         core = load_engine(settings, tokenizer)

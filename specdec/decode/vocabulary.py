@@ -8,7 +8,8 @@ from typing import Any
 
 from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.tokenizer import find_tokenizer
+from specdec.tokenizer import find_tokenizer, load_engine_tokenizer
+from specdec.vocabulary import has_same_tokens
 
 logger = logs.get_logger(__name__)
 MAX_SHOWN = 3
@@ -32,19 +33,20 @@ def check_vocabularies(
     known from the tokenizers, or from the vocabularies that the engines' manifests record.
     """
     if draft_tokenizer_dir is not None:
-        from specdec.pretrained import load_tokenizer
-
         if tokenizer is None:
             raise SpecDecError(
                 "--draft-tokenizer-dir is compared with --tokenizer-dir, which is not given",
                 "give both",
             )
-        compare_tokenizers(tokenizer, load_tokenizer(draft_tokenizer_dir, "--draft-tokenizer-dir"))
+        flag = "--draft-tokenizer-dir"
+        compare_tokenizers(
+            tokenizer, load_engine_tokenizer(draft.folder, draft_tokenizer_dir, flag)[1]
+        )
         return
     sizes = target.vocab_size, draft.vocab_size
     known = target.recorded, draft.recorded
     if known[0] is not None and known[1] is not None:
-        if known[0] != known[1]:
+        if not has_same_tokens(known[0], known[1]):
             ours, theirs = known[0]["num_tokens"], known[1]["num_tokens"]
             how = (
                 f"{target.folder} was made with one of {ours} tokens, {draft.folder} with one of"
@@ -83,8 +85,6 @@ def load_pair(
     tokenizer: the target's, where it is known. draft_tokenizer_dir: None is the folder that the
     draft model's engine holds.
     """
-    from specdec.pretrained import load_tokenizer
-
     folder = find_tokenizer(draft.folder, draft_tokenizer_dir)
     if tokenizer is None or folder is None:
         lacking = target.folder if tokenizer is None else draft.folder
@@ -93,12 +93,15 @@ def load_pair(
             f"--draft-vocabulary shared needs both tokenizers, and {lacking} holds none",
             f"give {flag}, or build that engine with --tokenizer-dir",
         )
-    if target.recorded is not None and target.recorded == draft.recorded:
+    known = target.recorded, draft.recorded
+    if known[0] and known[1] and has_same_tokens(known[0], known[1]):
         logger.warning(
             "both models have the same %d tokens: --draft-vocabulary shared is not needed",
-            target.recorded["num_tokens"],
+            known[0]["num_tokens"],
         )
-    return tokenizer, load_tokenizer(folder, "--draft-tokenizer-dir")
+    return tokenizer, load_engine_tokenizer(
+        draft.folder, draft_tokenizer_dir, "--draft-tokenizer-dir"
+    )[1]
 
 
 def compare_tokenizers(target: Any, draft: Any) -> None:

@@ -16,7 +16,7 @@ from specdec.decode.settings import DecodeSettings
 from specdec.files.reading import hash_file
 from specdec.tokenizer import FOLDER, check_tokenizer, copy_tokenizer, find_tokenizer
 from tests.conftest import make_llama, make_tokenizer
-from tests.engines import call, run_here
+from tests.engines import call, run_cli_here, run_here
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +112,19 @@ def test_a_given_tokenizer_wins(folder: Path) -> None:
     assert find_tokenizer(folder / "bare") is None
 
 
-def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    make_tokenizer(other)
-    document = json.loads((other / "tokenizer.json").read_text())
+def swap_tokens(folder: Path) -> Path:
+    """Write the tokenizer of another model: as many tokens, two of which have changed places."""
+    make_tokenizer(folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
     vocab = document["model"]["vocab"]
     first, second = list(vocab)[10:12]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    (other / "tokenizer.json").write_text(json.dumps(document))
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = swap_tokens(tmp_path / "other")
     with pytest.raises(SpecDecError, match="is not the one that the checkpoint was made with"):
         build(folder, "refused", "--tokenizer-dir", other)
     (tmp_path / "empty").mkdir()
@@ -151,3 +155,46 @@ def test_verify_lets_no_remembered_tokenizer_end_a_text(folder: Path, tmp_path: 
         (output,) = write("a prompt", [[5, 9, 77]], is_greedy=True)
     assert output.finish_reason == "length"
     assert 117 in output.token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("engine", "is not the tokenizer of .*engine: 2 of its .* tokens differ: 1[0-9] is '"),
+        ("bare", "is not the one that .*bare was made with"),
+    ],
+)
+def test_another_models_tokenizer_is_refused_at_each_use(
+    folder: Path, tmp_path: Path, name: str, fact: str
+) -> None:
+    """It wrote garbage, with status 0."""
+    other = swap_tokens(tmp_path / "other")
+    with pytest.raises(SpecDecError, match=fact) as caught:
+        Engine.load(folder / name, tokenizer=str(other), device="cpu")
+    assert "leave --tokenizer-dir out" in caught.value.hint
+    done = run_cli_here(
+        "run", "--engine-dir", folder / name, "--tokenizer-dir", other, "--input-text", "def a"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "was made with" in done.stderr or "is not the tokenizer of" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["engine", "bare"])
+def test_a_tokenizer_that_splits_otherwise_is_refused(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    other = make_tokenizer(tmp_path / "other")
+    document = json.loads((other / "tokenizer.json").read_text())
+    document["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(SpecDecError, match="reads texts otherwise than|to the engine's own"):
+        Engine.load(folder / name, tokenizer=str(other), device="cpu")
+
+
+def test_tokens_that_a_tokenizer_adds_are_no_other_model(folder: Path, tmp_path: Path) -> None:
+    other = make_tokenizer(tmp_path / "other")
+    path = other / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "[PAD]"}))
+    for name in ("engine", "bare"):
+        with Engine.load(folder / name, tokenizer=str(other), device="cpu") as engine:
+            assert engine.tokenizer.pad_token == "[PAD]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from specdec.decode.api import Engine, Output
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
+from specdec.pretrained import load_tokenizer
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
 from specdec.verify.engine import verify_engine
 from specdec.verify.greedy import Text, compare_logits, compare_text, judge_in_float32
@@ -355,6 +357,53 @@ def test_a_wrong_end_is_found(
     report = verify(plain, parent / "target", num_alone=0)
     assert report["verdict"] == "differs"
     assert message in report["wrong_ends"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "x"}},
+         "to the engine"),
+        ({"decoder": {"type": "Replace", "pattern": {"String": "e"}, "content": "x"}},
+         "tokens behind"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_holds_a_wrong_tokenizer_is_found(
+    plain: Path, parent: Path, tmp_path: Path, change: dict[str, Any], fact: str | None
+) -> None:
+    """Its text is the model's behind the wrong tokens."""
+    engine = tmp_path / "engine"
+    shutil.copytree(plain, engine)
+    make_tokenizer(engine / "tokenizer")
+    path = engine / "tokenizer" / "tokenizer.json"
+    write_json(path, read_json(path) | change)
+    report = verify(engine, parent / "target", num_alone=0)
+    assert report["verdict"] == ("exact" if fact is None else "differs")
+    assert (fact is None) == (report["wrong_readings"] == [])
+    if fact is not None:
+        assert any(fact in wrong for wrong in report["wrong_readings"])
+        error = find_error(report)
+        assert error is not None
+        assert "in its tokenizer: " in error.message
+
+
+def test_a_loader_that_reads_texts_otherwise_is_found(
+    plain: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference reads tokenizer.json by itself."""
+    from specdec.verify import engine
+
+    def load(name: str, flag: str = "") -> Any:
+        from tokenizers.normalizers import Lowercase
+
+        tokenizer = load_tokenizer(name, flag)
+        tokenizer.backend_tokenizer.normalizer = Lowercase()
+        return tokenizer
+
+    monkeypatch.setattr(engine, "load_tokenizer", load)
+    report = verify(plain, parent / "target", num_alone=0)
+    assert (report["verdict"], bool(report["wrong_readings"])) == ("differs", True)
 
 
 # ---- What is refused.

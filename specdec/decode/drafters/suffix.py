@@ -29,6 +29,7 @@ from specdec.engine.tree import Tree, make_root
 from specdec.errors import SpecDecError
 from specdec.files.texts import add_texts, check_writable, read_texts
 from specdec.methods.suffix import METHOD, SuffixOptions
+from specdec.vocabulary import keep_tokens
 
 logger = logs.get_logger(__name__)
 NUM_BRANCHES = 4  # of the tokens that followed a place, the most frequent: no more are drafted
@@ -47,7 +48,7 @@ def make_proposer(context: DraftContext) -> SuffixProposer:
     assert isinstance(options, SuffixOptions)
     context.check_room(METHOD, options.max_tokens)
     vocabulary = {"vocab_size": engine.config.checkpoint.model.vocab_size}
-    return SuffixProposer(options, vocabulary | (engine.config.vocabulary or {}))
+    return SuffixProposer(options, vocabulary | keep_tokens(engine.config.vocabulary))
 
 
 class Node:
