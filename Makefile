@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start many processes: byte code of what they import is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo test test-transformers-4 mutants oracles clients kernels check fix bench dist clean
+.PHONY: help dev demo test test-transformers-4 mutants oracles clients pages kernels check fix bench dist clean
 
 help:
 	@echo "make demo    a chat model answers, drafted tokens marked, and what drafts gain: three minutes"
@@ -38,6 +38,7 @@ help:
 	@echo "make clients OpenAI's client, agents, evaluations and load generators, each installed by"
 	@echo "             pip into .clients, against a server: half an hour, 7 GB of disk"
 	@echo "             (CLIENTS='--only openai litellm' for a part)"
+	@echo "make pages   the commands on pages that show their output, run again and compared: minutes"
 	@echo "make check   lint, format and type checks, as in CI"
 	@echo "make fix     fix what the linter and the formatter can"
 	@echo "make bench   run the CPU benchmarks, reports in out/bench: hours, 20 GB of memory and"
@@ -100,6 +101,10 @@ oracles: $(READY)
 CLIENTS ?=
 clients: $(READY)
 	@$(BIN)/python -u -m tests.clients --torch-index '$(TORCH_INDEX)' $(CLIENTS)
+
+# The outputs that pages show, of commands on a model that get.py fetches.
+pages: $(READY)
+	@$(BIN)/python -u -m tests.pages
 
 kernels: $(READY)
 	@$(BIN)/python -u -m tests.engine.matrix $(KERNELS)

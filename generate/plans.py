@@ -119,7 +119,8 @@ def foresee_engine(plan: EnginePlan) -> EngineConfig | None:
 
     place = Path("checkpoint"), Path("engine")  # neither is looked at
     convert, build = load_command("convert"), load_command("build")
-    with logs.hush("specdec", logging.ERROR):  # the work itself tells it
+    # The work itself tells what is read and made; but a model of the Hub is fetched here.
+    with logs.hush("specdec", logging.ERROR), logs.hush("specdec.convert.hub", logging.INFO):
         settings = convert.settings_class(**plan.convert, output_dir=place[0])
         checkpoint, vocabulary = convert.foresee(settings)
         options = complete_build(plan.build, checkpoint.model.max_position_embeddings)

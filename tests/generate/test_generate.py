@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specdec import logs
 from specdec.command.stages import load_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.generate import pipeline
@@ -191,6 +192,23 @@ def test_what_the_stages_refuse_is_known_before(
     assert done.returncode in (1, 2)
     assert message in " ".join(done.stderr.split())
     assert not list((tmp_path / "cache").glob("generate/*"))
+
+
+def test_a_download_is_told_while_an_engine_is_planned(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the work tells itself is told once."""
+
+    def foresee(settings: Any) -> Any:
+        logs.get_logger("specdec.convert.hub").info("fetching %s", settings.model_dir)
+        logs.get_logger("specdec.convert.pipeline").warning("told later")
+        raise SpecDecError("no network", "connect")
+
+    monkeypatch.setattr(load_command("convert"), "foresee", foresee)
+    done = run_cli_here("generate", "--model-dir", models / "target", "abc")
+    assert "fetching " in done.stderr
+    assert "told later" not in done.stderr
+    assert "error: no network" in done.stderr
 
 
 def test_hints_about_lengths_lead_to_their_end(generate: Generate, models: Path) -> None:
