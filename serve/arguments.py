@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 from specdec.decode.schemas import find_target
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-# What Python prints, which templates put into prompts and models learn.
-PYTHON_CONSTANTS: Mapping[str, Any] = {"True": True, "False": False, "None": None}
+MAX_LITERAL = 10_000  # characters of a value that Python is asked to read
 TEXT_KEYWORDS = frozenset(("pattern", "minLength", "maxLength", "format"))
 
 
@@ -36,7 +36,7 @@ def _choose_value(text: str, schema: Any, reader: SchemaReader) -> Any:
         try:
             value = json.loads(text)
         except ValueError:
-            value = text if "string" in types else PYTHON_CONSTANTS.get(text.strip(), text)
+            value = text if "string" in types else _read_literal(text)
         is_text = isinstance(value, str)
         if reader.allows(value, schema) and (not is_text or types == JSON_TYPES):
             return value
@@ -46,6 +46,17 @@ def _choose_value(text: str, schema: Any, reader: SchemaReader) -> Any:
         # The model did not keep to the schema; what it meant is told by the types.
         return text if "string" in types and name_type(value) not in types else value
     except RecursionError:
+        return text
+
+
+def _read_literal(text: str) -> Any:
+    """Return the value of what Python prints, as some templates and models do; else the text."""
+    if len(text) > MAX_LITERAL:
+        return text
+    try:
+        value = json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
+        return text if isinstance(value, str) else value
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 

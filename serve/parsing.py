@@ -103,7 +103,7 @@ class Parser:
         self._texts = {"content": "", "reasoning_content": ""}
         self.reasoning_end = 0  # in the text that was fed
         self.calls: list[Delta] = []
-        self.is_call_cut = False  # the last call: its arguments are not whole
+        self.is_call_cut = False  # one of the calls: its arguments are not whole
         self._reader = self._read()
         next(self._reader)
 
@@ -324,7 +324,7 @@ class Parser:
             at = scan.at
             if not is_over:
                 yield
-        self.is_call_cut = not scan.is_whole
+        self.is_call_cut |= not scan.is_whole
         scan = JsonScan(at, depth)
         while depth and not scan.run(self._text) and not self._is_over:
             yield
@@ -437,7 +437,6 @@ class Parser:
             "function": {"name": name, "arguments": ""},
         }  # fmt: skip
         self.calls.append(call)
-        self.is_call_cut = False
         self._tell_call(call | {"function": dict(call["function"])})
 
     def _add_arguments(self, text: str) -> None:

@@ -41,6 +41,8 @@ OTHERS: list[tuple[Any, str, Any]] = [
     ({"anyOf": [INTEGER, NULL]}, "5", 5), ({"anyOf": [INTEGER, NULL]}, "None", None),
     ({"const": 5}, "5", 5), ({"enum": ["a", 1]}, "1", 1), ({"allOf": [to("Number")]}, "5", 5),
     ({"type": "boolean"}, "True", True), (TEXT, "True", "True"), (TEXT, '"a"', '"a"'),
+    ({"type": "object"}, "{'a': [True, None]}", {"a": [True, None]}), (TEXT, "{'a'}", "{'a'}"),
+    (INTEGER, "{1, 2}", "{1, 2}"), ({"type": "array"}, "(1, 2)", [1, 2]), (INTEGER, "1j", "1j"),
     ({"enum": ["a"]}, '"a"', "a"), ({}, "5", 5), ({}, '"a"', "a"), (True, "[1]", [1]),
     ({"anyOf": [to("List"), TEXT]}, '["1"]', ["1"]), ({"anyOf": [to("List"), TEXT]}, "[1]", "[1]"),
     ({"anyOf": [{"type": "object", "required": ["k"]}, TEXT]}, '{"k": 1}', {"k": 1}),
