@@ -161,6 +161,28 @@ def test_no_part_of_a_call_is_content_where_a_limit_ends_it(
             assert whole[1].startswith(one[1]), (text[:size], parts)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "is_call_cut"),
+    [
+        ("hermes", f"<tool_call>{JSON_F}", False), ("hermes", f"<tool_call>{JSON_F[:-2]}", True),
+        ("hermes", f"<tool_call>{JSON_F[:-2]}<\n<tool_call>{JSON_G}</tool_call>", True),
+        ("qwen3_coder", "<tool_call><function=f></function>", False),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></func", True),
+        ("mistral", f"[TOOL_CALLS]f{A[:-1]}", True), ("json", f"[{JSON_F}, {JSON_F[:-3]}", True),
+    ],
+)  # fmt: skip
+def test_a_call_is_cut_where_its_arguments_are_not_whole(
+    name: str, text: str, is_call_cut: bool
+) -> None:
+    """By a limit, a stop word, or a model that ends in the middle of them."""
+    for is_cut in (False, True):
+        parser = Parser(TOOL_FORMATS[name], None, schemas=SCHEMAS)
+        parser.feed(text)
+        parser.finish(is_cut=is_cut)
+        assert parser.calls
+        assert parser.is_call_cut is is_call_cut
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.parametrize(
     "text",
