@@ -14,7 +14,7 @@ from specdec.bench.prompts import read_prompt_set
 from specdec.chat import ChatFormat, Conversation
 from specdec.decode.prompts import read_line, read_prompts
 from specdec.errors import SpecDecError
-from specdec.train.data.dialogues import Dialogue, Row, Source
+from specdec.train.data.dialogues import DataSource, Dialogue, Row
 from specdec.train.data.pipeline import regenerate_data
 from specdec.train.data.settings import DataSettings
 from tests.conftest import make_llama, make_tokenizer
@@ -153,9 +153,9 @@ def test_rows_are_prompts_of_run_and_bench(regenerate: Regenerate, tmp_path: Pat
 
 
 def test_half_a_character_at_a_cut_is_no_answer(tmp_path: Path) -> None:
-    row = Row(index=0, place=1, line=b'{"prompt": "a"}')
+    row = Row(index=0, number=1, line=b'{"prompt": "a"}')
     settings = DataSettings(input="in.jsonl", output=tmp_path / "out.jsonl")
-    source = Source(name="in.jsonl", path=tmp_path / "in.jsonl", num_rows=1, facts={})
+    source = DataSource(name="in.jsonl", path=tmp_path / "in.jsonl", num_rows=1, facts={})
     for is_cut, text in ((True, "so "), (False, "so \ufffd")):
         dialogue = Dialogue(row, settings, source)
         dialogue.ask()

@@ -353,7 +353,7 @@ def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         for _ in range(2):
             with pytest.raises(client.RowError, match=r"HTTP 502 \(after 10 tries\)") as caught:
                 asked.ask("p", None)
-            assert caught.value.is_passing
+            assert caught.value.is_transient
     first, second = waits[:9], waits[9:]
     assert first != second
     for number, wait in enumerate(first):

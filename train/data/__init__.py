@@ -1,1 +1,1 @@
-"""specdec-train data: the training data with the target's own answers."""
+"""`specdec-train data`: training data with the target's own answers."""

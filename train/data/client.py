@@ -1,7 +1,7 @@
-"""The client of an OpenAI-compatible server: one request, tried until it is answered or hopeless.
+"""Client of an OpenAI-compatible server: a request is repeated until an answer or a final error.
 
-Only what every such server knows is asked for: `chat/completions` and `completions` with model,
-max_tokens, temperature, top_p and seed.
+Requests keep to parameters that every such server knows: `chat/completions` and `completions` with
+model, max_tokens, temperature, top_p and seed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reas
 FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
 MAX_WAIT = 60.0
 MAX_RETRY_AFTER = 3600.0  # longest wait that a server may ask for
-# Most bytes of an answer: so much for a token, and so much for all the rest.
-BYTES_PER_TOKEN = 256
-OTHER_BYTES = 2**20
+BYTES_PER_TOKEN = 256  # most bytes of an answer for each of its tokens
+OTHER_BYTES = 2**20  # most bytes of an answer beside its tokens
 KEY_VARIABLE = "OPENAI_API_KEY"
-PASSING_STATUSES = (408, 409, 425, 429)  # and all from 500 on
+TRANSIENT_STATUSES = (408, 409, 425, 429)  # and all from 500 on
 # Another row would be refused too; as are redirects, which are not followed.
 FATAL_HINTS = {
     401: f"put the key into {KEY_VARIABLE}",
@@ -56,15 +55,15 @@ logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """The message that the target wrote, and whether it was cut at the limit."""
+class TargetAnswer:
+    """Message that the target wrote; is_truncated: the token limit cut it."""
 
     message: Message
     is_truncated: bool
 
 
-class _Passing(Exception):
-    """A try failed in a way in which the next one need not."""
+class _TransientFailure(Exception):
+    """Failure that a repeated request may not meet; wait: seconds that the server asks for."""
 
     def __init__(self, reason: str, wait: float = 0.0) -> None:
         super().__init__(reason)
@@ -73,12 +72,12 @@ class _Passing(Exception):
 
 
 def check_url(url: str) -> None:
-    """Raise UsageError for what cannot be a server's base, SpecDecError where httpx is missing."""
+    """Raise UsageError where a URL cannot be a server's, SpecDecError where httpx is missing."""
     http_client.check_url(url, "--base-url", "train", KEY_VARIABLE)
 
 
 class Client:
-    """Asks one server. Threads may share it."""
+    """Connection to one server, which threads may share."""
 
     def __init__(self, settings: DataSettings) -> None:
         self.settings = settings
@@ -94,33 +93,34 @@ class Client:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End all waits for another try: no answers are needed any more."""
+        """End all waits before repetitions, as no answers are needed any more."""
         self._closed.set()
 
-    def ask(self, context: str | Conversation, seed: int | None) -> Answer:
-        """Return the target's answer; RowError if there is none for this row.
+    def ask(self, context: str | Conversation, seed: int | None) -> TargetAnswer:
+        """Return the target's answer to a prompt or a conversation.
 
-        SpecDecError where no row can have one: wrong address, refused key, unknown model.
+        Raises RowError where this row gets no answer, and SpecDecError where no row can get one:
+        wrong address, refused key, unknown model.
         """
         body = json.dumps(self._make_body(context, seed)).encode()
         tries = self.settings.max_retries + 1
         for number in range(tries):
             try:
                 return self._try(body)
-            except _Passing as failure:
+            except _TransientFailure as failure:
                 if number + 1 == tries:
                     count = f"{tries} tries" if tries > 1 else "1 try"
-                    raise RowError(f"{failure.reason} (after {count})", is_passing=True) from None
+                    raise RowError(f"{failure.reason} (after {count})", is_transient=True) from None
                 wait = min(MAX_WAIT, FIRST_WAIT * 2**number) * random.uniform(0.5, 1.5)
                 wait = max(wait, failure.wait)
                 self._pause(failure.reason, wait)
         raise AssertionError("the last try returns or raises")
 
     def _pause(self, reason: str, wait: float) -> None:
-        """Wait for the next try; RowError where the client was closed."""
+        """Wait before a repetition; raise RowError where the client was closed."""
         logger.debug("%s; again in %.1f s", reason, wait)
         if self._closed.wait(wait):
-            raise RowError(reason, is_passing=True)
+            raise RowError(reason, is_transient=True)
 
     def _make_body(self, context: str | Conversation, seed: int | None) -> dict[str, Any]:
         settings = self.settings
@@ -142,31 +142,31 @@ class Client:
                 body.setdefault("chat_template_kwargs", {})[name] = value
         return body
 
-    def _try(self, body: bytes) -> Answer:
+    def _try(self, body: bytes) -> TargetAnswer:
         try:
             response = self._http.exchange(self.url, body, self._max_bytes)
         except NoAnswer as lost:
             if lost.was_never:
                 raise lost.explain(self.url, "--base-url") from None
-            raise _Passing(lost.reason) from None
+            raise _TransientFailure(lost.reason) from None
         if not response.is_success:
             raise self._explain_status(response)
         data = response.data
         if len(data) > self._max_bytes:
-            raise _Passing(
+            raise _TransientFailure(
                 f"the answer is longer than {self._max_bytes} bytes, too long for --max-tokens"
                 f" {self.settings.max_tokens}"
             )
         try:
             return self._read_answer(json.loads(data))
         except (ValueError, RecursionError, LookupError, TypeError) as error:
-            raise _Passing(f"the answer is not what such servers send: {error}") from None
+            raise _TransientFailure(f"the answer is not what such servers send: {error}") from None
 
     @property
     def _max_bytes(self) -> int:
         return OTHER_BYTES + BYTES_PER_TOKEN * self.settings.max_tokens
 
-    def _read_answer(self, document: Any) -> Answer:
+    def _read_answer(self, document: Any) -> TargetAnswer:
         choice = document["choices"][0]
         answer: Message = {}
         if self.settings.completion:
@@ -193,14 +193,14 @@ class Client:
             raise RowError("the answer is empty")
         answer = {"content": text or "", **answer}
         json.dumps(answer, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        return Answer(answer, is_truncated=reason == "length")
+        return TargetAnswer(answer, is_truncated=reason == "length")
 
     def _explain_status(self, response: Response) -> Exception:
         status, message = response.status, f"HTTP {response.status}"
         if text := self._http.find_message(response.data):
             message += f", {shorten(text, 300)}"
-        if status in PASSING_STATUSES or status >= 500:
-            return _Passing(message, _read_wait(response.retry_after))
+        if status in TRANSIENT_STATUSES or status >= 500:
+            return _TransientFailure(message, _read_wait(response.retry_after))
         if status >= 400 and status not in FATAL_HINTS:
             return RowError(message)
         hint = FATAL_HINTS.get(status, "check --base-url and the server")
@@ -208,12 +208,12 @@ class Client:
 
 
 def write_messages(messages: list[Message]) -> list[Message]:
-    """Return messages as servers take them: the usual roles, and ids that join calls and results.
+    """Return a conversation's messages in the form that servers read.
 
-    Arguments of calls are texts there.
+    Roles are OpenAI's, arguments of calls are texts, and ids join calls to their results.
     """
-    written: list[Message] = []
-    waiting: list[str] = []  # ids of calls that have no result yet
+    server_messages: list[Message] = []
+    pending_call_ids: list[str] = []  # ids of calls that have no result yet
     for number, message in enumerate(convert_arguments(messages, to_text=True)):
         message = {
             **{name: value for name, value in message.items() if name in MESSAGE_KEYS},
@@ -224,18 +224,18 @@ def write_messages(messages: list[Message]) -> list[Message]:
                 {"id": f"call{number:03}{n:02}", "type": "function", **call}
                 for n, call in enumerate(message["tool_calls"])
             ]
-            waiting = [str(call["id"]) for call in message["tool_calls"]]
+            pending_call_ids = [str(call["id"]) for call in message["tool_calls"]]
         elif message["role"] == "tool":
-            known = message.setdefault(
-                "tool_call_id", waiting[0] if waiting else f"call{number:05}"
+            call_id = message.setdefault(
+                "tool_call_id", pending_call_ids[0] if pending_call_ids else f"call{number:05}"
             )
-            waiting = [name for name in waiting if name != known]
-        written.append(message)
-    return written
+            pending_call_ids = [name for name in pending_call_ids if name != call_id]
+        server_messages.append(message)
+    return server_messages
 
 
 def _read_wait(value: str | None) -> float:
-    """Seconds that a Retry-After header asks for: a number, or a date."""
+    """Return the seconds of a Retry-After header, which holds a number or a date."""
     if value is None:
         return 0.0
     try:

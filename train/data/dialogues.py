@@ -1,4 +1,4 @@
-"""The input's rows, of any usual format, and how each is answered turn by turn."""
+"""Rows of the input, in any usual format, and the dialogues that answer them turn by turn."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ ASKING_ROLES = ("user", "tool")
 
 
 class RowError(Exception):
-    """A row cannot be answered; the others can. is_passing: another try may succeed."""
+    """Error of one row, which leaves the others alone; is_transient: another run may succeed."""
 
-    def __init__(self, reason: str, *, is_passing: bool = False) -> None:
+    def __init__(self, reason: str, *, is_transient: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.is_passing = is_passing
+        self.is_transient = is_transient
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row as it was read: a line of a file, or a dataset's value."""
+    """Row of the input: a line of a file, or a dataset's value."""
 
     index: int  # from 0, of the input's rows
-    place: int  # line of the file, or number in the list or dataset, from 1
+    number: int  # line of the file, or number in the list or dataset, from 1
     line: bytes | None = None
     value: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """The input: how many rows, and what a manifest tells of it."""
+class DataSource:
+    """Input file or dataset: its name, its number of rows, its facts for the manifest."""
 
     name: str
     num_rows: int
     facts: dict[str, Any]
     path: Path | None = None
-    rows: Any = None  # a dataset, where it is no file
+    rows: Any = None  # a dataset of the Hub, where there is no path
 
     def read(self) -> Iterator[Row]:
         """Yield the rows in order."""
@@ -71,14 +71,14 @@ class Source:
             for index, (number, line) in enumerate(read_lines(self.path)):
                 if index >= self.num_rows:
                     return
-                yield Row(index=index, place=number, line=line)
+                yield Row(index=index, number=number, line=line)
         else:
             for index in range(self.num_rows):
-                yield Row(index=index, place=index + 1, value=self.rows[index])
+                yield Row(index=index, number=index + 1, value=self.rows[index])
 
 
-def open_source(settings: DataSettings) -> Source:
-    """Find the input: a file, or else a dataset of the Hub."""
+def open_source(settings: DataSettings) -> DataSource:
+    """Open the input: a file, or else a dataset of the Hub."""
     name = settings.input
     path = Path(name)
     if not path.is_file() and path.suffix not in SUFFIXES:
@@ -86,14 +86,14 @@ def open_source(settings: DataSettings) -> Source:
     else:
         check_data_file(path, "--input")
         num_rows = sum(1 for _ in read_lines(path))
-        source = Source(name=name, path=path, num_rows=num_rows, facts=describe_file(path))
+        source = DataSource(name=name, path=path, num_rows=num_rows, facts=describe_file(path))
     if not source.num_rows:
         raise SpecDecError(f"--input {name} holds no row", "give a file with rows")
-    wanted = settings.max_rows or source.num_rows
-    return dataclasses.replace(source, num_rows=min(wanted, source.num_rows))
+    max_rows = settings.max_rows or source.num_rows
+    return dataclasses.replace(source, num_rows=min(max_rows, source.num_rows))
 
 
-def _load_dataset(name: str, split: str) -> Source:
+def _load_dataset(name: str, split: str) -> DataSource:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -114,19 +114,19 @@ def _load_dataset(name: str, split: str) -> Source:
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
     facts = {"dataset": name, "split": split, "rows": len(rows), "sha256": digest.hexdigest()}
-    return Source(name=name, rows=rows, num_rows=len(rows), facts=facts)
+    return DataSource(name=name, rows=rows, num_rows=len(rows), facts=facts)
 
 
 class Dialogue:
-    """One row on its way: what is asked next, and the answers so far.
+    """Conversation or prompt of one row, with the target's answers so far.
 
-    In a chat an assistant's turn is made again wherever one follows a user's or a tool's, and after
-    the last of those; every answer is given in view of the new ones before it. A tool's turn that
-    follows a call is an answer to that call: where the target does not call the same, the
-    conversation ends with what it says.
+    In a chat the target answers wherever an assistant's turn follows a user's or a tool's turn, and
+    after the last of those; it reads its own answers before, not the data's. A tool's turn that
+    follows a call is the result of that call: where the target makes another call, the conversation
+    ends with the target's answer.
     """
 
-    def __init__(self, row: Row, settings: DataSettings, source: Source) -> None:
+    def __init__(self, row: Row, settings: DataSettings, source: DataSource) -> None:
         self.row = row
         self.id: Any = None
         self.is_truncated = False
@@ -134,10 +134,10 @@ class Dialogue:
         self._prompt: str | None = None
         self._messages: list[Message] = []
         self._options: Mapping[str, Any] = {}
-        self._turns = self._plan(row, settings, source)
+        self._turns = self._plan_turns(row, settings, source)
 
     def ask(self) -> str | Conversation | None:
-        """Return the prompt or the messages that are to be answered next; None at the end."""
+        """Return the prompt or the messages that the target answers next; None at the end."""
         while self._turns and self._turns[0]["role"] != "assistant":
             self._messages.append(self._turns.pop(0))
         if not self._turns:
@@ -145,30 +145,32 @@ class Dialogue:
         return Conversation(self._messages, self._options) if self._prompt is None else self._prompt
 
     def add(self, answer: Message, *, is_truncated: bool) -> None:
-        """Take the answer. One that was cut ends the conversation, without half a character."""
+        """Add the target's answer; one that was cut ends the dialogue, without half a character."""
         if is_truncated:
             answer = {**answer, "content": answer["content"].rstrip(INCOMPLETE)}
         self.num_answers += 1
-        old = self._turns.pop(0)
-        calls, old_calls = (_list_calls(message) for message in (answer, old))
+        replaced_turn = self._turns.pop(0)
+        calls, old_calls = (_list_calls(message) for message in (answer, replaced_turn))
         if calls and calls == old_calls:
-            answer = {**answer, "tool_calls": old["tool_calls"]}  # whose ids the results name
+            answer = {**answer, "tool_calls": replaced_turn["tool_calls"]}  # results have their ids
         self._messages.append({"role": "assistant", **answer})
-        is_lost = calls != old_calls and bool(self._turns) and get_speaker(self._turns[0]) == "tool"
-        if is_truncated or is_lost:
+        is_without_results = (
+            calls != old_calls and bool(self._turns) and get_speaker(self._turns[0]) == "tool"
+        )
+        if is_truncated or is_without_results:
             self.is_truncated = is_truncated
             self._turns.clear()
 
     def to_json(self) -> dict[str, Any]:
-        """The row of the output, as `specdec-train --data` takes it."""
+        """Return the row of the output, in the form that `specdec-train --data` reads."""
         document: dict[str, Any] = {"index": self.row.index}
         if self.id is not None:
             document["id"] = self.id
         if self._prompt is None:
             document["messages"] = self._messages
             document |= {k: v for k, v in self._options.items() if k in OPTIONS}
-            if more := {k: v for k, v in self._options.items() if k not in OPTIONS}:
-                document["chat_template_kwargs"] = more
+            if template_arguments := {k: v for k, v in self._options.items() if k not in OPTIONS}:
+                document["chat_template_kwargs"] = template_arguments
         else:
             document["prompt"] = self._prompt
             document["text"] = self._prompt + self._messages[-1]["content"]
@@ -176,18 +178,17 @@ class Dialogue:
             document["truncated"] = True
         return document
 
-    def _plan(self, row: Row, settings: DataSettings, source: Source) -> list[Message]:
-        """Return the turns to come; those of the assistant are what the data says."""
+    def _plan_turns(self, row: Row, settings: DataSettings, source: DataSource) -> list[Message]:
+        """Return the turns to come; the assistant's are the data's, which the target replaces."""
         try:
-            with name_line(Path(source.name), row.place, "messages, conversations, prompt or text"):
+            with name_line(
+                Path(source.name), row.number, "messages, conversations, prompt or text"
+            ):
                 value = self._parse(row, source)
                 json.dumps(value, ensure_ascii=False, default=str).encode()  # or it is no text
-                is_chat = holds_conversation(value)
                 prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
-                if not is_chat and isinstance(prompt, list):  # TRL's form
-                    is_chat, value = True, {**value, "messages": prompt}
-                if is_chat and not settings.completion:
-                    conversation = parse_conversation(value)
+                if not settings.completion and (chat := _find_chat(value, prompt)) is not None:
+                    conversation = parse_conversation(chat)
                     self._options = conversation.options
                     return _plan_answers(conversation.messages, settings.system_prompt)
                 if not isinstance(prompt, str) or not prompt.strip():
@@ -202,7 +203,8 @@ class Dialogue:
             return [{"role": "assistant", "content": ""}]
         return _plan_answers([{"role": "user", "content": prompt}], settings.system_prompt)
 
-    def _parse(self, row: Row, source: Source) -> dict[str, Any]:
+    def _parse(self, row: Row, source: DataSource) -> dict[str, Any]:
+        """Return the object of a row, and note its id."""
         value = row.value
         if row.line is not None and source.path is not None and source.path.suffix == ".txt":
             value = {"prompt": row.line.decode("utf-8").rstrip("\r\n")}
@@ -215,14 +217,22 @@ class Dialogue:
         return value
 
 
+def _find_chat(value: dict[str, Any], prompt: Any) -> dict[str, Any] | None:
+    """Return a row's object that holds a conversation, whose messages TRL names `prompt`."""
+    if holds_conversation(value):
+        return value
+    return {**value, "messages": prompt} if isinstance(prompt, list) else None
+
+
 def _list_calls(message: Message) -> list[Any]:
-    """The functions that a message calls, with their arguments."""
+    """Return the functions that a message calls, with their arguments."""
     (plain,) = convert_arguments([message], to_text=False)
     calls = [call["function"] for call in plain.get("tool_calls", [])]
     return [(call["name"], call["arguments"]) for call in calls]
 
 
 def _plan_answers(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """Return the turns that remain: no answers but those after a user's or a tool's turn."""
     turns: list[Message] = []
     if system_prompt is not None and all(get_speaker(m) != "system" for m in messages):
         turns.append({"role": "system", "content": system_prompt})

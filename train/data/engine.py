@@ -1,4 +1,4 @@
-"""Answers of an engine of our own, turn by turn, as many rows at once as it decodes."""
+"""Answers by an engine folder, turn by turn, in batches as large as the engine decodes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from .settings import DataSettings
 logger = get_logger(__name__)
 
 
-class EngineRunner:
-    """Answers rows by an engine folder, which is loaded until it is closed."""
+class DialogueEngine:
+    """Engine that answers dialogues, loaded from a folder until it is closed."""
 
     def __init__(self, settings: DataSettings) -> None:
         self.settings, folder = settings, need(settings.engine_dir)
-        drafts = not _awaits_drafts(folder, read_backend(folder))
-        if not drafts:
+        speculation = not _awaits_drafts(folder, read_backend(folder))
+        if not speculation:
             logger.info(
                 "%s was built for drafts from outside, and none are needed here: it decodes without"
                 " speculation", folder,
             )  # fmt: skip
         self._engine = Engine.load(
-            folder, tokenizer=settings.tokenizer_dir, device=settings.device, speculation=drafts
+            folder,
+            tokenizer=settings.tokenizer_dir,
+            device=settings.device,
+            speculation=speculation,
         )
         self._tokenizer = self._engine.tokenizer
         self._format = ChatFormat(self._tokenizer)
@@ -42,11 +45,14 @@ class EngineRunner:
         self._engine.close()
 
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
-        """Yield each row when it is done, or with what it failed of."""
-        left, ready, asking = iter(dialogues), list[Dialogue](), list[tuple[Dialogue, Stream]]()
+        """Yield each dialogue when it ends, with the error where it failed."""
+        remaining_dialogues = iter(dialogues)
+        ready: list[Dialogue] = []  # have a turn that the engine can answer
+        streams: list[tuple[Dialogue, Stream]] = []  # turns that the engine answers
         while True:
-            ready += islice(left, self._engine.max_batch_size - len(asking) - len(ready))
-            if not ready and not asking:
+            num_free_rows = self._engine.max_batch_size - len(streams) - len(ready)
+            ready += islice(remaining_dialogues, num_free_rows)
+            if not ready and not streams:
                 return
             for dialogue in ready:
                 try:
@@ -57,13 +63,13 @@ class EngineRunner:
                 if prompt is None:
                     yield dialogue, None
                 else:
-                    asking.append((dialogue, self._engine.stream(prompt)))
+                    streams.append((dialogue, self._engine.stream(prompt)))
             self._engine.step()
-            ready, before, asking = [], asking, []
-            for dialogue, stream in before:
+            ready, running_streams, streams = [], streams, []
+            for dialogue, stream in running_streams:
                 event = stream.take()
                 if event is None or event.finish_reason is None:
-                    asking.append((dialogue, stream))
+                    streams.append((dialogue, stream))
                 elif text := stream.output.text:
                     is_truncated = event.finish_reason == "length"
                     dialogue.add({"content": text}, is_truncated=is_truncated)
@@ -72,7 +78,7 @@ class EngineRunner:
                     yield dialogue, RowError("the answer is empty")
 
     def _make_prompt(self, dialogue: Dialogue) -> Prompt | None:
-        """What the row asks next, None when it is done."""
+        """Return the prompt of a dialogue's next turn; None where the dialogue is at its end."""
         context = dialogue.ask()
         if context is None:
             return None
@@ -101,7 +107,7 @@ class EngineRunner:
 
 
 def _awaits_drafts(folder: Path, backend: str) -> bool:
-    """Return whether an engine was built for drafts that something else makes."""
+    """Return whether an engine was built for drafts from outside of it."""
     if backend == TENSORRT_LLM:  # which Engine.load refuses
         return False
     return read_engine_config(folder, backend).build.speculative_decoding_mode == METHOD.mode

@@ -1,7 +1,8 @@
-"""The rows that are done, in a file that a kill leaves whole, and the output made of it.
+"""Journal of answered rows, which survives a kill, and the output file that is made of it.
 
-First line: what the rows depend on. Then one object a line, in the order in which rows came to
-their end: {"index", "row"} or {"index", "failure"}. A last line that was cut is dropped.
+The first line holds the facts that the rows depend on. Each further line holds one row, in the
+order in which the rows ended: {"index", "row"} or {"index", "failure"}. A last line that was cut is
+dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specdec.files.staging import place_file
 
 
 class Journal:
-    """Open for one output file, by one process at a time."""
+    """Journal of one output file, open in one process at a time."""
 
     def __init__(
         self, output: Path, facts: Mapping[str, Any], *, resume: bool, force: bool
@@ -30,7 +31,7 @@ class Journal:
         self.facts = json.loads(json.dumps(facts))
         self.failures: dict[int, dict[str, Any]] = {}
         self.num_truncated = 0
-        self._places: dict[int, int] = {}  # of the rows that are done
+        self._offsets: dict[int, int] = {}  # bytes before the line of each answered row
         exists = self.path.exists()
         if exists and not resume and not force:
             raise SpecDecError(
@@ -53,14 +54,14 @@ class Journal:
             raise
 
     def __contains__(self, index: int) -> bool:
-        return index in self._places
+        return index in self._offsets
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
     def add_row(self, index: int, row: dict[str, Any]) -> None:
-        """Record a row that is done."""
-        self._places[index] = self._append({"index": index, "row": row})
+        """Record an answered row."""
+        self._offsets[index] = self._append({"index": index, "row": row})
         self.num_truncated += bool(row.get("truncated"))
 
     def add_failure(self, index: int, failure: dict[str, Any]) -> None:
@@ -69,12 +70,12 @@ class Journal:
         self._append({"index": index, "failure": failure})
 
     def write_output(self) -> None:
-        """Write the rows in the input's order, under the output's name only when all are there."""
+        """Write the rows in the input's order, under the output's name once all are written."""
         partial = self.path.with_name(self.path.name + ".output")
         try:
             with partial.open("wb") as file:
-                for index in sorted(self._places):
-                    self._file.seek(self._places[index])
+                for index in sorted(self._offsets):
+                    self._file.seek(self._offsets[index])
                     row = json.loads(self._file.readline())["row"]
                     file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 file.flush()
@@ -84,8 +85,8 @@ class Journal:
             partial.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let it go; a run that came to nothing leaves nothing to resume."""
-        if not self._file.closed and not self._places and not self.failures:
+        """Close the file; remove it where it has no row or failure to resume from."""
+        if not self._file.closed and not self._offsets and not self.failures:
             self.path.unlink(missing_ok=True)
             if self._made_folder:
                 with contextlib.suppress(OSError):  # it holds something else by now
@@ -93,11 +94,11 @@ class Journal:
         self._end()
 
     def _end(self) -> None:
-        with contextlib.suppress(OSError):  # of what a full disk did not take, which has been told
+        with contextlib.suppress(OSError):  # a full disk, which `_append` has reported
             self._file.close()
 
     def remove(self) -> None:
-        """The work is done: forget it."""
+        """Remove the file, whose output is written."""
         self.path.unlink(missing_ok=True)
         self.close()
 
@@ -110,34 +111,34 @@ class Journal:
             ) from None
 
     def _append(self, entry: Mapping[str, Any]) -> int:
-        """Write a line, which is then the system's to keep, whatever happens to this process."""
-        place = self._file.seek(0, os.SEEK_END)
+        """Write a line, which survives the end of this process; return its offset in the file."""
+        offset = self._file.seek(0, os.SEEK_END)
         try:
             self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             raise SpecDecError(
                 f"{self.path} cannot be written: {error.strerror}",
-                f"free some space{', and continue with --resume' * bool(self._places)}",
+                f"free some space{', and continue with --resume' * bool(self._offsets)}",
             ) from None
-        return place
+        return offset
 
     def _read(self) -> bool:
-        """Read what is there; return whether there was anything."""
+        """Read the lines of an earlier run; return whether there are any."""
         self._file.seek(0)
-        place = 0
+        offset = 0
         for line in self._file:
             if not line.endswith(b"\n"):
-                self._file.truncate(place)
+                self._file.truncate(offset)
                 break
             entry = self._parse(line)
-            if place == 0:
+            if offset == 0:
                 self._compare(entry.get("facts"))
             elif "row" in entry:
-                self._places[entry["index"]] = place
+                self._offsets[entry["index"]] = offset
                 self.num_truncated += bool(entry["row"].get("truncated"))
-            place += len(line)
-        return place > 0
+            offset += len(line)
+        return offset > 0
 
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
@@ -151,13 +152,13 @@ class Journal:
         )
 
     def _compare(self, facts: Any) -> None:
-        known = facts if isinstance(facts, dict) else {}
-        different = sorted(k for k in known.keys() | self.facts.keys()
-                           if known.get(k) != self.facts.get(k))  # fmt: skip
+        journal_facts = facts if isinstance(facts, dict) else {}
+        different = sorted(k for k in journal_facts.keys() | self.facts.keys()
+                           if journal_facts.get(k) != self.facts.get(k))  # fmt: skip
         if different:
-            named = ", ".join(f"{k} was {known.get(k)!r}, is {self.facts.get(k)!r}"
+            changes = ", ".join(f"{k} was {journal_facts.get(k)!r}, is {self.facts.get(k)!r}"
                               for k in different[:3])  # fmt: skip
             raise SpecDecError(
-                f"{self.path} was made otherwise: {named}",
+                f"{self.path} was made otherwise: {changes}",
                 "resume with the same input and options, or start over with --force",
             )

@@ -1,4 +1,4 @@
-"""Answers made again by the target: read, ask, journal, write."""
+"""Regeneration of answers by the target: read rows, ask the target, journal, write the output."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from specdec.options import Contradiction, refuse_contradictions
 from specdec.tokenizer import find_tokenizer, lack_tokenizer
 
 from .client import Client, check_url
-from .dialogues import Dialogue, Row, RowError, Source, open_source
+from .dialogues import DataSource, Dialogue, Row, RowError, open_source
 from .journal import Journal
 from .settings import DataSettings
 
 SERVER_FLAGS = ("base_url", "model")
 ENGINE_FLAGS = ("engine_dir", "tokenizer_dir")
-# What the answers depend on; a run that is resumed must have the same.
+# Settings that the answers depend on; a resumed run must have equal ones.
 FACTS = (
     "model", "completion", "max_tokens", "temperature", "top_p", "seed", "system_prompt",
     "max_rows", "drop_truncated",
 )  # fmt: skip
-MIN_LOST_ROWS = 8
+MIN_LOST_ROWS = 8  # rows in succession without an answer that end a run, or more by concurrency
 LONGEST_WAIT = 0.5  # seconds without a look for Ctrl-C
+END_OF_TASKS = object()
 
 logger = logs.get_logger(__name__)
 T = TypeVar("T")
@@ -50,19 +51,19 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
         facts["engine"] = describe_file(settings.engine_dir / "config.json")["sha256"]
     journal = Journal(settings.output, facts, resume=settings.resume, force=settings.force)
     try:
-        num_known = len(journal)
-        if num_known:
-            logger.info("%d of %d rows are done already", num_known, source.num_rows)
-        began = time.monotonic()
+        num_resumed = len(journal)
+        if num_resumed:
+            logger.info("%d of %d rows are done already", num_resumed, source.num_rows)
+        start_time = time.monotonic()
         make_rows(settings, source, journal)
         report = {
             "output": str(settings.output),
             "rows": source.num_rows,
             "answered": len(journal),
-            "resumed": num_known,
+            "resumed": num_resumed,
             "failed": len(journal.failures),
             "truncated": journal.num_truncated,
-            "seconds": round(time.monotonic() - began, 2),
+            "seconds": round(time.monotonic() - start_time, 2),
         }
         with tell_full_disk(settings.output, "free some space, and continue with --resume"):
             finish(settings, source, journal, report)
@@ -93,11 +94,11 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 
 
 def check_settings(settings: DataSettings) -> None:
-    """Raise for what can be seen to be wrong before anything is read."""
+    """Raise the errors of the settings that show before any data is read."""
     require(settings)
-    given = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
-    usable = SERVER_FLAGS if settings.engine_dir is None else ENGINE_FLAGS
-    if not given or set(given) - set(usable):
+    target_flags = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
+    allowed_flags = SERVER_FLAGS if settings.engine_dir is None else ENGINE_FLAGS
+    if not target_flags or set(target_flags) - set(allowed_flags):
         raise UsageError(
             "the target must be one server or one engine",
             "give --base-url and --model, or --engine-dir",
@@ -116,20 +117,22 @@ def check_settings(settings: DataSettings) -> None:
         raise UsageError("--output is the input", "name another file")
 
 
-def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
-    """Answer the rows that the journal lacks, and record each as soon as it is done."""
-    num_left = source.num_rows - len(journal)
-    left = (row for row in source.read() if row.index not in journal)
+def make_rows(settings: DataSettings, source: DataSource, journal: Journal) -> None:
+    """Answer the rows that the journal lacks, and record each as soon as it ends."""
+    num_remaining = source.num_rows - len(journal)
+    remaining_rows = (row for row in source.read() if row.index not in journal)
     num_lost = 0  # rows in succession that the server did not answer
     most_lost = max(MIN_LOST_ROWS, settings.concurrency)
-    with logs.track("rows", total=num_left) as advance:
-        for index, place, result in answer_rows(settings, source, left):
+    with logs.track("rows", total=num_remaining) as advance:
+        for index, row_number, result in answer_rows(settings, source, remaining_rows):
             if isinstance(result, RowError):
-                journal.add_failure(index, {"index": index, "row": place, "reason": result.reason})
+                journal.add_failure(
+                    index, {"index": index, "row": row_number, "reason": result.reason}
+                )
             else:
                 journal.add_row(index, result)
             advance(1)
-            num_lost = num_lost + 1 if isinstance(result, RowError) and result.is_passing else 0
+            num_lost = num_lost + 1 if isinstance(result, RowError) and result.is_transient else 0
             if num_lost >= most_lost:
                 assert isinstance(result, RowError)
                 raise SpecDecError(
@@ -138,35 +141,38 @@ def make_rows(settings: DataSettings, source: Source, journal: Journal) -> None:
                 )
 
 
-Result = tuple[int, int, "dict[str, Any] | RowError"]  # index, place, the row or why there is none
+# A row's index, its number, and its answered form or the error.
+Result = tuple[int, int, "dict[str, Any] | RowError"]
 
 
-def answer_rows(settings: DataSettings, source: Source, rows: Iterable[Row]) -> Iterator[Result]:
-    """Yield every row's result, in the order in which they come to their end."""
+def answer_rows(
+    settings: DataSettings, source: DataSource, rows: Iterable[Row]
+) -> Iterator[Result]:
+    """Yield every row's result, in the order in which the rows end."""
     if settings.engine_dir is None:
         with contextlib.closing(Client(settings)) as client:
             yield from map_concurrently(
                 lambda row: answer_row(client, settings, source, row), rows, settings.concurrency
             )
         return
-    from .engine import EngineRunner
+    from .engine import DialogueEngine
 
-    unusable: list[Result] = []
+    unreadable_rows: list[Result] = []
 
     def open_dialogues() -> Iterator[Dialogue]:
         for row in rows:
             try:
                 yield Dialogue(row, settings, source)
             except RowError as error:
-                unusable.append((row.index, row.place, error))
+                unreadable_rows.append((row.index, row.number, error))
 
-    with contextlib.closing(EngineRunner(settings)) as runner:
+    with contextlib.closing(DialogueEngine(settings)) as runner:
         for dialogue, error in runner.answer(open_dialogues()):
-            yield (dialogue.row.index, dialogue.row.place, error or finish_row(dialogue, settings))
-    yield from unusable
+            yield (dialogue.row.index, dialogue.row.number, error or finish_row(dialogue, settings))
+    yield from unreadable_rows
 
 
-def answer_row(client: Client, settings: DataSettings, source: Source, row: Row) -> Result:
+def answer_row(client: Client, settings: DataSettings, source: DataSource, row: Row) -> Result:
     """Let the server answer a row, one turn after the other."""
     try:
         dialogue = Dialogue(row, settings, source)
@@ -174,67 +180,72 @@ def answer_row(client: Client, settings: DataSettings, source: Source, row: Row)
         while (context := dialogue.ask()) is not None:
             answer = client.ask(context, seed)
             dialogue.add(answer.message, is_truncated=answer.is_truncated)
-        return row.index, row.place, finish_row(dialogue, settings)
+        return row.index, row.number, finish_row(dialogue, settings)
     except RowError as error:
-        return row.index, row.place, error
+        return row.index, row.number, error
 
 
 def finish_row(dialogue: Dialogue, settings: DataSettings) -> dict[str, Any] | RowError:
-    """The output's row, unless its answer was cut and such are not wanted."""
+    """Return the output's row; RowError where its answer was cut and --drop-truncated is given."""
     if dialogue.is_truncated and settings.drop_truncated:
         return RowError(f"an answer was cut at {settings.max_tokens} tokens or the server's limit")
     return dialogue.to_json()
 
 
 def map_concurrently(work: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """Yield `work(item)` for all items as they are done, a few more taken than are worked on.
+    """Yield `work(item)` of all items as the results come; twice the workers' items are queued.
 
     The workers do not outlive the process: Ctrl-C need not wait for a server.
     """
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    end = object()
-
-    def run() -> None:
-        while (item := tasks.get()) is not end:
-            try:
-                done.put((work(item), None))
-            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-                done.put((None, error))
-
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for _ in range(num_workers):
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=_run_worker, args=(work, tasks, results), daemon=True).start()
     try:
-        source = iter(items)
-        num_waited_for = 0
-        for item in islice(source, 2 * num_workers):
+        remaining_items = iter(items)
+        num_pending = 0
+        for item in islice(remaining_items, 2 * num_workers):
             tasks.put(item)
-            num_waited_for += 1
-        while num_waited_for:
+            num_pending += 1
+        while num_pending:
             # A signal that another thread takes, or that comes just before the wait, ends no wait.
             try:
-                result, error = done.get(timeout=LONGEST_WAIT)
+                result, error = results.get(timeout=LONGEST_WAIT)
             except queue.Empty:
                 continue
-            num_waited_for -= 1
+            num_pending -= 1
             if error is not None:
                 raise error
-            for item in islice(source, 1):
+            for item in islice(remaining_items, 1):
                 tasks.put(item)
-                num_waited_for += 1
+                num_pending += 1
             yield result
     finally:
         with contextlib.suppress(queue.Empty):
             while True:
                 tasks.get_nowait()
         for _ in range(num_workers):
-            tasks.put(end)
+            tasks.put(END_OF_TASKS)
+
+
+def _run_worker(
+    work: Callable[[T], R], tasks: queue.SimpleQueue[Any], results: queue.SimpleQueue[Any]
+) -> None:
+    """Put (result, None) or (None, error) of each task into `results`, until END_OF_TASKS."""
+    while (item := tasks.get()) is not END_OF_TASKS:
+        try:
+            results.put((work(item), None))
+        except BaseException as error:  # noqa: BLE001 - map_concurrently raises it again
+            results.put((None, error))
 
 
 def finish(
-    settings: DataSettings, source: Source, journal: Journal, report: dict[str, Any]
+    settings: DataSettings, source: DataSource, journal: Journal, report: dict[str, Any]
 ) -> None:
-    """Write failures, output and manifest; raise SpecDecError where rows failed that may not."""
+    """Write failures, output and manifest.
+
+    Raises SpecDecError where rows failed and --allow-failures is not given.
+    """
     output = settings.output
     failed_path = output.with_suffix(".failed.jsonl")
     failed_path.unlink(missing_ok=True)

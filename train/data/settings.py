@@ -17,7 +17,7 @@ SERVER_FAILURES = option_group("Failures", rare=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What `specdec-train data` takes."""
+    """Settings of `specdec-train data`."""
 
     input: str = DATA(
         required=True,
