@@ -232,20 +232,10 @@ class PlannedTarget:
 
 def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     """Plan the target from its Hugging Face folder."""
-    folder = open_model(need(settings.model_dir), "--model-dir")
-    if settings.lora_dir is None:
-        merge = f"specdec-convert --lora-dir {folder.path} merges it"
-        refuse_adapter(folder.path, f"--model-dir {folder.path}", merge)
-    unwrap(folder)
-    folder = leave_head(folder, is_converted=takes_own_head(settings))
+    folder = open_target(settings)
     family = find_family(folder)
-    files = [
-        *folder.files,
-        *list_local(
-            *(folder.path / name for name in (QUANTIZATION_NAME, *OWN_FILES)),
-            settings.calibration_data,
-        ),
-    ]
+    sections = [folder.path / name for name in (QUANTIZATION_NAME, *OWN_FILES)]
+    files = [*folder.files, *list_local(*sections, settings.calibration_data)]
     folder, held = open_quantized(settings, folder)
     dtype = folder.find_dtype() if settings.dtype == "auto" else settings.dtype
     if settings.lora_dir is not None:
@@ -312,6 +302,16 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         model=model, config=config, ranks=split_stages(model, ranks), plain=plain, files=files,
         vocabulary=read_tokens(folder), quantizer=quantizer,
     )  # fmt: skip
+
+
+def open_target(settings: ConvertSettings) -> HfFolder:
+    """Open the target's folder without what is beside its text model and no part of it."""
+    folder = open_model(need(settings.model_dir), "--model-dir")
+    if settings.lora_dir is None:
+        merge = f"specdec-convert --lora-dir {folder.path} merges it"
+        refuse_adapter(folder.path, f"--model-dir {folder.path}", merge)
+    unwrap(folder)
+    return leave_head(folder, is_converted=takes_own_head(settings))
 
 
 def read_tokens(folder: HfFolder) -> dict[str, Any] | None:

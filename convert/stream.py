@@ -294,14 +294,7 @@ class _Stream:
             ranks = {name_rank(rank): tasks[rank] for rank in range(len(sizes))}
             sources = [tasks[path] for path in self.plan.source_files]
             others = hashers.submit(self._watch, self._search_unplaced)
-            waiting = {*tasks.values(), others}
-            while waiting:
-                # Woken up now and then, a main thread takes a signal at once.
-                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-            if self.failure is not None:  # of a job that nobody waited for any more
-                raise self.failure
+            self._await({*tasks.values(), others})
         for path, state in get_states(self.plan).items():
             if state != self.states[path]:
                 raise SpecDecError(
@@ -320,6 +313,16 @@ class _Stream:
         ]
         hashes = {name: task.result() for name, task in ranks.items()}
         return Written(hashes, entries, flaws, self.zeros)
+
+    def _await(self, waiting: set[Future[Any]]) -> None:
+        """Wait for all tasks; raise what failed first in one of them or in a job."""
+        while waiting:
+            # Woken up now and then, a main thread takes a signal at once.
+            done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        if self.failure is not None:  # of a job that nobody waited for any more
+            raise self.failure
 
     def _stop_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let all tasks and jobs end as soon as they look.
