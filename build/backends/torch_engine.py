@@ -598,7 +598,8 @@ def write_kernels(
             )  # fmt: skip
             return None
         (folder / kernel_cache.FOLDER_NAME).mkdir(mode=0o755)
-        kernel_cache.place(Path(workplace) / LIBRARY_NAME, kernels, folder, mode=0o644)
+        library = Path(workplace) / LIBRARY_NAME
+        kernel_cache.place(library.read_bytes(), kernels, folder, mode=0o644)
     logger.info("native kernels: %s", describe_coverage(checkpoint.model))
     return kernels
 

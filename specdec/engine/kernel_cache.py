@@ -17,6 +17,7 @@ from pathlib import Path
 from specdec import logs
 
 logger = logs.get_logger(__name__)
+LIBRARY = ".so"  # suffix of entries that are the CPU's kernels
 FOLDER_NAME = "kernels"  # of the cache; an engine's copy, which only a user lets be loaded
 _SUM_CHARACTERS = 32
 _told: set[str] = set()
@@ -37,15 +38,15 @@ def find_cache() -> Path | None:
         return None
 
 
-def find_kept(info: Mapping[str, str]) -> Path | None:
-    """Return the library that was compiled as `info` says, if the cache has it whole and safe."""
+def find_kept(info: Mapping[str, str], suffix: str = LIBRARY) -> Path | None:
+    """Return the entry that was compiled as `info` says, if the cache has it whole and safe."""
     cache = find_cache()
     if cache is None or not os.path.lexists(cache / FOLDER_NAME):
         return None
     if fault := _find_folder_fault(cache):
         _warn(f"kept kernels are not used: {fault}")
         return None
-    for path in list_entries(cache, info):
+    for path in list_entries(cache, info, suffix):
         if fault := find_fault(path):
             _warn(f"{path} {fault}: it is not loaded")
         else:
@@ -53,7 +54,7 @@ def find_kept(info: Mapping[str, str]) -> Path | None:
     return None
 
 
-def list_entries(cache: Path, info: Mapping[str, str]) -> list[Path]:
+def list_entries(cache: Path, info: Mapping[str, str], suffix: str = LIBRARY) -> list[Path]:
     """Entries of a cache by their name alone, or of an engine folder, which is laid out alike."""
     try:
         names = os.listdir(cache / FOLDER_NAME)
@@ -62,12 +63,12 @@ def list_entries(cache: Path, info: Mapping[str, str]) -> list[Path]:
     key = _name_key(info)
     return [
         cache / FOLDER_NAME / name for name in sorted(names)
-        if name.startswith(f"{key}-") and name.endswith(".so")
+        if name.startswith(f"{key}-") and name.endswith(suffix)
     ]  # fmt: skip
 
 
-def keep(library: Path, info: Mapping[str, str]) -> None:
-    """Put a library into the cache; warn where that cannot be."""
+def keep(content: bytes, info: Mapping[str, str], suffix: str = LIBRARY) -> Path | None:
+    """Put compiled kernels into the cache and return their entry; warn where that cannot be."""
     cache = find_cache()
     try:
         if cache is None:
@@ -76,7 +77,7 @@ def keep(library: Path, info: Mapping[str, str]) -> None:
         (cache / FOLDER_NAME).mkdir(mode=0o700, exist_ok=True)
         if fault := _find_folder_fault(cache):
             raise OSError(fault)
-        place(library, info, cache)
+        return place(content, info, cache, suffix=suffix)
     except OSError as error:
         place_name = cache or "a home folder"
         _warn(
@@ -84,22 +85,26 @@ def keep(library: Path, info: Mapping[str, str]) -> None:
             " are compiled again each time an engine is built or loaded: set SPECDEC_CACHE_DIR to a"
             " folder that you own"
         )
+    return None
 
 
-def place(library: Path, info: Mapping[str, str], folder: Path, mode: int = 0o600) -> None:
-    """Copy a library into `folder`/kernels, all of it or nothing; raise OSError."""
-    content = library.read_bytes()
-    name = f"{_name_key(info)}-{_make_sum(content)}.so"
+def place(
+    content: bytes, info: Mapping[str, str], folder: Path, mode: int = 0o600,
+    suffix: str = LIBRARY,
+) -> Path:  # fmt: skip
+    """Write an entry into `folder`/kernels, all of it or nothing; raise OSError."""
+    entry = folder / FOLDER_NAME / f"{_name_key(info)}-{_make_sum(content)}{suffix}"
     descriptor, partial = tempfile.mkstemp(dir=folder / FOLDER_NAME, prefix=".partial-")
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
         os.chmod(partial, mode)
-        os.replace(partial, folder / FOLDER_NAME / name)
+        os.replace(partial, entry)
     except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+    return entry
 
 
 def find_fault(path: Path) -> str | None:

@@ -169,7 +169,7 @@ def compile_kernels(folder: Path, reason: str = "") -> dict[str, str]:
         )
     objects.unlink()
     _load_library(library)  # what does not load is not kept
-    keep(library, info)
+    keep(library.read_bytes(), info)
     return info
 
 

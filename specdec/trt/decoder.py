@@ -5,6 +5,7 @@ Legend: B rows in the step, T tokens per row, S cache positions, D hidden, V voc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -128,13 +129,27 @@ class NetworkDecoder(Decoder):
         parts = []
         for first, last in _list_spans(step.rows, self.sizes.rows):
             row = int(step.rows[first])
-            own = {name: each[first:last].contiguous() for name, each in given.items()}
-            for layer in range(self.model.num_hidden_layers):
-                for at, kind in enumerate(("key", "value")):  # views, not copies
-                    rows = cache.blocks[layer, at, row : row + last - first]
-                    own[f"past_{kind}_{layer}"] = rows
-            parts.append(self._body.run(own))
+            blocks = cache.blocks[:, :, row : row + last - first]
+            key = blocks.data_ptr(), blocks.shape, blocks.stride()
+            self._body.bind_caches(key, functools.partial(_list_caches, blocks))
+            parts.append(self._body.run(
+                {name: each[first:last].contiguous() for name, each in given.items()}
+            ))  # fmt: skip
         return _join(parts)
+
+    @property
+    def runners(self) -> list[EngineRunner]:
+        """What runs its networks."""
+        return [self._body, self._head]
+
+
+def _list_caches(blocks: Tensor) -> dict[str, Tensor]:
+    """Inputs of the layers' network: each layer's keys and values of [layers, 2, B, N, S, H]."""
+    return {
+        f"past_{kind}_{layer}": rows
+        for layer, both in enumerate(blocks)
+        for kind, rows in zip(("key", "value"), both, strict=True)
+    }
 
 
 def _list_spans(rows: IntArray, most: int) -> Iterator[tuple[int, int]]:

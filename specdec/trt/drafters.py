@@ -212,6 +212,11 @@ class HeadNetwork:
     size: int
     vocab_size: int
 
+    @property
+    def runners(self) -> list[EngineRunner]:
+        """What runs its network."""
+        return [self.runner]
+
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """As `ReDrafterHead.search_beams`."""
         inputs = {"states": hidden, "tokens": tokens.long()}
@@ -236,7 +241,12 @@ class EagleNetworks(EagleNet):
         self.params, self.offsets = params, offsets
         self.decoder: NetworkDecoder = decoder
         self.mask_feature = None  # drafters with one are refused by the build
-        self._runners = runners
+        self._feature_runners = list(runners)
+
+    @property
+    def runners(self) -> list[EngineRunner]:
+        """What runs its networks."""
+        return [*self.decoder.runners, *self._feature_runners]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V]: the head's network scales and norms what it reads."""
@@ -244,7 +254,7 @@ class EagleNetworks(EagleNet):
 
     def make_features(self, states: Tensor) -> Tensor:
         """Features [M, E] from what is read of the target [M, F]."""
-        for runner in self._runners:
+        for runner in self._feature_runners:
             inputs = {"states": states}
             states = run_rows(runner, inputs, self.decoder.sizes.states)["features"]
         return states

@@ -169,3 +169,10 @@ class TensorRTEngine(TorchEngine):
                 folder, drafter, self.config.checkpoint.model, self.device, networks.drafter_sizes
             )
         return {}
+
+    def _keep(self) -> None:
+        super()._keep()
+        if hasattr(self, "proposer"):  # else loading failed
+            drafter = self.drafter_network
+            for runner in self.decoder.runners + (drafter.runners if drafter else []):
+                runner.keep_kernels()

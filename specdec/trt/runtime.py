@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,57 @@ import torch.distributed
 from torch import Tensor
 
 from specdec.engine.group import Group
+from specdec.engine.kernel_cache import find_kept, keep
 from specdec.errors import SpecDecError
-from specdec.trt.library import load_tensorrt, make_logger
+from specdec.trt.library import describe_library, load_tensorrt, make_logger
 from specdec.trt.network import name_types
 
 # Bytes that TensorRT wants the addresses of tensors to be multiples of.
 ALIGNMENT = 256
+
+
+class GpuKernels:
+    """Kernels that TensorRT-RTX compiles of an engine for this GPU, kept for the next process.
+
+    They lie in the user's cache beside those of CPUs. TensorRT refuses what another GPU, driver or
+    release compiled; then it compiles them again.
+    """
+
+    SUFFIX = ".tensorrt"
+
+    def __init__(self, trt: Any, path: Path, device: torch.device) -> None:
+        """path: of the engine, of which another one has its own kernels."""
+        status = path.stat()
+        self._info = {
+            "engine": str(path.resolve()), "bytes": str(status.st_size),
+            "changed": str(status.st_mtime_ns), "library": describe_library(trt).name,
+            "device": str(device),
+        }  # fmt: skip
+        self._entry: Path | None = None
+        self._cache: Any = None
+
+    def attach(self, config: Any) -> None:
+        """Let contexts of a runtime config take kernels from the cache and put new ones there."""
+        cache, entry = config.create_runtime_cache(), find_kept(self._info, self.SUFFIX)
+        if entry is not None:
+            self._entry = entry
+            with contextlib.suppress(OSError):  # another process has replaced it meanwhile
+                cache.deserialize(entry.read_bytes())
+        if config.set_runtime_cache(cache):
+            self._cache = cache
+
+    def keep(self) -> None:
+        """Write the kernels that there are by now, in place of those that were read."""
+        content = self._cache and self._cache.serialize()
+        if not content:
+            return
+        entry = keep(bytes(content), self._info, self.SUFFIX)
+        if entry is None:
+            return
+        before, self._entry = self._entry, entry
+        if before is not None and before != entry:
+            with contextlib.suppress(OSError):
+                before.unlink(missing_ok=True)
 
 
 class EngineRunner:
@@ -32,10 +78,14 @@ class EngineRunner:
         """group: of the ranks that the network exchanges tensors with."""
         trt, self._device, self._group = load_tensorrt(), device, group
         self._logger = make_logger(trt)
+        self._kernels: GpuKernels | None = None
+        self._shapes: set[Hashable] = set()  # of inputs, each of which may need new kernels
+        self._num_kept = 0  # of those, when the kernels were written
+        self._bound: Hashable = None
         with torch.cuda.device(device):
             self._runtime = trt.Runtime(self._logger)
             self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
-            self._context = self._engine and self._make_context(trt)
+            self._context = self._engine and self._make_context(trt, path)
             self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if not self._context:
             told = self._logger.tell()
@@ -46,14 +96,25 @@ class EngineRunner:
             name: types[self._engine.get_tensor_dtype(name)]
             for name in names
             if self._engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT
+            and not name.startswith("present_")
         }
 
-    def _make_context(self, trt: Any) -> Any:
+    def _make_context(self, trt: Any, path: Path) -> Any:
         if self._group is not None or not hasattr(trt, "CudaGraphStrategy"):
             return self._engine.create_execution_context()
         config = self._engine.create_runtime_config()
         config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        if hasattr(config, "create_runtime_cache"):
+            self._kernels = GpuKernels(trt, path, self._device)
+            self._kernels.attach(config)
         return self._engine.create_execution_context(config)
+
+    def keep_kernels(self) -> None:
+        """Keep compiled kernels for the next process, if shapes have come since the last time."""
+        if self._kernels is not None and len(self._shapes) > self._num_kept:
+            self._num_kept = len(self._shapes)
+            with torch.cuda.device(self._device):
+                self._kernels.keep()
 
     def _meet(self, group: Group) -> None:
         """Give the context NCCL's communicator of the ranks, of which each makes this call."""
@@ -67,8 +128,29 @@ class EngineRunner:
             told = self._logger.tell()
             raise SpecDecError(f"TensorRT takes no communicator: {told}", "see its message")
 
+    def bind_caches(self, key: Hashable, list_caches: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Set the caches that steps read and update, by their inputs' names.
+
+        key: of their memory and shapes; nothing is done where it is the last call's.
+        """
+        if key == self._bound:
+            return
+        for name, cache in list_caches().items():
+            self._set_input(name, cache)
+            self._context.set_tensor_address(name.replace("past_", "present_"), cache.data_ptr())
+        self._bound = key
+
+    def _set_input(self, name: str, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        if not self._context.set_input_shape(name, tuple(tensor.shape)):
+            raise SpecDecError(
+                f"{name} of {list(tensor.shape)} is beyond what the engine was built for",
+                "build it with larger limits",
+            )
+        self._context.set_tensor_address(name, tensor.data_ptr())
+
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the outputs besides caches, which are updated where they lie.
+        """Compute the outputs of inputs besides caches, which are updated where they lie.
 
         What follows on the current stream waits for it.
         """
@@ -77,25 +159,18 @@ class EngineRunner:
             self._group = None
         context, outputs, kept = self._context, {}, []
         for name, tensor in inputs.items():
-            assert tensor.is_contiguous()
-            if tensor.data_ptr() % ALIGNMENT and not name.startswith("past_"):
+            if tensor.data_ptr() % ALIGNMENT:
                 tensor = tensor.clone()  # rows of another, where a step is run in parts
                 kept.append(tensor)
-            if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise SpecDecError(
-                    f"{name} of {list(tensor.shape)} is beyond what the engine was built for",
-                    "build it with larger limits",
-                )
-            context.set_tensor_address(name, tensor.data_ptr())
+            self._set_input(name, tensor)
         for name, dtype in self._outputs.items():
-            output = inputs.get(name.replace("present_", "past_"))
-            if output is None:
-                shape = tuple(context.get_tensor_shape(name))
-                output = outputs[name] = torch.empty(shape, dtype=dtype, device=self._device)
-            context.set_tensor_address(name, output.data_ptr())
+            shape = tuple(context.get_tensor_shape(name))
+            outputs[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            context.set_tensor_address(name, outputs[name].data_ptr())
         stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(stream)
         if not context.execute_async_v3(self._stream.cuda_stream):
             raise SpecDecError(f"TensorRT's step failed: {self._logger.tell()}", "see its message")
         stream.wait_stream(self._stream)
+        self._shapes.add(tuple(tuple(tensor.shape) for tensor in inputs.values()))
         return outputs

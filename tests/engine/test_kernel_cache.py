@@ -36,8 +36,7 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache that keeps a library, and lies in a folder of its own."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "library").write_bytes(b"code")
-    kernel_cache.keep(tmp_path / "library", INFO)
+    kernel_cache.keep(b"code", INFO)
     yield tmp_path / "cache"
     for path in (tmp_path / "cache", tmp_path / "cache" / "kernels"):
         if path.is_dir():
@@ -121,7 +120,7 @@ def test_entries_of_other_users_are_refused(
         monkeypatch.setattr("os.geteuid", lambda: 54321)
     assert kernel_cache.find_kept(INFO) is None
     assert "kept kernels are not used: " in caplog.text
-    kernel_cache.keep(cache.parent / "library", INFO)
+    kernel_cache.keep(b"code", INFO)
     assert "the compiled kernels cannot be kept in " in caplog.text
 
 
@@ -142,7 +141,7 @@ def test_a_link_or_file_in_place_of_the_cache(
     place.rename(cache.parent / "moved")
     place.write_text("")
     assert kernel_cache.find_kept(INFO) is None
-    kernel_cache.keep(cache.parent / "library", INFO)
+    kernel_cache.keep(b"code", INFO)
     assert "set SPECDEC_CACHE_DIR to a folder that you own" in caplog.text
     if name:
         place.unlink()
@@ -160,7 +159,7 @@ def test_a_full_disk_leaves_nothing(
     entry = get_entry(cache)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
-        kernel_cache.keep(cache.parent / "library", {"cpu": "another"})
+        kernel_cache.keep(b"code", {"cpu": "another"})
     assert get_entry(cache) == entry
     assert f"cannot be kept in {cache}: No space left on device" in caplog.text
 
@@ -172,13 +171,13 @@ def test_no_home(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 54321)
     assert kernel_cache.find_cache() is None
-    kernel_cache.keep(tmp_path / "library", INFO)
+    kernel_cache.keep(b"code", INFO)
     assert "cannot be kept in a home folder: there is none" in caplog.text
 
 
 def test_a_folder_in_place_of_what_is_kept(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     put_folder(get_entry(cache))
-    kernel_cache.keep(cache.parent / "library", INFO)
+    kernel_cache.keep(b"code", INFO)
     assert get_entry(cache).is_dir()
     assert f"cannot be kept in {cache}: Is a directory" in caplog.text
 

@@ -33,6 +33,7 @@ class Interpreter:
         self.inputs = [network.get_input(i) for i in range(network.num_inputs)]
         self.outputs = [network.get_output(i) for i in range(network.num_outputs)]
         self.network = network
+        self.caches: Mapping[str, Tensor] = {}
         self.layers = [self._read(network.get_layer(i)) for i in range(network.num_layers)]
 
     def fits(self, name: str, shape: Sequence[int]) -> bool:
@@ -42,8 +43,16 @@ class Interpreter:
         least, _, most = self.ranges[name]
         return all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
 
+    def bind_caches(self, key: Any, list_caches: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Take caches that steps read and update."""
+        self.caches = list_caches()
+
+    def keep_kernels(self) -> None:
+        """There are none."""
+
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute all outputs."""
+        inputs = {**inputs, **self.caches}
         names = {tensor.name for tensor in self.inputs}
         assert names == set(inputs), names ^ set(inputs)
         known: dict[str, Any] = {}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,14 +47,51 @@ class Stream:
         self.waits.append(other.cuda_stream)
 
 
+class RuntimeCache:
+    """Kernels that were compiled, one by one; another driver's are refused."""
+
+    driver, num_compiled = b"580 ", 0
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def deserialize(self, content: bytes) -> bool:
+        if fits := content.startswith(self.driver):
+            self.content = content.removeprefix(self.driver)
+        return fits
+
+    def serialize(self) -> bytes:
+        return self.driver + self.content
+
+    def compile(self, shape: bytes) -> None:
+        """Compile kernels of a shape that are not there."""
+        if shape not in self.content:
+            type(self).num_compiled += 1
+            self.content += shape
+
+
+class RuntimeConfig:
+    """A runtime config of TensorRT-RTX."""
+
+    cuda_graph_strategy: Any = None
+
+    def create_runtime_cache(self) -> RuntimeCache:
+        return RuntimeCache()
+
+    def set_runtime_cache(self, cache: RuntimeCache) -> bool:
+        self.cache = cache
+        return True
+
+
 class Context:
     """An execution context of a network."""
 
-    def __init__(self, network: Interpreter, config: SimpleNamespace | None) -> None:
+    def __init__(self, network: Interpreter, config: RuntimeConfig | None) -> None:
         strategies = network.trt.CudaGraphStrategy
         self.is_recorded = config is not None
         assert config is None or config.cuda_graph_strategy is strategies.WHOLE_GRAPH_CAPTURE
-        self.network = network
+        self.network, self.config = network, config
+        self.num_set: Counter[str] = Counter()  # addresses, by name
         self.communicators: list[int] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
@@ -71,6 +109,7 @@ class Context:
 
     def set_tensor_address(self, name: str, address: int) -> None:
         self.addresses[name] = address
+        self.num_set[name] += 1
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         """Of an output, once all inputs have shapes."""
@@ -78,6 +117,8 @@ class Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         assert stream == OWN_STREAM
+        if self.config is not None:
+            self.config.cache.compile(repr(sorted(self.shapes.items())).encode())
         for name, value in self._compute(copies=False).items():
             if name.startswith("present_"):
                 assert self.addresses[name] == self.addresses[name.replace("present", "past")]
@@ -118,7 +159,7 @@ class Runtime:
             num_io_tensors=len(names), get_tensor_name=names.__getitem__,
             get_tensor_dtype=lambda name: tensors[name].dtype,
             get_tensor_mode=lambda name: mode.OUTPUT if name in outputs else mode.INPUT,
-            create_runtime_config=SimpleNamespace,
+            create_runtime_config=RuntimeConfig,
             create_execution_context=lambda config=None: Context(network, config),
         )  # fmt: skip
 
@@ -133,7 +174,9 @@ class Library:
 
 
 @pytest.fixture
-def on_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(RuntimeCache, "num_compiled", 0)
     library = Library()
     monkeypatch.setattr(runtime, "load_tensorrt", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -173,6 +216,61 @@ def test_engines_run_by_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert body._context.is_recorded
     with pytest.raises(SpecDecError, match="is beyond what the engine was built for"):
         body.run({"states": torch.zeros(10**4, 64)})
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_double: None) -> Callable[[], Any]:
+    """Load a plain engine on the double, as often as it is called."""
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "engine"
+    call("convert", "--model-dir", make_llama(tmp_path), "--output-dir", checkpoint)
+    networks = build_here(checkpoint, folder, "--max-batch-size", 3)
+    monkeypatch.setattr(Runtime, "networks", networks)
+    monkeypatch.setattr(TensorRTEngine, "check_whole", lambda self: None)
+    for name in networks:
+        (folder / name).write_bytes(name.encode())
+    return lambda: TensorRTEngine(folder, device="cpu")
+
+
+def test_caches_are_bound_once(load: Callable[[], Any]) -> None:
+    """As long as the rows of a step stay; what a step reads besides is set in each."""
+    engine = load()
+    context = engine.decoder.runners[0]._context
+    list_texts(engine, make_requests(PROMPTS[:2], 10))
+    before = context.num_set.copy()
+    list_texts(engine, make_requests(PROMPTS[:2], 20))
+    assert before["tokens"] >= 10
+    assert context.num_set["tokens"] - before["tokens"] >= 20
+    for name in ("past_key_0", "past_value_1", "present_key_1", "present_value_0"):
+        assert 1 <= context.num_set[name] - before[name] <= 3, name
+
+
+def test_compiled_kernels_are_kept(
+    load: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process compiles nothing; one with another driver compiles all of it again."""
+    kept = tmp_path / "cache" / "kernels"
+    requests = make_requests(PROMPTS[:2], 5)
+    texts = list_texts(load(), requests)
+    first, entries = RuntimeCache.num_compiled, set(kept.iterdir())
+    assert first > 2
+    assert len(entries) == 2  # of the layers and of the head
+    assert list_texts(load(), requests) == texts
+    assert RuntimeCache.num_compiled == first
+    assert set(kept.iterdir()) == entries
+    monkeypatch.setattr(RuntimeCache, "driver", b"590 ")
+    assert list_texts(load(), requests) == texts
+    assert RuntimeCache.num_compiled == 2 * first
+    assert len(list(kept.iterdir())) == 2
+    assert not entries & set(kept.iterdir())
+
+
+def test_without_a_cache_kernels_are_compiled_again(
+    load: Callable[[], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_bytes(b"no folder")
+    for times in (1, 2):
+        list_texts(load(), make_requests(PROMPTS[:1], 3))
+        assert RuntimeCache.num_compiled == times * 3, "a prompt, a token, and a head's states"
 
 
 @pytest.mark.usefixtures("on_double")
