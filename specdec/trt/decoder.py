@@ -116,11 +116,13 @@ class NetworkDecoder(Decoder):
         lines = find_lines(step, cache)
         if self.rotary is None:
             lines = lines.clip(max=self.model.max_position_embeddings - 1)
-        places = (past + num_new - num_tokens).astype(np.int32)
+        ends = (past + num_new).astype(np.int32)
         given = {
             **inputs, "positions": to_device(lines, self.device),
-            "write_indices": to_device(places, self.device),
+            "write_indices": to_device(ends - num_tokens, self.device),
         }  # fmt: skip
+        if "lengths" in self._body.input_names:
+            given["lengths"] = to_device(ends, self.device)
         for name, window in self._masks.items():
             mask = build_full_mask(
                 past, step.tree_mask, step.mask_positions, self.sizes.positions, window

@@ -51,6 +51,8 @@ class NetworkWriter:
         self.trt, self.types, self.dtype, self.rank = trt, name_types(trt), dtype, rank
         self.sizes, self._builder = sizes, builder
         self.meets_ranks = False  # until a layer exchanges something with other ranks
+        # Whether attention takes the lengths of keys and values, behind which nothing is read.
+        self.has_lengths = hasattr(trt.IAttention, "key_value_lengths")
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         self.network = builder.create_network(flag)
         self.ranges: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -201,8 +203,11 @@ class NetworkWriter:
         mode = self.trt.KVCacheMode.LINEAR
         return self._take(self.network.add_kv_cache_update(cache, new, places, mode))
 
-    def attend(self, q: Any, keys: Any, values: Any, mask: Any) -> Any:
-        """Attention of queries that are scaled; a token sees where the mask is true."""
+    def attend(self, q: Any, keys: Any, values: Any, mask: Any, lengths: Any = None) -> Any:
+        """Attention of queries that are scaled; a token sees where the mask is true.
+
+        lengths: [B], positions of each row that hold anything; None for all.
+        """
         trt = self.trt
         norm, kind = trt.AttentionNormalizationOp.SOFTMAX, getattr(trt, "CausalMaskKind", None)
         if kind is None:
@@ -210,7 +215,8 @@ class NetworkWriter:
         else:
             layer = self.network.add_attention_v2(q, keys, values, norm, kind.NONE)
         # Decomposed where no fused kernel has these sizes.
-        return self._take(layer, mask=mask, decomposable=True)
+        attributes = {} if lengths is None else {"key_value_lengths": lengths}
+        return self._take(layer, mask=mask, decomposable=True, **attributes)
 
     def dequantize(self, codes: Any, scales: Any, **axis: int) -> Any:
         """codes * scales: a scale for all, one for each row along `axis`, or one for each block."""

@@ -92,11 +92,12 @@ class EngineRunner:
             raise SpecDecError(f"TensorRT does not load {path}: {told}", "build it again")
         types = {kind: dtype for dtype, kind in name_types(trt).items()}
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        kinds = {name: self._engine.get_tensor_mode(name) for name in names}
+        self.input_names = {name for name in names if kinds[name] == trt.TensorIOMode.INPUT}
         self._outputs = {
             name: types[self._engine.get_tensor_dtype(name)]
             for name in names
-            if self._engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT
-            and not name.startswith("present_")
+            if name not in self.input_names and not name.startswith("present_")
         }
 
     def _make_context(self, trt: Any, path: Path) -> Any:

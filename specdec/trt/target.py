@@ -61,6 +61,9 @@ class LayersWriter:
             name: writer.add_input(name, torch.bool, "B", 1, "T", writer.sizes.positions)
             for name in list_masks(model)
         }
+        self._lengths: Any = None
+        if writer.has_lengths and model.attn_logit_softcapping is None:
+            self._lengths = writer.add_input("lengths", torch.int32, "B")
         # Cosines and sines of half a head, of layers without a window and with one.
         self._tables: list[tuple[Any, ...]] = []
         if model.arithmetic.positions == "rotary":
@@ -189,7 +192,7 @@ class LayersWriter:
         q = writer.scale(q, model.attention_scale)
         mask = self._masks["window_mask" if is_sliding else "mask"]
         if model.attn_logit_softcapping is None:
-            out = writer.attend(q, keys, values, mask)
+            out = writer.attend(q, keys, values, mask, self._lengths)
         else:
             out = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
         out = writer.reshape(out, (0, 0, counts[0] * size), first_transpose=(0, 2, 1, 3))

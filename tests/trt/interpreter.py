@@ -32,6 +32,7 @@ class Interpreter:
         }  # fmt: skip
         self.inputs = [network.get_input(i) for i in range(network.num_inputs)]
         self.outputs = [network.get_output(i) for i in range(network.num_outputs)]
+        self.input_names = {tensor.name for tensor in self.inputs}
         self.network = network
         self.caches: Mapping[str, Tensor] = {}
         self.layers = [self._read(network.get_layer(i)) for i in range(network.num_layers)]
@@ -224,7 +225,11 @@ class Interpreter:
 
     def _make_attention_output(self, layer: Any) -> Compute:
         def attend(parts: Sequence[Tensor]) -> Tensor:
-            q, keys, values, mask = parts
+            q, keys, values, mask, *lengths = parts
+            for ends in lengths:  # behind which a kernel reads nothing
+                is_there = (torch.arange(mask.shape[-1]) < ends[:, None])[:, None, :, None]
+                mask = mask & is_there.mT
+                keys, values = (x.masked_fill(~is_there, 0) for x in (keys, values))
             times = q.shape[1] // keys.shape[1]
             keys, values = (x.repeat_interleave(times, 1) for x in (keys, values))
             scores = (q @ keys.mT).float().masked_fill(~mask, -torch.inf)

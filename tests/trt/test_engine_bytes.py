@@ -89,7 +89,8 @@ class Recorder:
             {name for name, flag in flags if config.get_flag(flag)}, names,
             [
                 {"decomposable": each.decomposable, "causal": each.causal_kind.name,
-                 "norm": each.norm_op.name, "masked": each.mask is not None}
+                 "norm": each.norm_op.name, "masked": each.mask is not None,
+                    "ends": each.key_value_lengths is not None}
                 for each in self._attention
             ],
             len(now),
@@ -165,7 +166,13 @@ def judge(
         assert each.capabilities == kinds
         assert each.num_weights > 0
         assert each.changed_weights == 0
-        expected = {"decomposable": True, "causal": "NONE", "norm": "SOFTMAX", "masked": True}
+        expected = {
+            "decomposable": True,
+            "causal": "NONE",
+            "norm": "SOFTMAX",
+            "masked": True,
+            "ends": True,
+        }
         assert all(attention == expected for attention in each.attention)
     assert any(each.attention for each in built)
     for name, data in engines.items():
@@ -307,6 +314,9 @@ BREAKS: dict[str, tuple[Callable[[], Any], str, Callable[..., Any]]] = {
     ),
     "attention is not decomposable": (
         lambda: NetworkWriter, "_take", drop_attribute("decomposable"),
+    ),
+    "attention reads the whole cache": (
+        lambda: NetworkWriter, "_take", drop_attribute("key_value_lengths"),
     ),
     "attention has no mask": (lambda: NetworkWriter, "_take", drop_attribute("mask")),
     "weights are freed before the build": (lambda: NetworkWriter, "build", free_weights),
