@@ -141,14 +141,16 @@ def check_decoding(
 
     run: the settings of the run. engines: the planned ones, the draft model's behind the target's.
     """
-    from specdec.decode.drafters import choose_methods, read_drafting
+    from specdec.decode.drafters import choose_methods, read_drafting, refuse_trees
     from specdec.decode.ranks.part import choose_device
     from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 
     choose_device(settings.device, 1)
     if settings.no_speculation:
         return
-    choose_methods(engines[0], read_drafting(run, tokenizer))
+    methods = choose_methods(engines[0], read_drafting(run, tokenizer))
+    with logs.hush("specdec", logging.ERROR):
+        refuse_trees(methods, engines[0])
     if len(engines) > 1 and settings.draft_vocabulary == "same":
         names = str(settings.model_dir), str(settings.draft_model_dir)
         target, draft = (

@@ -32,6 +32,7 @@ from tests.conftest import (
 )
 from tests.convert.hub_server import COMMIT, HubServer
 from tests.engines import run_cli_here
+from tests.families import make_family_model
 from tests.forks import fork, run_main
 
 PROMPTS = ("abc", "hello there")
@@ -170,6 +171,7 @@ def test_prompts_are_checked_before_anything_is_built(
         (["--eagle-choices", "[[0]]"], "--eagle-choices has no effect with an engine that runs"),
         (["--draft-budget", "fixed"], "--draft-budget fixed has no effect with plain decoding"),
         (["--draft-model-dir", "OTHER", "--draft-len", "2"], "the tokenizers differ"),
+        (["--lookahead-config", "[2,2,2]", "--model-dir", "HYBRID"], "is a hybrid whose states"),
         (["--draft-model-dir", "SHORT", "--max-seq-len", "200"], "max_position_embeddings=128"),
     ],
 )
@@ -182,6 +184,8 @@ def test_what_the_stages_refuse_is_known_before(
     if "OTHER" in flags:
         other = make_llama(tmp_path, hidden=32, layers=1, vocab=130, name="OTHER")
         make_tokenizer(other, vocab=130)
+    if "HYBRID" in flags:
+        make_tokenizer(make_family_model(tmp_path, "qwen3_5", vocab=128, name="HYBRID"))
     if "SHORT" in flags:
         short = make_llama(tmp_path, hidden=32, layers=1, name="SHORT", max_position_embeddings=128)
         make_tokenizer(short)

@@ -178,8 +178,7 @@ def make_proposer(
     is_chain = drafting is not None and drafting.chain is not None
     is_bound = drafting is not None and has_budget(engine, methods, drafting)
     config, decoder = engine.config, engine.decoder
-    if config.checkpoint.model.linear_attention is not None:
-        _refuse_trees(methods, config)
+    refuse_trees(methods, config)
     if config.drafter_weights is not None and decoder.kernels is None:
         logger.info(
             "%s: no native kernels run here: the drafter's weights are widened, and as large and"
@@ -212,8 +211,10 @@ def make_proposer(
     return PacedDrafter(groups, is_fixed=not is_bound) if is_bound or is_chain else groups[0][0]
 
 
-def _refuse_trees(methods: Methods, config: EngineConfig) -> None:
-    """Raise UsageError for a method that needs trees; say what becomes of others' trees."""
+def refuse_trees(methods: Methods, config: EngineConfig) -> None:
+    """Raise UsageError for a method that needs trees with a hybrid; say what becomes of others'."""
+    if config.checkpoint.model.linear_attention is None:
+        return
     names = [method.name for group in methods for method in group]
     architecture = config.checkpoint.model.architecture
     if "lookahead" in names:
