@@ -13,6 +13,7 @@ from specdec import __version__, logs
 from specdec.command.stages import load_command
 from specdec.errors import Problems
 from specdec.methods import METHODS
+from specdec.methods.eagle import EagleParams
 
 from .settings import DRAFTER_FOLDERS, GenerateSettings
 from .sources import describe_model, describe_tool, name_entry
@@ -142,13 +143,17 @@ def check_decoding(
     run: the settings of the run. engines: the planned ones, the draft model's behind the target's.
     """
     from specdec.decode.drafters import choose_methods, read_drafting, refuse_trees
+    from specdec.decode.drafters.eagle import check_choices
     from specdec.decode.ranks.part import choose_device
     from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 
     choose_device(settings.device, 1)
     if settings.no_speculation:
         return
-    methods = choose_methods(engines[0], read_drafting(run, tokenizer))
+    drafting, params = read_drafting(run, tokenizer), engines[0].checkpoint.drafter
+    methods = choose_methods(engines[0], drafting)
+    if isinstance(params, EagleParams) and settings.eagle_choices is not None:
+        check_choices(drafting.options["eagle"].choices, params)
     with logs.hush("specdec", logging.ERROR):
         refuse_trees(methods, engines[0])
     if len(engines) > 1 and settings.draft_vocabulary == "same":

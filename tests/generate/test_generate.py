@@ -25,6 +25,7 @@ from specdec.generate.cache import EngineCache
 from tests.conftest import (
     ROOT,
     make_drafter,
+    make_eagle_drafter,
     make_llama,
     make_medusa_heads,
     make_tokenizer,
@@ -171,6 +172,7 @@ def test_prompts_are_checked_before_anything_is_built(
         (["--eagle-choices", "[[0]]"], "--eagle-choices has no effect with an engine that runs"),
         (["--draft-budget", "fixed"], "--draft-budget fixed has no effect with plain decoding"),
         (["--draft-model-dir", "OTHER", "--draft-len", "2"], "the tokenizers differ"),
+        (["--eagle-model-dir", "EAGLE", "--eagle-choices", "[[0],[999]]"], "999"),
         (["--lookahead-config", "[2,2,2]", "--model-dir", "HYBRID"], "is a hybrid whose states"),
         (["--draft-model-dir", "SHORT", "--max-seq-len", "200"], "max_position_embeddings=128"),
     ],
@@ -184,6 +186,8 @@ def test_what_the_stages_refuse_is_known_before(
     if "OTHER" in flags:
         other = make_llama(tmp_path, hidden=32, layers=1, vocab=130, name="OTHER")
         make_tokenizer(other, vocab=130)
+    if "EAGLE" in flags:
+        make_eagle_drafter(tmp_path).rename(tmp_path / "EAGLE")
     if "HYBRID" in flags:
         make_tokenizer(make_family_model(tmp_path, "qwen3_5", vocab=128, name="HYBRID"))
     if "SHORT" in flags:
