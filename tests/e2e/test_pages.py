@@ -78,7 +78,8 @@ def test_excerpts_of_reports_are_what_the_commands_write() -> None:
         "model_dir": "HF", "method": "redrafter", "device": "cpu", "num_tokens": 384,
         "prompts": 6, "acceptance_length": 1.03, "num_drafted_steps": 300,
         "alone": {"prompts": 2, "same": 2}, "logit_difference": 0.1, "logit_bound": 0.2,
-        "near_tie_spacings": 8, "divergences": [near_tie], "wrong_ends": [], "sampling": sampling,
+        "near_tie_spacings": 8, "divergences": [near_tie], "wrong_ends": [],
+        "wrong_readings": [], "sampling": sampling,
     }  # fmt: skip
     (excerpt,) = re.findall(r"^```\n(PASS.*?)^```", (ROOT / "docs/verify.md").read_text(), FENCED)
     assert pages.is_shown(excerpt, format_report(report))
