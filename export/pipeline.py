@@ -20,6 +20,7 @@ from specdec.files.tensor_file import write_tensor_file
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
+from specdec.tokenizer import copy_files
 
 from .lacks import find_writer
 from .runtimes import RUNTIMES, make_command
@@ -28,12 +29,6 @@ from .source import TITLES, Contents, Order, Source
 
 logger = logs.get_logger(__name__)
 
-# What goes along with a model, of the files in its own folder.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -130,9 +125,7 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
         )
         write_json(staged / "config.json", contents.config)
         if (source.kind == "plain" or contents.files) and settings.model_dir is not None:
-            for name in COMPANIONS:
-                if (file := Path(localize(settings.model_dir)) / name).is_file():
-                    shutil.copyfile(file, staged / name)
+            copy_files(Path(localize(settings.model_dir)), staged)
     else:
         from .gguf import write_file
 

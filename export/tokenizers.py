@@ -18,6 +18,7 @@ from specdec.files.reading import read_json
 from specdec.gguf.special import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from specdec.gguf.tokenizer import OWN
 from specdec.gguf.tokenizer import SPLITS as SPLITS_BY_NAME
+from specdec.tokenizer import list_templates
 from specdec.vocabulary import SPACE
 
 NO_BYTE_LEVEL = (
@@ -110,15 +111,21 @@ def find_special(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_template(folder: Path) -> Any:
-    """Read a folder's chat template: a text, or a list of named ones; None without one."""
+    """Return a folder's chat template: a text, or a list of them with names; None without one."""
+    default = None
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            template = read_json(folder / name).get("chat_template")
-            if template is not None:
-                return template
-    return None
+        default = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if default is None and (folder / name).is_file():
+            default = read_json(folder / name).get("chat_template")
+    named = [
+        {"name": path.stem, "template": path.read_text(encoding="utf-8")}
+        for path in list_templates(folder)
+    ]
+    if not named or default is None:
+        return named or default
+    listed = default if isinstance(default, list) else [{"name": "default", "template": default}]
+    return [*listed, *named]
 
 
 def find_split(document: Mapping[str, Any]) -> tuple[str, ...] | str:

@@ -151,13 +151,23 @@ def copy_tokenizer(folder: Path, engine_dir: Path) -> None:
     """Copy a tokenizer's files into an engine folder."""
     copied = engine_dir / FOLDER
     copied.mkdir()
-    for name in FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, copied / name)
-    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
-        (copied / TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(path, copied / TEMPLATES / path.name)
+    copy_files(folder, copied)
     load_tokenizer(str(copied))  # that nothing it needs is missing
+
+
+def copy_files(folder: Path, destination: Path) -> None:
+    """Copy a tokenizer's files into a folder, which keeps a config.json of its own."""
+    for name in FILES:
+        if (folder / name).is_file() and not (destination / name).exists():
+            shutil.copyfile(folder / name, destination / name)
+    for path in list_templates(folder):
+        (destination / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, destination / TEMPLATES / path.name)
+
+
+def list_templates(folder: Path) -> list[Path]:
+    """List the files of a folder's named chat templates."""
+    return sorted((folder / TEMPLATES).glob("*.jinja"))
 
 
 def lack_tokenizer(whose: str) -> UsageError:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from specdec.errors import SpecDecError
 from specdec.export.pipeline import export_model
 from specdec.export.settings import ExportSettings
-from specdec.export.tokenizers import read_tokenizer
+from specdec.export.tokenizers import read_template, read_tokenizer
+from specdec.tokenizer import copy_files
 from tests.conftest import make_llama
 from tests.export.gguf_reader import read_gguf
 from tests.export.sentencepiece import SPACE, list_hostile, make_sentencepiece, split
@@ -125,3 +126,25 @@ def test_a_token_of_a_byte_is_missing_and_another_beginning(tmp_path: Path) -> N
         read_tokenizer(str(tmp_path), size)
     with pytest.raises(SpecDecError, match=f"has a token of number {size - 1}, the model has 300"):
         read_tokenizer(str(tmp_path), 300)
+
+
+def test_the_templates_of_a_folder(tmp_path: Path) -> None:
+    """Those of processors and by name, too; all of them go along, and config.json stays."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    named = source / "additional_chat_templates"
+    named.mkdir(parents=True)
+    copy.mkdir()
+    (source / "config.json").write_text("{}")
+    (copy / "config.json").write_text('{"own": 1}')
+    assert read_template(source) is None
+    (source / "chat_template.json").write_text('{"chat_template": "A"}')
+    assert read_template(source) == "A"
+    (source / "tokenizer_config.json").write_text('{"chat_template": "B"}')
+    assert read_template(source) == "B"
+    (named / "tool_use.jinja").write_text("C")
+    listed = [{"name": "default", "template": "B"}, {"name": "tool_use", "template": "C"}]
+    assert read_template(source) == listed
+    copy_files(source, copy)
+    assert read_template(copy) == listed
+    assert (copy / "chat_template.json").is_file()
+    assert (copy / "config.json").read_text() == '{"own": 1}'

@@ -207,7 +207,7 @@ def test_tokenizers_of_a_pair_are_compared(draft_target: Path, plain: Path, pare
     report = verify(draft_target, parent / "target", **flags, draft_tokenizer_dir=own)
     assert (report["verdict"], report["method"]) == ("exact", "draft_target")
     other = str(make_tokenizer(parent / "other-tokenizer", vocab=140))
-    with pytest.raises(SpecDecError, match="tokenizers differ in 12 tokens"):
+    with pytest.raises(SpecDecError, match=r"\(140 tokens\) is not the one that .*plain-eng"):
         verify(draft_target, parent / "target", **flags, draft_tokenizer_dir=other)
 
 
