@@ -705,8 +705,7 @@ class Attend {
 
   // The first committed position that a token sees: those are stored at their own numbers.
   int64_t find_first(int64_t b, int64_t t) const {
-    const int64_t first = how.window > 0 ? get_position(b, t) - how.window + 1 : 0;
-    return first < 0 ? 0 : first < step.past[b] ? first : step.past[b];
+    return std::clamp<int64_t>(get_lowest(b, t), 0, step.past[b]);
   }
 
   // Positions of a row's newest tokens [C], of which the last T are the step's own.
