@@ -155,7 +155,7 @@ def list_ways(name: str, bench: Bench) -> dict[str, Drafter]:
             f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
             CHAIN: proposer,
             f"draft model, {tree.name}": tree.proposer,
-            "suffix, else draft model": put_suffix_before(proposer, NUM_DRAFTED),
+            "suffix, else draft model": put_suffix_before(bench, proposer, NUM_DRAFTED),
         }
     elif name == "redrafter":
         ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
@@ -163,7 +163,7 @@ def list_ways(name: str, bench: Bench) -> dict[str, Drafter]:
         ways = {DRAFTERS.get(name, name): proposer}
     # Within a budget a draft model's chain is a tree of as many tokens.
     return {
-        label + mark: pace(way) if mark else way
+        label + mark: pace(bench, way) if mark else way
         for label, way in ways.items()
         for mark in ("", AUTO)
         if not (mark and label == CHAIN)

@@ -67,11 +67,11 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
         ways[f"suffix of {length}"] = suffix(length)
     most = max(LENGTHS)
     ways[f"suffix of {most}, factor {FACTOR}"] = suffix(most, FACTOR)
-    ways[f"suffix of {most}, budget auto"] = pace(suffix(most))
+    ways[f"suffix of {most}, budget auto"] = pace(bench, suffix(most))
     ways["prompt lookup of 15"] = PromptLookupProposer(
         LookupOptions(num_tokens=15, max_ngram_size=NGRAM)
     )
-    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = put_suffix_before(draft(), 15)
+    ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = put_suffix_before(bench, draft(), 15)
     ways[f"draft model of {DRAFT_MODEL}"] = draft()
     return ways
 

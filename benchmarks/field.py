@@ -100,7 +100,7 @@ def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[
     if name is not None:
         drafters = {name: bench.engine.proposer}
     if args.draft_budget == "auto":
-        drafters = {name: pace(drafter) for name, drafter in drafters.items()}
+        drafters = {name: pace(bench, drafter) for name, drafter in drafters.items()}
 
     def make(drafter: Drafter) -> Way:
         def run(request: Request) -> tuple[list[int], Figures]:

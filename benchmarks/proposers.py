@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from specdec.bench.engine import Bench
+from specdec.decode.cost_measuring import Measuring
+from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
 from specdec.decode.drafters.draft_target import DraftTargetProposer
@@ -30,15 +32,30 @@ class Shape:
     numbers: tuple[int, ...] = ()  # by which options of specdec-run ask for this shape
 
 
-def pace(drafter: Drafter) -> Drafter:
+def pace(bench: Bench, drafter: Drafter) -> Drafter:
     """Return a copy of a drafter that drafts as far as that pays."""
-    return bind(copy.copy(drafter.fit_budget()))  # what a run changes is made again for each
+    drafter = copy.copy(drafter.fit_budget())  # what a run changes is made again for each
+    return bind(drafter, measure_costs(bench, drafter.groups or [[drafter]]))
 
 
-def put_suffix_before(drafter: Drafter, num_tokens: int = NUM_SUFFIX_TOKENS) -> Drafter:
+def measure_costs(bench: Bench, groups: Sequence[Sequence[Drafter]]) -> CostTable:
+    """Measure what the engine's steps and some drafters' drafts cost; nothing is kept."""
+    build = bench.engine.config.build
+    measuring = Measuring(
+        bench.engine.decoder, [[drafter.make_twin() for drafter in group] for group in groups],
+        max_batch_size=build.max_batch_size, max_seq_len=build.max_seq_len,
+        max_num_tokens=build.max_num_tokens,
+    )  # fmt: skip
+    return measuring.measure()[0]
+
+
+def put_suffix_before(
+    bench: Bench, drafter: Drafter, num_tokens: int = NUM_SUFFIX_TOKENS
+) -> Drafter:
     """Return a chain: suffix decoding where that promises more, else the drafter."""
     suffix = SuffixProposer(SuffixOptions(max_tokens=num_tokens))
-    return PacedDrafter([[suffix], [drafter]], is_fixed=True)
+    groups: list[list[Drafter]] = [[suffix], [drafter]]
+    return PacedDrafter(groups, measure_costs(bench, groups), is_fixed=True)
 
 
 def list_lengths(bench: Bench, max_length: int) -> list[Shape]:

@@ -8,15 +8,18 @@ call ends after the drafted tokens that the target agrees with and one token of 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
+from specdec.decode.cost_table import CostTable, Curve, Grid, smooth
 from specdec.decode.drafters.base import Drafter, list_roots
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.loop import Interrupted, Options
@@ -31,6 +34,8 @@ from specdec.trtllm.runner import RowOutput, TensorRTRunner
 from .tensorrt_call import fill_results
 
 TARGET, DRAFT = range(2)  # whose random numbers
+TURNS = 3  # in which calls are timed, of which the fastest counts
+TEXT_TOKENS = 8  # of the texts that are timed
 
 
 class EngineDrafter(Drafter):
@@ -87,6 +92,38 @@ class EngineDrafter(Drafter):
                 logits = None if output.logits is None else [*output.logits[: len(tokens)]]
                 drafts[row] = Candidates(tree, logits)
         return drafts
+
+
+def measure_costs(
+    target: TensorRTRunner, draft: TensorRTRunner, longest: int, num_rows: int
+) -> CostTable:
+    """Time calls of both engines, for one text and for as many as they take at once."""
+    sizes = sorted({*(2**n for n in range(longest.bit_length())), longest})
+    steps, drafts = [], []
+    for rows in dict.fromkeys((1, num_rows)):
+        call: dict[str, Any] = {"sampling": SamplingParams(), "seed": 0, "keep_logits": False}
+        texts = [[1] * TEXT_TOKENS for _ in range(rows)]
+
+        def verify(size: int, texts: Any = texts, call: Any = call) -> None:
+            chains = [[1] * (size - 1) for _ in texts] if size > 1 else None
+            target.generate(texts, drafts=chains, max_new_tokens=size, **call)
+
+        def propose(size: int, texts: Any = texts, call: Any = call) -> None:
+            draft.generate(texts, max_new_tokens=size, **call)
+
+        steps.append((rows, _time_calls(verify, [1, *(size + 1 for size in sizes)])))
+        drafts.append((rows, _time_calls(propose, sizes)))
+    return CostTable(steps=Grid((*steps,)), drafts=(Grid((*drafts,)),))
+
+
+def _time_calls(call: Callable[[int], None], sizes: Sequence[int]) -> Curve:
+    least = dict.fromkeys(sizes, math.inf)
+    for _ in range(TURNS):
+        for size in sizes:
+            began = time.perf_counter()
+            call(size)
+            least[size] = min(least[size], time.perf_counter() - began)
+    return smooth(least)
 
 
 def get_text(request: ActiveRequest) -> list[int]:
@@ -187,11 +224,9 @@ class ExternalLoop:
                 depth=len(draft),
                 num_accepted=min(taken, num_accepted[-1]),
             )
-        if (pace := self._drafter.pace) is not None:  # the length follows what steps cost and bring
-            length, num_rows = max(map(len, drafts)), len(drafts)
-            seconds = drafted - began if length else None
-            pace.record_drafts(seconds, length + 1, [n + 1 for n in num_accepted], length)
-            pace.record_step(num_rows, num_rows * (length + 1), 0, verified - drafted)
+        length = max(map(len, drafts))
+        if (pace := self._drafter.pace) is not None and length:
+            pace.record(length + 1, [n + 1 for n in num_accepted], [(0, len(drafts), length)])
         self._finish(requests)
         self._timing.draft += drafted - began
         self._timing.verify += verified - drafted

@@ -40,7 +40,7 @@ from specdec.trtllm.runner import TensorRTRunner, find_rank, import_runtime
 
 from ..settings import RunSettings
 from .tensorrt_call import Call, fill_results, group_requests
-from .tensorrt_external import EngineDrafter, ExternalLoop
+from .tensorrt_external import EngineDrafter, ExternalLoop, measure_costs
 
 logger = logs.get_logger(__name__)
 
@@ -207,10 +207,17 @@ class TensorRTEngine:
         if self.draft is None:
             return Drafter()
         pair, longest = need(self._options), self.folder.max_draft_len
+        runner = TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True})
+        pace = None
+        if pair.draft_len is None:
+            assert self._runner is not None
+            num_rows = min(self.folder.max_batch_size, self.draft.max_batch_size)
+            costs = measure_costs(self._runner, runner, longest, num_rows)
+            pace = Pace(longest, costs, is_planned=True)
         return EngineDrafter(
-            TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True}),
+            runner,
             pair.draft_len or longest,
-            Pace(longest, is_planned=True) if pair.draft_len is None else None,
+            pace,
             use_logits=pair.use_logits,
             target_vocab_size=self.folder.vocab_size,
         )

@@ -6,13 +6,15 @@ import contextlib
 import ctypes
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from specdec import logs
+from specdec.decode.cost_keeping import find_costs
+from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters import (
     Drafting,
     Methods,
@@ -83,7 +85,9 @@ class TorchEngine:
         try:
             methods = choose_methods(self.config, drafting) if speculate else ()
             weights = self._load(folder, recorder, methods)
-            self.proposer: Drafter = make_proposer(self, methods, weights, drafting)
+            self.proposer: Drafter = make_proposer(
+                self, methods, weights, drafting, self._find_costs
+            )
             self.method = name_methods(methods)
             if not self._verification.is_long:
                 self.check_whole()
@@ -124,6 +128,11 @@ class TorchEngine:
             # Drafters run on this rank only.
             weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
         return weights
+
+    def _find_costs(
+        self, groups: Sequence[Sequence[Drafter]], drafting: Mapping[str, str]
+    ) -> CostTable:
+        return find_costs(self.folder, self.config, self.decoder, groups, drafting)
 
     def check_whole(self) -> None:
         """Wait until the engine's files are compared; SpecDecError where one is damaged.
@@ -210,9 +219,13 @@ class TorchEngine:
     def fill_options(self, options: Options) -> Options:
         """The options with the engine's own limits instead of theirs."""
         build = self.config.build
+        costs = self.proposer.pace.costs if self.proposer.pace is not None else None
+        if costs is None and options.prompt_chunk == "auto":
+            costs = self._find_costs((), {})
         return dataclasses.replace(
-            options, max_num_tokens=build.max_num_tokens, max_batch_size=build.max_batch_size
-        )
+            options, max_num_tokens=build.max_num_tokens, max_batch_size=build.max_batch_size,
+            costs=costs,
+        )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype and tp_size, as statistics name them."""

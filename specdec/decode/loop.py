@@ -7,7 +7,6 @@ Legend: B rows that are verified, E prompts that end, T tree nodes, D hidden, V 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Accepted, Candidates, accept_batch
 from specdec.decode.ahead import PlainAhead, draft_ahead
+from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter, list_roots
 from specdec.decode.prefill import Reading
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
@@ -41,8 +41,9 @@ class Options:
 
     max_batch_size: requests decoded at once; None is all. max_num_tokens: bound of one prompt pass.
     prompt_chunk: prompt tokens that a step of other requests reads at most, and a drafter four
-    times as many; None reads whole prompts first. "auto" is what `Pace` chooses for the whole
-    step: prompts go before drafts, which are made if all unread tokens fit in as well.
+    times as many; None reads whole prompts first. "auto" is what `choose_chunk` chooses for the
+    whole step by costs: prompts go before drafts, which are made if all unread tokens fit in as
+    well. costs: what steps cost, None where that is not known.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
     keep_rejected: return what was drafted and not accepted.
@@ -51,6 +52,7 @@ class Options:
 
     max_num_tokens: int = 8192
     prompt_chunk: int | Literal["auto"] | None = None
+    costs: CostTable | None = None
     max_batch_size: int | None = None
     tokenizer: Any = None
     follow_text: bool = False
@@ -106,10 +108,10 @@ class Batch:
         self.scheduler = Scheduler(
             decoder, self.cache, proposer, timing, max_num_tokens=options.max_num_tokens,
             prompt_chunk=options.prompt_chunk, reuses_prefixes=options.reuse_blocks,
+            costs=options.costs,
         )  # fmt: skip
         may_go_ahead = not (options.keep_logits or timing.is_exact)
         self._ahead = PlainAhead(decoder, self.cache, proposer, is_allowed=may_go_ahead)
-        self._recording = 0.0  # seconds that noting the newest pass took, which the next one bears
         self._clocks = {p: Stopwatch(timing, p, decoder.device) for p in timing.list_seconds()}
 
     @property
@@ -140,13 +142,9 @@ class Batch:
         A request whose prompt has ended has its first token.
         """
         for task in self.scheduler.plan():
-            began, drafting = time.perf_counter(), self.timing.draft
             num_rows, num_nodes = self._run(task)
             self.scheduler.retire()
-            ended, drafting = time.perf_counter(), self.timing.draft - drafting
-            seconds = ended - began - drafting + self._recording
-            self.scheduler.record(task, num_rows, num_nodes, seconds)
-            self._recording = time.perf_counter() - ended
+            self.scheduler.record(task, num_rows, num_nodes)
 
     def _run(self, task: Pass) -> tuple[int, int]:
         """Propose, forward, accept, commit; return the rows that were verified, and their size."""

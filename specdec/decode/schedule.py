@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from specdec.decode.accept import Accepted
+from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.pace import Pace
 from specdec.decode.prefill import PromptReader, Reading, count_shared
+from specdec.decode.prompt_chunks import choose_chunk
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
@@ -55,6 +56,7 @@ class Scheduler:
         max_num_tokens: int,
         prompt_chunk: int | Literal["auto"] | None,
         reuses_prefixes: bool,
+        costs: CostTable | None = None,
     ) -> None:
         """See `Options` of the loop."""
         self.waiting: deque[ActiveRequest] = deque()
@@ -67,9 +69,7 @@ class Scheduler:
         # By row, the prompt and the output that are in its cache; no output that no drafter has
         # seen, if it follows prompts.
         self._texts: list[tuple[list[int], list[int]]] = [([], []) for _ in cache.past_lens]
-        self._pace = proposer.pace or Pace()
-        self._times_prompts = decoder.device.type == "cpu"  # a GPU may still be at it
-        self._num_read = 0  # prompt tokens before the step
+        self._costs = costs
         self._drafted_size = 1  # nodes of a row in the newest step that might be drafted for
 
     @property
@@ -89,7 +89,6 @@ class Scheduler:
         self.retire()
         self._admit()
         chunk = self._choose_chunk()
-        self._num_read = self.reader.num_read
         if not self.reading:
             if self.active:
                 yield Pass(verifies=True)
@@ -120,18 +119,10 @@ class Scheduler:
             reads_all=reads_all,
         )  # fmt: skip
 
-    def record(self, task: Pass, num_rows: int, num_nodes: int, seconds: float) -> None:
-        """Take what a pass has cost that verified so many nodes of so many rows.
-
-        seconds: without what drafters did.
-        """
-        num_read, self._num_read = self.reader.num_read - self._num_read, self.reader.num_read
-        if num_rows:
-            if task.drafts:
-                self._drafted_size = num_nodes
-            self._pace.record_step(num_rows, num_rows * num_nodes, num_read, seconds)
-        elif self._times_prompts:
-            self._pace.record_prompt(num_read, seconds)
+    def record(self, task: Pass, num_rows: int, num_nodes: int) -> None:
+        """Take what a pass was that verified so many nodes of so many rows."""
+        if num_rows and task.drafts:
+            self._drafted_size = num_nodes
 
     def retire(self) -> None:
         """Give back the rows of requests that have ended."""
@@ -171,9 +162,7 @@ class Scheduler:
         chunk = self._prompt_chunk
         if chunk == "auto":
             num_requests = len(self.active) + len(self.reading) + len(self.waiting)
-            chunk = self._pace.choose_chunk(
-                len(self.active), num_requests, is_reading=bool(self.reading)
-            )
+            chunk = choose_chunk(self._costs, len(self.active), num_requests)
         self.max_prefill = None if chunk is None else DRAFTER_SHARE * chunk
         return chunk
 

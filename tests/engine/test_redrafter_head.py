@@ -13,8 +13,8 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import ALL_LEVELS
+from specdec.decode.drafters.calibration import follow_chances
 from specdec.decode.drafters.levels import DynamicTree
-from specdec.decode.drafters.pace import follow_chances
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
 from specdec.engine.layout import plan_drafter

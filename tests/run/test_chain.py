@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
+from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter, join_candidates, merge_candidates
@@ -24,6 +25,7 @@ from specdec.decode.settings import DecodeSettings
 from specdec.engine.tree import Tree, build_tree_mask, make_root, pack_beams
 from specdec.errors import SpecDecError, UsageError
 from tests.conftest import make_llama
+from tests.costs import make_costs, make_grid
 from tests.engines import list_paths
 from tests.methods import build_methods
 
@@ -32,6 +34,7 @@ LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
 PAIR: dict[str, Any] = {"draft_len": "3"}
 TREE: dict[str, Any] = {"draft_len": None, "draft_tree_tokens": 5}
 ADAPTED: dict[str, Any] = {"draft_len": "auto", "draft_budget": None}
+PROMPT = SimpleNamespace(input_ids=[3])
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +170,18 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
     """By what a lookup has in hand and what the others have brought; what is dear is left out."""
     counts = []
     for rate, seconds in ((0.9, 0.3), (0.2, 0.3), (0.6, 1.0), (0.6, 3.0)):
-        pace, chosen = Pace(4, max_depths=(4, 4)), 0
+        steps, free = make_grid(lambda tokens: 1.0), make_grid(lambda levels: 0.0)
+        dear = make_grid(lambda levels, seconds=seconds: seconds)  # type: ignore[misc]
+        pace, chosen = Pace(4, CostTable(steps=steps, drafts=(free, dear)), max_depths=(4, 4)), 0
         for _ in range(200):
             pace.plan([100])
             (value,) = pace.value(np.cumprod([[rate] * 4], axis=1))
             is_best = pace.is_best(0, value, 1)
             chosen += is_best
-            pace.sources[0].record([value])
+            pace.drafters[0].record([value])
             if not is_best:
-                pace.sources[1].costs.record(1, seconds)
-                pace.sources[1].record(pace.value(np.cumprod([[0.6] * 4], axis=1)).tolist())
-            pace.record_drafts(0.0 if is_best else seconds, 5, [3])
-            pace.record_step(1, 5, 0, 1.0)
+                pace.drafters[1].record(pace.value(np.cumprod([[0.6] * 4], axis=1)).tolist())
+            pace.record(5, [3], [(0, 1, 1)] if is_best else [(0, 1, 1), (1, 1, 1)])
         counts.append(chosen)
     assert counts[0] > 190
     assert counts[1] < 20
@@ -222,8 +225,8 @@ def test_two_drafters_need_a_chain(parent: Path) -> None:
 
 def test_all_members_are_told_of_prompts_in_a_step() -> None:
     timer = Drafter()
-    outer = PacedDrafter([[Drafter(), timer]], is_fixed=True)
-    requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99))]
+    outer = PacedDrafter([[Drafter(), timer]], make_costs(), is_fixed=True)
+    requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99, request=PROMPT))]
     for number in (9, 0):
         outer.plan_step(number, 4 * number)
         (found,) = outer.propose(requests)

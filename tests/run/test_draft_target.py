@@ -33,6 +33,7 @@ from specdec.methods.draft_target import DraftOptions
 from specdec.methods.draft_target import read_options as read_draft_options
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
+from tests.costs import make_costs
 from tests.engines import call, make_noisy_copy, run_cli_here
 
 LIMIT = 24
@@ -151,7 +152,7 @@ def test_texts_may_be_run_by_pieces(folder: Path, is_sampled: bool) -> None:
     requests = make_requests(11, **({"temperature": 0.9, "top_k": 20} if is_sampled else {}))
     expected = [r.output_ids for r in load(folder).generate(requests)]
     engine = load(folder, "target-itself", 4)
-    erratic = Erratic([[engine.proposer]])
+    erratic = Erratic([[engine.proposer]], make_costs())
     erratic.dice, erratic.num_read = random.Random(2), []
     results = generate(engine.decoder, erratic, requests, Options(max_batch_size=3))
     assert [r.output_ids for r in results] == expected
@@ -343,7 +344,7 @@ def test_ratio_keeps_the_first_tokens_distribution(
     engine = load(folder, draft, 2, True)
     proposer: Drafter = engine.proposer
     if chain:
-        proposer = PacedDrafter([[Guesses()], [proposer]], is_fixed=True)
+        proposer = PacedDrafter([[Guesses()], [proposer]], make_costs(2), is_fixed=True)
         turns = itertools.cycle([True, False])
         monkeypatch.setattr(Pace, "is_best", lambda *_: next(turns))
     p_value, kept = check_first_tokens(engine, proposer, [5, 9, 40])
@@ -614,7 +615,7 @@ def test_the_command(folder: Path) -> None:
         ({"use_logits": True}, False, True),
         ({"draft_len": "4"}, True, True),
         ({"draft_len": "4", "draft_budget": "fixed"}, False, False),
-        ({"draft_len": "4", "use_logits": True}, False, False),
+        ({"draft_len": "4", "use_logits": True}, False, True),
         ({"draft_len": "4", "draft_budget": "auto", "use_logits": True}, False, True),
         ({"draft_tree_tokens": 4}, True, True),
         ({"draft_tree_tokens": 4, "draft_budget": "fixed"}, True, False),
@@ -623,7 +624,7 @@ def test_the_command(folder: Path) -> None:
 def test_what_drafts_by_default(
     folder: Path, flags: dict[str, Any], is_tree: bool, is_bound: bool
 ) -> None:
-    """What pays of a tree, unless a fixed draft or drawn tokens are asked for."""
+    """What pays of a tree, or of a chain where drawn tokens are asked for, unless it is fixed."""
     pair: dict[str, Any] = {"engine_dir": folder / "target", "draft_engine_dir": folder / "draft"}
     engine = load_engine(DecodeSettings(device="cpu", **pair, **flags), None)
     proposer: Any = engine.proposer

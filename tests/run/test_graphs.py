@@ -42,6 +42,7 @@ from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_llama
+from tests.costs import make_costs
 from tests.engines import make_engine
 from tests.methods import build_methods
 from tests.parity.models import make_model
@@ -150,7 +151,7 @@ def test_steps_are_begun_ahead_while_a_drafter_rests(
     expected = run(load(parent, method, with_graphs=False), requests)
     engine, calls = load(parent, method, with_graphs=True), list[int]()
     turn = itertools.cycle((1, 1, 0))
-    engine.proposer, step = bind(engine.proposer), PlainAhead.step
+    engine.proposer, step = bind(engine.proposer, make_costs()), PlainAhead.step
 
     def plan(pace: Pace, remaining: Sequence[int], *_: int) -> bool:
         pace.skip(len(remaining))

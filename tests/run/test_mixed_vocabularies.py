@@ -29,6 +29,7 @@ from specdec.engine.step import Step
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError
 from tests.conftest import make_llama, read_error_lines
+from tests.costs import make_costs
 from tests.covering import cover
 from tests.engines import call, make_noisy_copy, run_cli_here
 from tests.run.statistics import FALSE_ALARM_RATE, check_first_tokens
@@ -467,7 +468,7 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
     engine = load(folder, "target", "merges", 3)
     model = engine.proposer
     assert isinstance(model, DraftTargetProposer)
-    chain = PacedDrafter([[Oracle(), model]], is_fixed=True)
+    chain = PacedDrafter([[Oracle(), model]], make_costs(), is_fixed=True)
     honest, run_model = model.propose, model.decoder.forward
     ran: dict[tuple[int, int], int] = {}  # (row, position): the token there
     checked = 0

@@ -1,77 +1,94 @@
-"""What `Pace` decides before a step, by what steps before it took and brought."""
+"""What `Pace` decides before a step, by what steps cost and by what those before it brought."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.pace import (
+from specdec.decode.drafters.pace import FIRST_PIECE, REST_STEPS, Account, Pace
+from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
-    FIRST_PIECE,
     LEAST_CHUNK,
     LEAST_READ,
     LEAST_TIMES,
     MOST_CHUNK,
     MOST_TIMES,
-    PROMPT_UNIT,
-    REST_STEPS,
-    Account,
-    Costs,
-    Pace,
+    choose_chunk,
 )
+from tests.costs import SIZES, make_costs, make_grid
 
 Clock = Callable[[int], float]
 FLAT: Clock = lambda tokens: 1.0 + 0.02 * tokens  # noqa: E731
 
 
-def step(
-    pace: Pace, size: int, seconds: float, emitted: Sequence[int], draft: float | None = None,
-    num_levels: int = 1, num_prefilled: int = 0,
-) -> None:  # fmt: skip
-    """One step that was planned."""
-    pace.record_drafts(draft, size, emitted, num_levels, num_prefilled)
-    pace.record_step(len(emitted), len(emitted) * size, 0, seconds)
+def record(
+    pace: Pace, size: int, emitted: Sequence[int], num_levels: int = 1, num_read: int = 0
+) -> None:
+    """Take a drafted step of one drafter."""
+    pace.record(size, emitted, [(0, len(emitted), num_levels)], num_read)
 
 
-def test_the_first_steps_are_plain_and_so_is_the_first_of_half_as_many_requests() -> None:
-    pace = Pace(4)
-    for _ in range(2):
-        assert not pace.plan([50, 50])
-        step(pace, 1, 1.0, [1, 1])
+def run(pace: Pace, rate: float, num_steps: int, num_rows: int = 1) -> list[int]:
+    """The nodes of each step, where every token is right as often and the drafter is as sure."""
+    sizes, chances = [], np.cumprod([[rate] * pace.max_tokens] * num_rows, axis=1)
+    for at in range(num_steps):
+        size = 1
+        if pace.plan([1000] * num_rows):
+            size += pace.choose(chances)
+            right = [(at * 37 + n * 61) % 100 < 100 * rate for n in range(size - 1)]
+            record(pace, size, [1 + [*right, False].index(False)] * num_rows)
+        sizes.append(size)
+    return sizes
+
+
+def test_the_first_step_drafts_and_the_last_does_not() -> None:
+    pace = Pace(4, make_costs())
     assert pace.plan([50, 50])
-    step(pace, 2, 1.1, [2, 2], 0.1)
-    assert pace.plan([50, 50])
-    assert not pace.plan([50, 50, 50])
-    assert not pace.plan([50])
-    step(pace, 1, 1.0, [1])
+    record(pace, 2, [2, 2])
     assert pace.plan([50])
     assert not pace.plan([1])
 
 
-def test_costs() -> None:
-    costs = Costs()
-    assert costs.estimate(4) == costs.largest == costs.smallest == 0
-    costs.record(8, 2.0)
-    assert [costs.estimate(n) for n in (1, 8, 99)] == [2.0, 2.0, 2.0]
-    for seconds in (9.0, 4.0, 4.0):
-        costs.record(16, seconds)
-    assert costs.estimate(12) == 3.0
-    assert costs.estimate(24) == 6.0
-    costs.record(32, 3.0)  # nothing smaller costs more
-    assert [costs.estimate(n) for n in (8, 12, 16, 20, 32, 64)] == [2.0, 2.5, 3.0, 3.0, 3.0, 3.0]
-    costs.record(64, 50.0, guess=5.0)
-    assert costs.estimate(64) == 5.0, "it may have been disturbed"
-    for _ in range(2):
-        costs.record(64, 50.0)
-    assert costs.estimate(64) == 50.0
-    assert (costs.count(64), costs.count(63)) == (3, 0)
+def test_a_curve() -> None:
+    """Nothing smaller costs more; beyond the largest, costs rise as in the half before it."""
+    curve = smooth({8: 2.0, 16: 4.0, 32: 3.0})
+    sizes = np.array([1, 8, 12, 16, 20, 32, 64])
+    assert curve.estimate(sizes).tolist() == [2.0, 2.0, 2.5, 3.0, 3.0, 3.0, 3.0]
+    assert smooth({1: 1.0, 4: 2.0, 8: 4.0}).estimate(np.array([12])).tolist() == [6.0]
 
 
-def test_what_was_won_pays_for_no_trials_of_what_is_known_not_to_pay() -> None:
+def test_between_two_numbers_of_requests_costs_lie_on_a_line() -> None:
+    grid = Grid(((1, smooth({1: 1.0, 8: 8.0})), (5, smooth({1: 5.0, 8: 16.0}))))
+    for rows, seconds in ((1, 8.0), (3, 12.0), (5, 16.0), (10, 32.0)):
+        assert grid.estimate(rows, np.array([8])).tolist() == [seconds]
+    table = CostTable(steps=grid)
+    assert table.estimate_steps(10, np.array([4])).tolist() == [16.0], "as many tokens"
+    assert table.estimate_steps(1, np.array([8]), 0, 100).tolist() == [8.0]
+    far = CostTable(steps=grid, context=0.01)
+    assert far.estimate_steps(1, np.array([8]), 0, 100).tolist() == [9.0]
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    table = make_costs(2, reading=0.1, prompts=FLAT)
+    document = table.write()
+    assert read_table(document) == table
+    changes: list[dict[str, Any]] = [
+        {"reading": "much"}, {"context": -1.0}, {"steps": {"curves": []}},
+        {"drafts": [{"curves": [[1, {"sizes": [2, 1], "seconds": [1.0, 2.0]}]]}]},
+        {"drafts": [{"curves": [[1, {"sizes": [1, 2], "seconds": [2.0, 1.0]}]]}]},
+        {"prompts": {"sizes": [1], "seconds": [float("nan")]}},
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            read_table(document | change)
+
+
+def test_what_was_won_pays_for_no_trials_of_what_is_believed_not_to_pay() -> None:
     account = Account()
     account.add(10.0, -100.0, is_trial=False)
     assert account.find_limit(5.0) > 100
@@ -80,149 +97,74 @@ def test_what_was_won_pays_for_no_trials_of_what_is_known_not_to_pay() -> None:
     assert 0 < account.for_trials < 0.5
 
 
-def test_a_machine_that_is_slow_for_a_while_changes_nothing() -> None:
-    """The sizes that nobody has measured since are as dear as others are."""
-    pace, sizes = Pace(4), []
-    chances = np.cumprod([[0.9] * 4], axis=1)
-    for at in range(90):
-        size = 1 + pace.choose(chances) if pace.plan([100]) else 1
-        slow = 3.0 if 20 < at < 50 else 1.0
-        step(pace, size, FLAT(size) * slow, [1 + size // 2], 0.01 * slow if size > 1 else None)
-        sizes.append(size)
-    assert set(sizes[10:]) <= {4, 5}
-
-
-def test_what_is_known_of_steps_does_not_drift_away_where_all_are_alike() -> None:
-    """Else nothing that was measured long ago could be compared with it."""
-    pace, chance = Pace(), random.Random(1)
-    for _ in range(3000):
-        pace.record_step(1, 1, 0, 1 + 0.1 * chance.expovariate(1))
-    assert pace.even_out(1.0) == pytest.approx(1.0, rel=0.1)
-
-
-def test_a_close_decision_waits_for_plain_steps_that_no_draft_has_slowed_down() -> None:
-    """Drafts lose 4 %, and the two plain steps behind one are 8 % slower than others."""
-    pace, warm, drafted = Pace(1, is_whole=True), 0, 0
-    for at in range(300):
-        drafts = pace.plan([1000])
-        took = 1.3 if drafts else 1.0 if warm > 1 else 1.08
-        step(pace, 1 + drafts, took, [1 + (drafts and at % 2)], 0.2624 if drafts else None)
-        warm, drafted = 0 if drafts else warm + 1, drafted + drafts * (at >= 100)
-    assert drafted < 40
-
-
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("slow", [1.6, 3.0])
-def test_one_disturbed_step_does_not_end_drafting(num_rows: int, slow: float) -> None:
-    """The first drafts are verified while another program runs, and seem dear."""
-    pace, sizes = Pace(4), list[int]()
-    chances = np.cumprod([[0.9] * 4] * num_rows, axis=1)
-    for _ in range(60):
-        size = 1 + pace.choose(chances) if pace.plan([100] * num_rows) else 1
-        disturbed = slow if size > 1 and max(sizes) == 1 else 1.0
-        seconds = (1.0 + 0.005 * num_rows * size) * disturbed
-        drafting = 0.01 if size > 1 else None
-        step(pace, size, seconds, [size - size // 4] * num_rows, drafting)
-        sizes.append(size)
-    assert min(sizes[-20:]) > 1
+def test_the_same_table_and_drafts_give_the_same_sizes(num_rows: int) -> None:
+    """No clock is read: a run can be repeated, whatever else the machine does."""
+    costs = make_costs(step=lambda tokens: 1.0 + 0.005 * tokens)
+    first, second = (run(Pace(4, costs), 0.8, 80, num_rows) for _ in range(2))
+    assert first == second
+    assert min(first) > 1
 
 
-def test_plain_steps_are_measured_again_where_drafts_win_little() -> None:
-    for rate, most in ((0.9, 0), (0.35, 12)):
-        pace, plain = Pace(4), 0
-        for at in range(100):
-            size = 1 + pace.choose(np.cumprod([[rate] * 4], axis=1)) if pace.plan([100]) else 1
-            right = [at * 7 % 20 < 20 * rate, at * 11 % 20 < 20 * rate**2]
-            emitted = 1 + int(right[0]) * (1 + int(right[1])) if size > 1 else 1
-            step(pace, size, FLAT(size), [emitted], 0.06 if size > 1 else None)
-            plain += at >= 8 and size == 1
-        assert bool(most) * 2 <= plain <= most
-
-
-def test_a_drafter_of_one_pass_is_seldom_asked_for_all_its_levels() -> None:
-    """It has no more, so drafts of one level are no reason to try what more would cost."""
-    pace, deep = Pace(4, max_depths=(3,)), 0
-    for at in range(400):
-        size = 1
-        if pace.plan([1000]):
-            deep += at >= 100 and pace.price_level() == -np.inf
-            size += pace.choose(np.cumprod([[0.9] * 4], axis=1))
-        step(pace, size, FLAT(size), [size], 0.06 if size > 1 else None)
-    assert 1 <= deep <= 5
-
-
-def test_a_planned_draft_is_as_long_as_is_worth_its_time() -> None:
-    for rate, level, least, most in ((0.9, 0.05, 6, 8), (0.6, 0.2, 1, 3), (0.1, 0.4, 1, 1)):
-        pace = Pace(8, is_planned=True)
-        pace.record_prompt(200, FLAT(200))
-        for at in range(200):
-            length = pace.max_levels if pace.plan([1000]) else 0
-            accepted = 0
-            while accepted < length and (at * 37 + accepted * 61) % 100 < 100 * rate:
-                accepted += 1
-            draft = length * level if length else None
-            step(pace, length + 1, FLAT(length + 1), [accepted + 1], draft, length)
-        assert least <= pace.max_levels <= most
+@pytest.mark.parametrize(("rate", "level", "least", "most"), [
+    (0.9, 0.05, 6, 8), (0.6, 0.2, 1, 3), (0.1, 0.4, 1, 1),
+])  # fmt: skip
+def test_a_planned_draft_is_as_long_as_is_worth_its_time(
+    rate: float, level: float, least: int, most: int
+) -> None:
+    pace = Pace(8, make_costs(draft=lambda n: level * n), is_planned=True)
+    for at in range(200):
+        length = pace.max_levels if pace.plan([1000]) else 0
+        accepted = 0
+        while accepted < length and (at * 37 + accepted * 61) % 100 < 100 * rate:
+            accepted += 1
+        if length:
+            record(pace, length + 1, [accepted + 1], length)
+    assert least <= pace.max_levels <= most
 
 
 def test_levels_end_where_another_is_not_worth_its_price() -> None:
     """What every draft costs, and its first token's verifying, are no price of a level."""
     prices = []
-    for plain in (1.0, 0.8):
-        pace = Pace(8)
-        for _ in range(2):
-            assert not pace.plan([100])
-            step(pace, 1, plain, [1])
-        for size in (2, 4, 8):
-            assert pace.plan([100])
-            # A draft of one level first, then one of all, which tells what a level costs.
-            price = pace.price_level()
-            assert price == {2: np.inf, 4: -np.inf, 8: price}[size]
-            levels = {2: 1, 4: 8}.get(size, 2)
-            step(pace, size, 1.0 + 0.01 * size, [size], 0.1 + 0.05 * levels, num_levels=levels)
+    for first in (0.1, 0.3):
+        pace = Pace(8, make_costs(draft=lambda n, first=first: first + 0.05 * n))  # type: ignore[misc]
+        assert pace.plan([100])
+        record(pace, 2, [2], 1)
+        pace.account.lost = -9.0
         assert pace.plan([100])
         prices.append(pace.price_level())
-    assert prices[0] == pytest.approx(prices[1], rel=0.05)
-    assert 0 < prices[0] < 0.3
+        pace.is_brief = True
+        assert np.isinf(pace.price_level())
+    assert 0 < prices[1] < prices[0] < 0.3
 
 
 def test_reading_prompts_is_no_price_of_a_draft() -> None:
-    """It has an account of its own, and its price is learned from the first piece."""
-    pace = Pace(4)
-    for _ in range(2):
-        pace.plan([100] * 4)
-        step(pace, 1, 1.0, [1] * 4)
-    assert pace.plan([100] * 4, 0, 2000)
-    assert pace.max_read == FIRST_PIECE
-    step(pace, 1, 1.0, [1] * 4, 0.128, num_prefilled=128)
+    """It has an account of its own."""
+    pace = Pace(4, make_costs(reading=0.001))
     assert not pace.plan([2] * 4, 0, 2000), "more than can be won"
     for _ in range(REST_STEPS - 1):
         pace.plan([2] * 4, 0, 2000)
-        step(pace, 1, 1.0, [1] * 4)
-    assert pace.plan([100] * 4, 0, 1872)
+    assert pace.plan([100] * 4, 0, 2000)
     assert pace.max_read is not None
-    assert pace.max_read >= 1872
-    step(pace, 2, 1.02, [2] * 4, 1.9, num_prefilled=1872)
+    assert pace.max_read >= FIRST_PIECE
+    record(pace, 1, [1] * 4, num_read=1000)
+    assert pace.account.read == pytest.approx(1.0)
+    assert pace.account.lost < 0.5
     assert pace.plan([100] * 4)
-    assert pace.account.read == pytest.approx(2.028)
-    assert np.isinf(pace.price_level()), "what a draft costs is not known yet"
-    step(pace, 2, 1.02, [2] * 4, 0.05)
-    assert pace.plan([100] * 4)
-    assert pace.price_level() < 1
+    assert pace.max_read is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 def test_it_drafts_where_every_step_reads_prompts_too(num_rows: int) -> None:
     """As under a load that never ends; not where tokens are dear."""
     for clock, rate in ((FLAT, 0.9), (lambda tokens: 0.3 + 0.2 * tokens, 0.05)):
-        pace, sizes = Pace(8), []
+        pace, sizes = Pace(8, make_costs(step=clock)), []
         for _ in range(60):
             size = 1
             if pace.plan([100] * num_rows, 70):
                 size += pace.choose(np.cumprod([[rate] * 8] * num_rows, axis=1))
-            emitted = 1 + round(sum(rate**n for n in range(1, size)))
-            pace.record_drafts(0.06 if size > 1 else None, size, [emitted] * num_rows)
-            pace.record_step(num_rows, num_rows * size, 70, clock(num_rows * size + 80))
+                emitted = 1 + round(sum(rate**n for n in range(1, size)))
+                record(pace, size, [emitted] * num_rows)
             sizes.append(size)
         drafted = sum(size > 1 for size in sizes)
         assert drafted > 40 if clock is FLAT else drafted < 20
@@ -233,21 +175,24 @@ def count_trials(num_unread: int) -> tuple[int, float]:
 
     But for the first hundred steps, the drafter has so many tokens of a prompt to read each time.
     """
-    pace, trials, lost, num_steps = Pace(4), 0, 0.0, 3000
+    pace, trials, lost, num_steps = (
+        Pace(4, make_costs(draft=lambda _: 0.3, reading=0.002)),
+        0,
+        0.0,
+        3000,
+    )
     for at in range(num_steps):
-        size, draft, num_read, unread = 1, 0.0, 0, num_unread if at > 100 else 0
+        unread = num_unread if at > 100 else 0
         if pace.plan([1000], 0, unread):
-            size, num_read = 1 + pace.choose(np.full((1, 4), 0.05)), unread
-            draft = 0.3 + 0.002 * num_read
-        if draft and pace.is_trial:
-            trials, lost = trials + 1, lost + draft + FLAT(size) - FLAT(1)
-        step(pace, size, FLAT(size), [1], draft or None, num_prefilled=num_read)
+            size = 1 + pace.choose(np.full((1, 4), 0.05))
+            trials, lost = trials + 1, lost + 0.3 + 0.002 * unread + FLAT(size) - FLAT(1)
+            record(pace, size, [1], num_read=unread)
     return trials, lost / num_steps
 
 
 def test_what_is_read_for_a_trial_counts_as_its_loss() -> None:
     often, seldom = count_trials(0), count_trials(200)
-    assert 0 < seldom[0] < often[0] / 1.5
+    assert 0 < seldom[0] < often[0] / 1.3
     assert max(often[1], seldom[1]) < 0.02
 
 
@@ -271,59 +216,27 @@ AVX2: Clock = lambda size: max(0.049, 0.0118 * size)  # noqa: E731
 MANY: Clock = lambda size: max(0.060, 0.055 + 0.0002 * size)  # noqa: E731
 
 
-def read(pace: Pace, clock: Clock, num_active: int, num_waiting: int, steps: int) -> list[int]:
-    """The tokens of so many steps that all read prompts."""
-    sizes = []
-    for _ in range(steps):
-        size = pace.choose_chunk(num_active, num_active + num_waiting, is_reading=True)
-        pace.record_step(num_active, num_active, size - num_active, clock(size))
-        sizes.append(size)
-    return sizes
-
-
 def test_where_nothing_is_known_the_requests_say() -> None:
-    for number, wanted in ((1, LEAST_CHUNK), (16, CHUNK_SHARE * 16), (99, MOST_CHUNK)):
-        assert Pace().choose_chunk(number, number, is_reading=True) == wanted
+    for number, tokens in ((1, LEAST_CHUNK), (16, CHUNK_SHARE * 16), (99, MOST_CHUNK)):
+        assert choose_chunk(None, number, number) == tokens
 
 
 @pytest.mark.parametrize("num_active", [1, 4, 15])
-@pytest.mark.parametrize("has_plain", [True, False])
 @pytest.mark.parametrize("clock", [AMX, AVX2, MANY], ids=["amx", "avx2", "many"])
 def test_a_step_is_at_most_so_many_times_as_long_as_one_without_prompts(
-    clock: Clock, has_plain: bool, num_active: int
+    clock: Clock, num_active: int
 ) -> None:
-    """Also where every step reads prompts, so that none without is ever seen."""
-    pace = Pace()
-    for _ in range(2 * has_plain):
-        pace.record_step(num_active, num_active, 0, clock(num_active))
-    sizes = read(pace, clock, num_active, 16 - num_active, 60)
-    least = num_active + max(num_active, LEAST_READ)
-    assert min(sizes) >= least
-    # Sizes are told apart by PROMPT_UNIT tokens; plain steps that never were are a guess.
-    most = MOST_TIMES * clock(num_active) * (1 if has_plain else 1.1)
-    usual = sizes[10:]
-    assert all(clock(size - PROMPT_UNIT) <= most or size == least for size in usual)
-    # None is shorter than that, but the few by which small ones are measured again.
-    longer, plain = sorted(usual)[6], clock(num_active)
-    assert longer >= CHUNK_SHARE * 16 or clock(longer + PROMPT_UNIT) >= 0.7 * MOST_TIMES * plain
+    steps = tuple((rows, smooth({n: clock(rows * n) for n in SIZES})) for rows in (1, 4, 15))
+    prompts = smooth({size: clock(size) for size in range(1, 1024)})
+    size = choose_chunk(CostTable(steps=Grid(steps), prompts=prompts), num_active, 16)
+    least, plain = num_active + max(num_active, LEAST_READ), clock(num_active)
+    assert size >= least
+    assert clock(size) <= MOST_TIMES * plain or size == least
+    assert size >= CHUNK_SHARE * 16 or clock(size + 1) >= MOST_TIMES * plain
 
 
 def test_what_costs_next_to_nothing_is_read() -> None:
-    """At most twice the tokens that were tried, until a step takes twice as long as without."""
-    pace = Pace()
-    for _ in range(2):
-        pace.record_step(4, 4, 0, MANY(4))
-    sizes = read(pace, MANY, 4, 0, 8)
-    assert sizes[0] == LEAST_CHUNK
-    assert sizes[:4] == sorted(sizes[:4])
-    assert all(after <= 2 * before + 32 for before, after in zip(sizes, sizes[1:], strict=False))
-    assert MANY(sizes[-1] - PROMPT_UNIT) <= LEAST_TIMES * MANY(4) <= MANY(sizes[-1] + PROMPT_UNIT)
-
-
-def test_a_machine_that_gets_faster_is_found_out() -> None:
-    """Others used it while it was measured first."""
-    pace = Pace()
-    assert read(pace, lambda size: 0.060 + 0.012 * size, 8, 8, 40)[-1] <= 90
-    for _ in range(7):
-        pace.record_step(8, 8, 0, AMX(8))
-    assert AMX(read(pace, AMX, 8, 8, 600)[-1]) > 0.5 * MOST_TIMES * AMX(8)
+    """Until a step takes twice as long as without."""
+    size = choose_chunk(make_costs(step=MANY, prompts=MANY), 1, 1)
+    assert MANY(size) <= LEAST_TIMES * MANY(1) <= MANY(size + 1)
+    assert make_grid(MANY).estimate(1, np.array([1])).tolist() == [MANY(1)]

@@ -1,4 +1,8 @@
-"""What pacing keeps and loses, on simulated machines and drafters, from a run's first step on."""
+"""What pacing keeps and loses, on simulated machines and drafters, from a run's first step on.
+
+It has a table of what the machine's steps and drafts cost, of which each entry is wrong by a few
+percent, as measured ones are.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,23 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.pace import Pace, read_confidence
+from specdec.decode.cost_table import CostTable, Grid, smooth
+from specdec.decode.drafters.calibration import read_confidence
+from specdec.decode.drafters.pace import Pace
 from specdec.engine.tree import pack_beams
 from tests.covering import cover
 
 LENGTHS = 4, 12  # tokens of a draft
 FIRST, LAST = 100, 400  # steps: until the first, losses to plain decoding count, then the share
 SHARE, LOSS = 0.97, 0.05
+ERROR = 0.05  # by which an entry of the table is wrong at most
 
 # Seconds of a step by its tokens: bound by memory for a while, by arithmetic at once, by both.
 MACHINES: dict[str, Callable[[int], float]] = {
@@ -77,7 +84,6 @@ class World:
         Tokens are counted as they are to be expected, and all three ways have the same noise.
         """
         chance, self.since = random.Random(0), 0
-        pace.record_prompt(128, MACHINES[self.machine](128) * NOISES[self.noise](0, chance))
         tokens, seconds = np.zeros((2, 3)), np.zeros((2, 3))  # before and after; ours, plain, fixed
         for step in range(LAST):
             noise = NOISES[self.noise](step, chance)
@@ -93,6 +99,23 @@ class World:
             seconds[part] += paid[1], plain, fixed
         before, after = tokens / seconds
         return after[0] / max(after[1:]), 1 - before[0] / before[1]
+
+    def measure(self, seed: int = 1) -> CostTable:
+        """A table of its costs, by powers of two, which is wrong by chance."""
+        chance = random.Random(seed)
+
+        def curve(costs: Callable[[int], float], largest: int) -> Grid:
+            sizes = sorted({*(2**n for n in range(largest.bit_length())), largest})
+            wrong = {n: costs(n) * (1 + ERROR * chance.uniform(-1, 1)) for n in sizes}
+            return Grid(((self.num_rows, smooth(wrong)),))
+
+        steps = curve(lambda size: MACHINES[self.machine](self.num_rows * size), self.length + 1)
+        return CostTable(steps=steps, drafts=(curve(self.price, self.length),))
+
+    def make_pace(self, seed: int = 1) -> Pace:
+        is_planned = self.kind == "planned"
+        table = self.measure(seed)
+        return Pace(self.length, table, is_whole=self.kind == "whole", is_planned=is_planned)
 
     def price(self, num_levels: int) -> float:
         """Seconds of a draft of so many tokens a row."""
@@ -167,8 +190,7 @@ class World:
             paths[row] = [*range(len(right) + 1)]
         if found:
             pace.calibration.record(found, paths)
-        pace.record_drafts(draft_seconds, size, [len(path) for path in paths], num_levels)
-        pace.record_step(num_rows, num_rows * size, 0, took)
+            pace.record(size, [len(path) for path in paths], [(0, num_rows, num_levels)])
         return expected, took + (draft_seconds or 0.0)
 
 
@@ -193,8 +215,7 @@ def list_worlds() -> list[World]:
 
 @pytest.mark.parametrize("world", list_worlds(), ids=lambda w: "-".join(map(str, vars(w).values())))
 def test_what_is_kept_and_what_is_lost(world: World) -> None:
-    pace = Pace(world.length, is_whole=world.kind == "whole", is_planned=world.kind == "planned")
-    share, loss = world.run(pace)
+    share, loss = world.run(world.make_pace())
     assert share >= SHARE
     assert loss <= LOSS
 
@@ -223,37 +244,7 @@ def test_hard_texts_do_not_end_drafting_for_the_next(
     kind: str, cost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RATES, "texts", lambda step: (0.85, 0.3, 0.2)[step // 60 % 3])
-    pace = Pace(4, is_whole=kind == "whole", is_planned=kind == "planned")
-    share, loss = Texts("roof", "uneven", "texts", cost, kind, "honest", 4, 1).run(pace)
+    world = Texts("roof", "uneven", "texts", cost, kind, "honest", 4, 1)
+    share, loss = world.run(world.make_pace())
     assert share >= SHARE
     assert loss <= LOSS
-
-
-class Disturbed(Pace):
-    """Takes its first drafts of `least` levels or more for twelve plain steps longer."""
-
-    least, num_disturbed = 1, 2
-
-    def record_drafts(
-        self, seconds: float | None, size: int, emitted: Sequence[int], num_levels: int = 1,
-        num_prefilled: int = 0,
-    ) -> None:  # fmt: skip
-        if seconds is not None and num_levels >= self.least and self.num_disturbed:
-            self.num_disturbed -= 1
-            seconds += 12.0
-        super().record_drafts(seconds, size, emitted, num_levels, num_prefilled)
-
-
-@pytest.mark.parametrize("num_rows", [1, 4])
-@pytest.mark.parametrize(
-    ("kind", "least"), [("levels", 1), ("levels", 2), ("planned", 2), ("whole", 1), ("lookup", 1)]
-)
-def test_drafts_that_a_bad_moment_made_dear_are_tried_again(
-    kind: str, least: int, num_rows: int
-) -> None:
-    """The first ones wait for memory, or for a program that takes the processor."""
-    world = World("flat", "uneven", "0.9", "cheap", kind, "honest", 4, num_rows)
-    pace = Disturbed(4, is_whole=kind == "whole", is_planned=kind == "planned")
-    pace.least = least
-    share, _ = world.run(pace)
-    assert share >= SHARE

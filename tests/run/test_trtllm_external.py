@@ -292,7 +292,6 @@ def test_streaming_and_profiling(world: World, target: Path, draft: Path) -> Non
     assert report["stats"]["profile_seconds"]["verify"] > 0
 
 
-@pytest.mark.usefixtures("even_steps")
 def test_automatic_draft_length(world: World, target: Path, draft: Path) -> None:
     requests = make_prompts(4, 9)
     report = run_pair(world, target, draft, requests, max_output_len=40, draft_len=None)

@@ -43,7 +43,7 @@ class Engine:
             for candidate in (*lengths, *trees):
                 name = str(candidate.numbers[0]) if candidate.numbers else candidate.name
                 self._proposers["draft-target", name] = candidate.proposer
-                chain = put_suffix_before(candidate.proposer, max_length)
+                chain = put_suffix_before(self.bench, candidate.proposer, max_length)
                 self._proposers["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):

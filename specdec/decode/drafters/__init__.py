@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from specdec import logs
+from specdec.decode.cost_table import CostTable
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.errors import UsageError
@@ -171,12 +172,16 @@ def make_proposer(
     methods: Methods,
     weights: Mapping[str, Tensor],
     drafting: Drafting | None,
+    find_costs: Callable[[Sequence[Sequence[Drafter]], Mapping[str, str]], CostTable],
 ) -> Drafter:
-    """Return what drafts for an engine: the one place where proposers of engines are made."""
+    """Return what drafts for an engine: the one place where proposers of engines are made.
+
+    find_costs: of the groups that draft by turns, and of what else their drafts depend on.
+    """
     if not methods:
         return Drafter()
     is_chain = drafting is not None and drafting.chain is not None
-    is_bound = drafting is not None and has_budget(engine, methods, drafting)
+    is_bound = drafting is not None and drafting.budget.mode != "fixed"
     config, decoder = engine.config, engine.decoder
     refuse_trees(methods, config)
     if config.drafter_weights is not None and decoder.kernels is None:
@@ -208,7 +213,11 @@ def make_proposer(
         ]
         for group in methods
     ]
-    return PacedDrafter(groups, is_fixed=not is_bound) if is_bound or is_chain else groups[0][0]
+    if not (is_bound or is_chain):
+        return groups[0][0]
+    assert drafting is not None
+    options = {name: repr(options) for name, options in drafting.options.items()}
+    return PacedDrafter(groups, find_costs(groups, options), is_fixed=not is_bound)
 
 
 def refuse_trees(methods: Methods, config: EngineConfig) -> None:
@@ -230,17 +239,3 @@ def refuse_trees(methods: Methods, config: EngineConfig) -> None:
             " likeliest path is verified",
             architecture, name_methods(methods),
         )  # fmt: skip
-
-
-def has_budget(engine: EngineHandle, methods: Methods, drafting: Drafting) -> bool:
-    """Whether only what gains time is drafted: on a CPU, unless something else is asked for.
-
-    Where drafts are drawn from the draft model's probabilities, a text of a seed depends on what
-    is drafted, and so on measured times: there it must be asked for.
-    """
-    if drafting.budget.mode is not None:
-        return drafting.budget.mode == "auto"
-    options = [drafting.options.get(method.name) for group in methods for method in group]
-    if any(getattr(own, "leaves_length", False) for own in options):
-        return True
-    return engine.device.type == "cpu" and not any(getattr(o, "use_logits", False) for o in options)

@@ -45,7 +45,7 @@ class Drafter:
     decoder observed. is_indivisible: whether drafts are verified whole or not at all, since it
     reads the states of nodes that it has placed itself. drafts_ahead: whether `compute_drafts` may
     run before the host knows what was accepted. is_planned: whether a draft is a chain of tokens, a
-    pass each, whose number is told before the first. pace: what times the steps that it drafts for.
+    pass each, whose number is told before the first. pace: what chooses how much it drafts.
 
     What it is told of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
     max_prefill, most tokens of prompts that it may itself read for a step of several requests, None
@@ -83,10 +83,14 @@ class Drafter:
         """What drafts where only what is worth its time is verified."""
         return self
 
+    def make_twin(self) -> Drafter:
+        """Return what drafts at the same cost for texts that nobody wrote, without keeping them."""
+        return self
+
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; rows 0 ... num_rows - 1 of that many tokens will be in use.
 
-        What was measured, as of costs, may be kept: it is the same machine.
+        What was learned of acceptance may be kept: it is the same drafter.
         """
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:

@@ -9,14 +9,15 @@ Whoever drafts, the target's own choices are emitted: docs/exactness.md, theorem
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from specdec.decode.accept import Candidates
+from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
-from specdec.decode.drafters.pace import FEW_UNREAD, Pace, follow_chances, read_confidence
+from specdec.decode.drafters.calibration import follow_chances, read_confidence
+from specdec.decode.drafters.pace import FEW_UNREAD, Pace
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.engine.tree import TreeBuilder
@@ -61,11 +62,11 @@ class PacedDrafter(Drafter):
     pace: Pace
 
     def __init__(
-        self, groups: Sequence[Sequence[Drafter]], *, is_fixed: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        self, groups: Sequence[Sequence[Drafter]], costs: CostTable, *, is_fixed: bool = False,
     ) -> None:  # fmt: skip
         """groups: they draft by turns, the cheapest first; the members of one share a tree.
-        is_fixed: something is drafted in every step, and all of it is verified.
+        costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
+        every step, and all of it is verified.
         """
         self.members = members = [drafter for group in groups for drafter in group]
         self.groups, self.is_fixed = groups, is_fixed
@@ -76,20 +77,20 @@ class PacedDrafter(Drafter):
         is_alone, first = len(members) == 1, members[0]
         self.is_indivisible = is_alone and first.is_indivisible
         self.pace = Pace(
-            self.max_draft_tokens, is_whole=self.is_indivisible,
+            self.max_draft_tokens, costs, is_whole=self.is_indivisible,
             is_planned=is_alone and first.is_planned,
             max_depths=[max(d.max_draft_depth for d in group) for group in groups],
         )  # fmt: skip
-        self._clock = clock
-        self._seconds = 0.0  # that the newest drafts took
+        self._drafted: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
 
     def fit_budget(self) -> PacedDrafter:
-        """The members as they draft where only what is worth its time is verified."""
-        return PacedDrafter([[member.fit_budget() for member in g] for g in self.groups])
+        """Return the members as they draft where only what is worth its time is verified."""
+        groups = [[member.fit_budget() for member in group] for group in self.groups]
+        return PacedDrafter(groups, self.pace.costs)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget all requests; what was measured, and the account, go on."""
+        """Forget all requests; what was learned of acceptance, and the account, go on."""
         self._drafts = []
         for member in self.members:
             member.allocate(num_rows, num_positions)
@@ -128,14 +129,17 @@ class PacedDrafter(Drafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        pace, self._drafts, self.num_prefilled, began = self.pace, [], 0, self._clock()
+        pace, self._drafts, self.num_prefilled = self.pace, [], 0
         if not self.is_fixed and pace.rest(len(requests), self.num_prompt_tokens):
             return []
         remaining = [request.remaining for request in requests]
-        drafts = pace.plan(remaining, self.num_prompt_tokens, self.count_unread(requests))
+        num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
+        drafts = pace.plan(
+            remaining, self.num_prompt_tokens, self.count_unread(requests), num_positions
+        )
         if not (drafts or self.is_fixed):
             return []
-        self._drafts = list_roots(requests)
+        self._drafts, self._drafted = list_roots(requests), []
         min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
         limits = [self.max_prefill, None if self.is_fixed else pace.max_read]
         most = min([n for n in limits if n is not None], default=None)
@@ -150,23 +154,25 @@ class PacedDrafter(Drafter):
                 left = self._draft(group, requests, left)
         if not (self.is_fixed or pace.is_whole or pace.is_planned):
             self._cut()
-        self._seconds = self._clock() - began
         return self._drafts
 
     def _is_worth(self, group: int, num_left: int) -> bool:
         """Whether to ask a group at all."""
-        return self.is_fixed or len(self.groups) == 1 or self.pace.value_source(group, num_left) > 0
+        return (
+            self.is_fixed or len(self.groups) == 1 or self.pace.value_drafter(group, num_left) > 0
+        )
 
     def _draft(
         self, group: int, requests: Sequence[ActiveRequest], left: Sequence[int]
     ) -> list[int]:
         """Draft for the requests at some places; return those that later groups may suit better."""
-        pace, members, began = self.pace, self.groups[group], self._clock()
+        pace, members = self.pace, self.groups[group]
         own = [requests[at] for at in left]
         found = [member.propose(own) or list_roots(own) for member in members]
         read = sum(member.num_prefilled for member in members)
         self.num_prefilled += read
         self.num_levels = max(member.num_levels for member in members)
+        self._drafted.append((group, len(own), self.num_levels))
         joined = found[0] if len(found) == 1 else [*map(join_candidates, zip(*found, strict=True))]
         if self.chains_only:
             joined = [candidates.make_chain() for candidates in joined]
@@ -176,11 +182,8 @@ class PacedDrafter(Drafter):
             self._drafts[at] = candidates
         if len(self.groups) == 1:
             return []
-        source = pace.sources[group]
-        if read <= FEW_UNREAD:  # else most of the time was not the drafts'
-            source.costs.record(len(left), pace.even_out(self._clock() - began))
         values = pace.value(np.array(self._rank(joined)[0])).tolist()
-        source.record(values)
+        pace.drafters[group].record(values)
         if group == len(self.groups) - 1:
             return []
         return [
@@ -199,12 +202,9 @@ class PacedDrafter(Drafter):
             return
         drafts, self._drafts = self._drafts, []
         size = max(candidates.tree.num_nodes for candidates in drafts)
-        self.pace.record_drafts(
-            self._seconds, size, [len(path) for path in paths], self.num_levels, self.num_prefilled
-        )
-        if size == 1:
-            return
-        self.pace.calibration.record(drafts, paths)
+        self.pace.record(size, [len(path) for path in paths], self._drafted, self.num_prefilled)
+        if size > 1:
+            self.pace.calibration.record(drafts, paths)
 
     def _rank(self, found: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
         """The chances of the drafted nodes of each row, best first, then zeros; which these are."""
@@ -234,6 +234,6 @@ class PacedDrafter(Drafter):
         ]
 
 
-def bind(drafter: Drafter) -> PacedDrafter:
-    """What drafts as a drafter does, as far as that is worth its time."""
-    return PacedDrafter(drafter.groups or [[drafter]])
+def bind(drafter: Drafter, costs: CostTable) -> PacedDrafter:
+    """Return what drafts as a drafter does, as far as that is worth its time."""
+    return PacedDrafter(drafter.groups or [[drafter]], costs)

@@ -14,6 +14,7 @@ on by every token that is appended; so what follows them is found without a sear
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
@@ -329,6 +330,10 @@ class SuffixProposer(Drafter):
                 self._finished.add(text)
             # A search for garbage among all these objects takes 0.3 s, in the middle of some step.
             gc.freeze()
+
+    def make_twin(self) -> SuffixProposer:
+        """Return one that knows no texts and has no file for them."""
+        return SuffixProposer(dataclasses.replace(self.options, cache=None))
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget the texts, those of finished requests too, unless a file keeps them."""

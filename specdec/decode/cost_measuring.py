@@ -1,0 +1,318 @@
+"""Measures what an engine's steps and its drafters' drafts cost here, once, and keeps the table.
+
+The loop itself runs, on texts of random tokens, with drafts of the sizes that are asked for: so
+what is measured is all that a step takes, the host's part included. It takes some seconds at most,
+when an engine is loaded that drafts what pays; `cost_keeping` keeps the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.decode.accept import Candidates
+from specdec.decode.cost_table import CostTable, Curve, Grid, smooth
+from specdec.decode.drafters.base import ALL_LEVELS, Drafter
+from specdec.decode.drafters.pace import FEW_UNREAD, Pace
+from specdec.decode.drafters.paced import PacedDrafter
+from specdec.decode.loop import Batch, Options
+from specdec.decode.requests import ActiveRequest, Request
+from specdec.decode.timing import Timing
+from specdec.engine.decoder import Decoder
+from specdec.engine.step import Step
+from specdec.engine.tree import Tree
+
+Clock = Callable[[], float]
+MOST_SECONDS = 3.0  # that measuring takes, but for steps that have begun
+WARM_STEPS, COUNTED_STEPS = 1, 2  # of one kind in a row: caches are as the ones before left them
+MOST_ROUNDS = 8  # in which each kind of step has its turn
+SHORT_PROMPT = 8  # tokens of a prompt
+LONG_PROMPT = FEW_UNREAD + 16  # the same where reading is measured
+ROWS_FACTOR = 4  # from one measured number of requests to the next
+FAR = 1024  # positions in the cache by which the context's price is measured
+LEAST_FAR = 128  # where an engine has room for fewer, the context costs nothing
+CONTEXT_TURNS = 5
+FILLING = 0.01  # of a cache: memory that nothing was written to is read faster than any other
+QUIET = 1.5  # times its least that a step takes in the middle, where the machine is quiet
+NOTHING = Grid(((1, Curve((1,), (0.0,))),))
+FREE = CostTable(steps=Grid(((1, Curve((1,), (1.0,))),)), drafts=(NOTHING,))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepKind:
+    """One kind of step: nodes a row that are verified, levels that are drafted at most.
+
+    is_deep: whether a draft has all levels that it can have.
+    """
+
+    size: int
+    num_levels: int = 0
+    is_deep: bool = True
+
+
+class ForcedPace(Pace):
+    """Drafts what a kind of step has, whatever it costs or brings."""
+
+    kind = StepKind(1)
+
+    def plan(self, remaining: Sequence[int], *_: int) -> bool:
+        self.skip(len(remaining))
+        self.max_levels = self.kind.num_levels
+        return self.kind.size > 1
+
+    def is_resting(self, num_rows: int) -> bool:
+        return self.kind.size == 1
+
+    def price_level(self) -> float:
+        return ALL_LEVELS if self.kind.is_deep else np.inf
+
+    def choose(self, chances: Any) -> int:
+        return self.kind.size - 1
+
+    def record(self, *_: Any) -> None:
+        """Learn nothing."""
+
+
+class Probe(PacedDrafter):
+    """Drafts of one drafter, or of those that share a tree, with the seconds that they take."""
+
+    def __init__(self, group: Sequence[Drafter], clock: Clock, vocab_size: int) -> None:
+        super().__init__([group], FREE)
+        pace = self.pace
+        self.pace: ForcedPace = ForcedPace(
+            self.max_draft_tokens, FREE, is_whole=pace.is_whole, is_planned=pace.is_planned
+        )
+        self.seconds, self._clock, self._vocab_size = 0.0, clock, vocab_size
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        began = self._clock()
+        drafts = super().propose(requests)
+        self.seconds = self._clock() - began
+        if self.is_indivisible or any(c.draft_probs is not None for c in drafts):
+            return drafts
+        self._drafts = [self._fill(candidates) for candidates in drafts]
+        return self._drafts
+
+    def _fill(self, candidates: Candidates) -> Candidates:
+        """Lengthen what was drafted to as many nodes as are to be verified."""
+        tree, size = candidates.tree, self.pace.kind.size
+        missing = size - tree.num_nodes
+        if missing <= 0:
+            return candidates
+        last, depth = tree.num_nodes - 1, int(tree.depths[-1])
+        return Candidates(
+            Tree(
+                np.concatenate((tree.tokens, np.arange(missing) % self._vocab_size)),
+                np.concatenate((tree.parents, np.arange(last, last + missing))),
+                np.concatenate((tree.depths, np.arange(depth + 1, depth + 1 + missing))),
+            )
+        )
+
+
+class Measuring:
+    """Times of steps of an engine, by numbers of requests and kinds of steps, until time is up."""
+
+    def __init__(
+        self, decoder: Decoder, groups: Sequence[Sequence[Drafter]], *, max_batch_size: int,
+        max_seq_len: int, max_num_tokens: int, clock: Clock = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._decoder, self._clock = decoder, clock
+        self._max_batch_size, self._max_seq_len = max_batch_size, max_seq_len
+        self._options = Options(max_num_tokens=max_num_tokens)
+        self._deadline = clock() + MOST_SECONDS
+        self._chance = random.Random(0)
+        vocab_size = decoder.model.vocab_size
+        self._probes = [Probe(group, clock, vocab_size) for group in groups or [[Drafter()]]]
+        # Seconds, all that were measured: of steps by requests and nodes, of drafts the same by
+        # levels, of passes over prompts by tokens, and of a prompt's token that a drafter reads.
+        self._steps = _Times()
+        self._drafts = [_Times() for _ in groups]
+        self._prompts: dict[int, float] = {}
+        self._reading: list[float] = []
+
+    @torch.inference_mode()
+    def measure(self) -> tuple[CostTable, bool]:
+        """Return the table, and whether the machine was quiet meanwhile."""
+        for num_rows in self._list_rows():
+            for number, probe in enumerate(self._probes):
+                if not (self._steps.has(num_rows) and self._is_late):
+                    self._measure_rows(num_rows, number, probe)
+            if self._is_late:
+                break
+        steps = self._steps.make_grid()
+        table = CostTable(
+            steps=steps, drafts=tuple(drafts.make_grid() for drafts in self._drafts),
+            reading=statistics.median_low(self._reading) if self._reading else 0.0,
+            prompts=smooth(self._prompts) if self._prompts else None,
+            context=self._measure_context(),
+        )  # fmt: skip
+        return table, self._steps.find_noise() < QUIET
+
+    @property
+    def _is_late(self) -> bool:
+        return self._clock() > self._deadline
+
+    def _list_rows(self) -> list[int]:
+        """One request, all, and numbers in between, in the order of what matters."""
+        most, between = self._max_batch_size, list[int]()
+        while (number := ROWS_FACTOR ** (len(between) + 1)) < most:
+            between.append(number)
+        return [*dict.fromkeys((1, most, *between))]
+
+    def _list_kinds(self, probe: Probe) -> list[StepKind]:
+        """Plain steps, and drafted ones by powers of two."""
+        most = probe.max_draft_tokens
+        if not most:
+            return [StepKind(1)]
+        if probe.is_indivisible:
+            return [StepKind(1), StepKind(most + 1)]
+        sizes = sorted({*(2**n for n in range(1, most.bit_length())), most + 1})
+        kinds = [StepKind(size, size - 1) for size in sizes]
+        if probe.max_draft_depth > 1 and not probe.pace.is_planned:
+            kinds.insert(0, StepKind(2, 1, is_deep=False))
+        return [StepKind(1), kinds[-1], *kinds[:-1]]
+
+    def _measure_rows(self, num_rows: int, number: int, probe: Probe) -> None:
+        kinds = self._list_kinds(probe)
+        left = max(0.0, self._deadline - self._clock())
+        until = self._clock() + left * (0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.7)
+        batch: Batch | None = None
+        for turn in range(1 + MOST_ROUNDS):  # the first warms everything up
+            for kind in kinds:
+                if turn and self._clock() > until and self._steps.has(num_rows):
+                    return
+                needed = (WARM_STEPS + COUNTED_STEPS) * (probe.max_draft_tokens + 2)
+                if batch is None or not _has_room(batch, needed):
+                    batch = self._start(num_rows, number, probe)
+                    if batch is None:
+                        return
+                self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
+
+    def _start(self, num_rows: int, number: int, probe: Probe) -> Batch | None:
+        """Begin texts, and read their prompts; None where the engine has no room for any."""
+        needed = 2 * (WARM_STEPS + COUNTED_STEPS) * (probe.max_draft_tokens + 2)
+        size = LONG_PROMPT if num_rows == 1 else SHORT_PROMPT
+        longest = min(self._max_seq_len, size + max(needed, 256))
+        size = min(size, max(1, longest - needed))
+        if longest <= size + probe.max_draft_tokens + 2:
+            return None
+        requests = [
+            Request(
+                index=index, max_output_len=longest - size, end_ids=frozenset(),
+                input_ids=self._chance.choices(range(self._decoder.model.vocab_size), k=size),
+            )
+            for index in range(num_rows)
+        ]  # fmt: skip
+        batch = Batch(
+            self._decoder, probe, self._options, Timing(), num_rows=num_rows, max_seq_len=longest
+        )
+        for request in requests:
+            batch.submit(request)
+        probe.pace.kind = StepKind(1)
+        began = self._clock()
+        batch.step()
+        took, tokens = self._clock() - began, size * num_rows
+        self._prompts[tokens] = min(took, self._prompts.get(tokens, took))
+        return batch
+
+    def _time_steps(
+        self, batch: Batch, number: int, probe: Probe, kind: StepKind, *, is_counted: bool
+    ) -> None:
+        num_rows = len(batch.scheduler.active)
+        probe.pace.kind = kind
+        for step in range(WARM_STEPS + COUNTED_STEPS):
+            probe.seconds, probe.num_prefilled = 0.0, 0
+            began = self._clock()
+            batch.step()
+            seconds = self._clock() - began
+            drafting = probe.seconds if kind.size > 1 else 0.0
+            if probe.num_prefilled > FEW_UNREAD:
+                self._reading.append(drafting / probe.num_prefilled)
+                continue
+            if step < WARM_STEPS and self._steps.has(num_rows, kind.size):
+                continue
+            self._steps.add(num_rows, kind.size, seconds - drafting, is_counted=is_counted)
+            if kind.size > 1:
+                levels = max(1, probe.num_levels)
+                self._drafts[number].add(num_rows, levels, drafting, is_counted=is_counted)
+
+    def _measure_context(self) -> float:
+        """Seconds that a position in the cache adds to a step."""
+        far = min(FAR, self._max_seq_len - 2)
+        if far < LEAST_FAR:
+            return 0.0
+        cache = self._decoder.make_cache(1, far + 1)
+        cache.blocks.fill_(FILLING)
+        times: dict[int, list[float]] = {1: [], far: []}
+        for _ in range(1 + CONTEXT_TURNS):
+            for past, seconds in times.items():
+                cache.fill(past)
+                step = Step(
+                    rows=np.zeros(1, np.int64), tokens=np.zeros((1, 1), np.int64),
+                    positions=np.array([[past]]), tree_mask=np.ones((1, 1, 1), np.bool_),
+                )  # fmt: skip
+                began = self._clock()
+                states = self._decoder.forward(step, cache)
+                self._decoder.compute_logits(states).sum().item()  # waits for a device
+                seconds.append(self._clock() - began)
+            if self._clock() > self._deadline + MOST_SECONDS / 3:
+                break
+        near, long = (min(seconds[1:] or seconds) for seconds in times.values())
+        return max(0.0, long - near) / (far - 1)
+
+
+class _Times:
+    """Seconds by requests and sizes, those that were counted apart from those that warmed up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._first: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, num_rows: int, size: int, seconds: float, *, is_counted: bool) -> None:
+        (self._seconds if is_counted else self._first)[num_rows][size].append(seconds)
+
+    def has(self, num_rows: int, size: int = 1) -> bool:
+        """Whether steps of a size were measured, or of any but for warming up."""
+        return bool(self._seconds[num_rows][size] or self._first[num_rows][size])
+
+    def make_grid(self) -> Grid:
+        """Return the least of each, which others have delayed least."""
+        curves = {}
+        for num_rows in sorted({*self._seconds, *self._first}):
+            least: dict[int, float] = {}
+            for size in {*self._seconds[num_rows], *self._first[num_rows]}:
+                measured = self._seconds[num_rows][size] or self._first[num_rows][size]
+                if measured:
+                    least[size] = find_low(measured)
+            if least:
+                curves[num_rows] = smooth(least)
+        return Grid((*sorted(curves.items()),)) if curves else NOTHING
+
+    def find_noise(self) -> float:
+        """Return the median of how many times its least a kind of step usually takes."""
+        ratios = [
+            statistics.median(seconds) / max(1e-9, min(seconds))
+            for sizes in self._seconds.values()
+            for seconds in sizes.values()
+            if len(seconds) > 2
+        ]
+        return statistics.median(ratios) if ratios else 1.0
+
+
+def find_low(seconds: Sequence[float]) -> float:
+    """Return the least but one: others only delay, and the very least may be chance."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) > 3]
+
+
+def _has_room(batch: Batch, num_tokens: int) -> bool:
+    active = batch.scheduler.active
+    return bool(active) and min(request.remaining for request in active) > num_tokens

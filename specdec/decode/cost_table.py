@@ -1,0 +1,164 @@
+"""Seconds of steps and of drafts on one machine, by their sizes: measured once, then only read.
+
+`cost_measuring` measures a table and keeps it; while texts are written nothing in it changes, so
+that the same table and the same seed give the same drafts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec.engine.transfers import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Seconds by size, neither of which falls.
+
+    Between two sizes costs lie on a line, beyond the largest on the one through it and the largest
+    size of at most half of it, since two that are near each other differ by chance; below the
+    smallest they are the smallest's.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one more beyond the largest size."""
+        first = max(0, bisect.bisect_right(self.sizes, self.sizes[-1] / 2) - 1)
+        rise = self.sizes[-1] - self.sizes[first]
+        return (self.seconds[-1] - self.seconds[first]) / rise if rise else 0.0
+
+    def estimate(self, sizes: Array) -> Array:
+        """Return the seconds of each of some sizes."""
+        seconds = np.interp(sizes, self.sizes, self.seconds)
+        return np.asarray(seconds + self.slope * np.maximum(0, sizes - self.sizes[-1]))
+
+
+def smooth(measured: Mapping[int, float]) -> Curve:
+    """Make a curve of measurements: other programs only ever delay, so a size costs at most as
+    much as a larger one.
+    """
+    sizes = sorted(measured)
+    falling = itertools.accumulate((measured[size] for size in reversed(sizes)), min)
+    return Curve(tuple(sizes), (*reversed([*falling]),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Seconds by requests, and by the size that each request has.
+
+    Between two numbers of requests costs lie on a line; those of more requests than the most are
+    as many times as high as the requests are more.
+    """
+
+    curves: tuple[tuple[int, Curve], ...]  # by requests, fewest first
+
+    def estimate(self, num_rows: int, sizes: Array) -> Array:
+        """Return the seconds of each of some sizes."""
+        above = bisect.bisect_left(self.curves, num_rows, key=lambda curve: curve[0])
+        if above == len(self.curves):
+            most, curve = self.curves[-1]
+            return np.asarray(curve.estimate(sizes) * (num_rows / most))
+        upper, curve = self.curves[above]
+        seconds = curve.estimate(sizes)
+        if above and upper > num_rows:
+            lower, curve = self.curves[above - 1]
+            share = (num_rows - lower) / (upper - lower)
+            seconds = share * seconds + (1 - share) * curve.estimate(sizes)
+        return np.asarray(seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """What one engine's steps and its drafters' drafts cost.
+
+    steps: of the target, whatever it takes beside the drafts, by the nodes of a request's tree.
+    drafts: of each drafter of a chain, or the one, by its levels. reading: of a prompt's token that
+    the drafters read. prompts: of a pass over nothing but prompts, by its tokens. context: of a
+    position in the cache, for each request of a step.
+    """
+
+    steps: Grid
+    drafts: tuple[Grid, ...] = ()
+    reading: float = 0.0
+    prompts: Curve | None = None
+    context: float = 0.0
+
+    def estimate_steps(
+        self, num_rows: int, sizes: Array, num_prompt_tokens: int = 0, num_positions: int = 0
+    ) -> Array:
+        """Return the seconds of steps that verify so many nodes a row, without their prompts' part.
+
+        Prompts would be read anyway, in another step: they pay what a token more costs here, and
+        what a step costs at least, such as reading the weights, is left to its own tokens.
+        """
+        most = self.steps.curves[-1][0]  # more requests cost what as many tokens of these do
+        rows, times = min(num_rows, most), max(1.0, num_rows / most)
+        seconds = self.steps.estimate(rows, times * (sizes + num_prompt_tokens / num_rows))
+        if num_prompt_tokens:
+            tokens = num_rows * sizes
+            price = (seconds[-1] - seconds[0]) / max(1, tokens[-1] - tokens[0])
+            price = min(price, seconds[0] / (tokens[0] + num_prompt_tokens))
+            seconds = seconds - num_prompt_tokens * price
+        return np.asarray(seconds + num_positions * self.context)
+
+    def estimate_pass(self, sizes: Array) -> Array:
+        """Return the seconds of passes over so many tokens, most of them prompts'."""
+        seconds = self.steps.estimate(1, sizes)
+        return seconds if self.prompts is None else np.asarray(self.prompts.estimate(sizes))
+
+    def estimate_draft(self, num_rows: int, num_levels: float, drafter: int = 0) -> float:
+        """Return the seconds of a draft of so many levels for so many requests."""
+        return float(self.drafts[drafter].estimate(num_rows, np.array([num_levels]))[0])
+
+    def write(self) -> dict[str, Any]:
+        """Return the table as JSON has it."""
+        return dataclasses.asdict(self)
+
+
+def read_table(document: Mapping[str, Any]) -> CostTable:
+    """Read what `write` wrote; raise ValueError, KeyError or TypeError for anything else."""
+    prompts = document["prompts"]
+    return CostTable(
+        steps=_read_grid(document["steps"]),
+        drafts=tuple(map(_read_grid, document["drafts"])),
+        reading=_read_seconds([document["reading"]])[0],
+        prompts=None if prompts is None else _read_curve(prompts),
+        context=_read_seconds([document["context"]])[0],
+    )
+
+
+def _read_grid(document: Mapping[str, Any]) -> Grid:
+    curves = tuple((rows, _read_curve(curve)) for rows, curve in document["curves"])
+    _check_rising([rows for rows, _ in curves])
+    return Grid(curves)
+
+
+def _read_curve(document: Mapping[str, Any]) -> Curve:
+    sizes, seconds = tuple(document["sizes"]), _read_seconds(document["seconds"])
+    _check_rising(sizes)
+    if len(sizes) != len(seconds) or [*seconds] != sorted(seconds):
+        raise ValueError("costs that fall")
+    return Curve(sizes, seconds)
+
+
+def _check_rising(sizes: Sequence[int]) -> None:
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError("sizes that are no numbers")
+    if any(a >= b for a, b in itertools.pairwise(sizes)):
+        raise ValueError("sizes that do not rise")
+
+
+def _read_seconds(values: Iterable[Any]) -> tuple[float, ...]:
+    seconds = tuple(float(value) for value in values)
+    if not all(0 <= value < 1e6 for value in seconds):
+        raise ValueError("times that are none")
+    return seconds

@@ -1,0 +1,150 @@
+"""A table of costs: measured by the loop itself, kept, and measured again where it is of others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.decode import cost_keeping
+from specdec.decode.cost_keeping import FOLDER_NAME, find_costs
+from specdec.decode.cost_measuring import FAR, Measuring
+from specdec.decode.cost_table import CostTable
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.engine import TorchEngine
+from specdec.engine.decoder import Decoder
+from specdec.engine.step import Step
+from specdec.methods.suffix import SuffixOptions
+from tests.conftest import make_llama
+from tests.costs import make_costs
+from tests.methods import build_methods, load_method
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = make_llama(tmp_path_factory.mktemp("costs"), layers=2, seed=3)
+    build_methods(
+        target, "medusa", "eagle", "lookahead", "pair", layers=2, build=["--max-batch-size", 4]
+    )
+    return target.parent
+
+
+class Machine:
+    """Clock by which a pass takes ten seconds, and one for each token and each 100 positions."""
+
+    now = 0.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forward = Decoder.forward
+
+        def take_time(decoder: Decoder, step: Step, *arguments: Any) -> Any:
+            self.now += 10 + step.tokens.size + step.positions.max() / 100
+            return forward(decoder, step, *arguments)
+
+        monkeypatch.setattr(Decoder, "forward", take_time)
+
+    def measure(self, engine: TorchEngine, groups: list[list[Drafter]]) -> tuple[CostTable, bool]:
+        return Measuring(
+            engine.decoder, groups, max_batch_size=4, max_seq_len=400, max_num_tokens=8192,
+            clock=lambda: self.now / 1e4,
+        ).measure()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "suffix"])
+def test_what_is_measured(parent: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by requests and nodes, though a lookup finds nothing in texts of random tokens."""
+    engine = load_method(parent, "pair" if name == "suffix" else name, "noisy")
+    drafter = SuffixProposer(SuffixOptions(max_tokens=6)) if name == "suffix" else engine.proposer
+    table, is_quiet = Machine(monkeypatch).measure(engine, [[drafter]])
+    assert is_quiet
+    assert [rows for rows, _ in table.steps.curves] == [1, 4]
+    for rows, sizes in itertools.product((1, 4), ((1,), (1, 3, drafter.max_draft_tokens + 1))):
+        seconds = table.estimate_steps(rows, np.array(sizes)) * 1e4
+        assert seconds == pytest.approx([10 + rows * size for size in sizes], abs=4), "of a context"
+    assert table.context * 1e4 == pytest.approx(1 / 100, rel=0.1)
+    assert table.prompts is not None
+    levels = [curve.sizes for _, curve in table.drafts[0].curves]
+    assert levels == [(drafter.num_levels,), (drafter.num_levels,)]
+    assert FAR > 400
+
+
+def test_an_engine_without_drafters(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_method(parent, "pair", "noisy")
+    table, _ = Machine(monkeypatch).measure(engine, [])
+    assert table.drafts == ()
+    assert table.estimate_steps(2, np.array([1])) * 1e4 == pytest.approx([12], abs=4)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the machine was quiet, of each measuring; the last value is for all that follow."""
+    quiet = [True]
+
+    def measure(_: Measuring) -> tuple[CostTable, bool]:
+        quiet.append(quiet[-1])
+        return make_costs(step=lambda size: 1.0 + size / len(quiet)), quiet[-1]
+
+    monkeypatch.setattr(Measuring, "measure", measure)
+    return quiet
+
+
+def find(engine: TorchEngine, folder: Path, **drafting: str) -> CostTable:
+    return find_costs(folder, engine.config, engine.decoder, [[engine.proposer]], drafting)
+
+
+def test_a_table_is_measured_once(
+    parent: Path, tmp_path: Path, measured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the machine or the way to draft is another, or the file is damaged."""
+    engine = load_method(parent, "medusa", "noisy")
+    first = find(engine, tmp_path)
+    assert find(engine, tmp_path) == first
+    assert len(measured) == 2
+    (path,) = (tmp_path / FOLDER_NAME).iterdir()
+    assert "processor" in json.loads(path.read_text(encoding="utf-8"))["key"]
+    assert find(engine, tmp_path, medusa="other choices") != first
+    monkeypatch.setattr(cost_keeping, "read_processor", lambda: "another")
+    assert find(engine, tmp_path) != first
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"key": 1}', "\0"])
+def test_a_damaged_table_is_measured_again(
+    parent: Path, tmp_path: Path, measured: list[bool], content: str
+) -> None:
+    engine = load_method(parent, "medusa", "noisy")
+    first = find(engine, tmp_path)
+    (path,) = (tmp_path / FOLDER_NAME).iterdir()
+    path.write_text(content, encoding="utf-8")
+    assert find(engine, tmp_path) != first
+    assert len(measured) == 3
+    assert json.loads(path.read_text(encoding="utf-8"))["table"]
+
+
+def test_a_folder_that_cannot_be_written(
+    parent: Path, tmp_path: Path, measured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's cache has the table then."""
+    engine, blocked = load_method(parent, "medusa", "noisy"), tmp_path / "engine"
+    blocked.write_text("a file, where no folder can be made", encoding="utf-8")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", os.fspath(tmp_path / "cache"))
+    first = find(engine, blocked)
+    assert find(engine, blocked) == first
+    assert len([*(tmp_path / "cache" / FOLDER_NAME).iterdir()]) == 1
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", os.fspath(blocked / "cache"))
+    assert find(engine, blocked) != first, "nowhere: measured at each load"
+
+
+def test_what_a_busy_machine_delayed_is_not_kept(
+    parent: Path, tmp_path: Path, measured: list[bool]
+) -> None:
+    engine = load_method(parent, "medusa", "noisy")
+    measured.append(False)
+    find(engine, tmp_path)
+    assert not (tmp_path / FOLDER_NAME).exists()
