@@ -22,7 +22,7 @@ from .target import get_max_length
 
 if TYPE_CHECKING:
     from .job import Job
-    from .methods.base import Drafter
+    from .methods.base import TrainableDrafter
 
 # The prompt of a text; a conversation's prompt is everything up to its first answer.
 MAX_TEXT_PROMPT = 128
@@ -52,7 +52,7 @@ def choose_prompts(rows: Rows, count: int, max_length: int) -> list[list[int]]:
 class AcceptanceMeter:
     """Measures a drafter in training, in a folder that is emptied after every measurement."""
 
-    def __init__(self, job: Job, drafter: Drafter) -> None:
+    def __init__(self, job: Job, drafter: TrainableDrafter) -> None:
         self.job, self.drafter = job, drafter
         self.settings = settings = job.settings
         self.folder = job.state.folder / "acceptance"

@@ -20,7 +20,7 @@ from specdec.processes import keep_stdout_clean
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
-    from .methods.base import Drafter, TrainingMethod
+    from .methods.base import TrainableDrafter, TrainingMethod
     from .rows import Rows
     from .state import TrainingState
     from .target import LiveTarget, Target
@@ -138,7 +138,7 @@ def load_target(setup: Setup) -> LiveTarget:
     return target
 
 
-def make_drafter(setup: Setup, target: Target, rows: Rows) -> Drafter:
+def make_drafter(setup: Setup, target: Target, rows: Rows) -> TrainableDrafter:
     """Make the drafter with fresh weights, the same on every process; rows: what it will learn."""
     import torch
 
@@ -148,24 +148,27 @@ def make_drafter(setup: Setup, target: Target, rows: Rows) -> Drafter:
     drafter = method.build(settings, target)
     if settings.start_from is not None:
         path = settings.start_from / method.weights_name
-        load_weights(drafter, path, method.list_shared(target), method.new_parts)
+        load_weights(drafter, path, method.list_shared(target), method.optional_prefixes)
     drafter.to(setup.accelerator.device)
     return drafter
 
 
 def load_weights(
-    drafter: Drafter, path: Path, shared: Mapping[str, Any], new_parts: tuple[str, ...]
+    drafter: TrainableDrafter,
+    path: Path,
+    shared: Mapping[str, Any],
+    optional_prefixes: tuple[str, ...],
 ) -> None:
     """Give the drafter a written one's weights; shared: tensors there that are the target's.
 
-    new_parts: see TrainingMethod.
+    optional_prefixes: see TrainingMethod.
     """
     from specdec.files.torch_tensors import to_tensor
 
     file = TensorFile(path)
     there = {name: info for name, info in file.tensors.items() if name not in shared}
     wanted = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    for name in [n for n in wanted if n.startswith(new_parts) and n not in there]:
+    for name in [n for n in wanted if n.startswith(optional_prefixes) and n not in there]:
         logger.info("--start-from: %s has no %s, which begins anew", path, name)
         del wanted[name]
     problems = Problems()

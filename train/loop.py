@@ -17,7 +17,7 @@ from specdec.errors import SpecDecError
 from specdec.logs import get_logger
 
 from .loss import Measures
-from .methods.base import Drafter
+from .methods.base import TrainableDrafter
 from .rows import Rows, choose_rows
 from .settings import TrainSettings
 from .target import Batch, Target, make_batch
@@ -47,7 +47,7 @@ class Loop:
         settings: TrainSettings,
         accelerator: Any,
         target: Target,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         train: Rows,
         heldout: Rows,
         hooks: Hooks,

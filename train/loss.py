@@ -48,10 +48,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_weights: Tensor,
         measure: bool,
         teacher: Teacher | None,
-        more: Tensor | None,
+        second_weight: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compute = x.dtype
-        weights = [weight] if more is None else [weight, more]
+        weights = [weight] if second_weight is None else [weight, second_weight]
         casts = [part.to(compute) for part in weights]  # [V, E], [V, R]
         widths = [part.shape[1] for part in weights]
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
@@ -71,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_part, index = x[part], labels[part, None]  # [C, E], [C, 1]
             pieces = torch.split(x_part, widths, 1)
             logits = (pieces[0] @ casts[0].T).float()  # [C, V]
-            if more is not None:
+            if second_weight is not None:
                 logits = logits.add_(pieces[1] @ casts[1].T)
             wanted = teacher.compute_logits(part) if teacher is not None else None  # [C, V]
             guessed = wanted.argmax(1, keepdim=True) if wanted is not None and share == 1 else index
@@ -139,18 +139,18 @@ def compute_loss(
     *,
     measure: bool,
     teacher: Teacher | None = None,
-    more: Tensor | None = None,
+    second_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sum of the labels' losses, each one of them, and the labels' ranks.
 
-    x [N, E], or [N, E + R] with `more` [V, R] next to the weight [V, E], labels and label_weights
-    [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a teacher has a
-    share, the divergence from its distribution. Only the first result is differentiable. Ranks are
-    NOT_MEASURED unless `measure`. N may be 0. Fused linear and cross-entropy as in
-    https://arxiv.org/abs/2410.10989.
+    x [N, E], or [N, E + R] with `second_weight` [V, R] beside the weight [V, E], labels and
+    label_weights [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a
+    teacher has a share, the divergence from its distribution. Only the first result is
+    differentiable. Ranks are NOT_MEASURED unless `measure`. N may be 0. Fused linear and cross-
+    entropy as in https://arxiv.org/abs/2410.10989.
     """
     results: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, label_weights, measure, teacher, more
+        x, weight, labels, label_weights, measure, teacher, second_weight
     )
     return results
 

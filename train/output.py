@@ -15,11 +15,11 @@ from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 
 if TYPE_CHECKING:
     from .job import Job
-    from .methods.base import Drafter
+    from .methods.base import TrainableDrafter
 
 
 def write_drafter(
-    folder: Path, job: Job, drafter: Drafter, report: dict[str, Any], *, rows_per_step: int
+    folder: Path, job: Job, drafter: TrainableDrafter, report: dict[str, Any], *, rows_per_step: int
 ) -> None:
     """Write everything into `folder`.
 
@@ -48,7 +48,7 @@ def write_drafter(
     )
 
 
-def write_weights(folder: Path, job: Job, drafter: Drafter) -> dict[str, str]:
+def write_weights(folder: Path, job: Job, drafter: TrainableDrafter) -> dict[str, str]:
     """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
     method, target, dtype = job.method, job.target, job.save_dtype
     infos, arrays = {}, {}

@@ -16,11 +16,11 @@ from specdec.model.config import ModelConfig
 from specdec.train import loss as loss_module
 from specdec.train.features import Features, OutputHead, TargetShape
 from specdec.train.loss import Measures, Teacher, compute_loss, measure_positions, rank_labels
-from specdec.train.methods.base import Drafter, choose_mask_token
+from specdec.train.methods.base import TrainableDrafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
 from specdec.train.methods.eagle import Eagle1, Eagle3, make_mask
-from specdec.train.methods.medusa import MedusaHeads
-from specdec.train.methods.redrafter import ReDrafter
+from specdec.train.methods.medusa import MedusaDrafter
+from specdec.train.methods.redrafter import RecurrentDrafter
 from specdec.train.settings import TrainSettings
 
 HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_SIZE, STEPS = 8, 11, 2, 1, 4, 3
@@ -67,18 +67,18 @@ def make_recipe(**options: Any) -> TrainSettings:
     return TrainSettings(**{"eagle_token_weight": 0.3, "eagle_noise": 0.0, **options})
 
 
-def make_drafter(kind: str) -> Drafter:
+def make_drafter(kind: str) -> TrainableDrafter:
     torch.manual_seed(0)
-    drafter: Drafter
+    drafter: TrainableDrafter
     if kind in REDRAFTERS:
         options = TrainSettings(redrafter_predict_n_tokens=STEPS, **REDRAFTERS[kind])
-        drafter = ReDrafter(options, TargetShape(hidden_size=HIDDEN, vocab_size=VOCAB))
+        drafter = RecurrentDrafter(options, TargetShape(hidden_size=HIDDEN, vocab_size=VOCAB))
     elif kind.startswith("medusa"):
         options = TrainSettings(
             medusa_num_heads=STEPS, medusa_num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
         )  # fmt: skip
-        drafter = MedusaHeads(options, make_head())
+        drafter = MedusaDrafter(options, make_head())
     elif kind in ("dflash", "dspark"):
         rank = 3 if kind == "dspark" else 0
         options = TrainSettings(
@@ -299,7 +299,7 @@ Seen = dict[tuple[int, int, int], tuple[int, Tensor]]  # (step, row, place) -> l
 
 
 def compute_reference(
-    kind: str, drafter: Drafter, features: Features, mask: Tensor
+    kind: str, drafter: TrainableDrafter, features: Features, mask: Tensor
 ) -> tuple[Tensor, Seen]:
     """The loss, and the logits of every label."""
     seen: Seen = {}
@@ -399,7 +399,7 @@ def test_padding_and_cutting_change_nothing(kind: str) -> None:
 
 
 def test_medusa_begins_by_saying_what_the_target_says() -> None:
-    heads = MedusaHeads(TrainSettings(medusa_num_heads=2, medusa_num_layers=2), make_head())
+    heads = MedusaDrafter(TrainSettings(medusa_num_heads=2, medusa_num_layers=2), make_head())
     x = torch.randn(5, HIDDEN)
     for head in heads.children():
         torch.testing.assert_close(head(x), x @ make_head().weight.T)
@@ -412,15 +412,15 @@ def test_dflash_draws_other_anchors_in_every_step() -> None:
     mask = torch.ones(2, 300, dtype=torch.bool)
     mask[1, 40:] = False
     drawn = [drafter.choose_anchors(mask) for _ in range(2)]
-    assert (drawn[0].places != drawn[1].places).any()
+    assert (drawn[0].context_ends != drawn[1].context_ends).any()
     drafter.eval()
     first, again = (drafter.choose_anchors(mask) for _ in range(2))
-    assert (first.places == again.places).all()
-    gaps = first.places[0].sort().values.diff()
+    assert (first.context_ends == again.context_ends).all()
+    gaps = first.context_ends[0].sort().values.diff()
     assert gaps.min() > 298 // 9 // 2, "evenly spread"
     for anchors in (*drawn, first):
         assert anchors.is_real.all()
-        assert anchors.places[1].max() < 38, "a label follows each"
+        assert anchors.context_ends[1].max() < 38, "a label follows each"
         torch.testing.assert_close(anchors.shares, torch.tensor([[298 / 9], [38 / 9]]))
     few = drafter.choose_anchors(mask[:, :6])
     assert (few.is_real.sum(1) == 4).all()
@@ -437,9 +437,9 @@ def test_the_mask_token_has_an_embedding() -> None:
     assert choose_mask_token("--some-flag", None, config, table) == 3
     table[3] = 0
     assert choose_mask_token("--some-flag", None, SimpleNamespace(), table) == 0
-    for given in (1, 5):
-        with pytest.raises(SpecDecError, match=f"--some-flag is {given}: of the targ"):
-            choose_mask_token("--some-flag", given, config, table)
+    for requested_token in (1, 5):
+        with pytest.raises(SpecDecError, match=f"--some-flag is {requested_token}: of the targ"):
+            choose_mask_token("--some-flag", requested_token, config, table)
 
 
 def test_eagle_noise_is_drawn_in_training_only() -> None:
@@ -521,7 +521,7 @@ def test_a_reduced_vocabulary_learns_the_targets_choice_among_its_tokens() -> No
     num_labels = drafter.count_labels(mask)
     loss, _ = drafter(features, mask, num_labels, True)
     expected = torch.zeros(())
-    for step, states in enumerate(drafter.draft(features)):
+    for step, states in enumerate(drafter.draft_states(features)):
         own = (drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1)
         # Of the token at place t + 2 + step the target decides at the place before.
         hidden = features.hidden[:, 1 + step : 1 + step + states.shape[1]]

@@ -79,7 +79,7 @@ def test_a_head_that_learned_a_text_is_accepted_in_an_engine(kind: str, tmp_path
     for output, drafted in seen:
         tokens = torch.tensor([[*prompt, *output, *drafted]])
         with torch.no_grad():
-            guesses = drafter.eval().draft(read(target, tokens))
+            guesses = drafter.eval().draft_states(read(target, tokens))
         place = len(prompt) + len(output) - 2
         found = [int(predict(target, guess[0, place])) for guess in guesses]
         assert found == drafted

@@ -1,4 +1,4 @@
-"""The trainable methods: one module each, imported only when it is used."""
+"""Trainable methods: one module each, imported only when it is used."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 
 def load_method(name: str) -> TrainingMethod:
-    """Import the module of a method and return its description."""
+    """Import the module of a method and return its entry."""
     method: TrainingMethod = importlib.import_module(f".{name}", __name__).METHOD
     return method

@@ -1,4 +1,4 @@
-"""What every trainable method provides. Legend: B rows, T tokens, D hidden, P draft positions.
+"""Base of the trainable methods. Legend: B rows, T tokens, D hidden, P draft positions.
 
 Draft position i at place t of a row is about token t+2+i: token t+1 comes from the target itself.
 N counts the labels of one position, V the vocabulary.
@@ -24,30 +24,32 @@ from ..target import Target
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The labels of one draft position."""
+    """Labels of one draft position."""
 
-    mask: Tensor  # [B, T-2-i] which places have one
+    mask: Tensor  # [B, T-2-i] places that have a label
     tokens: Tensor  # [N]
-    weights: Tensor  # [N] of each one's loss in the whole
-    hidden: Tensor  # [N, D] the target's states by which it predicts the same tokens itself
+    weights: Tensor  # [N] of each label's loss in the sum
+    hidden: Tensor  # [N, D] the target's states that predict the labels' tokens
 
 
-def choose_mask_token(flag: str, given: int | None, config: Any, table: Tensor) -> int:
-    """The mask token: given by `flag`, or the target's padding or end token, or its first.
+def choose_mask_token(flag: str, requested_token: int | None, config: Any, table: Tensor) -> int:
+    """Return the mask token: the flag's, or the target's padding or end token, or its first.
 
     The token's row of the target's embedding, table [V, D], is not trained. Many targets' padding
     has a row of zeros. Queries made of it would be zero, and nothing would be learned. Raises
-    SpecDecError where the given token has such a row, or is not in the vocabulary.
+    SpecDecError where the requested token has such a row, or is not in the vocabulary.
     """
-    ends = getattr(config, "eos_token_id", None)
-    padding = getattr(config, "pad_token_id", None)
-    found = [padding, *(ends if isinstance(ends, list) else [ends]), *range(len(table))]
-    found = found if given is None else [given]
-    usable = (n for n in found if n is not None and n < len(table) and table[n].any())
-    token = next(usable, None)
+    candidates = [requested_token]
+    if requested_token is None:
+        end_tokens = getattr(config, "eos_token_id", None)
+        candidates = [getattr(config, "pad_token_id", None)]
+        candidates += end_tokens if isinstance(end_tokens, list) else [end_tokens]
+        candidates += range(len(table))
+    usable_tokens = (n for n in candidates if n is not None and n < len(table) and table[n].any())
+    token = next(usable_tokens, None)
     if token is None:
         raise SpecDecError(
-            f"{flag} is {given}: of the target's {len(table)} tokens it is none, or"
+            f"{flag} is {requested_token}: of the target's {len(table)} tokens it is none, or"
             " one with a row of zeros in the embedding",
             "give another, or leave the option out",
         )
@@ -65,10 +67,11 @@ class ResidualBlock(torch.nn.Module):
         return x + silu(self.linear(x))
 
 
-class Drafter(torch.nn.Module):
-    """A network being trained; its parameters' names are those of the written file.
+class TrainableDrafter(torch.nn.Module):
+    """Network in training; its parameters have their names in the written file.
 
-    A method writes `draft` or `guess`, and mostly `judge`, or a `forward` of its own.
+    A method overrides `draft_states` or `iterate_guesses`, and mostly `compute_position_loss`, or
+    `forward`.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Drafter(torch.nn.Module):
         super().__init__()
         self.num_positions, self.loss_decay = num_positions, loss_decay
         self.max_k = min(settings.report_top_k, vocab_size)
-        self.share = settings.self_distillation or 0.0  # of the target's distribution
+        self.teacher_share = (
+            settings.self_distillation or 0.0
+        )  # of the target's distribution in what is learned
 
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""
@@ -87,54 +92,62 @@ class Drafter(torch.nn.Module):
         self, features: Features, mask: Tensor, num_labels: Tensor, position: int
     ) -> Labels:
         """Return the labels of a draft position; num_labels [P] as `forward` has them."""
-        here = mask[:, 2 + position :]
-        tokens = features.tokens[:, 2 + position :][here]
+        label_mask = mask[:, 2 + position :]
+        tokens = features.tokens[:, 2 + position :][label_mask]
         return Labels(
-            mask=here,
+            mask=label_mask,
             tokens=tokens,
-            weights=self.weigh(position, num_labels).float().expand(len(tokens)),
-            hidden=features.hidden[:, 1 + position : 1 + position + here.shape[1]][here],
+            weights=self.weigh_labels(position, num_labels).float().expand(len(tokens)),
+            hidden=features.hidden[:, 1 + position : 1 + position + label_mask.shape[1]][
+                label_mask
+            ],
         )
 
-    def weigh(self, position: int, num_labels: Tensor) -> Tensor:
-        """The weight of each label of a position in the loss."""
+    def weigh_labels(self, position: int, num_labels: Tensor) -> Tensor:
+        """Return the weight of each label of a position in the loss."""
         return self.loss_decay**position / num_labels[position].clamp(min=1)
 
-    def draft(self, features: Features) -> list[Tensor]:
-        """What each position's guesses are made from at every place, [B, T-2-i, D or more]."""
+    def draft_states(self, features: Features) -> list[Tensor]:
+        """Return each position's states, which its guesses are made from: [B, T-2-i, D or more]."""
         raise NotImplementedError
 
-    def guess(
+    def iterate_guesses(
         self, features: Features, mask: Tensor, num_labels: Tensor
     ) -> Iterator[tuple[Tensor, Labels]]:
-        """Yield each position's labels, and what was drafted at them, [N, D or more]."""
-        for position, drafted in enumerate(self.draft(features)):
+        """Yield each position's states [N, D or more] at its labels, and the labels."""
+        for position, states in enumerate(self.draft_states(features)):
             labels = self.find_labels(features, mask, num_labels, position)
-            yield drafted[labels.mask], labels
+            yield states[labels.mask], labels
 
-    def judge(
+    def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the labels' losses and their ranks; x: what was drafted at them.
+        """Return a position's loss, its labels' losses and ranks, by the target's output layer.
 
-        Here by the target's own output layer.
+        x: [N, D or more], the drafter's states at the labels.
         """
         head = features.head
         assert head is not None
         x = head.join_input(x)
-        return self.compare(features, x, head.joint_weight, labels, measure=measure)
+        return self.compute_head_loss(features, x, head.joint_weight, labels, measure=measure)
 
-    def compare(
+    def compute_head_loss(
         self, features: Features, x: Tensor, weight: Tensor, labels: Labels, *, measure: bool,
-        more: Tensor | None = None,
+        second_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`compute_loss` of an output layer, taught by the target as far as it has a share."""
+        """Return `compute_loss` of an output layer; the target teaches where it has a share."""
         teacher = None
-        if self.share:
+        if self.teacher_share:
             assert features.head is not None
-            teacher = Teacher(labels.hidden, features.head, self.share)
+            teacher = Teacher(labels.hidden, features.head, self.teacher_share)
         return compute_loss(
-            x, weight, labels.tokens, labels.weights, measure=measure, teacher=teacher, more=more
+            x,
+            weight,
+            labels.tokens,
+            labels.weights,
+            measure=measure,
+            teacher=teacher,
+            second_weight=second_weight,
         )
 
     def forward(
@@ -142,17 +155,19 @@ class Drafter(torch.nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the packed Measures of a batch.
 
-        mask [B, T] tells which tokens are labels. num_labels [P] are the counts that the losses of
-        the positions are divided by: those of the whole optimizer step, over all of its batches and
-        processes, so that how the step is cut up does not matter. `measure`: accuracies too.
+        mask: [B, T], true for tokens that are labels. num_labels: [P], labels of each position in
+        the whole optimizer step, over all of its batches and processes; the losses are divided by
+        them, so that a step has one result however it is cut up. measure: accuracies too.
         """
         total = features.hidden.new_zeros((), dtype=torch.float32)
         losses, ranks, masks = [], [], []
-        for position, (x, labels) in enumerate(self.guess(features, mask, num_labels)):
-            loss, own_losses, own_ranks = self.judge(features, position, x, labels, measure=measure)
+        for position, (x, labels) in enumerate(self.iterate_guesses(features, mask, num_labels)):
+            loss, label_losses, label_ranks = self.compute_position_loss(
+                features, position, x, labels, measure=measure
+            )
             total = total + loss
-            losses.append(own_losses)
-            ranks.append(own_ranks)
+            losses.append(label_losses)
+            ranks.append(label_ranks)
             masks.append(labels.mask)
         measures = measure_positions(torch.cat(losses), torch.cat(ranks), masks, self.max_k)
         return total, measures.pack()
@@ -160,21 +175,22 @@ class Drafter(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMethod:
-    """A method's entry in the registry.
+    """Entry of a method in the registry.
 
-    describe: a drafter and its target -> its config.json. convert_flags: what specdec-convert is
-    given besides the drafter's folder, which follows `convert_folder`. list_shared: tensors of the
-    target that the written file repeats, by their names there. choose_layers: the target's layers,
-    from 0, whose outputs are read as `Features.auxiliary`, from the settings and its configuration.
-    new_parts: beginnings of tensors' names that a drafter to start from may lack; they begin again.
+    describe: a drafter and its target -> its config.json. convert_flags: arguments of
+    specdec-convert besides the drafter's folder, which follows `convert_folder`. list_shared:
+    tensors of the target that the written file repeats, by their names there. choose_layers: the
+    target's layers, from 0, whose outputs are read as `Features.auxiliary`, from the settings and
+    the target's configuration. optional_prefixes: beginnings of tensors' names that a drafter of
+    --start-from may lack; such tensors begin anew.
     """
 
-    build: Callable[[TrainSettings, Target], Drafter]
+    build: Callable[[TrainSettings, Target], TrainableDrafter]
     describe: Callable[[Any, Target], Mapping[str, Any]]
     convert_folder: str
     convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
     list_shared: Callable[[Target], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
-    new_parts: tuple[str, ...] = ()
+    optional_prefixes: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"
     needs_head: bool = False

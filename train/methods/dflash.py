@@ -38,7 +38,7 @@ from specdec.options import as_options
 from ..features import Features
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, TrainingMethod, choose_mask_token
+from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
 
 GOLDEN = 0.6180339887  # multiples of it, without their whole parts, spread evenly
@@ -46,12 +46,13 @@ GOLDEN = 0.6180339887  # multiples of it, without their whole parts, spread even
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The blocks of a batch: places [B, A], the last token that each may see the states of.
+    """Blocks of a batch, by the last token [B, A] whose states each may see.
 
-    is_real: [B, A], false where a row has fewer. shares: [B, 1], how many places each stands for.
+    is_real: [B, A], false where a row has fewer blocks. shares: [B, 1], how many places of a row
+    each of its blocks stands for.
     """
 
-    places: Tensor
+    context_ends: Tensor
     is_real: Tensor
     shares: Tensor
 
@@ -64,8 +65,8 @@ class Angles:
     blocks: tuple[Tensor, ...]
 
 
-class Attention(Projections):
-    """Attention of blocks over the context before them and all of themselves."""
+class DFlashAttention(Projections):
+    """Attention of blocks over the context before them and all of their own tokens."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model, model.hidden_size)
@@ -73,49 +74,58 @@ class Attention(Projections):
         self.k_norm = RmsNorm(model.head_size, model.norm_epsilon)
 
     def _project(self, x: Tensor, angles: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., K, H] of x [..., D]."""
+        """Return keys and values [..., K, H] of x [..., D]."""
         shape = (*x.shape[:-1], -1, self.head_size)
         keys = rotate(self.k_norm(self.k_proj(x).view(shape)), *angles)
         values: Tensor = self.v_proj(x).view(shape)
         return keys, values
 
-    def forward(self, x: Tensor, context: Tensor, hidden: Tensor, angles: Angles) -> Tensor:
-        """x [B, A, S, D]; context [B, T, D]; hidden [B, A, T], true where a block sees nothing."""
+    def forward(self, x: Tensor, context: Tensor, is_hidden: Tensor, angles: Angles) -> Tensor:
+        """Attend: x [B, A, S, D], context [B, T, D] -> [B, A, S, D].
+
+        is_hidden: [B, A, T], true where a block may not see the context.
+        """
         keys, values = self._project(x, angles.blocks)  # [B, A, S, K, H]
-        early_keys, early_values = self._project(context, angles.context)  # [B, T, K, H]
+        context_keys, context_values = self._project(context, angles.context)  # [B, T, K, H]
         num_rows, num_anchors, size, num_heads, width = keys.shape
         queries = self.q_norm(self.q_proj(x).view(num_rows, num_anchors, size, -1, width))
         queries = rotate(queries, *angles.blocks) * width**-0.5
         queries = queries.view(num_rows, num_anchors, size, num_heads, -1, width)
-        early = torch.einsum("basngh,btnh->bngast", queries, early_keys)
-        early = early.float().masked_fill(hidden[:, None, None, :, None], -torch.inf)
-        own = torch.einsum("basngh,barnh->bngasr", queries, keys).float()
-        weights = torch.cat((early, own), dim=-1).softmax(-1).to(values.dtype)
-        num_early = context.shape[1]
-        out = torch.einsum("bngast,btnh->basngh", weights[..., :num_early], early_values)
-        out = out + torch.einsum("bngasr,barnh->basngh", weights[..., num_early:], values)
-        result: Tensor = self.o_proj(out.reshape(num_rows, num_anchors, size, -1))
+        context_scores = torch.einsum("basngh,btnh->bngast", queries, context_keys)
+        context_scores = context_scores.float().masked_fill(
+            is_hidden[:, None, None, :, None], -torch.inf
+        )
+        block_scores = torch.einsum("basngh,barnh->bngasr", queries, keys).float()
+        weights = torch.cat((context_scores, block_scores), dim=-1).softmax(-1).to(values.dtype)
+        num_context = context.shape[1]
+        mixed_values = torch.einsum(
+            "bngast,btnh->basngh", weights[..., :num_context], context_values
+        )
+        mixed_values = mixed_values + torch.einsum(
+            "bngasr,barnh->basngh", weights[..., num_context:], values
+        )
+        result: Tensor = self.o_proj(mixed_values.reshape(num_rows, num_anchors, size, -1))
         return result
 
 
-class Layer(torch.nn.Module):
-    """A Qwen3 decoder layer whose attention sees the context too."""
+class DFlashLayer(torch.nn.Module):
+    """Qwen3 decoder layer whose attention sees the context too."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(model.hidden_size, model.norm_epsilon)
-        self.self_attn = Attention(model)
+        self.self_attn = DFlashAttention(model)
         self.post_attention_layernorm = RmsNorm(model.hidden_size, model.norm_epsilon)
         self.mlp = GatedMlp(model)
 
-    def forward(self, x: Tensor, context: Tensor, hidden: Tensor, angles: Angles) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, hidden, angles)
+    def forward(self, x: Tensor, context: Tensor, is_hidden: Tensor, angles: Angles) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, is_hidden, angles)
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
 
 class MarkovHead(torch.nn.Module):
-    """What the token before makes likely: a row for it, by a matrix; nothing to begin with."""
+    """Bias of the logits by the token before: its row times a matrix, which begins as zero."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -125,8 +135,8 @@ class MarkovHead(torch.nn.Module):
         torch.nn.init.zeros_(self.markov_w2.weight)
 
 
-class DFlash(Drafter):
-    """The drafter and its loss; parameter names are those of z-lab's and DeepSpec's drafters."""
+class DFlash(TrainableDrafter):
+    """DFlash drafter and its loss, with the parameter names of z-lab's and DeepSpec's drafters."""
 
     mask_row: Tensor
 
@@ -134,22 +144,25 @@ class DFlash(Drafter):
         self, settings: TrainSettings, model: ModelConfig, *, num_auxiliary: int, mask_row: Tensor,
         mask_token_id: int = 0, embedding_scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """mask_row: [D], the mask token's row of the target's embedding.
+        """Make fresh layers.
 
-        embedding_scale: what the rows of that embedding are multiplied by.
+        mask_row: [D], the mask token's row of the target's embedding. embedding_scale: factor of
+        that embedding's rows.
         """
         self.options = as_options(settings, DFlashTrain)
-        # The first place of a block that drafts.
-        self.first_place = 0 if self.options.dflash_markov_rank else 1
+        # In a block; the tokens before it are given.
+        self.first_drafting_token = 0 if self.options.dflash_markov_rank else 1
         super().__init__(
-            settings, num_positions=self.options.dflash_block_size - self.first_place,
+            settings, num_positions=self.options.dflash_block_size - self.first_drafting_token,
             loss_decay=self.options.dflash_loss_decay, vocab_size=model.vocab_size,
         )  # fmt: skip
         self.model = model
         self.mask_token_id, self.embedding_scale = mask_token_id, embedding_scale
         self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self.hidden_norm = RmsNorm(model.hidden_size, model.norm_epsilon)
-        self.layers = torch.nn.ModuleList(Layer(model) for _ in range(model.num_hidden_layers))
+        self.layers = torch.nn.ModuleList(
+            DFlashLayer(model) for _ in range(model.num_hidden_layers)
+        )
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
         if rank := self.options.dflash_markov_rank:
             self.markov_head = MarkovHead(model.vocab_size, rank)
@@ -157,87 +170,108 @@ class DFlash(Drafter):
         self._rotary = RotaryTables(model)
 
     def choose_anchors(self, mask: Tensor) -> Anchors:
-        """Draw the blocks of a step; in an evaluation always the same, evenly spread.
+        """Draw the blocks of a step; an evaluation has the same blocks always, evenly spread.
 
-        mask [B, T]: which tokens are labels.
+        mask: [B, T], true for tokens that are labels.
         """
         num_places = max(0, mask.shape[1] - 2)
-        later = torch.nn.functional.pad(mask, (0, self.num_positions))[:, 2:]
-        labels = later.unfold(1, self.num_positions, 1).any(-1)[:, :num_places]
+        next_labels = torch.nn.functional.pad(mask, (0, self.num_positions))[:, 2:]
+        has_label = next_labels.unfold(1, self.num_positions, 1).any(-1)[:, :num_places]
         if self.training:
-            drawn = torch.rand(labels.shape, device=mask.device)
+            priorities = torch.rand(has_label.shape, device=mask.device)
         else:
-            drawn = (torch.arange(num_places, device=mask.device) * GOLDEN % 1).expand(labels.shape)
-        most = min(self.options.dflash_num_anchors, num_places)
-        scores, places = drawn.masked_fill(~labels, -1).topk(most, dim=1)
+            priorities = (torch.arange(num_places, device=mask.device) * GOLDEN % 1).expand(
+                has_label.shape
+            )
+        num_anchors = min(self.options.dflash_num_anchors, num_places)
+        scores, context_ends = priorities.masked_fill(~has_label, -1).topk(num_anchors, dim=1)
         is_real = scores >= 0
         num_real = is_real.sum(1, keepdim=True).clamp(min=1)
-        return Anchors(places, is_real, labels.sum(1, keepdim=True) / num_real)
+        return Anchors(context_ends, is_real, has_label.sum(1, keepdim=True) / num_real)
 
     def fill_blocks(self, features: Features, anchors: Anchors) -> Tensor:
-        """What the target's output layer is to read of every token of the blocks, [B, A, S, D]."""
+        """Return the states of the blocks' tokens for the target's output layer, [B, A, S, D]."""
         assert features.auxiliary is not None
         context = self.hidden_norm(self.fc(features.auxiliary))
-        num_tokens, places = features.tokens.shape[1], anchors.places
-        lines = torch.arange(len(places), device=places.device)[:, None]
-        first = features.embedded[lines, places + 1]  # [B, A, D]
+        num_tokens, context_ends = features.tokens.shape[1], anchors.context_ends
+        row_indices = torch.arange(len(context_ends), device=context_ends.device)[:, None]
+        anchor_embeddings = features.embedded[row_indices, context_ends + 1]  # [B, A, D]
         size = self.options.dflash_block_size
-        masks = self.mask_row.to(first.dtype).expand(*first.shape[:2], size - 1, -1)
-        x = torch.cat((first[:, :, None], masks), dim=2) * self.embedding_scale
+        mask_embeddings = self.mask_row.to(anchor_embeddings.dtype).expand(
+            *anchor_embeddings.shape[:2], size - 1, -1
+        )
+        x = (
+            torch.cat((anchor_embeddings[:, :, None], mask_embeddings), dim=2)
+            * self.embedding_scale
+        )
         x = x.to(context.dtype)
-        hidden = torch.arange(num_tokens, device=places.device) > places[:, :, None]
-        tables = self._rotary.find(num_tokens + size, places.device)
-        positions = places[:, :, None] + 1 + torch.arange(size, device=places.device)
+        is_hidden = torch.arange(num_tokens, device=context_ends.device) > context_ends[:, :, None]
+        tables = self._rotary.get_tables(num_tokens + size, context_ends.device)
+        block_positions = (
+            context_ends[:, :, None] + 1 + torch.arange(size, device=context_ends.device)
+        )
         angles = Angles(
             tuple(table[:num_tokens, None] for table in tables),
-            tuple(table[positions].unsqueeze(3) for table in tables),
+            tuple(table[block_positions].unsqueeze(3) for table in tables),
         )
         for layer in self.layers:
-            x = layer(x, context, hidden, angles)
+            x = layer(x, context, is_hidden, angles)
         result: Tensor = self.norm(x)
         return result
 
-    def guess(
+    def iterate_guesses(
         self, features: Features, mask: Tensor, num_labels: Tensor
     ) -> Iterator[tuple[Tensor, Labels]]:
         assert features.head is not None
         anchors = self.choose_anchors(mask)
         guesses = self.fill_blocks(features, anchors)
-        lines = torch.arange(len(mask), device=mask.device)[:, None]
+        row_indices = torch.arange(len(mask), device=mask.device)[:, None]
         for position in range(self.num_positions):
-            at = anchors.places + 2 + position
-            is_inside = at < mask.shape[1]
-            at = at.clamp(max=mask.shape[1] - 1)
-            chosen = anchors.is_real & is_inside & mask[lines, at]  # [B, A]
-            read = features.head.join_input(guesses[:, :, self.first_place + position][chosen])
+            label_positions = anchors.context_ends + 2 + position
+            is_inside = label_positions < mask.shape[1]
+            label_positions = label_positions.clamp(max=mask.shape[1] - 1)
+            label_mask = anchors.is_real & is_inside & mask[row_indices, label_positions]  # [B, A]
+            head_input = features.head.join_input(
+                guesses[:, :, self.first_drafting_token + position][label_mask]
+            )
             if self.options.dflash_markov_rank:
-                before = self.markov_head.markov_w1(features.tokens[lines, at - 1][chosen])
-                read = torch.cat((read, before.to(read.dtype)), dim=1)
-            weights = (self.weigh(position, num_labels) * anchors.shares).float()
+                previous_embeddings = self.markov_head.markov_w1(
+                    features.tokens[row_indices, label_positions - 1][label_mask]
+                )
+                head_input = torch.cat(
+                    (head_input, previous_embeddings.to(head_input.dtype)), dim=1
+                )
+            weights = (self.weigh_labels(position, num_labels) * anchors.shares).float()
             yield (
-                read,
+                head_input,
                 Labels(
-                    mask=chosen,
-                    tokens=features.tokens[lines, at][chosen],
-                    weights=weights.expand_as(chosen)[chosen],
-                    hidden=features.hidden[lines, at - 1][chosen],
+                    mask=label_mask,
+                    tokens=features.tokens[row_indices, label_positions][label_mask],
+                    weights=weights.expand_as(label_mask)[label_mask],
+                    hidden=features.hidden[row_indices, label_positions - 1][label_mask],
                 ),
             )
 
-    def judge(
+    def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert features.head is not None
-        more = self.markov_head.markov_w2.weight if self.options.dflash_markov_rank else None
+        second_weight = (
+            self.markov_head.markov_w2.weight if self.options.dflash_markov_rank else None
+        )
         weight = features.head.joint_weight
-        return self.compare(features, x, weight, labels, measure=measure, more=more)
+        return self.compute_head_loss(
+            features, x, weight, labels, measure=measure, second_weight=second_weight
+        )
 
 
 def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
     """Make a drafter of the target's sizes."""
     options, table = as_options(settings, DFlashTrain), target.table
-    given = options.dflash_mask_token_id
-    mask_token_id = choose_mask_token("--dflash-mask-token-id", given, target.config, table)
+    requested_token = options.dflash_mask_token_id
+    mask_token_id = choose_mask_token(
+        "--dflash-mask-token-id", requested_token, target.config, table
+    )
     return DFlash(
         settings,
         describe_layers(target, options.dflash_num_layers, options.dflash_intermediate_size),
@@ -253,33 +287,40 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
 
     The last layer is left out: its output is not to be had without the final norm.
     """
-    wanted = as_options(settings, DFlashTrain).dflash_num_target_layers
-    last = int(config.num_hidden_layers) - 2
-    if last < 0:
+    num_layers = as_options(settings, DFlashTrain).dflash_num_target_layers
+    last_layer = int(config.num_hidden_layers) - 2
+    if last_layer < 0:
         raise SpecDecError(
             "the target has one layer, and DFlash reads layers before the last",
             "train a drafter of another --method",
         )
-    first = 1 if last >= wanted else 0
-    if wanted == 1:
-        return ((first + last + 1) // 2,)
-    return tuple(sorted({round(first + (last - first) * i / (wanted - 1)) for i in range(wanted)}))
+    first_layer = 1 if last_layer >= num_layers else 0
+    if num_layers == 1:
+        return ((first_layer + last_layer + 1) // 2,)
+    return tuple(
+        sorted(
+            {
+                round(first_layer + (last_layer - first_layer) * i / (num_layers - 1))
+                for i in range(num_layers)
+            }
+        )
+    )
 
 
 def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
     """Return the config.json of z-lab's drafters, or with a Markov head of DeepSpec's."""
     model, options = drafter.model, drafter.options
-    own: dict[str, Any] = {
+    drafter_keys: dict[str, Any] = {
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(target.aux_layers),
     }
     if drafter.embedding_scale != 1:
-        own["input_embedding_scale"] = drafter.embedding_scale
-    layout: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+        drafter_keys["input_embedding_scale"] = drafter.embedding_scale
+    layout: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": drafter_keys}
     if options.dflash_markov_rank:
         layout = {
             "architectures": ["Qwen3DSparkModel"],
-            **own,
+            **drafter_keys,
             "num_anchors": options.dflash_num_anchors,
             "markov_rank": options.dflash_markov_rank,
             "markov_head_type": "vanilla",
@@ -304,6 +345,6 @@ METHOD = TrainingMethod(
     describe=describe_dflash,
     convert_folder="--dflash-model-dir",
     choose_layers=choose_layers,
-    new_parts=("markov_head.",),
+    optional_prefixes=("markov_head.",),
     needs_head=True,
 )

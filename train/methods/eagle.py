@@ -41,7 +41,7 @@ from specdec.options import as_options
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, TrainingMethod, choose_mask_token
+from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 
 # Rotary scalings by which a position's angles depend only on the position.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
@@ -50,7 +50,7 @@ History = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T_i, H] of the s
 
 
 class RmsNorm(torch.nn.Module):
-    """Root-mean-square norm, the engine's own."""
+    """Root-mean-square norm, by the engine's function."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def make_linear(num_inputs: int, num_outputs: int) -> torch.nn.Linear:
 
 
 class Projections(torch.nn.Module):
-    """The matrices of an attention that reads [..., width]."""
+    """Matrices of an attention that reads [..., width]."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
         super().__init__()
@@ -79,11 +79,14 @@ class Projections(torch.nn.Module):
         self.o_proj = make_linear(num_queries, model.hidden_size)
 
 
-class Attention(Projections):
+class EagleAttention(Projections):
     """Self-attention of a Llama layer over the steps of a draft."""
 
     def forward(self, x: Tensor, history: History, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T_i, width] of the newest step, which joins `history`; cos, sin [T_i, 1, H]."""
+        """Attend: x [B, T_i, width] of the newest step -> [B, T_i, D]; add its keys to `history`.
+
+        cos, sin: [T_i, 1, H].
+        """
         shape = (*x.shape[:2], -1, self.head_size)
         queries = rotate(self.q_proj(x).view(shape), cos, sin)
         keys = rotate(self.k_proj(x).view(shape), cos, sin)
@@ -100,18 +103,21 @@ class Attention(Projections):
 
 
 def make_mask(sizes: list[int], device: torch.device) -> Tensor:
-    """[1, 1, T_i, sum of sizes]: a place of the newest step sees the first step up to itself.
+    """Return the mask [1, 1, T_i, sum of sizes] of the newest step, true where a place is seen.
 
-    It sees only its own place in the later steps. sizes: places of each step, the newest last.
+    A place sees the first step up to itself, and of the later steps only itself. sizes: number of
+    places of each step, the newest step last.
     """
     num_places = sizes[-1]
-    first = torch.ones(num_places, sizes[0], dtype=torch.bool, device=device).tril()
-    later = [torch.eye(num_places, n, dtype=torch.bool, device=device) for n in sizes[1:]]
-    return torch.cat((first, *later), dim=1)[None, None]
+    first_step_mask = torch.ones(num_places, sizes[0], dtype=torch.bool, device=device).tril()
+    later_step_masks = [
+        torch.eye(num_places, n, dtype=torch.bool, device=device) for n in sizes[1:]
+    ]
+    return torch.cat((first_step_mask, *later_step_masks), dim=1)[None, None]
 
 
 class GatedMlp(torch.nn.Module):
-    """A Llama layer's MLP."""
+    """MLP of a Llama layer."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -124,81 +130,88 @@ class GatedMlp(torch.nn.Module):
         return result
 
 
-class Layer(torch.nn.Module):
-    """A Llama decoder layer; the first one enters as its version of EAGLE has it."""
+class EagleLayer(torch.nn.Module):
+    """Llama decoder layer; the first layer's input differs between EAGLE-1 and EAGLE-3."""
 
-    def __init__(self, model: ModelConfig, *, is_first: bool, is_third: bool) -> None:
+    def __init__(self, model: ModelConfig, *, is_first: bool, is_eagle3: bool) -> None:
         super().__init__()
         hidden_size, epsilon = model.hidden_size, model.norm_epsilon
-        self.joins = is_first and is_third  # embedding and state inside of the layer
-        self.has_input_norm = not is_first or is_third
+        self.joins_embedding = is_first and is_eagle3  # with the state, inside of the layer
+        self.has_input_norm = not is_first or is_eagle3
         if self.has_input_norm:
             self.input_layernorm = RmsNorm(hidden_size, epsilon)
-        if self.joins:
+        if self.joins_embedding:
             self.hidden_norm = RmsNorm(hidden_size, epsilon)
-        self.self_attn = Attention(model, 2 * hidden_size if self.joins else hidden_size)
+        self.self_attn = EagleAttention(
+            model, 2 * hidden_size if self.joins_embedding else hidden_size
+        )
         self.post_attention_layernorm = RmsNorm(hidden_size, epsilon)
         self.mlp = GatedMlp(model)
 
     def forward(
         self, x: Tensor, embedded: Tensor, history: History, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """x, embedded [B, T_i, D]; only EAGLE-3's first layer reads the embedding."""
-        entered = x
-        if self.joins:
-            entered = torch.cat((self.input_layernorm(embedded), self.hidden_norm(x)), dim=-1)
+        """Run the layer: x, embedded [B, T_i, D] -> [B, T_i, D].
+
+        Only EAGLE-3's first layer reads the embedding.
+        """
+        attention_input = x
+        if self.joins_embedding:
+            attention_input = torch.cat(
+                (self.input_layernorm(embedded), self.hidden_norm(x)), dim=-1
+            )
         elif self.has_input_norm:
-            entered = self.input_layernorm(x)
-        x = x + self.self_attn(entered, history, cos, sin)
+            attention_input = self.input_layernorm(x)
+        x = x + self.self_attn(attention_input, history, cos, sin)
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
 
 class RotaryTables:
-    """Cosines and sines for a drafter's positions, made longer where they do not suffice."""
+    """Cosines and sines of a drafter's positions, computed anew where more are needed."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
         self._table: RotaryTable | None = None
 
-    def find(self, needed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Those of at least `needed` positions, both [positions, H]."""
-        if self._table is None or self._table.num_positions < needed:
-            size = max(512, 1 << (needed - 1).bit_length())
+    def get_tables(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of at least `num_positions` positions, both [positions, H]."""
+        if self._table is None or self._table.num_positions < num_positions:
+            size = max(512, 1 << (num_positions - 1).bit_length())
             self._table = RotaryTable(self.model, size, torch.float32, device)
         return self._table.cos.to(device), self._table.sin.to(device)
 
 
-class PairDrafter(Drafter):
-    """Layers that read pairs of an embedding and a state, and then their own states instead."""
+class PairDrafter(TrainableDrafter):
+    """Drafter whose layers read pairs of an embedding and a state: the target's, then their own."""
 
-    def begin(self, features: Features) -> Tensor:
-        """What the first step reads along with the embeddings, [B, T, D]."""
+    def make_first_state(self, features: Features) -> Tensor:
+        """Return the states that the first step reads with the embeddings, [B, T, D]."""
         return features.hidden
 
-    def begin_history(self) -> Any:
-        """What the layers keep of the steps so far."""
+    def make_history(self) -> Any:
+        """Make the empty key/value history of the layers."""
         raise NotImplementedError
 
-    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """What enters the layers, [B, T_i, D]."""
+    def join_pair(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """Join embeddings and states to the layers' input, [B, T_i, D]."""
         raise NotImplementedError
 
     def run_layers(self, x: Tensor, embedded: Tensor, history: Any, step: int) -> Tensor:
-        """The layers' output of a step, whose places have positions from `step` on."""
+        """Return the layers' output of a step, whose places have positions from `step` on."""
         raise NotImplementedError
 
-    def leave(self, state: Tensor) -> Tensor:
-        """What comes of the layers' output: a step's guess, and the next one's state."""
+    def finish_state(self, state: Tensor) -> Tensor:
+        """Turn the layers' output into a step's guess, which is the next step's state."""
         return state
 
-    def go_on(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What a step after the first reads, of the text's embeddings and the state before it."""
+    def choose_next_pair(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embeddings and states that a step after the first reads."""
         return embedded, state
 
-    def draft(self, features: Features) -> list[Tensor]:
+    def draft_states(self, features: Features) -> list[Tensor]:
         """Run all steps from every place: guesses [B, T-2-i, D]."""
-        state, history = self.begin(features), self.begin_history()
+        state, history = self.make_first_state(features), self.make_history()
         guesses = []
         for step in range(self.num_positions):
             num_places = max(0, features.tokens.shape[1] - 2 - step)
@@ -206,15 +219,15 @@ class PairDrafter(Drafter):
             if num_places:
                 embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
                 if step:
-                    embedded, state = self.go_on(embedded, state)
-                x = self.join(embedded, state)
-                state = self.leave(self.run_layers(x, embedded, history, step))
+                    embedded, state = self.choose_next_pair(embedded, state)
+                x = self.join_pair(embedded, state)
+                state = self.finish_state(self.run_layers(x, embedded, history, step))
             guesses.append(state)
         return guesses
 
 
 class Eagle(PairDrafter):
-    """The drafter and its loss; parameter names are those of SafeAILab's drafters."""
+    """EAGLE drafter and its loss, with the parameter names of SafeAILab's drafters."""
 
     def __init__(self, settings: TrainSettings, model: ModelConfig) -> None:
         self.options = as_options(settings, EagleTrain)
@@ -225,20 +238,20 @@ class Eagle(PairDrafter):
         self.model = model
         self._rotary = RotaryTables(model)
 
-    def _add_layers(self, *, is_third: bool) -> None:
+    def _add_layers(self, *, is_eagle3: bool) -> None:
         self.layers = torch.nn.ModuleList(
-            Layer(self.model, is_first=index == 0, is_third=is_third)
+            EagleLayer(self.model, is_first=index == 0, is_eagle3=is_eagle3)
             for index in range(self.model.num_hidden_layers)
         )
 
-    def begin_history(self) -> list[History]:
+    def make_history(self) -> list[History]:
         return [[] for _ in self.layers]
 
     def run_layers(self, x: Tensor, embedded: Tensor, history: list[History], step: int) -> Tensor:
         end = step + x.shape[1]
-        cos, sin = (part[step:end, None] for part in self._rotary.find(end, x.device))
-        for layer, own in zip(self.layers, history, strict=True):
-            x = layer(x, embedded, own, cos, sin)
+        cos, sin = (table[step:end, None] for table in self._rotary.get_tables(end, x.device))
+        for layer, layer_history in zip(self.layers, history, strict=True):
+            x = layer(x, embedded, layer_history, cos, sin)
         return x
 
 
@@ -252,30 +265,32 @@ class Eagle1(Eagle):
         self.fc = torch.nn.Linear(
             2 * model.hidden_size, model.hidden_size, bias=self.options.eagle_bias
         )
-        # The embeddings that it reads are smaller than the features by so much.
+        # The table's rows are smaller than the features by this factor.
         self.fc.weight.data[:, : model.hidden_size] *= embedding_scale
-        self._add_layers(is_third=False)
+        self._add_layers(is_eagle3=False)
 
-    def begin(self, features: Features) -> Tensor:
-        """The target's features, in training with noise, so that errors are not fed on."""
+    def make_first_state(self, features: Features) -> Tensor:
+        """Return the target's features, in training with noise against the drafter's own errors."""
         noise = self.options.eagle_noise if self.training else 0.0
         if not noise:
             return features.hidden
         return features.hidden + noise * (torch.rand_like(features.hidden) - 0.5)
 
-    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
-        joined: Tensor = self.fc(torch.cat((embedded, state), dim=-1))
-        return joined
+    def join_pair(self, embedded: Tensor, state: Tensor) -> Tensor:
+        layer_input: Tensor = self.fc(torch.cat((embedded, state), dim=-1))
+        return layer_input
 
-    def judge(
+    def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         token_weight = self.options.eagle_token_weight
         tokens = dataclasses.replace(labels, weights=labels.weights * token_weight)
-        loss, losses, ranks = super().judge(features, position, x, tokens, measure=measure)
-        missed = smooth_l1_loss(x.float(), labels.hidden.float(), reduction="none").mean(-1)
-        loss = loss + (missed * labels.weights).sum()
-        return loss, token_weight * losses + missed.detach(), ranks
+        loss, losses, ranks = super().compute_position_loss(
+            features, position, x, tokens, measure=measure
+        )
+        feature_losses = smooth_l1_loss(x.float(), labels.hidden.float(), reduction="none").mean(-1)
+        loss = loss + (feature_losses * labels.weights).sum()
+        return loss, token_weight * losses + feature_losses.detach(), ranks
 
 
 class Eagle3(Eagle):
@@ -283,14 +298,19 @@ class Eagle3(Eagle):
 
     def __init__(
         self, settings: TrainSettings, model: ModelConfig, head: OutputHead, params: Eagle3Params,
-        kept: Tensor | None = None, mask_row: Tensor | None = None,
+        draft_tokens: Tensor | None = None, mask_row: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """kept: the tokens that it drafts, rising; None: all. mask_row: [D], P-EAGLE's mask token's
-        row of the target's embedding."""
+        """Make fresh layers; the output layer begins as the target's.
+
+        draft_tokens: tokens that can be drafted, rising; None: all. mask_row: [D], the row of
+        P-EAGLE's mask token in the target's embedding.
+        """
         super().__init__(settings, model)
         self.params = params
         self.d2t: Tensor | None
-        self.register_buffer("d2t", None if kept is None else kept - torch.arange(len(kept)))
+        self.register_buffer(
+            "d2t", None if draft_tokens is None else draft_tokens - torch.arange(len(draft_tokens))
+        )
         num_auxiliary = len(params.aux_layers)
         if params.norm_before_fc:
             self.input_norm = RmsNorm(num_auxiliary * model.hidden_size, model.norm_epsilon)
@@ -298,58 +318,63 @@ class Eagle3(Eagle):
             norms = (RmsNorm(model.hidden_size, model.norm_epsilon) for _ in params.aux_layers)
             self.fc_norm = torch.nn.ModuleList(norms)
         self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
-        self._add_layers(is_third=True)
+        self._add_layers(is_eagle3=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
         self.lm_head = make_linear(model.hidden_size, params.draft_vocab_size)
-        weight = head.weight if kept is None else head.weight[kept.to(head.weight.device)]
+        weight = head.weight
+        if draft_tokens is not None:
+            weight = weight[draft_tokens.to(weight.device)]
         self.lm_head.weight.data = weight.detach().float() * head.scale
         self.mask_row: Tensor | None
         self.register_buffer("mask_row", mask_row, persistent=False)
         if mask_row is not None:
             self.mask_hidden = torch.nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
-    def begin(self, features: Features) -> Tensor:
-        """The inner states, brought to the drafter's width."""
+    def make_first_state(self, features: Features) -> Tensor:
+        """Return the target's inner states, projected to the drafter's width."""
         assert features.auxiliary is not None
-        return self._narrow(features.auxiliary)
+        return self._project_states(features.auxiliary)
 
-    def go_on(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """P-EAGLE's mask instead of both."""
+    def choose_next_pair(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace embeddings and states by P-EAGLE's mask."""
         if self.mask_row is None:
             return embedded, state
-        begun = self._narrow(self.mask_hidden.to(state.dtype))
-        return self.mask_row.to(embedded.dtype).expand_as(embedded), begun.expand_as(state)
+        mask_state = self._project_states(self.mask_hidden.to(state.dtype))
+        return self.mask_row.to(embedded.dtype).expand_as(embedded), mask_state.expand_as(state)
 
-    def _narrow(self, read: Tensor) -> Tensor:
+    def _project_states(self, states: Tensor) -> Tensor:
         if self.params.norm_before_fc:
-            read = self.input_norm(read)
+            states = self.input_norm(states)
         if self.params.fc_norm:
-            parts = read.chunk(len(self.fc_norm), dim=-1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            read = torch.cat(normed, dim=-1)
-        begun: Tensor = self.fc(read)
-        return begun
+            layer_states = states.chunk(len(self.fc_norm), dim=-1)
+            normed = [
+                norm(layer_state)
+                for norm, layer_state in zip(self.fc_norm, layer_states, strict=True)
+            ]
+            states = torch.cat(normed, dim=-1)
+        drafter_states: Tensor = self.fc(states)
+        return drafter_states
 
-    def leave(self, state: Tensor) -> Tensor:
-        """The state, normed where the next step reads it so."""
+    def finish_state(self, state: Tensor) -> Tensor:
+        """Norm the state where the next step reads it normed."""
         normed: Tensor = self.norm(state) if self.params.norm_output else state
         return normed
 
-    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """Only the state; the embedding joins it inside of the first layer."""
+    def join_pair(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """Return the state alone, as the embedding joins it inside of the first layer."""
         return state
 
-    def judge(
+    def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.d2t is not None:
-            # The target's choice among these is learned; the text's tokens do not count.
-            kept = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+            # The target's choice among the draft tokens is learned, not the text's tokens.
+            draft_tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
             assert features.head is not None
-            features = dataclasses.replace(features, head=features.head.take(kept))
+            features = dataclasses.replace(features, head=features.head.take(draft_tokens))
             labels = dataclasses.replace(labels, tokens=torch.zeros_like(labels.tokens))
         x = x if self.params.norm_output else self.norm(x)
-        return self.compare(features, x, self.lm_head.weight, labels, measure=measure)
+        return self.compute_head_loss(features, x, self.lm_head.weight, labels, measure=measure)
 
 
 def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
@@ -359,26 +384,26 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
     if options.eagle_version == "1":
         return Eagle1(settings, model, embedding_scale=target.shape.embedding_scale)
-    kept = choose_vocabulary(options.eagle_draft_vocab_size, target)
+    draft_tokens = choose_vocabulary(options.eagle_draft_vocab_size, target)
     mask_token_id, mask_row = None, None
     if options.eagle_parallel:
-        given = options.eagle_mask_token_id
+        requested_token = options.eagle_mask_token_id
         mask_token_id = choose_mask_token(
-            "--eagle-mask-token-id", given, target.config, target.table
+            "--eagle-mask-token-id", requested_token, target.config, target.table
         )
         mask_row = target.table[mask_token_id].detach().clone()
     params = Eagle3Params(
         aux_layers=target.aux_layers,
-        draft_vocab_size=model.vocab_size if kept is None else len(kept),
+        draft_vocab_size=model.vocab_size if draft_tokens is None else len(draft_tokens),
         norm_before_residual=False,
         mask_token_id=mask_token_id,
         **{name: getattr(options, f"eagle_{name}") for name in Eagle3Params.NEWER},
     )
-    return Eagle3(settings, model, target.head, params, kept, mask_row)
+    return Eagle3(settings, model, target.head, params, draft_tokens, mask_row)
 
 
 def choose_vocabulary(size: int | None, target: Target) -> Tensor | None:
-    """The most frequent tokens of the data, rising; None for all."""
+    """Return the most frequent tokens of the data, rising; None for all."""
     if size is None or size >= target.shape.vocab_size:
         return None
     assert target.token_counts is not None
@@ -424,10 +449,10 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     if options.eagle_version != "3":
         return ()
     num_layers = int(config.num_hidden_layers)
-    usual = {1, num_layers // 2 - 1, num_layers - 4}
-    if len(usual) < 3 or min(usual) < 0:
-        usual = {0, (num_layers - 1) // 2, max(0, num_layers - 2)}
-    return tuple(sorted(usual))
+    layers = {1, num_layers // 2 - 1, num_layers - 4}
+    if len(layers) < 3 or min(layers) < 0:
+        layers = {0, (num_layers - 1) // 2, max(0, num_layers - 2)}
+    return tuple(sorted(layers))
 
 
 def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
@@ -447,7 +472,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
     if drafter.params.mask_token_id is not None:
         config |= {
             "parallel_drafting": True,
-            # vLLM's, which counts the layers that are entered by what is read.
+            # vLLM numbers a layer's output by the layer that reads it.
             "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in target.aux_layers],
             "mask_token_id": drafter.params.mask_token_id,
             "pard_token": drafter.params.mask_token_id,
@@ -465,12 +490,12 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
 
 
 def list_shared(target: Target) -> Mapping[str, Tensor]:
-    """The target's embedding, which SafeAILab's EAGLE-1 repeats and EAGLE-3 does not."""
+    """Return the target's embedding, which SafeAILab's EAGLE-1 repeats and EAGLE-3 does not."""
     return {} if target.aux_layers else {"embed_tokens.weight": target.table}
 
 
 def list_convert_flags(settings: TrainSettings) -> list[str]:
-    """A pass drafts as many tokens as it was trained for, which config.json has no name for."""
+    """Return the flag for the tokens of a parallel pass, which config.json has no name for."""
     options = as_options(settings, EagleTrain)
     return ["--num-eagle-layers", str(options.eagle_num_steps)] if options.eagle_parallel else []
 
@@ -482,6 +507,6 @@ METHOD = TrainingMethod(
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
     list_shared=list_shared,
-    new_parts=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3
+    optional_prefixes=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3
     needs_head=True,
 )

@@ -24,14 +24,14 @@ from specdec.options import as_options
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, ResidualBlock, TrainingMethod
+from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
-class MedusaHeads(Drafter):
-    """The heads and their loss; parameter names are those of the published heads, H.L.linear.*."""
+class MedusaDrafter(TrainableDrafter):
+    """Medusa heads and their loss, with the published heads' parameter names, H.L.linear.*."""
 
     def __init__(self, settings: TrainSettings, head: OutputHead) -> None:
-        """Heads that predict as the target's output layer does."""
+        """Make heads that predict as the target's output layer does."""
         options = as_options(settings, MedusaTrain)
         vocab_size, hidden_size = head.weight.shape
         super().__init__(
@@ -48,27 +48,27 @@ class MedusaHeads(Drafter):
             output.weight.data = head.weight.detach().float() * head.scale
             self.add_module(str(number), torch.nn.Sequential(*blocks, output))
 
-    def draft(self, features: Features) -> list[Tensor]:
-        """The target's states, from which every head makes its own guess."""
+    def draft_states(self, features: Features) -> list[Tensor]:
+        """Return the target's states, from which every head makes its guess."""
         num_places = features.hidden.shape[1] - 2
         return [features.hidden[:, : max(0, num_places - i)] for i in range(self.num_positions)]
 
-    def judge(
+    def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         *blocks, output = self.get_submodule(str(position)).children()
         for block in blocks:
             x = block(x)
         assert isinstance(output.weight, Tensor)  # [V, D]
-        return self.compare(features, x, output.weight, labels, measure=measure)
+        return self.compute_head_loss(features, x, output.weight, labels, measure=measure)
 
 
-def build_medusa(settings: TrainSettings, target: Target) -> MedusaHeads:
+def build_medusa(settings: TrainSettings, target: Target) -> MedusaDrafter:
     assert target.head is not None
-    return MedusaHeads(settings, target.head)
+    return MedusaDrafter(settings, target.head)
 
 
-def describe_medusa(drafter: MedusaHeads, target: Target) -> Mapping[str, Any]:
+def describe_medusa(drafter: MedusaDrafter, target: Target) -> Mapping[str, Any]:
     """Return the keys of the published heads' config.json."""
     return {
         "base_model_name_or_path": target.name,

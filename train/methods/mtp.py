@@ -50,7 +50,7 @@ def make_layer(target: Target) -> Any:
 
 
 class Mtp(PairDrafter):
-    """The head and its loss."""
+    """MTP head and its loss."""
 
     def __init__(self, settings: TrainSettings, target: Target) -> None:
         self.options = as_options(settings, MtpTrain)
@@ -66,34 +66,36 @@ class Mtp(PairDrafter):
             **{name: copy.deepcopy(base.norm) for name in norms},
             "layers": base.layers,
         })  # fmt: skip
-        called = inspect.signature(base.layers[0].forward).parameters
-        self._cache_name = "cache" if "cache" in called else "past_key_values"
+        layer_parameters = inspect.signature(base.layers[0].forward).parameters
+        self._cache_name = "cache" if "cache" in layer_parameters else "past_key_values"
 
-    def begin_history(self) -> Any:
+    def make_history(self) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache()
 
-    def join(self, embedded: Tensor, state: Tensor) -> Tensor:
+    def join_pair(self, embedded: Tensor, state: Tensor) -> Tensor:
         embedded = self.mtp["pre_fc_norm_embedding"](embedded * self._scale)
         state = self.mtp["pre_fc_norm_hidden"](state)
-        joined: Tensor = self.mtp["fc"](torch.cat((embedded, state), dim=-1))
-        return joined
+        layer_input: Tensor = self.mtp["fc"](torch.cat((embedded, state), dim=-1))
+        return layer_input
 
     def run_layers(self, x: Tensor, embedded: Tensor, history: Any, step: int) -> Tensor:
         size = x.shape[1]
-        places = torch.arange(step, step + size, device=x.device)[None]
-        hidden = ~make_mask([size + step - at for at in range(step + 1)], x.device)
-        mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
-        out = self.mtp.get_submodule("layers.0")(
-            x, attention_mask=mask.masked_fill(hidden, torch.finfo(x.dtype).min),
-            position_ids=places, position_embeddings=self._rotary[0](x, places),
+        positions = torch.arange(step, step + size, device=x.device)[None]
+        is_hidden = ~make_mask(
+            [size + step - earlier_step for earlier_step in range(step + 1)], x.device
+        )
+        mask = torch.zeros(is_hidden.shape, dtype=x.dtype, device=x.device)
+        output = self.mtp.get_submodule("layers.0")(
+            x, attention_mask=mask.masked_fill(is_hidden, torch.finfo(x.dtype).min),
+            position_ids=positions, position_embeddings=self._rotary[0](x, positions),
             **{self._cache_name: history},
         )  # fmt: skip
-        result: Tensor = out[0] if isinstance(out, tuple) else out
+        result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    def leave(self, state: Tensor) -> Tensor:
+    def finish_state(self, state: Tensor) -> Tensor:
         normed: Tensor = self.mtp["norm"](state)
         return normed
 

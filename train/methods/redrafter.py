@@ -26,11 +26,11 @@ from ..features import Features, TargetShape
 from ..loss import measure_positions
 from ..settings import TrainSettings
 from ..target import Target
-from .base import Drafter, Labels, ResidualBlock, TrainingMethod
+from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
-class ReDrafter(Drafter):
-    """The drafter and its loss; parameter names are those of Apple's published drafters."""
+class RecurrentDrafter(TrainableDrafter):
+    """ReDrafter and its loss, with the parameter names of Apple's published drafters."""
 
     def __init__(self, settings: TrainSettings, shape: TargetShape) -> None:
         options = as_options(settings, ReDrafterTrain)
@@ -51,18 +51,18 @@ class ReDrafter(Drafter):
         if self.is_rnn:
             self.rnn_u = torch.nn.Linear(shape.hidden_size, shape.hidden_size)
             self.rnn_w = torch.nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-            # What it reads is smaller than a state by so much.
+            # The table's rows are smaller than a state by this factor.
             self.rnn_w.weight.data *= shape.embedding_scale
 
     def compute_states(self, embedded: Tensor) -> list[Tensor]:
         """Run the recurrence from every place. embedded [B, T, D] -> P tensors [B, T-2-i, D]."""
         # W e(x) is the same for all steps that read x, so it is computed once.
-        read = self.rnn_w(embedded) if self.is_rnn else embedded  # [B, T, D]
-        state = torch.zeros_like(read[:, 2:])  # [B, T-2, D]
+        token_inputs = self.rnn_w(embedded) if self.is_rnn else embedded  # [B, T, D]
+        state = torch.zeros_like(token_inputs[:, 2:])  # [B, T-2, D]
         states = []
         for step in range(self.num_positions):
             num_places = max(0, embedded.shape[1] - 2 - step)
-            token = read[:, 1 + step : 1 + step + num_places]
+            token = token_inputs[:, 1 + step : 1 + step + num_places]
             state = state[:, :num_places]
             state = silu(token + self.rnn_u(state)) if self.is_rnn else token + state
             states.append(state)
@@ -72,12 +72,14 @@ class ReDrafter(Drafter):
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
     ) -> tuple[Tensor, Tensor]:
         states = self.compute_states(features.embedded)
-        parts = [self.find_labels(features, mask, num_labels, i) for i in range(self.num_positions)]
+        labels_per_step = [
+            self.find_labels(features, mask, num_labels, i) for i in range(self.num_positions)
+        ]
         inputs = []
-        for state, found in zip(states, parts, strict=True):
+        for state, labels in zip(states, labels_per_step, strict=True):
             hidden = features.hidden[:, : state.shape[1]]  # [B, T-2-i, D]
             # Only places with a label go through the head, which is nearly all of the work.
-            inputs.append(torch.cat((hidden[found.mask], state[found.mask]), dim=-1))
+            inputs.append(torch.cat((hidden[labels.mask], state[labels.mask]), dim=-1))
         x = torch.cat(inputs)  # [N, 2D]
         if self.input_proj is not None:
             x = self.input_proj(x)
@@ -85,19 +87,21 @@ class ReDrafter(Drafter):
         for block in blocks:
             x = block(x)  # [N, E]
         assert isinstance(output.weight, Tensor)  # [V, E]
-        labels = Labels(
+        all_labels = Labels(
             mask=mask,
             **{
-                name: torch.cat([getattr(found, name) for found in parts])
+                name: torch.cat([getattr(labels, name) for labels in labels_per_step])
                 for name in ("tokens", "weights", "hidden")
             },
         )
-        loss, losses, ranks = self.compare(features, x, output.weight, labels, measure=measure)
-        masks = [found.mask for found in parts]
+        loss, losses, ranks = self.compute_head_loss(
+            features, x, output.weight, all_labels, measure=measure
+        )
+        masks = [labels.mask for labels in labels_per_step]
         return loss, measure_positions(losses, ranks, masks, self.max_k).pack()
 
 
-def describe_redrafter(drafter: ReDrafter, target: Target) -> Mapping[str, Any]:
+def describe_redrafter(drafter: RecurrentDrafter, target: Target) -> Mapping[str, Any]:
     """Return the keys of Apple's drafter config.json, and how many tokens were trained."""
     return {
         "architectures": ["Drafter"],
@@ -113,7 +117,7 @@ def describe_redrafter(drafter: ReDrafter, target: Target) -> Mapping[str, Any]:
 
 
 METHOD = TrainingMethod(
-    build=lambda settings, target: ReDrafter(settings, target.shape),
+    build=lambda settings, target: RecurrentDrafter(settings, target.shape),
     describe=describe_redrafter,
     convert_folder="--drafter-model-dir",
     convert_flags=lambda settings: [
