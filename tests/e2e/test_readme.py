@@ -17,6 +17,7 @@ from specdec.methods import METHODS
 from tests.conftest import ROOT
 
 README = ROOT / "README.md"
+CONTENTS = ROOT / "docs" / "contents.md"
 SHOWS_A_GAIN = 2.0  # tokens per verify step, in every example
 
 
@@ -33,23 +34,54 @@ def test_readme_shows_the_one_command_and_the_three() -> None:
 
 
 def test_readme_is_short_and_has_its_parts_in_order() -> None:
-    """A reader has sixty seconds: how to install and use it comes before figures and links."""
+    """A reader has sixty seconds, and one page of contents behind it."""
     lines = README.read_text().splitlines()
-    assert len(lines) < 120
-    titles = ["Install", "Use", "Measured", "Which method for me?", "Families", "State"]
-    titles.append("Documentation")
-    assert [line.removeprefix("## ") for line in lines if line.startswith("## ")] == titles
+    words = " ".join(line for line in lines if not line.startswith("|")).split()
+    assert len(words) <= 450
+    titles = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    assert titles == ["Start", "Use", "More"]
+    assert "](docs/contents.md)" in README.read_text()
 
 
-def test_readme_leads_to_every_method_and_page() -> None:
-    text = README.read_text()
-    # A reader of the README gets to each of these by one click.
-    assert [name for name in PAGES if f"]({name}" not in text] == []
+def test_the_contents_lead_to_every_method_and_page() -> None:
+    text = CONTENTS.read_text()
+    pages = [name.removeprefix("docs/") for name in PAGES if name != "docs/contents.md"]
+    assert [name for name in pages if f"]({name}" not in text] == []
     table = text[text.index("## Which method") : text.index("## State")]
-    assert [name for name in METHODS if f"](docs/methods/{name}.md)" not in table] == []
+    assert [name for name in METHODS if f"](methods/{name}.md)" not in table] == []
 
 
-# The README's methods -> the measured ways, with 1 and with 16 requests at once.
+def test_the_chart_has_the_measured_figures() -> None:
+    """Those of a published model, beside the best of llama.cpp on the same file."""
+    report = json.loads((ROOT / "benchmarks/results/field-qwen-1.5b-30-zen4.json").read_text())
+    rows = {row["way"]: row for row in report["rows"]}
+    peers = [way for way in rows if way.startswith("llama.cpp")]
+    drafting = [way for way in rows if way not in ("plain", *peers)]
+    tasks = {
+        "all tasks": "all", "conversation": "mt_bench", "summaries": "summarization",
+        "mathematics": "math_reasoning",
+    }  # fmt: skip
+
+    def find_best(ways: list[str], task: str) -> float:
+        return max(float(rows[way][task]["tokens_per_second"]) for way in ways)
+
+    figures = "; ".join(
+        f"{label} {find_best(['plain'], task):.1f} and {find_best(drafting, task):.1f},"
+        f" llama.cpp's best {find_best(peers, task):.1f}"
+        for label, task in tasks.items()
+    )
+    assert figures in README.read_text()
+    assert figures in (ROOT / "docs/published-model.svg").read_text()
+    gain = find_best(drafting, "all") / find_best(peers, "all")
+    assert f"{gain:.1f} times as fast as with llama.cpp" in README.read_text()
+    assert all(
+        row["all"]["like_plain"] == row["all"]["texts"]
+        for way, row in rows.items()
+        if way not in peers
+    )
+
+
+# The contents' methods -> the measured ways, with 1 and with 16 requests at once.
 MEASURED = {
     "prompt_lookup": ("prompt lookup of 8", "prompt lookup of 8, budget auto"),
     "suffix": ("suffix of 8", "suffix of 8, budget auto"),
@@ -70,10 +102,10 @@ def read_measured(name: str = "batches-full-zen4") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_readme_has_the_measured_figures(name: str) -> None:
+def test_the_contents_have_the_measured_figures(name: str) -> None:
     """Behind each method's link, with 1 and with 16 requests."""
-    link = re.escape(f"](docs/methods/{name}.md) ")
-    shown = re.findall(link + r"(not measured|[\d.]+\d and [\d.]+\d)", README.read_text())
+    link = re.escape(f"](methods/{name}.md) ")
+    shown = re.findall(link + r"(not measured|[\d.]+\d and [\d.]+\d)", CONTENTS.read_text())
     if name not in MEASURED:
         assert shown == ["not measured"]
         return
@@ -176,7 +208,8 @@ def test_readme_commands_work_as_typed(
         (length,) = re.findall(r"([0-9.]+) tokens per verify step", done.stderr)
         assert float(length) >= SHOWS_A_GAIN
 
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    page = (ROOT / "docs" / "api.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     monkeypatch.chdir(tmp_path)
     exec(program, {})
     (told,) = re.findall(r"# ([0-9.]+) and ([0-9.]+) tokens per verify step", program)
@@ -236,5 +269,6 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
                         known.add("--no-" + flag.replace("_", "-"))
     text = (ROOT / name).read_text()
     used = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)}
-    assert used or name == "docs/how-it-works.md", "a page that names no flag"
+    without_flags = ("docs/how-it-works.md", "docs/structure.md")
+    assert used or name in without_flags, "a page that names no flag"
     assert used - known == set()
