@@ -26,9 +26,9 @@ from specdec.model.tensors import (
 )
 
 from .plan import (
-    Piece,
     PlannedTensor,
     RankPlan,
+    SourceSlice,
     check_num_layers,
     report_missing,
     report_unread,
@@ -107,7 +107,7 @@ class CheckpointFolder:
         tensors = {}
         for name in (*found.kept, *found.scales):  # copied as they are
             info = file.tensors[name]
-            tensors[name] = PlannedTensor(info, (Piece(file, name, Block(0, info.num_rows)),))
+            tensors[name] = PlannedTensor(info, (SourceSlice(file, name, Block(0, info.num_rows)),))
         missing = list(found.missing)
         if HEAD in missing and (shared := self._share_embedding(rank, file)):
             tensors[HEAD] = shared
@@ -136,5 +136,5 @@ class CheckpointFolder:
             blocks = [Block(0, shape[0])]
         else:  # a part of every column is no part of the head
             return None
-        pieces = tuple(Piece(file, EMBEDDING, block) for block in blocks)
-        return PlannedTensor(TensorInfo(info.dtype, shape), pieces)
+        slices = tuple(SourceSlice(file, EMBEDDING, block) for block in blocks)
+        return PlannedTensor(TensorInfo(info.dtype, shape), slices)

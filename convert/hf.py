@@ -32,7 +32,7 @@ from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES, ModelConfig
 from specdec.model.tensors import TensorSpec
 
-from .plan import Part, RankPlan, TensorSource, plan_tensors
+from .plan import RankPlan, SourceRows, TensorSource, plan_tensors
 from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
@@ -218,21 +218,21 @@ class GgufFolder(HfFolder):
 class Target:
     """A Hugging Face target as its tensors are planned from it.
 
-    specs: its tensors; parts: the rows of the folder's that make each. ignored: see `plan_tensors`.
-    problems: what is wrong so far.
+    specs: its tensors; source_rows: the rows of the folder's tensors that make each.
+    ignored: see `plan_tensors`. problems: all that is wrong so far.
     """
 
     folder: HfFolder
     model: ModelConfig
     specs: Mapping[str, TensorSpec]
-    parts: Mapping[str, tuple[Part, ...]]
+    source_rows: Mapping[str, tuple[SourceRows, ...]]
     ignored: Sequence[str]
     problems: Problems
 
     def plan(self, specs: Mapping[str, TensorSpec], **changed: Any) -> list[RankPlan]:
         """`plan_tensors` for these tensors; changed: arguments that are not the target's own."""
         options: dict[str, Any] = {
-            "parts": self.parts, "source": self.folder, "model": self.model,
+            "source_rows": self.source_rows, "source": self.folder, "model": self.model,
             "dtype": self.model.dtype, "ignored": self.ignored, "problems": self.problems,
         }  # fmt: skip
         return plan_tensors(specs, **options | changed)

@@ -24,7 +24,7 @@ from specdec.model.wrappers import NAMES
 
 from .families.base import Family
 from .hf import HfFolder
-from .plan import Computed, collect
+from .plan import ComputedTensors, collect
 from .torch_file import TorchFile
 
 FLAG = "--lora-dir"
@@ -227,7 +227,7 @@ def _find_tensor(wanted: str, names: Iterable[str]) -> str | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _compute(folder: HfFolder, adapter: Adapter, updates: dict[str, Update]) -> Computed:
+def _compute(folder: HfFolder, adapter: Adapter, updates: dict[str, Update]) -> ComputedTensors:
     infos = {name: TensorInfo("float32", folder.tensors[name].shape) for name in updates}
 
     def read_base(name: str, start: int, stop: int) -> Array:
@@ -251,4 +251,4 @@ def _compute(folder: HfFolder, adapter: Adapter, updates: dict[str, Update]) -> 
             rows = rows[:, columns[0] : columns[1]]
         return np.ascontiguousarray(rows)
 
-    return Computed(folder, infos, compute)
+    return ComputedTensors(folder, infos, compute)

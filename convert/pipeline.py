@@ -272,7 +272,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     check_num_layers(model.num_hidden_layers, folder)
     specs = list_target_tensors(model)
     num_experts = model.experts.num if model.experts is not None else 1
-    parts, ignored = family.find_sources(specs, folder, num_experts), list(family.ignored)
+    parts, ignored = family.find_source_rows(specs, folder, num_experts), list(family.ignored)
     parts = packed.turn_parts(folder, parts)
     ignored += ignore_drafter(settings, folder)
     if settings.dequantize or held is not None:
@@ -282,7 +282,12 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         ignored.append(HEAD)
     config = checkpoint_config.describe_target(model, family, settings.trtllm_version)
     target = Target(
-        folder=folder, model=model, specs=specs, parts=parts, ignored=ignored, problems=problems
+        folder=folder,
+        model=model,
+        specs=specs,
+        source_rows=parts,
+        ignored=ignored,
+        problems=problems,
     )
     section: dict[str, Any] = {}
     quantizer = None
@@ -500,7 +505,7 @@ def plan_drafter(
     shared = converter.share_tensors(list(specs))
     own = {name: spec for name, spec in specs.items() if name not in shared}
     ranks = plan_tensors(
-        own, converter.find_sources(list(own)), folder, model=model, dtype=dtype,
+        own, converter.find_source_rows(list(own)), folder, model=model, dtype=dtype,
         ignored=converter.list_ignored(), problems=problems,
     )  # fmt: skip
     for rank, targets in zip(ranks, target.plain or target.ranks, strict=True):
@@ -512,7 +517,7 @@ def plan_drafter(
             if other is None:
                 rank[name] = PlannedTensor(info, ())
             elif found and found.info.shape == info.shape and found.info.dtype in FLOATS:
-                rank[name] = PlannedTensor(info, found.pieces)
+                rank[name] = PlannedTensor(info, found.slices)
             else:
                 problems.add(
                     f"{folder.path} does not hold what makes {name}, and the target has no"

@@ -1,7 +1,9 @@
 """The plan: which rows and columns of which source tensors make each tensor of each rank.
 
-It is checked as a whole before a byte is written, then executed as a stream of chunks, so that
-memory depends neither on the model's size nor on a tensor's.
+It is checked as a whole before a byte is written, then executed as a stream of blocks, so that
+memory depends neither on the model's size nor on a tensor's. `SourceRows` say what makes a tensor
+of the model, a `SourceSlice` which of these rows a rank takes, an `OutputBlock` what is written at
+once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_
 
 from .origin import Origin
 
-CHUNK_BYTES = 4 << 20
+OUTPUT_BLOCK_BYTES = 4 << 20  # read, computed and written at once
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -43,7 +45,7 @@ class TensorSource(int4.Source, Protocol):
     def release(self) -> None: ...
 
 
-class Computed:
+class ComputedTensors:
     """Tensors that are computed from a folder's when they are read; they lie in no file.
 
     compute: returns rows [start, stop) of one by name, all columns or columns [first, last).
@@ -59,22 +61,25 @@ class Computed:
         self.path = folder.path
 
     def read(self, name: str) -> Array:
+        """Return a whole tensor."""
         return self.compute(name, 0, self.tensors[name].shape[0], None)
 
     def read_block(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> Array:
+        """Return rows [start, stop), all columns or columns [first, last)."""
         return self.compute(name, start, stop, columns)
 
     def locate(self, name: str) -> None:
         """Return None: what is computed lies in no file."""
 
     def release(self) -> None:
+        """Let go of the memory of what was read to compute the tensors."""
         self.folder.release()
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SourceRows:
     """Rows of a source tensor that make up a planned tensor, alone or below those of others.
 
     The source is transposed where it is stored as [in, out], then its first `skipped` rows are
@@ -97,15 +102,15 @@ class Part:
     section: int = 0
 
     def is_alike(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Whether a source of one shape is taken where another is expected."""
-        bounds = (shape[:1] + shape[-1:], expected[:1] + expected[-1:])
+        """Return whether a source tensor of `shape` is taken where `expected` is expected."""
+        outer, expected_outer = shape[:1] + shape[-1:], expected[:1] + expected[-1:]
         is_row = self.is_row and {1} >= {*shape[:-1]} and len(shape) > 1
-        return shape == expected or is_row and bounds[0] == bounds[1]
+        return shape == expected or is_row and outer == expected_outer
 
     def get_source_shape(
         self, num_rows: int, rest: tuple[int, ...], model: ModelConfig
     ) -> tuple[int, ...]:
-        """Shape that the source must have for this part to have `num_rows` rows."""
+        """Return the shape that the source must have for these to be `num_rows` rows."""
         height = self.skipped + self.num_shares * num_rows
         if self.sections is not None:
             sizes = self.sections(model)
@@ -118,23 +123,24 @@ class Part:
     def list_runs(
         self, start: int, stop: int, height: int, model: ModelConfig
     ) -> Iterator[tuple[int, int]]:
-        """Where rows [start, stop) of the part's `height` lie in the source, from row to row."""
+        """Yield the runs [first, last) of source rows that make rows [start, stop) of `height`."""
         if self.sections is None:
-            first = self.skipped + self.share * height
-            yield first + start, first + stop
+            offset = self.skipped + self.share * height
+            yield offset + start, offset + stop
             return
         sizes = self.sections(model)
-        own, others = sizes[self.section], sum(sizes) - sizes[self.section]
-        for group in range(start // own, -(-stop // own)):
-            first = group * others + sum(sizes[: self.section])
-            yield first + max(start, group * own), first + min(stop, (group + 1) * own)
+        size = sizes[self.section]
+        for group in range(start // size, -(-stop // size)):
+            offset = group * (sum(sizes) - size) + sum(sizes[: self.section])
+            yield offset + max(start, group * size), offset + min(stop, (group + 1) * size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class SourceSlice:
     """A block of one source tensor.
 
-    is_transposed: the block is one of the transposed source. added: see `Part`.
+    is_transposed: the block is one of the transposed source. added: added to each element, in
+    float32.
     """
 
     source: TensorSource
@@ -152,41 +158,42 @@ class Piece:
         return self._finish(rows, stored, dtype)
 
     def locate(self, block: Block, dtype: str) -> tuple[Path, int] | None:
-        """Return where a block's bytes lie in a file as they are wanted; None where they do not."""
+        """Return the file and offset of a block's bytes; None where no file has them unchanged."""
         info = self.source.tensors[self.name]
-        is_changed = self != Piece(self.source, self.name, self.block)
+        is_changed = self != SourceSlice(self.source, self.name, self.block)
         if is_changed or info.dtype != dtype:
             return None
-        place = self.source.locate(self.name)
-        if place is None or block.columns not in (None, (0, *info.row_shape)):
+        location = self.source.locate(self.name)
+        if location is None or block.columns not in (None, (0, *info.row_shape)):
             return None
-        row_bytes = info.num_bytes // max(1, info.num_rows)
-        return place[0], place[1] + block.start * row_bytes
+        path, offset = location
+        return path, offset + block.start * (info.num_bytes // max(1, info.num_rows))
 
     def _read_transposed(self, block: Block, stored: str, dtype: str) -> Array:
         """Read some stored rows at a time: every one of them holds a bit of each wanted row."""
         info = self.source.tensors[self.name]
-        first, last = block.columns or (0, info.shape[0])
-        result = np.empty((block.num_rows, last - first), DTYPES[dtype][1])
+        left, right = block.columns or (0, info.shape[0])
+        result = np.empty((block.num_rows, right - left), DTYPES[dtype][1])
         row_bytes = info.num_bytes // max(1, info.shape[0])
-        height = max(1, CHUNK_BYTES // max(1, row_bytes))
-        for top in range(first, last, height):
-            bottom = min(top + height, last)
+        height = max(1, OUTPUT_BLOCK_BYTES // max(1, row_bytes))
+        for top in range(left, right, height):
+            bottom = min(top + height, right)
             tile = self.source.read_block(self.name, top, bottom, (block.start, block.stop))
-            result[:, top - first : bottom - first] = self._finish(tile, stored, dtype).T
+            result[:, top - left : bottom - left] = self._finish(tile, stored, dtype).T
         return result
 
     def _finish(self, rows: Array, stored: str, dtype: str) -> Array:
+        """Return stored rows with what is added to them, in another type, contiguous."""
         if self.added:
             rows, stored = cast(rows, stored, "float32") + np.float32(self.added), "float32"
         return np.ascontiguousarray(cast(rows, stored, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """The next bytes of a tensor: `make` computes them.
+class OutputBlock:
+    """The next bytes of a planned tensor: `make` computes them.
 
-    origin: the file and offset where they lie as they are, for a chunk that is merely copied.
+    origin: file and offset of the same bytes, for a block that is merely copied.
     """
 
     num_bytes: int
@@ -196,31 +203,33 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTensor:
-    """One rank's tensor: its pieces from the top, then zero rows up to its shape."""
+    """One rank's tensor: its slices from the top, then zero rows up to its shape."""
 
     info: TensorInfo
-    pieces: tuple[Piece, ...]
+    slices: tuple[SourceSlice, ...]
 
-    def list_chunks(self) -> Iterator[Chunk]:
-        """Yield the tensor's rows from the top, about CHUNK_BYTES at a time."""
-        columns, num_wanted = self.info.row_shape, self.info.num_rows
-        row_bytes = max(1, self.info.num_bytes // max(1, num_wanted))
-        height = max(1, CHUNK_BYTES // row_bytes)
+    def list_output_blocks(self) -> Iterator[OutputBlock]:
+        """Yield the tensor's rows from the top, about OUTPUT_BLOCK_BYTES at a time."""
+        columns, total_rows = self.info.row_shape, self.info.num_rows
+        row_bytes = max(1, self.info.num_bytes // max(1, total_rows))
+        height = max(1, OUTPUT_BLOCK_BYTES // row_bytes)
         num_rows = 0
-        for piece in self.pieces:
-            for start in range(piece.block.start, piece.block.stop, height):
-                stop = min(start + height, piece.block.stop)
-                block = Block(start, stop, piece.block.columns)
-                yield self._cut_later(piece, block, (stop - start) * row_bytes)
+        for source_slice in self.slices:
+            for start in range(source_slice.block.start, source_slice.block.stop, height):
+                stop = min(start + height, source_slice.block.stop)
+                block = Block(start, stop, source_slice.block.columns)
+                yield self._cut_later(source_slice, block, (stop - start) * row_bytes)
                 num_rows += stop - start
-        for start in range(num_rows, num_wanted, height):
-            rows = TensorInfo(self.info.dtype, (min(height, num_wanted - start), *columns))
+        for start in range(num_rows, total_rows, height):
+            rows = TensorInfo(self.info.dtype, (min(height, total_rows - start), *columns))
             storage = DTYPES[rows.dtype][1]
-            yield Chunk(rows.num_bytes, functools.partial(np.zeros, rows.shape, storage))
+            yield OutputBlock(rows.num_bytes, functools.partial(np.zeros, rows.shape, storage))
 
-    def _cut_later(self, piece: Piece, block: Block, num_bytes: int) -> Chunk:
+    def _cut_later(self, source_slice: SourceSlice, block: Block, num_bytes: int) -> OutputBlock:
         dtype = self.info.dtype
-        return Chunk(num_bytes, lambda: piece.read(block, dtype), piece.locate(block, dtype))
+        return OutputBlock(
+            num_bytes, lambda: source_slice.read(block, dtype), source_slice.locate(block, dtype)
+        )
 
 
 RankPlan = dict[str, PlannedTensor]
@@ -230,9 +239,9 @@ RankPlan = dict[str, PlannedTensor]
 class ConversionPlan:
     """A whole conversion: the config.json, each rank's tensors, and the files that are read.
 
-    vocabulary: what the target's tokens mean, as `specdec.vocabulary` tells it.
-    measure: finds the scales, where there are any to find, before the tensors can be written, by
-        that many threads; returns what the quantization costs, where that was measured.
+    vocabulary: the meaning of the target's tokens, as `specdec.vocabulary` describes it.
+    measure: finds a quantization's scales, which the tensors cannot be written without, with the
+        given number of threads; returns the cost of the quantization, where it was measured.
     origin: what the drafter's folder and the target's say of where the drafter belongs.
     """
 
@@ -248,7 +257,7 @@ class ConversionPlan:
 
 def plan_tensors(
     specs: Mapping[str, TensorSpec],
-    parts: Mapping[str, tuple[Part, ...]],
+    source_rows: Mapping[str, tuple[SourceRows, ...]],
     source: TensorSource,
     *,
     model: ModelConfig,
@@ -258,56 +267,77 @@ def plan_tensors(
 ) -> list[RankPlan]:
     """Plan every rank's tensors from full source tensors, and append what is wrong to `problems`.
 
-    `parts` maps a tensor of `specs` to the source rows that make it, one below the other.
+    `source_rows` maps a tensor of `specs` to the rows that make it, one below the other.
     Source tensors that no output uses are problems, unless a pattern of `ignored` matches.
     """
-    missing, misshapen, unreadable = [], [], []
+    misfits = _Misfits(source)
     ranks: list[RankPlan] = [{} for _ in range(model.tp_size)]
     for canonical, spec in specs.items():
-        heights = _list_heights(spec, model, len(parts[canonical]))
-        stored = get_stored_dtype(canonical, dtype)
-        whole = TensorInfo(stored, spec.shape)
-        is_complete = True
-        for part, num_rows in zip(parts[canonical], heights, strict=True):
-            expected = part.get_source_shape(num_rows, whole.row_shape, model)
-            info = source.tensors.get(part.name)
-            if info is None:
-                missing.append(part.name)
-            elif not part.is_alike(info.shape, expected):
-                misshapen.append(f"{part.name} has shape {list(info.shape)}, not {list(expected)}")
-            elif info.dtype != stored and not {stored, info.dtype} <= set(CASTABLE):
-                unreadable.append(f"{part.name} is {info.dtype}")
-            else:
-                continue
-            is_complete = False
-        if not is_complete:
+        heights = _list_heights(spec, model, len(source_rows[canonical]))
+        stored_dtype = get_stored_dtype(canonical, dtype)
+        row_shape = TensorInfo(stored_dtype, spec.shape).row_shape
+        fits = [
+            misfits.check(rows, rows.get_source_shape(height, row_shape, model), stored_dtype)
+            for rows, height in zip(source_rows[canonical], heights, strict=True)
+        ]
+        if not all(fits):
             continue
-        rank_info = TensorInfo(stored, get_rank_shape(spec, model))
+        rank_info = TensorInfo(stored_dtype, get_rank_shape(spec, model))
         for rank, tensors in enumerate(ranks):
-            pieces = [
-                piece
+            slices = [
+                source_slice
                 for block in list_blocks(spec, model, rank)
-                for piece in _find_pieces(block, source, parts[canonical], heights, model)
+                for source_slice in _find_slices(
+                    block, source, source_rows[canonical], heights, model
+                )
             ]
-            tensors[canonical] = PlannedTensor(rank_info, tuple(pieces))
-    used = {part.name for several in parts.values() for part in several}
-    unread = [
+            tensors[canonical] = PlannedTensor(rank_info, tuple(slices))
+    misfits.report(dtype, problems)
+    used_names = {rows.name for each in source_rows.values() for rows in each}
+    unused_names = [
         name for name in source.tensors
-        if name not in used and not any(fnmatch.fnmatchcase(name, p) for p in ignored)
+        if name not in used_names and not any(fnmatch.fnmatchcase(name, p) for p in ignored)
     ]  # fmt: skip
-    report_missing(source, missing, problems)
-    if misshapen:
-        problems.add(
-            f"{source.path}: {join_names(list(dict.fromkeys(misshapen)))}",
-            "its config.json and tensors disagree: take both from the same model",
-        )
-    if unreadable:
-        problems.add(
-            f"{source.path}: {join_names(unreadable)}, which cannot be converted to {dtype}",
-            f"give a folder with {', '.join(CASTABLE)} weights",
-        )
-    report_unread(source, unread, problems)
+    report_unread(source, unused_names, problems)
     return ranks
+
+
+class _Misfits:
+    """Tensors that a source lacks, or has in another shape or type than a plan needs."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self.missing_names: list[str] = []
+        self.wrong_shapes: list[str] = []
+        self.wrong_dtypes: list[str] = []
+
+    def check(self, rows: SourceRows, shape: tuple[int, ...], dtype: str) -> bool:
+        """Return whether a source tensor has a shape and can be cast to a type; note if not."""
+        info = self.source.tensors.get(rows.name)
+        if info is None:
+            self.missing_names.append(rows.name)
+        elif not rows.is_alike(info.shape, shape):
+            self.wrong_shapes.append(f"{rows.name} has shape {list(info.shape)}, not {list(shape)}")
+        elif info.dtype != dtype and not {dtype, info.dtype} <= set(CASTABLE):
+            self.wrong_dtypes.append(f"{rows.name} is {info.dtype}")
+        else:
+            return True
+        return False
+
+    def report(self, dtype: str, problems: Problems) -> None:
+        """Append a problem for each kind of misfit; dtype: the type of the conversion."""
+        report_missing(self.source, self.missing_names, problems)
+        if self.wrong_shapes:
+            problems.add(
+                f"{self.source.path}: {join_names(list(dict.fromkeys(self.wrong_shapes)))}",
+                "its config.json and tensors disagree: take both from the same model",
+            )
+        if self.wrong_dtypes:
+            problems.add(
+                f"{self.source.path}: {join_names(self.wrong_dtypes)}, which cannot be converted to"
+                f" {dtype}",
+                f"give a folder with {', '.join(CASTABLE)} weights",
+            )
 
 
 @contextlib.contextmanager
@@ -332,10 +362,10 @@ def check_num_layers(num_layers: int, source: TensorSource) -> None:
 def report_missing(source: TensorSource, names: Sequence[str], problems: Problems) -> None:
     """Append a problem that names the tensors which a source lacks, if there are any."""
     unplaced = getattr(source, "unplaced", ())  # of an `HfFolder`
-    if found := [name for name in dict.fromkeys(names) if name in unplaced]:
+    if unindexed := [name for name in dict.fromkeys(names) if name in unplaced]:
         problems.add(
-            f"{source.path}: a shard holds {count(len(found), 'tensor')} that the model needs and"
-            f" no entry of the index names: {join_names(found)}",
+            f"{source.path}: a shard holds {count(len(unindexed), 'tensor')} that the model needs"
+            f" and no entry of the index names: {join_names(unindexed)}",
             "add them to the index's weight_map, or download the index again",
         )
     names = [name for name in dict.fromkeys(names) if name not in unplaced]
@@ -358,56 +388,56 @@ def report_unread(source: TensorSource, names: Sequence[str], problems: Problems
         )
 
 
-def _list_heights(spec: TensorSpec, model: ModelConfig, num_parts: int) -> list[int]:
-    """Rows of each of the source tensors that make up a tensor."""
+def _list_heights(spec: TensorSpec, model: ModelConfig, num_sources: int) -> list[int]:
+    """Return the number of rows that each source of a tensor gives it."""
     num_rows = TensorInfo(model.dtype, spec.shape).num_rows
-    if num_parts == 1:
+    if num_sources == 1:
         return [num_rows]
     if spec.shard is Shard.QKV:
         model = spec.owner or model
         kv_size = model.num_key_value_heads * model.head_size
         q_size = model.num_attention_heads * model.head_size
-        return [q_size, kv_size, kv_size, q_size][:num_parts]
-    if spec.sections:  # the first part has those that the others leave
-        num_first = len(spec.sections) - num_parts + 1
+        return [q_size, kv_size, kv_size, q_size][:num_sources]
+    if spec.sections:  # the first source has those that the others leave
+        num_first = len(spec.sections) - num_sources + 1
         return [sum(spec.sections[:num_first]), *spec.sections[num_first:]]
-    return [num_rows // num_parts] * num_parts
+    return [num_rows // num_sources] * num_sources
 
 
-def _find_pieces(
-    block: Block, source: TensorSource, parts: Sequence[Part], heights: Sequence[int],
+def _find_slices(
+    block: Block, source: TensorSource, source_rows: Sequence[SourceRows], heights: Sequence[int],
     model: ModelConfig,
-) -> Iterator[Piece]:  # fmt: skip
-    """Find the rows of a block in the source tensors that lie one below the other."""
+) -> Iterator[SourceSlice]:  # fmt: skip
+    """Yield the slices of the source tensors, one below the other, that make a block."""
     offset = 0
-    for part, height in zip(parts, heights, strict=True):
+    for rows, height in zip(source_rows, heights, strict=True):
         start, stop = max(block.start - offset, 0), min(block.stop - offset, height)
-        for first, last in part.list_runs(start, stop, height, model) if start < stop else ():
-            yield Piece(
+        for top, bottom in rows.list_runs(start, stop, height, model) if start < stop else ():
+            yield SourceSlice(
                 source,
-                part.name,
-                Block(first, last, block.columns),
-                is_transposed=part.is_transposed and len(source.tensors[part.name].shape) > 1,
-                added=part.added,
+                rows.name,
+                Block(top, bottom, block.columns),
+                is_transposed=rows.is_transposed and len(source.tensors[rows.name].shape) > 1,
+                added=rows.added,
             )
         offset += height
 
 
-def are_equal(source: TensorSource, one: str, other: str) -> bool:
-    """Whether two tensors of a source hold the same numbers in float32; read some rows at a time.
+def are_equal(source: TensorSource, names: tuple[str, str]) -> bool:
+    """Return whether two tensors of a source hold equal numbers in float32, some rows at a time.
 
     A tensor whose type cannot be cast equals no other.
     """
-    infos = [source.tensors[name] for name in (one, other)]
+    infos = [source.tensors[name] for name in names]
     if infos[0].shape != infos[1].shape or not {info.dtype for info in infos} <= set(CASTABLE):
         return False
     num_rows = infos[0].num_rows
-    height = max(1, CHUNK_BYTES * num_rows // max(1, infos[0].num_bytes))
+    height = max(1, OUTPUT_BLOCK_BYTES * num_rows // max(1, infos[0].num_bytes))
     for start in range(0, num_rows, height):
         stop = min(start + height, num_rows)
         left, right = (
             cast(source.read_block(name, start, stop), info.dtype, "float32")
-            for name, info in zip((one, other), infos, strict=True)
+            for name, info in zip(names, infos, strict=True)
         )
         if not np.array_equal(left, right):
             return False
@@ -415,17 +445,17 @@ def are_equal(source: TensorSource, one: str, other: str) -> bool:
 
 
 def get_infos(rank: RankPlan) -> dict[str, TensorInfo]:
-    """Types and shapes of a rank's tensors."""
+    """Return the types and shapes of a rank's tensors."""
     return {name: tensor.info for name, tensor in rank.items()}
 
 
 def merge_ranks(*plans: Iterable[RankPlan]) -> list[RankPlan]:
     """Combine plans for the same ranks, such as the target's and the drafter's."""
-    merged = []
-    for parts in zip(*plans, strict=True):
-        rank: RankPlan = {}
-        for part in parts:
-            assert not rank.keys() & part.keys()
-            rank |= part
-        merged.append(rank)
-    return merged
+    merged_ranks = []
+    for rank_plans in zip(*plans, strict=True):
+        merged: RankPlan = {}
+        for rank_plan in rank_plans:
+            assert not merged.keys() & rank_plan.keys()
+            merged |= rank_plan
+        merged_ranks.append(merged)
+    return merged_ranks

@@ -1,11 +1,11 @@
 """Carrying a plan out: bytes go from the sources to their places in the rank files as a stream.
 
-A rank file is cut into jobs of a few MB, each of which writes its bytes at their offset: bytes that
-stay as they are, by the kernel alone; others by way of a small buffer. Behind the writers comes one
-reader a file, which hashes what is in the file, in order, while it is in the page cache. The source
-files are read once more, each from its beginning, for their hashes and for weights that are no
-finite numbers. So memory depends on the number of threads alone, every byte that is hashed is one
-that a file holds, and a file whose first bytes have a known hash can be gone on with.
+A rank file is cut into writes of a few MB, each at its own offset: bytes that stay as they are, by
+the kernel alone; others by way of a small buffer. Behind the writers comes one reader a file, which
+hashes what is in the file, in order, while it is in the page cache. The source files are read once
+more, each from its beginning, for their hashes and for weights that are no finite numbers. So
+memory depends on the number of threads alone, every byte that is hashed is one that a file holds,
+and a file whose first bytes have a known hash can be gone on with.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from specdec.files.tensor_file import (
 
 from .finite import FlawCounter, Flaws, describe_flaws, refuse_flaws
 from .plan import (
-    CHUNK_BYTES,
-    Chunk,
+    OUTPUT_BLOCK_BYTES,
     ConversionPlan,
+    OutputBlock,
     PlannedTensor,
     RankPlan,
     TensorSource,
@@ -52,17 +52,17 @@ from .zeros import ZeroFinder, find_hole, may_be_zero, refuse_zeros
 logger = logs.get_logger(__name__)
 
 T = TypeVar("T")
-States = dict[Path, tuple[int, int]]
+FileStates = dict[Path, tuple[int, int]]
 METADATA = {"format": "pt"}  # safetensors readers ask for it
-JOBS_AHEAD = 32  # of the hash: what is hashed should still be in the page cache
+WRITES_AHEAD = 32  # of the hash: what is hashed should still be in the page cache
 SYNC_BYTES = 256 << 20  # written between two calls that send them to the disk
-COPIES_A_WRITER = 4  # of a job's bytes in memory at once, at most: read, widened, cast, tiled
+COPIES_A_WRITER = 4  # of a write's bytes in memory at once, at most: read, widened, cast, tiled
 # What copy_file_range says where it does not know how, or not between these files.
 CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What a stream has written: sha256 by file name, the sources' manifest entries, flaws.
 
     zeros: tensors with zeros in the place of weights.
@@ -75,16 +75,16 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ShardWrite:
     """The next bytes of a rank file."""
 
     offset: int
     num_bytes: int
-    chunks: tuple[Chunk, ...]
+    blocks: tuple[OutputBlock, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class SourceRead:
     """A source tensor of which rows are written, in some types. may_be_zero: see there."""
 
     source: TensorSource
@@ -104,15 +104,15 @@ class Use:
         return self.rows[0] * row_bytes, self.rows[1] * row_bytes
 
 
-class Look:
+class Inspection:
     """A source tensor that is read: what is no number in it, and what is zero."""
 
-    def __init__(self, use: Use) -> None:
-        self.use, self.finder = use, ZeroFinder()
-        self.counter = FlawCounter(use.info.dtype, use.dtypes)
+    def __init__(self, read: SourceRead) -> None:
+        self.read, self.finder = read, ZeroFinder()
+        self.counter = FlawCounter(read.info.dtype, read.dtypes)
 
 
-class Stopped(Exception):
+class StreamStopped(Exception):
     """Another thread has failed, or it is known that the conversion will."""
 
 
@@ -121,10 +121,10 @@ def write_plan(
     folder: Path,
     *,
     workers: int,
-    states: States | None = None,
+    states: FileStates | None = None,
     allow_nonfinite: bool = False,
     allow_zeros: bool = False,
-) -> Written:
+) -> WriteResult:
     """Write every rank's file into `folder`; raise SpecDecError for weights that are none.
 
     These are no finite numbers, or zeros where a download was not finished.
@@ -151,47 +151,47 @@ def name_rank(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
-def list_jobs(tensors: RankPlan) -> Iterator[Job]:
-    """Cut a rank's file into jobs of at most CHUNK_BYTES, or one chunk if that has more."""
+def list_writes(tensors: RankPlan) -> Iterator[ShardWrite]:
+    """Cut a rank's file into writes of OUTPUT_BLOCK_BYTES, or one block where that has more."""
     infos = get_infos(tensors)
     offset = len(encode_header(infos, METADATA))
-    chunks: list[Chunk] = []
+    blocks: list[OutputBlock] = []
     num_bytes = 0
     for name in sort_tensors(infos):
-        for chunk in tensors[name].list_chunks():
-            if chunks and num_bytes + chunk.num_bytes > CHUNK_BYTES:
-                yield Job(offset, num_bytes, tuple(chunks))
-                offset, num_bytes, chunks = offset + num_bytes, 0, []
-            chunks.append(chunk)
-            num_bytes += chunk.num_bytes
-    if chunks:
-        yield Job(offset, num_bytes, tuple(chunks))
+        for block in tensors[name].list_output_blocks():
+            if blocks and num_bytes + block.num_bytes > OUTPUT_BLOCK_BYTES:
+                yield ShardWrite(offset, num_bytes, tuple(blocks))
+                offset, num_bytes, blocks = offset + num_bytes, 0, []
+            blocks.append(block)
+            num_bytes += block.num_bytes
+    if blocks:
+        yield ShardWrite(offset, num_bytes, tuple(blocks))
 
 
-def list_uses(plan: ConversionPlan) -> list[Use]:
+def list_reads(plan: ConversionPlan) -> list[SourceRead]:
     """List the source tensors that are written, each once, with the rows that some rank takes."""
-    uses: dict[tuple[int, str], Use] = {}
+    reads: dict[tuple[int, str], SourceRead] = {}
     adds_one = plan.checkpoint.model.arithmetic.adds_one
     for rank in plan.ranks:
         for canonical, tensor in rank.items():
             is_added_to = adds_one and ("norm." in canonical or "ln_f." in canonical)
-            for piece in tensor.pieces:
-                rows = (piece.block.start, piece.block.stop)
-                if piece.is_transposed:
-                    rows = (0, piece.source.tensors[piece.name].num_rows)
-                use = Use(
-                    piece.source, piece.name, rows, frozenset([tensor.info.dtype]),
-                    may_be_zero(canonical, is_added_to=is_added_to or bool(piece.added)),
+            for source_slice in tensor.slices:
+                rows = (source_slice.block.start, source_slice.block.stop)
+                if source_slice.is_transposed:
+                    rows = (0, source_slice.source.tensors[source_slice.name].num_rows)
+                read = SourceRead(
+                    source_slice.source, source_slice.name, rows, frozenset([tensor.info.dtype]),
+                    may_be_zero(canonical, is_added_to=is_added_to or bool(source_slice.added)),
                 )  # fmt: skip
-                key = (id(piece.source), piece.name)
-                uses[key] = _join_uses(uses[key], use) if key in uses else use
-    return list(uses.values())
+                key = (id(source_slice.source), source_slice.name)
+                reads[key] = _join_reads(reads[key], read) if key in reads else read
+    return list(reads.values())
 
 
-def _join_uses(one: Use, other: Use) -> Use:
+def _join_reads(one: SourceRead, other: SourceRead) -> SourceRead:
     rows = (min(one.rows[0], other.rows[0]), max(one.rows[1], other.rows[1]))
     strictest = min((one.may_be_zero, other.may_be_zero), key=(False, None, True).index)
-    return Use(one.source, one.name, rows, one.dtypes | other.dtypes, strictest)
+    return SourceRead(one.source, one.name, rows, one.dtypes | other.dtypes, strictest)
 
 
 def measure_buffers(plan: ConversionPlan, workers: int) -> int:
@@ -201,14 +201,16 @@ def measure_buffers(plan: ConversionPlan, workers: int) -> int:
         for tensor in rank.values():
             if not _is_copied(tensor):
                 row_bytes = tensor.info.num_bytes // max(1, tensor.info.num_rows)
-                chunk_bytes = max(row_bytes, min(tensor.info.num_bytes, CHUNK_BYTES))
+                chunk_bytes = max(row_bytes, min(tensor.info.num_bytes, OUTPUT_BLOCK_BYTES))
                 largest = max(largest, chunk_bytes * _find_widening(tensor))
     return workers * (COPIES_A_WRITER * largest + 2 * BLOCK_BYTES)
 
 
 def _find_widening(tensor: PlannedTensor) -> int:
     """How many times as wide as a tensor's elements those of its widest source are, at least 1."""
-    dtypes = {piece.source.tensors[piece.name].dtype for piece in tensor.pieces}
+    dtypes = {
+        source_slice.source.tensors[source_slice.name].dtype for source_slice in tensor.slices
+    }
     widths = [int(np.dtype(DTYPES[dtype][1]).itemsize) for dtype in (tensor.info.dtype, *dtypes)]
     return max(1, max(widths) // widths[0])
 
@@ -216,7 +218,8 @@ def _find_widening(tensor: PlannedTensor) -> int:
 def _is_copied(tensor: PlannedTensor) -> bool:
     """Whether every byte of a tensor lies in a file as it is wanted."""
     return type(tensor) is PlannedTensor and all(
-        piece.locate(piece.block, tensor.info.dtype) is not None for piece in tensor.pieces
+        source_slice.locate(source_slice.block, tensor.info.dtype) is not None
+        for source_slice in tensor.slices
     )
 
 
@@ -245,7 +248,7 @@ class _Stream:
         folder: Path,
         workers: int,
         accepted: tuple[bool, bool],
-        states: States,
+        states: FileStates,
     ) -> None:
         """Begin. accepted: whether weights that are not finite, and zeros, are written."""
         self.plan = plan
@@ -258,17 +261,17 @@ class _Stream:
         self.failure: BaseException | None = None  # the first, which has stopped all others
         self.descriptors: dict[Path, int] = {}
         self.states = states
-        self.uses = list_uses(plan)
-        self.placed: dict[Path, list[tuple[int, Use]]] = {}
+        self.reads = list_reads(plan)
+        self.placed: dict[Path, list[tuple[int, SourceRead]]] = {}
         self.mapped: dict[int, TensorSource] = {}  # what is read of them stays, until let go
-        for use in self.uses:
-            place = use.source.locate(use.name)
+        for read in self.reads:
+            place = read.source.locate(read.name)
             if place is not None:
-                self.placed.setdefault(place[0], []).append((place[1], use))
+                self.placed.setdefault(place[0], []).append((place[1], read))
             else:
-                self.mapped[id(use.source)] = use.source
+                self.mapped[id(read.source)] = read.source
 
-    def run(self) -> Written:
+    def run(self) -> WriteResult:
         sizes = [measure_tensor_file(get_infos(rank), METADATA) for rank in self.plan.ranks]
         total = sum(sizes) + sum(size for size, _ in self.states.values())
         with contextlib.ExitStack() as stack:
@@ -279,7 +282,7 @@ class _Stream:
                     self.descriptors[path] = descriptor
             self.advance = stack.enter_context(logs.track("converting", total=total, of_bytes=True))
             # Hashers wait for writers, and writers for nobody, so they cannot lock up. They end in
-            # that order too: a hasher that stops waits for the jobs that it has given away.
+            # that order too: a hasher that stops waits for the writes that it has given away.
             self.syncer = stack.enter_context(ThreadPoolExecutor(1, "syncer"))
             self.writers = stack.enter_context(ThreadPoolExecutor(self.workers, "writer"))
             hashers = stack.enter_context(ThreadPoolExecutor(self.workers, "hasher"))
@@ -306,28 +309,28 @@ class _Stream:
             for name, flaw in found.items():  # which the files of several ranks may have
                 flaws[name] = flaws.get(name, Flaws()) + flaw
         if self.is_doomed.is_set():
-            return Written({}, [], flaws, self.zeros)
+            return WriteResult({}, [], flaws, self.zeros)
         entries = [
             {"path": str(path), "bytes": self.states[path][0], "sha256": task.result()[0]}
             for path, task in zip(self.plan.source_files, sources, strict=True)
         ]
         hashes = {name: task.result() for name, task in ranks.items()}
-        return Written(hashes, entries, flaws, self.zeros)
+        return WriteResult(hashes, entries, flaws, self.zeros)
 
     def _await(self, waiting: set[Future[Any]]) -> None:
-        """Wait for all tasks; raise what failed first in one of them or in a job."""
+        """Wait for all tasks; raise what failed first in one of them or in a write."""
         while waiting:
             # Woken up now and then, a main thread takes a signal at once.
             done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
             for task in done:
                 task.result()
-        if self.failure is not None:  # of a job that nobody waited for any more
+        if self.failure is not None:  # of a write that nobody waited for any more
             raise self.failure
 
     def _stop_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let all tasks and jobs end as soon as they look.
+        """Let all tasks and writes end as soon as they look.
 
-        No pool may drop its jobs instead: a thread that waits for a dropped job waits for
+        No pool may drop its writes instead: a thread that waits for a dropped write waits for
         ever.
         """
         if kind is not None:
@@ -338,7 +341,7 @@ class _Stream:
         try:
             self._check()
             return work(*args)
-        except Stopped:
+        except StreamStopped:
             return None
         except BaseException as error:
             self._fail(error)
@@ -352,7 +355,7 @@ class _Stream:
 
     def _check(self) -> None:
         if self.is_stopping.is_set():
-            raise Stopped
+            raise StreamStopped
 
     # ---- Rank files.
 
@@ -366,16 +369,16 @@ class _Stream:
         with path.open("w+b", buffering=0) as file:
             write_at(file.fileno(), header, 0)
             self.advance(position)
-            tasks = (functools.partial(self._do, j, file.fileno()) for j in list_jobs(tensors))
+            tasks = (functools.partial(self._do, j, file.fileno()) for j in list_writes(tensors))
             try:
-                for job in run_ahead(tasks, self.writers, JOBS_AHEAD):
+                for write in run_ahead(tasks, self.writers, WRITES_AHEAD):
                     if self.is_doomed.is_set():
-                        raise Stopped
-                    assert job.offset == position, path
-                    position += job.num_bytes
-                    span = (job.offset, position)
+                        raise StreamStopped
+                    assert write.offset == position, path
+                    position += write.num_bytes
+                    span = (write.offset, position)
                     self._feed(path, file.fileno(), span, digest, None, buffer)
-                    num_unsynced += job.num_bytes
+                    num_unsynced += write.num_bytes
                     if num_unsynced >= SYNC_BYTES:  # they go to the disk while others are written
                         for sync in filter(Future.done, syncs):
                             sync.result()  # an error must not wait for the end
@@ -389,30 +392,30 @@ class _Stream:
         assert position == measure_tensor_file(get_infos(tensors), METADATA), path
         return digest.hexdigest()
 
-    def _do(self, job: Job, descriptor: int) -> Job:
+    def _do(self, write: ShardWrite, descriptor: int) -> ShardWrite:
         self._check()
         try:
-            self._write_job(job, descriptor)
-        except Stopped:
+            self._write_blocks(write, descriptor)
+        except StreamStopped:
             raise
         except BaseException as error:
-            self._fail(error)  # the job's turn to be waited for may come late, or never
+            self._fail(error)  # the write's turn to be waited for may come late, or never
             raise
-        return job
+        return write
 
-    def _write_job(self, job: Job, descriptor: int) -> None:
-        position = job.offset
-        for chunk in job.chunks:
-            if chunk.origin is not None:
-                path, offset = chunk.origin
+    def _write_blocks(self, write: ShardWrite, descriptor: int) -> None:
+        position = write.offset
+        for block in write.blocks:
+            if block.origin is not None:
+                path, offset = block.origin
                 source = self.descriptors[path]
-                copy_range(path, source, offset, descriptor, position, chunk.num_bytes)
+                copy_range(path, source, offset, descriptor, position, block.num_bytes)
             else:
-                array = np.ascontiguousarray(chunk.make())
-                assert array.nbytes == chunk.num_bytes
+                array = np.ascontiguousarray(block.make())
+                assert array.nbytes == block.num_bytes
                 write_at(descriptor, array.reshape(-1).view(np.uint8).data, position)
                 self._release()
-            position += chunk.num_bytes
+            position += block.num_bytes
 
     def _release(self) -> None:
         for source in self.mapped.values():
@@ -426,75 +429,79 @@ class _Stream:
         buffer = np.empty(BLOCK_BYTES, np.uint8)
         flaws: dict[str, Flaws] = {}
         position = 0
-        for offset, use in sorted(self.placed.get(path, []), key=lambda place: place[0]):
-            start, stop = (offset + edge for edge in use.span)
+        for offset, read in sorted(self.placed.get(path, []), key=lambda place: place[0]):
+            start, stop = (offset + edge for edge in read.span)
             if stop <= position:  # a second tensor of the same bytes
                 continue
             is_whole = start == max(start, position)
             start = max(start, position)
             self._feed(path, descriptor, (position, start), digest, None, buffer)
-            look = Look(use)
-            self._feed(path, descriptor, (start, stop), digest, look, buffer)
+            inspection = Inspection(read)
+            self._feed(path, descriptor, (start, stop), digest, inspection, buffer)
             position = stop
-            self._judge(look, flaws, is_whole=is_whole)
+            self._judge(inspection, flaws, is_whole=is_whole)
         end = self.states[path][0]
         self._feed(path, descriptor, (position, end), digest, None, buffer)
         return digest.hexdigest(), flaws
 
     def _feed(
         self, path: Path, descriptor: int, span: tuple[int, int], digest: Any,
-        look: Look | None, buffer: Any,
+        inspection: Inspection | None, buffer: Any,
     ) -> None:  # fmt: skip
-        """Read bytes [start, stop) of a file into its digest and a look at a tensor."""
+        """Read bytes [start, stop) of a file into its digest and the inspection of a tensor."""
         for begin in range(*span, BLOCK_BYTES):
             self._check()
             is_doomed = self.is_doomed.is_set()
-            if is_doomed and look is None:
+            if is_doomed and inspection is None:
                 return
             block = buffer[: min(BLOCK_BYTES, span[1] - begin)]
             read_into(descriptor, block, begin, path)
             if not is_doomed:
                 digest.update(block.data)
-            if look is not None:
-                self._count(look, block)
+            if inspection is not None:
+                self._count(inspection, block)
             self.advance(block.size)
 
     def _search_unplaced(self) -> dict[str, Flaws]:
         """Search the tensors whose bytes lie in no file as they are, such as a trainer's `.pt`."""
         flaws: dict[str, Flaws] = {}
-        for use in self.uses:
-            if use.source.locate(use.name) is not None:
+        for read in self.reads:
+            if read.source.locate(read.name) is not None:
                 continue
-            look = Look(use)
-            num_rows = max(1, use.info.num_rows)
-            height = max(1, CHUNK_BYTES // max(1, use.info.num_bytes // num_rows))
-            for top in range(*use.rows, height):
+            inspection = Inspection(read)
+            num_rows = max(1, read.info.num_rows)
+            height = max(1, OUTPUT_BLOCK_BYTES // max(1, read.info.num_bytes // num_rows))
+            for top in range(*read.rows, height):
                 self._check()
-                bottom = min(top + height, use.rows[1])
-                rows = use.source.read_block(use.name, top, bottom)
-                self._count(look, np.ascontiguousarray(rows))
+                bottom = min(top + height, read.rows[1])
+                rows = read.source.read_block(read.name, top, bottom)
+                self._count(inspection, np.ascontiguousarray(rows))
                 self._release()
-            self._judge(look, flaws)
+            self._judge(inspection, flaws)
         return flaws
 
-    def _count(self, look: Look, data: Any) -> None:
-        look.counter.add(data)
-        look.finder.add(data)
-        if look.counter.flaws and not self.allow_nonfinite:
+    def _count(self, inspection: Inspection, data: Any) -> None:
+        inspection.counter.add(data)
+        inspection.finder.add(data)
+        if inspection.counter.flaws and not self.allow_nonfinite:
             self.is_doomed.set()
 
-    def _judge(self, look: Look, flaws: dict[str, Flaws], *, is_whole: bool = True) -> None:
+    def _judge(
+        self, inspection: Inspection, flaws: dict[str, Flaws], *, is_whole: bool = True
+    ) -> None:
         """Note what is wrong with a tensor that was read. is_whole: from its first row on."""
-        use = look.use
-        if look.counter.flaws:
-            flaws[use.name] = look.counter.flaws
-        if look.finder.is_zero and use.may_be_zero is None:
-            logger.warning("%s: %s is all zero, so that it does nothing", use.source.path, use.name)
-        hole = "all of it" if look.finder.is_zero and use.may_be_zero is False else None
+        read = inspection.read
+        if inspection.counter.flaws:
+            flaws[read.name] = inspection.counter.flaws
+        if inspection.finder.is_zero and read.may_be_zero is None:
+            logger.warning(
+                "%s: %s is all zero, so that it does nothing", read.source.path, read.name
+            )
+        hole = "all of it" if inspection.finder.is_zero and read.may_be_zero is False else None
         if is_whole and hole is None:
-            hole = find_hole(look.finder, use.source, use.name, use.rows[0])
+            hole = find_hole(inspection.finder, read.source, read.name, read.rows[0])
         if hole is not None:
-            self.zeros.append(f"{use.name} ({hole})")
+            self.zeros.append(f"{read.name} ({hole})")
             if not self.allow_zeros:
                 self.is_doomed.set()
 
@@ -550,7 +557,7 @@ def write_at(descriptor: int, data: Any, offset: int) -> None:
         view, offset = view[num_bytes:], offset + num_bytes
 
 
-def get_states(plan: ConversionPlan) -> States:
+def get_states(plan: ConversionPlan) -> FileStates:
     """Return what tells whether a source is still the same: its size and time of last change."""
     states = {}
     for path in plan.source_files:

@@ -17,7 +17,7 @@ from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.trtllm.facts import DEFAULT_LABEL
 
 from ..hf import HfFolder
-from ..plan import Part, are_equal
+from ..plan import SourceRows, are_equal
 
 logger = logs.get_logger(__name__)
 
@@ -79,9 +79,9 @@ class Family:
     """A Hugging Face model family.
 
     model_type: transformers' name of it, where that is not `name`.
-    modules: canonical module -> the family's modules that make it, one below the other, or `Part`s
-    of them; `{layer}` stands for a layer's number, and weight and bias follow their module. Those
-    with `{expert}` are repeated for each expert.
+    modules: canonical module -> the family's modules that make it, one below the other, or the
+    `SourceRows` of them; `{layer}` stands for a layer's number, and weight and bias follow their
+    module. Those with `{expert}` are repeated for each expert.
     prefixes: what the names of `modules` begin with, then what writers put in its place.
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
@@ -99,7 +99,7 @@ class Family:
     name: str
     model_type: str = ""
     architectures: tuple[str, ...]
-    modules: Mapping[str, tuple[str | Part, ...]]
+    modules: Mapping[str, tuple[str | SourceRows, ...]]
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = ROTARY_BUFFERS
     is_tied_by_default: bool = False
@@ -141,16 +141,18 @@ class Family:
         is_tied = folder.config.get("tie_word_embeddings", self.is_tied_by_default)
         if not is_tied or self.stores_other_head(folder, warns=False):
             return []
-        return [parts[0].name for parts in self.find_sources([EMBEDDING, HEAD], folder).values()]
+        return [
+            parts[0].name for parts in self.find_source_rows([EMBEDDING, HEAD], folder).values()
+        ]
 
     def stores_other_head(self, folder: HfFolder, *, warns: bool = True) -> bool:
         """Whether a folder whose config.json ties the head stores one that differs; then warn.
 
         transformers 5 takes such a head. Earlier versions take the embedding instead.
         """
-        sources = self.find_sources([EMBEDDING, HEAD], folder)
+        sources = self.find_source_rows([EMBEDDING, HEAD], folder)
         embedding, head = (sources[name][0].name for name in (EMBEDDING, HEAD))
-        if not {embedding, head} <= folder.tensors.keys() or are_equal(folder, embedding, head):
+        if not {embedding, head} <= folder.tensors.keys() or are_equal(folder, (embedding, head)):
             return False
         if not warns:
             return True
@@ -179,13 +181,15 @@ class Family:
     def is_turned(self, folder: HfFolder, name: str) -> bool:
         """Whether a tensor of a folder is stored as [in, out]; a computed one never is."""
         module = name.rpartition(".")[0].rpartition(".")[2]
-        parts = (part for own in self.modules.values() for part in own if isinstance(part, Part))
+        parts = (
+            part for own in self.modules.values() for part in own if isinstance(part, SourceRows)
+        )
         turned = {part.name.rpartition(".")[2] for part in parts if part.is_transposed}
         return module in turned and name not in folder.computed
 
-    def find_sources(
+    def find_source_rows(
         self, canonical: Iterable[str], folder: HfFolder | None = None, num_experts: int = 1
-    ) -> dict[str, tuple[Part, ...]]:
+    ) -> dict[str, tuple[SourceRows, ...]]:
         """Map canonical tensor names to the family's own, under the prefix that a folder has."""
         canonical = list(canonical)
         present = folder.tensors if folder is not None else {}
@@ -208,7 +212,7 @@ class Family:
 
     def _list_parts(
         self, canonical: Iterable[str], prefix: str, num_experts: int, present: Collection[str]
-    ) -> dict[str, tuple[Part, ...]]:
+    ) -> dict[str, tuple[SourceRows, ...]]:
         parts = {}
         for name in canonical:
             module, _, kind = name.rpartition(".")
@@ -229,32 +233,34 @@ class Family:
                 parts[name] = tuple(_list_fused(fused, len(own), num_experts))
         return parts
 
-    def _name_part(self, part: str | Part, layer: str, kind: str, prefix: str, expert: int) -> Part:
-        part = Part(part) if isinstance(part, str) else part
+    def _name_part(
+        self, part: str | SourceRows, layer: str, kind: str, prefix: str, expert: int
+    ) -> SourceRows:
+        part = SourceRows(part) if isinstance(part, str) else part
         name = part.name
         if name.startswith(self.prefixes[0]):
             name = prefix + name.removeprefix(self.prefixes[0])
         return dataclasses.replace(part, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
 
 
-def _list_fused(name: str, num_parts: int, num_experts: int) -> Iterator[Part]:
+def _list_fused(name: str, num_parts: int, num_experts: int) -> Iterator[SourceRows]:
     """The parts of all experts in one tensor, as transformers 5 has them in memory.
 
     The half of each expert that is activated comes first there; a checkpoint has it second.
     """
     for expert in range(num_experts):
         for place in reversed(range(num_parts)):
-            yield Part(
+            yield SourceRows(
                 name, share=num_parts * expert + place, num_shares=num_parts * num_experts,
                 num_matrices=num_experts,
             )  # fmt: skip
 
 
 def tie_head(
-    family: Family, folder: HfFolder, parts: dict[str, tuple[Part, ...]]
-) -> dict[str, tuple[Part, ...]]:
+    family: Family, folder: HfFolder, parts: dict[str, tuple[SourceRows, ...]]
+) -> dict[str, tuple[SourceRows, ...]]:
     """Let a tied head come from the embedding, or both from the head where it alone is stored."""
-    embedding, head = parts[EMBEDDING], family.find_sources([HEAD])[HEAD]
+    embedding, head = parts[EMBEDDING], family.find_source_rows([HEAD])[HEAD]
     if embedding[0].name not in folder.tensors and head[0].name in folder.tensors:
         embedding = (dataclasses.replace(embedding[0], name=head[0].name),)
     return {name: embedding if name in (EMBEDDING, HEAD) else own for name, own in parts.items()}

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.model.config import FULL, ModelConfig
 from specdec.model.config_reader import ConfigReader
 
-from ..plan import Part
+from ..plan import SourceRows
 from .base import (
     ROTARY,
     TANH_GELU,
@@ -32,7 +32,9 @@ from .qwen import HEAD_NORMS
 
 def _add_one(modules: Modules) -> Modules:
     """Gemma's norms multiply by one more than their weights."""
-    return {ours: tuple(Part(str(own), added=1.0) for own in m) for ours, m in modules.items()}
+    return {
+        ours: tuple(SourceRows(str(own), added=1.0) for own in m) for ours, m in modules.items()
+    }
 
 
 _NORMS = ("input_layernorm", "post_layernorm", "ln_f")

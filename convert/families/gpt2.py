@@ -7,22 +7,22 @@ from typing import Any
 from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
-from ..plan import Part
+from ..plan import SourceRows
 from .base import Family, Layout, add_keys, read_plain_heads, refuse_unless
 
 _SELF = "transformer.h.{layer}."
 _OURS = "transformer.layers.{layer}."
 
 # Its linear layers are stored as [in, out].
-MODULES: dict[str, tuple[str | Part, ...]] = {
+MODULES: dict[str, tuple[str | SourceRows, ...]] = {
     "transformer.vocab_embedding": ("transformer.wte",),
     "transformer.position_embedding": ("transformer.wpe",),
     _OURS + "input_layernorm": (_SELF + "ln_1",),
-    _OURS + "attention.qkv": (Part(_SELF + "attn.c_attn", is_transposed=True),),
-    _OURS + "attention.dense": (Part(_SELF + "attn.c_proj", is_transposed=True),),
+    _OURS + "attention.qkv": (SourceRows(_SELF + "attn.c_attn", is_transposed=True),),
+    _OURS + "attention.dense": (SourceRows(_SELF + "attn.c_proj", is_transposed=True),),
     _OURS + "post_layernorm": (_SELF + "ln_2",),
-    _OURS + "mlp.fc": (Part(_SELF + "mlp.c_fc", is_transposed=True),),
-    _OURS + "mlp.proj": (Part(_SELF + "mlp.c_proj", is_transposed=True),),
+    _OURS + "mlp.fc": (SourceRows(_SELF + "mlp.c_fc", is_transposed=True),),
+    _OURS + "mlp.proj": (SourceRows(_SELF + "mlp.c_proj", is_transposed=True),),
     "transformer.ln_f": ("transformer.ln_f",),
     "lm_head": ("lm_head",),
 }

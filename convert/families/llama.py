@@ -12,7 +12,7 @@ from specdec.model.config_reader import ConfigReader
 
 from ..config import MOE_014
 from ..hf import HfFolder
-from ..plan import Part
+from ..plan import SourceRows
 from .base import (
     BIASES,
     ROTARY,
@@ -29,7 +29,7 @@ from .base import (
 )
 
 SELF, OURS = "model.layers.{layer}.", "transformer.layers.{layer}."
-Modules = dict[str, tuple[str | Part, ...]]
+Modules = dict[str, tuple[str | SourceRows, ...]]
 BESIDE_MLP: Modules = {
     "transformer.vocab_embedding": ("model.embed_tokens",),
     OURS + "input_layernorm": (SELF + "input_layernorm",),

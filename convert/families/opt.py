@@ -17,17 +17,17 @@ from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import HEAD
 
 from ..hf import HfFolder
-from ..plan import Computed, Part
+from ..plan import ComputedTensors, SourceRows
 from .base import Family, Layout, logger, read_plain_heads, refuse_unless
 
 MIN_ROWS = 256
 _SELF = "model.decoder.layers.{layer}."
 _OURS = "transformer.layers.{layer}."
 
-MODULES: dict[str, tuple[str | Part, ...]] = {
+MODULES: dict[str, tuple[str | SourceRows, ...]] = {
     "transformer.vocab_embedding": ("model.decoder.embed_tokens",),
     # The first two rows belong to padding.
-    "transformer.position_embedding": (Part("model.decoder.embed_positions", skipped=2),),
+    "transformer.position_embedding": (SourceRows("model.decoder.embed_positions", skipped=2),),
     _OURS + "input_layernorm": (_SELF + "self_attn_layer_norm",),
     _OURS + "attention.qkv": (
         _SELF + "self_attn.q_proj", _SELF + "self_attn.k_proj", _SELF + "self_attn.v_proj",
@@ -137,7 +137,7 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
         name: TensorInfo("float32", (folder.tensors[own].shape[0], shapes[inward][0]))
         for name, (own, _, _) in products.items()
     }
-    folded = folder.substitute(Computed(folder, infos, compute), (inward, outward))
+    folded = folder.substitute(ComputedTensors(folder, infos, compute), (inward, outward))
     folded.config = folder.config | {"tie_word_embeddings": False}
     return folded
 

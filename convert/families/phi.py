@@ -9,7 +9,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.rotary_scaling import get_kind
 
-from ..plan import Part
+from ..plan import SourceRows
 from .base import ROTARY, Family, Layout, add_keys, decoder, name_activation, refuse_unless
 from .llama import BESIDE_MLP, OURS, SELF, window
 
@@ -88,7 +88,9 @@ PHI3 = Family(
     modules=BESIDE_MLP | {
         OURS + "attention.qkv": (SELF + "self_attn.qkv_proj",),
         # The source is [gate; up], TensorRT-LLM's swiglu takes [up; gate].
-        OURS + "mlp.fc": (Part(_GATE_UP, share=1, num_shares=2), Part(_GATE_UP, num_shares=2)),
+        OURS + "mlp.fc": (
+            SourceRows(_GATE_UP, share=1, num_shares=2), SourceRows(_GATE_UP, num_shares=2),
+        ),
         OURS + "mlp.proj": (SELF + "mlp.down_proj",),
     },
     read_config=decoder(

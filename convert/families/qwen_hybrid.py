@@ -20,7 +20,7 @@ from specdec.model.config_reader import ConfigReader
 from specdec.model.linear_attention import LinearAttention
 
 from ..hf import HfFolder
-from ..plan import Computed, Part
+from ..plan import ComputedTensors, SourceRows
 from .base import (
     Family,
     Layout,
@@ -37,9 +37,9 @@ _OURS_LINEAR = OURS + "linear_attention"
 Sections = Callable[[ModelConfig], tuple[int, ...]]
 
 
-def _deal(name: str, sections: Sections, count: int) -> tuple[Part, ...]:
+def _deal(name: str, sections: Sections, count: int) -> tuple[SourceRows, ...]:
     """The sections that each head's rows of a module are divided into."""
-    return tuple(Part(name, sections=sections, section=number) for number in range(count))
+    return tuple(SourceRows(name, sections=sections, section=number) for number in range(count))
 
 
 def _list_strengths(model: ModelConfig) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     def compute(name: str, start: int, stop: int, _: object) -> Array:
         return folder.read(name).reshape(-1)[start:stop]
 
-    return folder.substitute(Computed(folder, infos, compute), ())
+    return folder.substitute(ComputedTensors(folder, infos, compute), ())
 
 
 def describe_hybrid(model: Any, config: dict[str, Any]) -> dict[str, Any]:

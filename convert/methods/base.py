@@ -17,7 +17,7 @@ from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.lacks import Pair, find_pair
 
 from ..families.base import ROTARY_BUFFERS
-from ..plan import Part, check_num_layers
+from ..plan import SourceRows, check_num_layers
 
 if TYPE_CHECKING:
     from specdec.methods.base import Method
@@ -51,7 +51,7 @@ class DrafterConverter:
         """Return the method's parameters; raise SpecDecError where they do not suit the target."""
         raise NotImplementedError
 
-    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         """Map canonical tensor names to the folder's."""
         raise NotImplementedError
 
@@ -144,21 +144,21 @@ class NetConverter(DrafterConverter):
         is_reduced = params.draft_vocab_size < params.net.vocab_size
         return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
 
-    def find_net_sources(
+    def find_net_source_rows(
         self, decoder: Family, canonical: Sequence[str], extras: Mapping[str, str], *in_folder: Any
-    ) -> dict[str, tuple[Part, ...]]:
-        """`find_sources` of a folder that names a drafter's layers as a decoder's.
+    ) -> dict[str, tuple[SourceRows, ...]]:
+        """`find_source_rows` of a folder that names a drafter's layers as a decoder's.
 
-        extras: what no decoder has; in_folder: what else `Family.find_sources` takes.
+        extras: what no decoder has; in_folder: what else `Family.find_source_rows` takes.
         """
         names = self.name_bare(canonical)
         inner = {
             name: f"transformer.{bare.removeprefix('drafter.')}"
             for name, bare in names.items() if bare not in extras
         }  # fmt: skip
-        found = decoder.find_sources(inner.values(), *in_folder)
-        sources: dict[str, tuple[Part, ...]] = {
-            name: (Part(extras[bare]),) for name, bare in names.items() if bare in extras
+        found = decoder.find_source_rows(inner.values(), *in_folder)
+        sources: dict[str, tuple[SourceRows, ...]] = {
+            name: (SourceRows(extras[bare]),) for name, bare in names.items() if bare in extras
         }
         for name, own in inner.items():
             parts = found[own]

@@ -26,7 +26,7 @@ from specdec.options import as_options
 
 from ..families import qwen
 from ..families.base import read_decoder
-from ..plan import Part
+from ..plan import SourceRows
 from .base import (
     NetConverter,
     check_fixed,
@@ -232,10 +232,10 @@ class Converter(NetConverter):
             markov_rank=markov_rank,
         )
 
-    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         own = ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
         extras = {name: name.removeprefix("drafter.") for name in own} | MARKOV
-        return self.find_net_sources(qwen.QWEN3, canonical, extras)
+        return self.find_net_source_rows(qwen.QWEN3, canonical, extras)
 
     def list_ignored(self) -> Sequence[str]:
         """What follows from the rest, and DSpark's other head."""

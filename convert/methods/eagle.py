@@ -33,7 +33,7 @@ from specdec.options import as_options
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder, refuse_layer_types
 from ..hf import HfFolder
-from ..plan import Part
+from ..plan import SourceRows
 from ..settings import ConvertSettings
 from .base import (
     Config,
@@ -323,14 +323,14 @@ class Converter(NetConverter):
             eagle3=eagle3,
         )
 
-    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         bare, params = self.name_bare(canonical), self.params
         own = ["fc.weight", "fc.bias", "layers.0.hidden_norm.weight"]
         if params.eagle3 is not None:
             own += params.eagle3.list_read_norms()
         own = [f"drafter.{name}" for name in own] + [HEAD, HEAD_BIAS, OFFSETS, MASK_HIDDEN]
         extras = {name: name.removeprefix("drafter.") for name in own}
-        sources = self.find_net_sources(llama.LLAMA, canonical, extras)
+        sources = self.find_net_source_rows(llama.LLAMA, canonical, extras)
         is_only = any(name.startswith(ONLY_LAYER) for name in self.folder.tensors)
         new = ONLY_LAYER if is_only else LAYER
         for name, (*parts,) in sources.items():

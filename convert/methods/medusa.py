@@ -17,7 +17,7 @@ from specdec.options import as_options
 
 from ..config import PLAIN_DEFAULTS, PLAIN_QUANTIZATION, drop_default_keys
 from ..hf import HfFolder
-from ..plan import Part, check_num_layers
+from ..plan import SourceRows, check_num_layers
 from .base import Config, DrafterConverter, check_sizes, exclude_modules, take_naming
 
 # Before `H.L.linear.weight`, `H.L.linear.bias` and the head's `H.N.weight` stand: nothing in the
@@ -150,15 +150,15 @@ class Converter(DrafterConverter):
             max_draft_len=options.max_medusa_token_len or 63,
         )
 
-    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         prefix = find_prefix(self.folder)
-        sources: dict[str, tuple[Part, ...]] = {}
+        sources: dict[str, tuple[SourceRows, ...]] = {}
         for name in canonical:
             head, _, rest = name.removeprefix("medusa_heads.").partition(".")
             rest = rest.removeprefix("medusa_layers.")
             if rest == "lm_head.weight":
                 rest = f"{self.params.num_layers}.weight"
-            sources[name] = (Part(f"{prefix}{head}.{rest}"),)
+            sources[name] = (SourceRows(f"{prefix}{head}.{rest}"),)
         return sources
 
     def list_ignored(self) -> list[str]:

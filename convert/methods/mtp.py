@@ -17,7 +17,7 @@ from specdec.options import as_options
 from ..families import find_family
 from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
-from ..plan import Part
+from ..plan import SourceRows
 from ..wrappers import unwrap
 from .base import NetConverter, list_held
 
@@ -117,14 +117,14 @@ class Converter(NetConverter):
             is_reversed=self.folder.config[IS_REVERSED],
         )
 
-    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         """The same; the names of the layer are its family's."""
         folder = self.folder
         extras = {name: QWEN.prefix + name for name in (HEAD, HEAD_BIAS)}
         extras |= {f"drafter.{ours}.weight": f"{STEMS[ours]}weight" for ours in ("fc", *NORMS)}
         family = dataclasses.replace(find_family(folder), prefixes=("model.", QWEN.prefix))
         num_experts = count_experts(ConfigReader(folder.config, folder.path), 1)
-        sources = self.find_net_sources(family, canonical, extras, folder, num_experts)
+        sources = self.find_net_source_rows(family, canonical, extras, folder, num_experts)
         (norm,) = sources[f"{MTP_NET}drafter.ln_f.weight"]
         for name in NORMS:  # stored as the target's
             own = f"{MTP_NET}drafter.{name}.weight"

@@ -11,7 +11,7 @@ from specdec.options import as_options
 
 from ..config import PLAIN_DEFAULTS, drop_default_keys
 from ..hf import HfFolder
-from ..plan import Part, check_num_layers
+from ..plan import SourceRows, check_num_layers
 from .base import Config, DrafterConverter, check_sizes, exclude_modules, take_naming
 
 # How the published trainers name the residual layers and the head, `HEADS.0.linear`, ...,
@@ -107,7 +107,7 @@ class Converter(DrafterConverter):
         check_num_layers(params.num_layers, folder)
         return params
 
-    def find_sources(self, canonical: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         """The same; more than one naming in the folder is an error."""
         folder, params = self.folder, self.params
         check_disagreements(folder, params)
@@ -125,13 +125,13 @@ class Converter(DrafterConverter):
         if params.has_input_proj and len(inputs) > 1:
             input_proj = _find_root(folder, inputs, "input projection")
         roots = {"input_proj": input_proj, "layers": heads, "rnn_u": "rnn_u", "rnn_w": "rnn_w"}
-        sources: dict[str, tuple[Part, ...]] = {}
+        sources: dict[str, tuple[SourceRows, ...]] = {}
         for name in canonical:
             root, _, rest = name.removeprefix("drafter.").partition(".")
             if root == "lm_head":
-                sources[name] = (Part(f"{heads}.{params.num_layers}.{rest}"),)
+                sources[name] = (SourceRows(f"{heads}.{params.num_layers}.{rest}"),)
             else:
-                sources[name] = (Part(f"{roots[root]}.{rest}"),)
+                sources[name] = (SourceRows(f"{roots[root]}.{rest}"),)
         return sources
 
     def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:

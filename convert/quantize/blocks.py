@@ -25,7 +25,7 @@ from specdec.model.sharding import Block
 from specdec.model.tensors import EMBEDDING, HEAD, list_linears
 
 from ..hf import GgufFolder
-from ..plan import Computed, Piece, PlannedTensor, RankPlan
+from ..plan import ComputedTensors, PlannedTensor, RankPlan, SourceSlice
 from .unified import DEQUANTIZE
 
 # Of a mixture, which are a millionth of it and stay plain.
@@ -75,15 +75,15 @@ def _name_group(module: str, model: ModelConfig) -> str:
 
 def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources | None:
     """What a matrix is read from, by name; None where not all of it can be kept."""
-    if tensor is None or not tensor.pieces or len(tensor.info.shape) < 2:
+    if tensor is None or not tensor.slices or len(tensor.info.shape) < 2:
         return None
     sources = {}
-    for piece in tensor.pieces:
-        found = folder.raw(piece.name)
-        is_changed = piece.is_transposed or piece.added
+    for source_slice in tensor.slices:
+        found = folder.raw(source_slice.name)
+        is_changed = source_slice.is_transposed or source_slice.added
         if is_changed or found is None or found[2] is None or int(found[0]) not in TYPES:
             return None
-        sources[piece.name] = found
+        sources[source_slice.name] = found
     return sources
 
 
@@ -94,11 +94,11 @@ def _plan_blocks(
     *shape, num_columns = tensor.info.shape
     num_rows = math.prod(shape)
     width = max(TYPES[int(kind)].count_bytes(num_columns) for kind, _, _ in sources.values())
-    rows: list[Piece] = []
-    types: list[Piece] = []
-    for piece in tensor.pieces:
-        kind, (height, depth), raw = sources[piece.name]
-        columns = piece.block.columns or (0, depth)
+    rows: list[SourceSlice] = []
+    types: list[SourceSlice] = []
+    for source_slice in tensor.slices:
+        kind, (height, depth), raw = sources[source_slice.name]
+        columns = source_slice.block.columns or (0, depth)
         first, last = map(TYPES[kind].count_bytes, columns)
         if columns[0] % TYPES[kind].size or columns[1] % TYPES[kind].size:
             raise SpecDecError(
@@ -107,14 +107,16 @@ def _plan_blocks(
                 f" {TYPES[kind].size}",
                 f"use a smaller --tp-size, or {DEQUANTIZE}",
             )
-        for pieces, info, compute in (
+        for slices, info, compute in (
             (rows, (height, width), functools.partial(_read_rows, raw, first, last, width)),
             (types, (height,), functools.partial(_read_types, int(kind))),
         ):
-            source = Computed(folder, {piece.name: TensorInfo("uint8", info)}, compute)
-            block = Block(piece.block.start, piece.block.stop)
-            pieces.append(Piece(source, piece.name, block))
-    missing = num_rows - sum(piece.block.num_rows for piece in rows)
+            source = ComputedTensors(
+                folder, {source_slice.name: TensorInfo("uint8", info)}, compute
+            )
+            block = Block(source_slice.block.start, source_slice.block.stop)
+            slices.append(SourceSlice(source, source_slice.name, block))
+    missing = num_rows - sum(source_slice.block.num_rows for source_slice in rows)
     if missing:  # rows of zeros behind the vocabulary, in blocks of some type
         types += [dataclasses.replace(types[-1], block=Block(0, 1))] * missing
     return {
@@ -142,7 +144,9 @@ def _report(
     """Say which types stay in blocks and which are widened, unless the file has no blocks."""
     told, names = [], set()
     for modules in (kept, plain):
-        sources = {piece.name for m in modules for piece in rank[f"{m}.weight"].pieces}
+        sources = {
+            source_slice.name for m in modules for source_slice in rank[f"{m}.weight"].slices
+        }
         found = [raw[0].name for name in sources if (raw := folder.raw(name)) is not None]
         names |= set(found)
         counts = sorted(collections.Counter(found).items())

@@ -103,15 +103,15 @@ def _replace(model: Any, matrix: RoundedMatrix, model_dir: Path) -> list[str]:
     import torch
 
     offset, names = 0, []
-    for piece in matrix.tensor.pieces:
-        name = piece.name.removesuffix(".weight")
+    for source_slice in matrix.tensor.slices:
+        name = source_slice.name.removesuffix(".weight")
         weight = find_module(model, name, model_dir).weight.data
-        own = weight.T if piece.is_transposed else weight
-        height = piece.block.num_rows
+        own = weight.T if source_slice.is_transposed else weight
+        height = source_slice.block.num_rows
         for start, stop in matrix.list_rows():
             first, last = max(start, offset), min(stop, offset + height)
             if first < last:
-                top = piece.block.start - offset
+                top = source_slice.block.start - offset
                 own[top + first : top + last] = torch.from_numpy(matrix.restore(first, last))
         offset += height
         names.append(name)

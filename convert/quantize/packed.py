@@ -34,13 +34,13 @@ from specdec.model.tensors import Shard, TensorSpec, list_linears
 
 from ..hf import HfFolder, Target
 from ..plan import (
-    CHUNK_BYTES,
-    Chunk,
-    Computed,
-    Part,
-    Piece,
+    OUTPUT_BLOCK_BYTES,
+    ComputedTensors,
+    OutputBlock,
     PlannedTensor,
     RankPlan,
+    SourceRows,
+    SourceSlice,
     collect,
     merge_ranks,
     report_unread,
@@ -84,7 +84,7 @@ def _compute(
     folder: HfFolder,
     tensors: Mapping[str, TensorInfo],
     read: Callable[[str, str, int, int], Array],
-) -> Computed:
+) -> ComputedTensors:
     """Tensors that are read by module, kind and rows."""
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
@@ -92,25 +92,25 @@ def _compute(
         rows = read(module, kind, start, stop)
         return rows if columns is None else rows[:, columns[0] : columns[1]]
 
-    return Computed(folder, tensors, compute)
+    return ComputedTensors(folder, tensors, compute)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(PlannedTensor):
     """Codes, of which pairs of rows become one row of bytes."""
 
-    def list_chunks(self) -> Iterator[Chunk]:
+    def list_output_blocks(self) -> Iterator[OutputBlock]:
         num_columns = self.info.shape[1]
-        height = max(2, CHUNK_BYTES // num_columns // 2 * 2)
-        for piece in self.pieces:
-            for start in range(piece.block.start, piece.block.stop, height):
-                stop = min(start + height, piece.block.stop)
-                block = Block(start, stop, piece.block.columns)
-                yield _pack_later(piece, block, (stop - start) // 2 * num_columns)
+        height = max(2, OUTPUT_BLOCK_BYTES // num_columns // 2 * 2)
+        for source_slice in self.slices:
+            for start in range(source_slice.block.start, source_slice.block.stop, height):
+                stop = min(start + height, source_slice.block.stop)
+                block = Block(start, stop, source_slice.block.columns)
+                yield _pack_later(source_slice, block, (stop - start) // 2 * num_columns)
 
 
-def _pack_later(piece: Piece, block: Block, num_bytes: int) -> Chunk:
-    return Chunk(num_bytes, lambda: int4.pack(piece.read(block, "uint8")))
+def _pack_later(source_slice: SourceSlice, block: Block, num_bytes: int) -> OutputBlock:
+    return OutputBlock(num_bytes, lambda: int4.pack(source_slice.read(block, "uint8")))
 
 
 def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
@@ -132,7 +132,7 @@ def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     return plain
 
 
-def find_empty_biases(folder: HfFolder, parts: Mapping[str, tuple[Part, ...]]) -> list[str]:
+def find_empty_biases(folder: HfFolder, parts: Mapping[str, tuple[SourceRows, ...]]) -> list[str]:
     """Biases of zeros that a model has no use for, as GPTQ's writers add to every linear."""
     wanted = {part.name for several in parts.values() for part in several}
     weights = [name for name in wanted if name.endswith(".weight")]
@@ -145,8 +145,8 @@ def find_empty_biases(folder: HfFolder, parts: Mapping[str, tuple[Part, ...]]) -
 
 
 def turn_parts(
-    folder: HfFolder, parts: Mapping[str, tuple[Part, ...]]
-) -> dict[str, tuple[Part, ...]]:
+    folder: HfFolder, parts: Mapping[str, tuple[SourceRows, ...]]
+) -> dict[str, tuple[SourceRows, ...]]:
     """Let computed matrices be [out, in], also where the unquantized model stores [in, out]."""
     return {
         name: tuple(
@@ -209,7 +209,7 @@ class _Module:
 
     name: str
     spec: TensorSpec
-    parts: tuple[Part, ...]
+    parts: tuple[SourceRows, ...]
     matrices: tuple[Matrix, ...]
 
 
@@ -250,12 +250,12 @@ def _plan_modules(
     """Plan the linears that are made of matrices, and what config.json says of them."""
     modules = []
     for name in quantized:
-        own = target.parts[f"{name}.weight"]
+        own = target.source_rows[f"{name}.weight"]
         stems = [part.name.removesuffix(".weight") for part in own]
         matrices = tuple(held.matrices[stem] for stem in stems if stem in held.matrices)
         modules.append(_Module(name, target.specs[f"{name}.weight"], own, matrices))
     taken = {matrix.stem for module in modules for matrix in module.matrices}
-    used = {part.name for several in target.parts.values() for part in several}
+    used = {part.name for several in target.source_rows.values() for part in several}
     unread = [
         weight for stem in held.matrices
         if (weight := f"{stem}.weight") not in used
@@ -372,11 +372,13 @@ def _plan_module(target: Target, module: _Module, kinds: _Kinds) -> list[RankPla
             for part in module.parts
         )
         if kind in _SHARED:
-            sources = (Part(sources[0].name),)
+            sources = (SourceRows(sources[0].name),)
         name = f"{module.name}.{kind}"
         source = target.folder.select({part.name for part in sources})
         planned.append(
-            target.plan({name: spec}, parts={name: sources}, source=source, dtype=dtype, ignored=())
+            target.plan(
+                {name: spec}, source_rows={name: sources}, source=source, dtype=dtype, ignored=()
+            )
         )
     ranks = merge_ranks(*planned)
     matrix = module.matrices[0]
@@ -388,7 +390,7 @@ def _plan_module(target: Target, module: _Module, kinds: _Kinds) -> list[RankPla
 
 
 def _pack(codes: PlannedTensor, matrix: IntMatrix) -> PackedTensor:
-    heights = [piece.block.num_rows for piece in codes.pieces]
+    heights = [source_slice.block.num_rows for source_slice in codes.slices]
     if any(height % 2 for height in heights):
         raise matrix.refuse(
             "a rank would have an odd number of rows"
@@ -396,7 +398,7 @@ def _pack(codes: PlannedTensor, matrix: IntMatrix) -> PackedTensor:
             "use a smaller --tp-size, or add --dequantize",
         )
     num_rows, num_columns = codes.info.shape
-    return PackedTensor(TensorInfo("int8", (num_rows // 2, num_columns)), codes.pieces)
+    return PackedTensor(TensorInfo("int8", (num_rows // 2, num_columns)), codes.slices)
 
 
 def _check_shared(module: _Module) -> None:

@@ -15,14 +15,14 @@ from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model.quantization import WEIGHT_SCALE_2
 from specdec.model.sharding import Block
 
-from ..plan import CHUNK_BYTES, Chunk, Computed, Piece, PlannedTensor
+from ..plan import OUTPUT_BLOCK_BYTES, ComputedTensors, OutputBlock, PlannedTensor, SourceSlice
 from .float8 import Requantizer
 from .formats import Rounding
 
 SCALE_INFO = TensorInfo("float32", (1,))
 
 
-class Scales(Computed):
+class Scales(ComputedTensors):
     """The scales of a checkpoint, known only after they were measured; a source of tensors."""
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class Scales(Computed):
             self.set(name, value)
         block = Block(*(columns or (0, info.shape[0])))
         own = TensorInfo(info.dtype, (block.num_rows,))
-        return PlannedTensor(own, (Piece(self, name, block),))
+        return PlannedTensor(own, (SourceSlice(self, name, block),))
 
     def set(self, name: str, value: np.float32 | Array) -> None:
         """Tell a scale's value, or several as they are stored."""
@@ -77,7 +77,7 @@ class RoundedMatrix:
         num_rows, num_inputs = self.tensor.info.shape
         return num_rows, num_inputs
 
-    def list_rows(self, num_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+    def list_rows(self, num_bytes: int = OUTPUT_BLOCK_BYTES) -> Iterator[tuple[int, int]]:
         """Yield ranges of an even number of rows that take about so many bytes as float32."""
         height = max(1, num_bytes // (8 * self.shape[1])) * 2
         for start in range(0, self.shape[0], height):
@@ -86,12 +86,12 @@ class RoundedMatrix:
     def read(self, start: int, stop: int) -> Array:
         """Return rows [start, stop) as float32 [rows, in]."""
         parts, offset = [], 0
-        for piece in self.tensor.pieces:
-            height = piece.block.num_rows
+        for source_slice in self.tensor.slices:
+            height = source_slice.block.num_rows
             first, last = max(start - offset, 0), min(stop - offset, height)
             if first < last:
-                rows = Block(piece.block.start + first, piece.block.start + last)
-                parts.append(piece.read(rows, self.tensor.info.dtype))
+                rows = Block(source_slice.block.start + first, source_slice.block.start + last)
+                parts.append(source_slice.read(rows, self.tensor.info.dtype))
             offset += height
         return cast(np.concatenate(parts), self.tensor.info.dtype, "float32")
 
@@ -117,7 +117,7 @@ class RoundedMatrix:
 class RowTensor(PlannedTensor):
     """One rank's part of a matrix's codes or of the scales of its rows or groups.
 
-    pieces: what is read of the sources; blocks: the part, of the whole matrix. Rows are rounded
+    slices: what is read of the sources; blocks: the part, of the whole matrix. Rows are rounded
     whole, so that their scales do not depend on the split.
     """
 
@@ -125,14 +125,14 @@ class RowTensor(PlannedTensor):
     blocks: tuple[Block, ...]
     is_weight: bool
 
-    def list_chunks(self) -> Iterator[Chunk]:
+    def list_output_blocks(self) -> Iterator[OutputBlock]:
         num_rows = sum(block.num_rows for block in self.blocks)
         for block in self.blocks:
             for start, stop in self.matrix.list_rows():
                 first, last = max(start, block.start), min(stop, block.stop)
                 if first < last:
                     num_bytes = self.info.num_bytes * (last - first) // num_rows
-                    yield Chunk(
+                    yield OutputBlock(
                         num_bytes, functools.partial(self._make, first, last, block.columns)
                     )
 
@@ -160,15 +160,15 @@ class Float8Tensor(PlannedTensor):
     find_scale: Callable[[], np.float32]
     factors: Mapping[str, np.float32] = dataclasses.field(default_factory=dict)
 
-    def list_chunks(self) -> Iterator[Chunk]:
+    def list_output_blocks(self) -> Iterator[OutputBlock]:
         scale, itemsize = self.find_scale(), np.dtype(DTYPES[self.dtype][1]).itemsize
-        for piece in self.pieces:
-            shape = (piece.block.num_rows, *self.info.shape[1:])
-            alone = PlannedTensor(TensorInfo(self.dtype, shape), (piece,))
-            factor = self.factors.get(piece.name)
+        for source_slice in self.slices:
+            shape = (source_slice.block.num_rows, *self.info.shape[1:])
+            alone = PlannedTensor(TensorInfo(self.dtype, shape), (source_slice,))
+            factor = self.factors.get(source_slice.name)
             if factor == scale:
-                yield from alone.list_chunks()
+                yield from alone.list_output_blocks()
                 continue
             requantize = Requantizer(self.dtype, scale, factor)
-            for chunk in alone.list_chunks():
-                yield Chunk(chunk.num_bytes // itemsize, requantize.follow(chunk.make))
+            for chunk in alone.list_output_blocks():
+                yield OutputBlock(chunk.num_bytes // itemsize, requantize.follow(chunk.make))

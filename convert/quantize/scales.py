@@ -158,7 +158,7 @@ def _measure(tensors: Sequence[PlannedTensor], is_ending: threading.Event) -> np
     """Return the largest magnitude of tensors, chunk by chunk."""
     largest = np.float32(0)
     for tensor in tensors:
-        for chunk in tensor.list_chunks():
+        for chunk in tensor.list_output_blocks():
             if is_ending.is_set():
                 break
             largest = np.maximum(largest, find_amax(chunk.make(), tensor.info.dtype))
@@ -249,9 +249,9 @@ def _plan_matrix(
             planned[name] = scales.add(name, info=of_all, columns=blocks[0].columns)
         elif format_.name == FP8:
             scale = functools.partial(scales.get, f"{module}.{WEIGHT_SCALE}")
-            planned[name] = Float8Tensor(info, tensor.pieces, tensor.info.dtype, scale)
+            planned[name] = Float8Tensor(info, tensor.slices, tensor.info.dtype, scale)
         else:
-            planned[name] = RowTensor(info, tensor.pieces, matrix, blocks, kind == "weight")
+            planned[name] = RowTensor(info, tensor.slices, matrix, blocks, kind == "weight")
     return planned
 
 
@@ -264,7 +264,9 @@ def _list_watches(
     kv_size = model.num_key_value_heads * model.head_size
     for module in list_linears(model):
         outputs: list[list[tuple[str, slice]]] = [[], [], []]
-        parts = [part.name.removesuffix(".weight") for part in target.parts[f"{module}.weight"]]
+        parts = [
+            part.name.removesuffix(".weight") for part in target.source_rows[f"{module}.weight"]
+        ]
         if has_kv_scales and module.endswith(".qkv"):
             attention = module.removesuffix(".qkv")
             is_fused = len(parts) == 1

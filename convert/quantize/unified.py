@@ -50,7 +50,7 @@ def plan_fp8(
     target: Target, weights: Mapping[str, TensorSpec], reader: ScaleReader, stored: Collection[str]
 ) -> list[RankPlan]:
     """Plan the weights of quantized linears and their scales. stored: of `find_stored`."""
-    folder, parts = target.folder, target.parts
+    folder, parts = target.folder, target.source_rows
     own = {part.name for name in weights for part in parts[name]}
     reader.used |= own | {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
     ranks = target.plan(weights, source=folder.select(own), dtype=FLOAT8, ignored=())
@@ -73,7 +73,7 @@ def plan_fp8(
                 name = f"{module}.weight"
                 if kind == WEIGHT_SCALE and name in rank:  # else a problem was found
                     plain, find = rank[name], functools.partial(scales.get, scale)
-                    rank[name] = Float8Tensor(plain.info, plain.pieces, FLOAT8, find, own_scales)
+                    rank[name] = Float8Tensor(plain.info, plain.slices, FLOAT8, find, own_scales)
     if num_rounded:
         logger.warning(
             "%s: %d of %d matrices are rounded once more, to the scale that they share with others"
@@ -96,7 +96,7 @@ def sort_linears(
     quantized, plain, misplaced = [], [], []
     for name in target.specs:
         module = name.removesuffix(".weight")
-        stems = [part.name.removesuffix(".weight") for part in target.parts[name]]
+        stems = [part.name.removesuffix(".weight") for part in target.source_rows[name]]
         own = [stem for stem in stems if stem in stored and name.endswith(".weight")]
         rest = [stem for stem in stems if stem not in stored and f"{stem}.weight" in folder.tensors]
         if not own:
@@ -128,7 +128,7 @@ def plan_kv_scales(
     attentions = {}
     for module in linears:
         if module.endswith(".qkv"):
-            first = target.parts[f"{module}.weight"][0].name.removesuffix(".weight")
+            first = target.source_rows[f"{module}.weight"][0].name.removesuffix(".weight")
             attentions[module.removesuffix("qkv")] = first.rpartition(".")[0] + "."
     cache = _read_kv_scales(target.folder, attentions, reader)
     scales = Scales(target.folder.path)

@@ -187,7 +187,7 @@ def test_every_family_names_every_tensor(architecture: str, make: Maker) -> None
     family = FAMILIES[architecture]
     model = read_family(family, make(family.name, layers=11))
     specs = list_target_tensors(model)
-    sources = family.find_sources(specs, num_experts=model.experts.num if model.experts else 1)
+    sources = family.find_source_rows(specs, num_experts=model.experts.num if model.experts else 1)
     parts = [part for parts in sources.values() for part in parts]
     assert len(parts) == len(set(parts))
     assert not any("{" in part.name for part in parts)

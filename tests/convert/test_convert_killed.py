@@ -78,7 +78,7 @@ from specdec.command import stages as command
 from specdec.convert import cli, plan, stream
 
 for module in (plan, stream):
-    module.CHUNK_BYTES = 2000
+    module.OUTPUT_BLOCK_BYTES = 2000
 stream.SYNC_BYTES = 4000
 how, model, output = sys.argv[1:]
 lock, num_begun = threading.Lock(), 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.convert import plan as plan_module
-from specdec.convert.plan import Part, Piece, PlannedTensor, plan_tensors
+from specdec.convert.plan import PlannedTensor, SourceRows, SourceSlice, plan_tensors
 from specdec.errors import Problems
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.model.config import ModelConfig
@@ -160,20 +160,20 @@ class ArraySource:
         self.arrays = dict(self.arrays)
 
 
-def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[Part, ...]]:
+def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[SourceRows, ...]]:
     """Return source tensors and the parts of them that are the arrays."""
     if change == "transposed":
         stored = {name: np.ascontiguousarray(array.T) for name, array in arrays.items()}
-        return stored, tuple(Part(name, is_transposed=True) for name in arrays)
+        return stored, tuple(SourceRows(name, is_transposed=True) for name in arrays)
     if change == "skipped":
         stored = {n: np.concatenate([0 * a[:1], 0 * a[:1], a]) for n, a in arrays.items()}
-        return stored, tuple(Part(name, skipped=2) for name in arrays)
+        return stored, tuple(SourceRows(name, skipped=2) for name in arrays)
     if change == "added":
         stored = {name: array - 1 for name, array in arrays.items()}
-        return stored, tuple(Part(name, added=1.0) for name in arrays)
+        return stored, tuple(SourceRows(name, added=1.0) for name in arrays)
     if change == "swapped" and [*arrays] == ["only"] and len(arrays["only"]) % 2 == 0:
         halves = np.split(arrays["only"], 2)
-        parts = (Part("only", share=1, num_shares=2), Part("only", num_shares=2))
+        parts = (SourceRows("only", share=1, num_shares=2), SourceRows("only", num_shares=2))
         return {"only": np.concatenate(halves[::-1])}, parts
     if change == "dealt":  # a row of another tensor before each one or two
         sizes = {name: 2 - len(array) % 2 for name, array in arrays.items()}
@@ -183,10 +183,10 @@ def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[Pa
             for n, g in groups.items()
         }  # fmt: skip
         return stored, tuple(
-            Part(name, sections=lambda _, size=size: (1, size), section=1)
+            SourceRows(name, sections=lambda _, size=size: (1, size), section=1)
             for name, size in sizes.items()
         )
-    return arrays, tuple(Part(name) for name in arrays)
+    return arrays, tuple(SourceRows(name) for name in arrays)
 
 
 @given(
@@ -197,7 +197,7 @@ def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[Pa
 def test_planned_chunks_laid_end_to_end_are_the_part(
     case: tuple[ModelConfig, TensorSpec], chunk_bytes: int, change: str
 ) -> None:
-    """Also where pieces come from several tensors, and chunks are smaller than pieces."""
+    """Also where slices come from several tensors, and chunks are smaller than slices."""
     model, spec = case
     whole = make_tensor(spec)
     arrays = {"only": whole}
@@ -218,11 +218,11 @@ def test_planned_chunks_laid_end_to_end_are_the_part(
     )  # fmt: skip
     assert problems == []
     patch = pytest.MonkeyPatch()
-    patch.setattr(plan_module, "CHUNK_BYTES", chunk_bytes)
+    patch.setattr(plan_module, "OUTPUT_BLOCK_BYTES", chunk_bytes)
     try:
         for rank, tensors in enumerate(ranks):
             planned = tensors["name"]
-            chunks = [chunk.make() for chunk in planned.list_chunks()]
+            chunks = [chunk.make() for chunk in planned.list_output_blocks()]
             joined = np.concatenate([chunk.reshape(-1) for chunk in chunks])
             part = split(whole, spec, model, rank)
             assert np.array_equal(joined.reshape(planned.info.shape), part)
@@ -236,7 +236,7 @@ def test_a_tensor_without_dimensions_is_one_chunk(tmp_path: Path) -> None:
     info, path = TensorInfo("float32", ()), tmp_path / "file.safetensors"
     write_tensor_file(path, {"scale": info}, lambda _: np.array(2.5, np.float32))
     source = TensorFile(path)
-    planned = PlannedTensor(info, (Piece(source, "scale", Block(0, 1)),))
-    (chunk,) = planned.list_chunks()
+    planned = PlannedTensor(info, (SourceSlice(source, "scale", Block(0, 1)),))
+    (chunk,) = planned.list_output_blocks()
     assert (chunk.make().item(), chunk.num_bytes) == (2.5, 4)
     assert chunk.origin == source.locate("scale")

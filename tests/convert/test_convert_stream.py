@@ -52,11 +52,11 @@ def change(source: Path, folder: Path, edit: Any) -> Path:
 def shrink(monkeypatch: pytest.MonkeyPatch, chunk: int, block: int) -> None:
     """Let every loop of the stream go round many times for a tiny model."""
     for module in (plan_module, stream):
-        monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(module, "OUTPUT_BLOCK_BYTES", chunk)
     for module in (tensor_file, stream):
         monkeypatch.setattr(module, "BLOCK_BYTES", block)
     monkeypatch.setattr(stream, "SYNC_BYTES", 3 * chunk)
-    monkeypatch.setattr(stream, "JOBS_AHEAD", 3)
+    monkeypatch.setattr(stream, "WRITES_AHEAD", 3)
 
 
 @pytest.mark.parametrize(

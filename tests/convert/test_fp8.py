@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec import logs
-from specdec.convert.plan import Chunk
+from specdec.convert.plan import OutputBlock
 from specdec.convert.quantize import calibration
 from specdec.convert.quantize.formats import FORMATS
 from specdec.convert.quantize.rounded import Scales
@@ -710,9 +710,9 @@ def test_interrupted_measuring_ends_amid_a_tensor(monkeypatch: pytest.MonkeyPatc
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    chunk = Chunk(4, lambda: np.ones(4, np.float32))
+    chunk = OutputBlock(4, lambda: np.ones(4, np.float32))
     endless = SimpleNamespace(
-        info=TensorInfo("float32", (4,)), list_chunks=lambda: itertools.repeat(chunk)
+        info=TensorInfo("float32", (4,)), list_output_blocks=lambda: itertools.repeat(chunk)
     )
     quantizer = Quantizer(
         format=FORMATS["fp8"], model_dir=Path(), scales=Scales(Path()), watches=(),

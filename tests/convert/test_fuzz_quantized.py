@@ -65,7 +65,7 @@ def plan(folder: Path, *, dequantize: bool) -> None:
         model_dir=str(folder), output_dir=folder.parent / "never", dequantize=dequantize
     )
     for tensor in make_plan(settings).ranks[0].values():
-        next(iter(tensor.list_chunks())).make()
+        next(iter(tensor.list_output_blocks())).make()
 
 
 @fuzz(80)
