@@ -82,7 +82,7 @@ for module in (plan, stream):
 stream.SYNC_BYTES = 4000
 how, model, output = sys.argv[1:]
 lock, num_begun = threading.Lock(), 0
-real = stream._Stream._write_job
+real = stream._Stream._write_blocks
 
 def write(self, job, descriptor):
     global num_begun
@@ -99,7 +99,7 @@ def write(self, job, descriptor):
         self.is_stopping.wait()
     real(self, job, descriptor)
 
-stream._Stream._write_job = write
+stream._Stream._write_blocks = write
 command.run_command(cli.command, ["--model-dir", model, "--output-dir", output, "--workers", "2"])
 """
 
