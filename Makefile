@@ -112,6 +112,8 @@ kernels: $(READY)
 check: $(READY)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python .ci/write_structure.py --check
 	@$(BIN)/mypy
 
 fix: $(READY)

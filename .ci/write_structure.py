@@ -1,7 +1,7 @@
 """Writes the list of modules in docs/structure.md: each module with its docstring's first sentence.
 
-    python .ci/write_structure.py          write the list anew
-    python .ci/write_structure.py --check  exit with 1 where the page is not up to date
+python .ci/write_structure.py          write the list anew
+python .ci/write_structure.py --check  exit with 1 where the page is not up to date
 """
 
 import argparse

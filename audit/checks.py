@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specdec.comparison import DIFFERS, NEAR_TIE, UNKNOWN, find_verdict
 from specdec.errors import shorten
+from specdec.text.comparison import DIFFERS, NEAR_TIE, UNKNOWN, find_verdict
 
 from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, add_counts
 from .events import Fault, find_broken_characters

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.http_client import read_key
-from specdec.logs import get_logger
-from specdec.texts import TEXTS
+from specdec.system.http_client import read_key
+from specdec.system.logs import get_logger
+from specdec.text.samples import TEXTS
 
 from . import checks
 from .acceptance import check_acceptance
@@ -95,8 +95,8 @@ def read_prompts(settings: AuditSettings) -> list[AnyPrompt]:
     """The prompts of --prompts, or our own."""
     if settings.prompts is None:
         return list(TEXTS)
-    from specdec.decode.prompts import SOURCES
-    from specdec.decode.prompts import read_prompts as read_file
+    from specdec.text.prompts import SOURCES
+    from specdec.text.prompts import read_prompts as read_file
 
     given = [line.prompt.list_given() for line in read_file(settings.prompts, "--prompts")]
     return [next(one[kind] for kind in SOURCES.values() if kind in one) for one in given]

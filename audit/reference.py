@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
 from specdec.files.folders import read_backend
-from specdec.http_client import read_key
+from specdec.system.http_client import read_key
 
 from .answers import Answer, AnyPrompt, Token
 from .server import Server
@@ -103,7 +103,7 @@ class EngineReference:
 
     def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
         """Continue prompts, several at once."""
-        from specdec.decode.prompts import MAX_LOGPROBS
+        from specdec.text.prompts import MAX_LOGPROBS
 
         asked = [_make_prompt(prompt, logprobs=MAX_LOGPROBS) for prompt in prompts]
         outputs = self._engine.generate(asked, max_output_len=max_tokens)
@@ -111,7 +111,7 @@ class EngineReference:
         return [self._describe(prompt, output, max_tokens) for prompt, output in pairs]
 
     def _describe(self, prompt: AnyPrompt, output: Any, max_tokens: int) -> Answer:
-        from specdec.decode.text import decode_text, read_stream
+        from specdec.text.text_stream import decode_text, read_stream
 
         stream = read_stream(self._engine.tokenizer, output.token_ids)
         ends = [min(end, len(output.text)) for end in stream.ends]

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.errors import SpecDecError, shorten
-from specdec.http_client import HttpClient, NoAnswer, Response
-from specdec.logs import get_logger
+from specdec.system.http_client import HttpClient, NoAnswer, Response
+from specdec.system.logs import get_logger
 
 from .answers import Answer, AnyPrompt, BadAnswer, Counts, join_events, read_answer
 from .events import Fault, find_faults, read_events

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from specdec.command.settings import require
 from specdec.errors import UsageError, suggest
-from specdec.http_client import SERVER_KEY_VARIABLE, check_url
 from specdec.options import option_group, setting
+from specdec.system.http_client import SERVER_KEY_VARIABLE, check_url
 
 SERVER = option_group("Server")
 REFERENCE = option_group("Reference")

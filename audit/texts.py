@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from specdec.comparison import LENGTH, find_difference, judge_margin, name_token
+from specdec.text.comparison import LENGTH, find_difference, judge_margin, name_token
 
 from .answers import Answer, Token
 

@@ -40,8 +40,13 @@ from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
 from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from specdec import Engine
-from specdec.bench.engine import Bench, Pass, open_bench
-from specdec.bench.measure import (
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.lookahead import LookaheadProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.files.reading import write_json
+from specdec.measure.engine import Bench, Pass, open_bench
+from specdec.measure.measure import (
     Rounds,
     compare_texts,
     describe_acceptance,
@@ -49,13 +54,8 @@ from specdec.bench.measure import (
     list_results,
     summarize,
 )
-from specdec.bench.prompts import Prompt, read_prompt_set
-from specdec.bench.repetition import is_looping
-from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
-from specdec.files.reading import write_json
+from specdec.measure.prompts import Prompt, read_prompt_set
+from specdec.measure.repetition import is_looping
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import DEFAULT_NGRAM_SIZE, LookupOptions
 from specdec.methods.suffix import SuffixOptions

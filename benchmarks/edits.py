@@ -32,9 +32,6 @@ from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.ways import PLAIN
 from examples.pycode.edits import ALL, EDITS, make_requests
-from specdec.bench.engine import PARTS, Bench, open_bench
-from specdec.bench.measure import divide
-from specdec.bench.report import format_spread
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
@@ -42,6 +39,9 @@ from specdec.decode.loop import Batch, Options
 from specdec.decode.requests import Request
 from specdec.decode.timing import Timing
 from specdec.files.reading import write_json
+from specdec.measure.engine import PARTS, Bench, open_bench
+from specdec.measure.measure import divide
+from specdec.measure.report import format_spread
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import DEFAULT_FACTOR, SuffixOptions
 from specdec.run.settings import RunSettings

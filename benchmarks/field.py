@@ -35,9 +35,6 @@ from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.workers.llama_cpp import NGRAM_SIZE, Servers
 from examples.smollm2.get import get_model
-from specdec.bench.engine import Bench, open_bench
-from specdec.bench.prompts import read_prompt_set
-from specdec.bench.repetition import is_looping
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
@@ -48,6 +45,9 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 from specdec.generate.pipeline import hold_engines
 from specdec.generate.settings import GenerateSettings
+from specdec.measure.engine import Bench, open_bench
+from specdec.measure.prompts import read_prompt_set
+from specdec.measure.repetition import is_looping
 from specdec.methods import METHODS, place_drafter
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions

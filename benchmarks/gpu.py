@@ -35,9 +35,6 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side_by_side import models
-from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.steps import make_step, take_turns, time_steps
-from specdec.comparison import find_difference
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.drafters.redrafter import make_proposer
 from specdec.decode.loop import Options, generate
@@ -50,8 +47,11 @@ from specdec.engine.transfers import WAITS
 from specdec.errors import summarize
 from specdec.files.reading import write_json
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.measure.machine import LoadMeter, describe_machine
+from specdec.measure.steps import make_step, take_turns, time_steps
 from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.config import ModelConfig
+from specdec.text.comparison import find_difference
 
 SIZES = (1, 4, 8, 16, 32)
 MAX_KERNELS = 15  # listed

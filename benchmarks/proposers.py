@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
-from specdec.bench.engine import Bench
 from specdec.decode.cost_measuring import Measuring
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
@@ -18,6 +17,7 @@ from specdec.decode.drafters.paced import PacedDrafter, bind
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.errors import count
+from specdec.measure.engine import Bench
 from specdec.methods.suffix import SuffixOptions
 
 NUM_SUFFIX_TOKENS = 15  # that suffix decoding drafts in a chain

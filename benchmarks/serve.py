@@ -30,7 +30,7 @@ if __package__ in (None, ""):  # started as a file
 from specdec.command.stages import take_sigterm
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
-from specdec.threads import calm_threads
+from specdec.system.threads import calm_threads
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
@@ -53,7 +53,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The figures, and whether what must hold at any time does."""
     from benchmarks.under_load import compare, costs, exact
-    from specdec.bench.machine import describe_machine
+    from specdec.measure.machine import describe_machine
 
     if args.mode == "load":
         return compare.measure(args), True

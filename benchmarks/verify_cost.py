@@ -39,21 +39,21 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from specdec.threads import calm_threads, count_usable_cores
+from specdec.system.threads import calm_threads, count_usable_cores
 
 calm_threads()
 
 import torch
 
 from benchmarks.side_by_side import models
-from specdec.bench.machine import LoadMeter, describe_machine
-from specdec.bench.steps import draw_steps, make_step, time_steps
 from specdec.engine import int8
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
 from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
 from specdec.files.reading import write_json
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.measure.machine import LoadMeter, describe_machine
+from specdec.measure.steps import draw_steps, make_step, time_steps
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 from specdec.model.quantization import INT4, INT8, WEIGHT_SCALE

@@ -1,0 +1,1 @@
+"""Checkpoint folders to engine folders."""

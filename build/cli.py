@@ -9,8 +9,8 @@ from specdec.command.stages import show_report, stage_command
 from .settings import BuildSettings
 
 if TYPE_CHECKING:
+    from specdec.checkpoint.config import CheckpointConfig
     from specdec.engine.layout import BuildConfig
-    from specdec.model.checkpoint import CheckpointConfig
 
 
 @stage_command("build", BuildSettings)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from specdec.chat import ChatFormat
-from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import Array, open_file, parse_json
 from specdec.methods import DrafterParams
 from specdec.model.config import ModelConfig
-from specdec.pretrained import load_tokenizer
+from specdec.text.chat import ChatFormat
+from specdec.text.documents import name_line, parse_object, read_document, read_lines
+from specdec.text.pretrained import load_tokenizer
 
 from .settings import BuildSettings
 

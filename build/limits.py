@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.engine.layout import BuildConfig, count_positions
 from specdec.errors import Problems
 from specdec.methods import METHODS
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_ROTARY_ELEMENTS
-from specdec.model.checkpoint import CheckpointConfig
 
 from .settings import BuildSettings
 

@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec import logs
+from specdec.checkpoint.config import CheckpointConfig, read_checkpoint_config
+from specdec.checkpoint.inventory import describe_sources
 from specdec.command.settings import make_unknown_error, require, to_plain
 from specdec.errors import UsageError
 from specdec.files.folders import TENSORRT, TENSORRT_LLM, TORCH
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
-from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
-from specdec.model.inventory import describe_sources
+from specdec.files.vocabulary import read_recorded
 from specdec.options import get_flags, name_flag, refuse_contradictions
-from specdec.tokenizer import check_tokenizer, copy_tokenizer
-from specdec.vocabulary import read_recorded
+from specdec.system import logs
+from specdec.text.tokenizer import check_tokenizer, copy_tokenizer
 
 from .settings import BuildSettings
 

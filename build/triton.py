@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
 from specdec.command.settings import need
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
 from specdec.options import Contradiction, name_flag
+from specdec.system import logs
 from specdec.trtllm.engine_folder import (
     EXTERNAL,
     EngineFolder,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.checkpoint.config import find_shared_head, parse_checkpoint_config
+from specdec.checkpoint.inventory import compare_tensors, find_rank_files
 from specdec.errors import Problems, SpecDecError, count, join_names
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
-from specdec.model.checkpoint import find_shared_head, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_GROUPS
-from specdec.model.inventory import compare_tensors, find_rank_files
 from specdec.model.quantization import ALGORITHMS, FLOAT8_STORAGE
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import (

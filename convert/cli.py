@@ -9,7 +9,7 @@ from specdec.command.stages import show_report, stage_command
 from .settings import ConvertSettings
 
 if TYPE_CHECKING:
-    from specdec.model.checkpoint import CheckpointConfig
+    from specdec.checkpoint.config import CheckpointConfig
 
 
 @stage_command("convert", ConvertSettings)

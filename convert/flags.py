@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specdec.command.settings import require
-from specdec.documents import check_data_file
 from specdec.options import Contradiction, find_given, list_given, name_flag, refuse_contradictions
+from specdec.text.documents import check_data_file
 
 from .methods import FOLDERS, find_folder
 from .quantize.formats import FORMATS

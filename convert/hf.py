@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.folders import (
     INDEX_SUFFIX,
@@ -31,6 +30,7 @@ from specdec.files.reading import Array, is_inside, read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.model.config import FLOAT_DTYPES, ModelConfig
 from specdec.model.tensors import TensorSpec
+from specdec.system import logs
 
 from .plan import RankPlan, SourceRows, TensorSource, plan_tensors
 from .torch_file import TorchFile

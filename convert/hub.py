@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.files.folders import INDEX_SUFFIX, WEIGHT_NAMES
-from specdec.hub import describe_answer, explain
+from specdec.files.hub import describe_answer, explain
+from specdec.system import logs
 
 from .hf import QUANTIZATION_NAME, read_index, refuse_folder
 

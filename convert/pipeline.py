@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
+from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
 from specdec.command.settings import need, to_plain
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.casts import FLOATS
@@ -25,9 +25,9 @@ from specdec.files.staging import (
     stage_folder,
 )
 from specdec.files.tensor_file import TensorInfo, measure_tensor_file
+from specdec.files.vocabulary import read_recorded, read_vocabulary
 from specdec.gguf.folder import localize
 from specdec.methods import place_drafter
-from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import EXECUTED
 from specdec.model.tensors import (
@@ -38,11 +38,11 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 from specdec.options import name_flag
-from specdec.pretrained import warn_of_other_ids
-from specdec.threads import count_usable_cores
+from specdec.system import logs
+from specdec.system.threads import count_usable_cores
+from specdec.text.pretrained import warn_of_other_ids
 from specdec.trtllm.facts import DEFAULT_LABEL
 from specdec.trtllm.lacks import find_lack, find_layout_problems
-from specdec.vocabulary import read_recorded, read_vocabulary
 
 from . import config as checkpoint_config
 from . import stream

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import Problems, SpecDecError, count, join_names
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model import int4
-from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
@@ -239,7 +239,7 @@ RankPlan = dict[str, PlannedTensor]
 class ConversionPlan:
     """A whole conversion: the config.json, each rank's tensors, and the files that are read.
 
-    vocabulary: the meaning of the target's tokens, as `specdec.vocabulary` describes it.
+    vocabulary: the meaning of the target's tokens, as `specdec.files.vocabulary` describes it.
     measure: finds a quantization's scales, which the tensors cannot be written without, with the
         given number of threads; returns the cost of the quantization, where it was measured.
     origin: what the drafter's folder and the target's say of where the drafter belongs.

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_into
 from specdec.files.tensor_file import (
@@ -36,6 +35,7 @@ from specdec.files.tensor_file import (
     measure_tensor_file,
     sort_tensors,
 )
+from specdec.system import logs
 
 from .finite import FlawCounter, Flaws, describe_flaws, refuse_flaws
 from .plan import (

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from specdec import logs
 from specdec.errors import SpecDecError, shorten, summarize
 from specdec.files.folders import MAX_PICKLE_BYTES
 from specdec.files.reading import Array, open_file
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model.sharding import view_rows
+from specdec.system import logs
 
 if TYPE_CHECKING:
     import torch

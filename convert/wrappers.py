@@ -6,8 +6,8 @@ to; others attend otherwise (PaliGemma), or have positions of their own (Qwen2-V
 
 from __future__ import annotations
 
-from specdec import logs
 from specdec.model.wrappers import NAMES, WRAPPERS
+from specdec.system import logs
 
 from .hf import HfFolder
 

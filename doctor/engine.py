@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
 from specdec.engine.compiler import describe_cpu
 from specdec.engine.kernel_cache import find_kept
 from specdec.engine.layout import find_engine_problems, read_engine_config
@@ -12,7 +13,6 @@ from specdec.errors import Problems, join_names
 from specdec.files.folders import ENGINE, TENSORRT, TORCH, expect_folder
 from specdec.files.manifest import CHANGED_HINT, NAME, find_changes
 from specdec.files.reading import read_json
-from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.trtllm.engine_folder import list_mode_names, refuse_config
 from specdec.trtllm.environment import Environment, compare_environments
 from specdec.trtllm.facts import order_release

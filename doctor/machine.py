@@ -13,7 +13,7 @@ from typing import Any
 from specdec import __version__
 from specdec.engine.compiler import describe_arithmetic, find_compiler
 from specdec.errors import SpecDecError
-from specdec.processes import read_memory
+from specdec.system.processes import read_memory
 from specdec.trt.library import Library, describe_library, load_tensorrt
 from specdec.trtllm.environment import (
     BUILD_COMMAND,

@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.field import PLAIN, describe, list_ways, measure, open_engine
 from examples.smollm2.get import get_model
-from specdec import logs
-from specdec.bench.machine import LoadMeter, describe_load
-from specdec.bench.prompts import read_prompt_set
 from specdec.errors import SpecDecError
+from specdec.measure.machine import LoadMeter, describe_load
+from specdec.measure.prompts import read_prompt_set
 from specdec.options import name_flag
 from specdec.run.settings import RunSettings
+from specdec.system import logs
 
 DRAFTERS = ("draft", "redrafter", "eagle3")  # the first that is there writes the text
 LOOKUP = ("--suffix-max-tokens", "8")  # where none is there

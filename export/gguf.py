@@ -23,12 +23,13 @@ from specdec.errors import SpecDecError, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.staging import check_free_space
-from specdec.gguf.file import PLAIN, import_gguf
+from specdec.gguf.file import PLAIN
 from specdec.gguf.folder import localize
 from specdec.gguf.names import ARCHITECTURES, MTP_NAMES, NAMES, READ, order_turned
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import EMBEDDING, HEAD
+from specdec.system.libraries import import_gguf
 
 from .source import TARGET_NAMES, Contents, Order, TensorRows, list_entered
 from .tokenizers import Vocabulary, read_template, read_tokenizer

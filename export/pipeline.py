@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec import __version__, logs
+from specdec import __version__
 from specdec.command.settings import to_plain
 from specdec.command.stages import load_command
 from specdec.files.folders import find_gguf
@@ -20,7 +20,8 @@ from specdec.files.tensor_file import write_tensor_file
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES
-from specdec.tokenizer import copy_files
+from specdec.system import logs
+from specdec.text.tokenizer import copy_files
 
 from .lacks import find_writer
 from .runtimes import RUNTIMES, make_command

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorFile, TensorInfo
@@ -18,7 +19,6 @@ from specdec.methods.medusa import MedusaParams
 from specdec.methods.mtp import FORMS, MtpParams
 from specdec.methods.net import NetParams
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import (
     DFLASH_NET,

@@ -15,11 +15,11 @@ from typing import Any
 
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import read_json
+from specdec.files.vocabulary import SPACE
 from specdec.gguf.special import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from specdec.gguf.tokenizer import OWN
 from specdec.gguf.tokenizer import SPLITS as SPLITS_BY_NAME
-from specdec.tokenizer import list_templates
-from specdec.vocabulary import SPACE
+from specdec.text.tokenizer import list_templates
 
 NO_BYTE_LEVEL = (
     "llama.cpp's convert_hf_to_gguf.py reads others: convert the target with it, and the drafter"

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from specdec import logs
 from specdec.files.staging import stage_folder
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 

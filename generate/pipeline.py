@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
 from specdec.command.stages import load_command
-from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
 from specdec.methods.budget import read_budget
 from specdec.options import get_flags
-from specdec.pretrained import load_tokenizer
+from specdec.system import logs
+from specdec.system.cache import find_cache
+from specdec.text.pretrained import load_tokenizer
 
 from .cache import EngineCache, measure_folder
 from .plans import (
@@ -79,8 +79,9 @@ def check_prompts(
 
     plans: of engines that are to be made, which takes minutes: what can be known is told before.
     """
-    from specdec.decode.encoding import choose_form, use_template
-    from specdec.decode.prompts import list_prompts, make_requests
+    from specdec.decode.prompt_requests import make_requests
+    from specdec.text.encoding import choose_form, use_template
+    from specdec.text.prompts import list_prompts
 
     run_settings = load_command("run").settings_class(**run)
     run_settings.refuse_contradictions()

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec import __version__, logs
+from specdec import __version__
 from specdec.command.stages import load_command
 from specdec.errors import Problems
 from specdec.methods import METHODS
 from specdec.methods.eagle import EagleParams
+from specdec.system import logs
 
 from .settings import DRAFTER_FOLDERS, GenerateSettings
 from .sources import describe_model, describe_tool, name_entry
@@ -145,7 +146,7 @@ def check_decoding(
     from specdec.decode.drafters import choose_methods, read_drafting, refuse_trees
     from specdec.decode.drafters.eagle import check_choices
     from specdec.decode.ranks.part import choose_device
-    from specdec.decode.vocabulary import ModelTokens, check_vocabularies
+    from specdec.text.vocabulary_check import ModelTokens, check_vocabularies
 
     choose_device(settings.device, 1)
     if settings.no_speculation:

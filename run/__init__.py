@@ -1,0 +1,1 @@
+"""Engine folders to text."""

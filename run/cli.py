@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from specdec import logs
 from specdec.command.stages import stage_command
 from specdec.command.stdout import claim_stdout
 from specdec.errors import SpecDecError, count
 from specdec.files.staging import write_whole
+from specdec.system import logs
 
 from .settings import RunSettings
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.text import decode_text, read_stream
+from specdec.text.text_stream import decode_text, read_stream
 
 CONTEXT = 8  # tokens that rejected ones are decoded behind
 REJECTED = "rejected"

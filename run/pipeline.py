@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec import logs
 from specdec.command.settings import need, require
 from specdec.errors import UsageError, count
 from specdec.files.folders import TENSORRT_LLM, read_backend
@@ -19,6 +18,7 @@ from specdec.methods.budget import read_budget
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
 from specdec.options import refuse_contradictions
+from specdec.system import logs
 
 from .settings import RunSettings
 
@@ -51,10 +51,11 @@ def run_engine(
         check_hashes(settings.engine_dir)
         if draft_options is not None:
             check_hashes(draft_options.engine_dir)
-    from specdec.decode.encoding import choose_form, use_template
-    from specdec.decode.prompts import list_prompts, make_requests
+    from specdec.decode.prompt_requests import make_requests
     from specdec.decode.requests import choose_best
-    from specdec.tokenizer import lack_tokenizer, load_engine_tokenizer
+    from specdec.text.encoding import choose_form, use_template
+    from specdec.text.prompts import list_prompts
+    from specdec.text.tokenizer import lack_tokenizer, load_engine_tokenizer
 
     prompts = list_prompts(settings.input_text, settings.input_file, json=settings.json)
     folder, tokenizer = load_engine_tokenizer(settings.engine_dir, settings.tokenizer_dir)
@@ -222,7 +223,7 @@ def describe_stats(
 
 def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
     """One entry of `outputs`; with --show-drafts, the text in pieces too where it is not JSON."""
-    from specdec.decode.text import decode_text
+    from specdec.text.text_stream import decode_text
 
     from .drafts import split_pieces
 

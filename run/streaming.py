@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from specdec.decode.requests import ActiveRequest, Request
-from specdec.decode.text import TextStream
+from specdec.text.text_stream import TextStream
 
 
 class StreamPrinter:

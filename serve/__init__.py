@@ -1,0 +1,1 @@
+"""HTTP server of an engine, with OpenAI's API."""

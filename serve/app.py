@@ -21,11 +21,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from specdec import Engine, Event, SpecDecError, __version__, logs
+from specdec import Engine, Event, SpecDecError, __version__
 from specdec.decode.ranks.processes import list_stopped_ranks
 from specdec.decode.requests import Request as InferenceRequest
 from specdec.errors import summarize
 from specdec.files.reading import parse_json
+from specdec.system import logs
 
 from .answers import Answer, Choice
 from .formats import NO_FORMATS, ChatFormats

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.decode.schemas import find_target
+from specdec.text.schemas import find_target
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 MAX_LITERAL = 10_000  # characters of a value that Python is asked to read

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import signal
 
-from specdec import logs
 from specdec.command.stages import stage_command
 from specdec.errors import SpecDecError, name_extra
+from specdec.system import logs
 
 from .settings import ServeSettings
 

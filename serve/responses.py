@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec import Event
-from specdec.decode.prompts import BOOL, OBJECT
 from specdec.errors import shorten
+from specdec.text.prompts import BOOL, OBJECT
 
 from .answers import Answer, Choice
 from .protocol import refuse

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from specdec import Engine, Event, RequestStats, SpecDecError, Stream, logs
+from specdec import Engine, Event, RequestStats, SpecDecError, Stream
 from specdec.decode.ranks.processes import leave_silent_ranks, list_stopped_ranks
 from specdec.decode.requests import Request
+from specdec.system import logs
 
 from .protocol import BadRequest
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec import Engine, Prompt, PromptError, SpecDecError
-from specdec.chat import ChatError, join_parts, wrap_calls
-from specdec.decode.encoding import render_chat
-from specdec.decode.grammar import SPACING, space_schema, write_choice
-from specdec.decode.prompts import BOOL, CHECKS, OBJECT, Check, read_bias
-from specdec.decode.requests import ONLY, Request
-from specdec.decode.schemas import fit_schema
-from specdec.decode.text import read_stream
+from specdec.decode.requests import Request
 from specdec.errors import shorten, suggest, summarize
 from specdec.files.reading import parse_json
+from specdec.text.chat import ChatError, join_parts, wrap_calls
+from specdec.text.encoding import render_chat
+from specdec.text.grammar import SPACING, space_schema, write_choice
+from specdec.text.prompts import BOOL, CHECKS, OBJECT, ONLY, Check, read_bias
+from specdec.text.schemas import fit_schema
+from specdec.text.text_stream import read_stream
 
 from .formats import ChatFormats
 from .protocol import BadRequest, refuse

@@ -15,14 +15,15 @@ from typing import Any
 
 import uvicorn
 
-from specdec import Engine, SpecDecError, UsageError, logs
+from specdec import Engine, SpecDecError, UsageError
 from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
 from specdec.decode.ranks.processes import end_ranks, leave_signals
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import summarize
-from specdec.http_client import SERVER_KEY_VARIABLE, read_key
 from specdec.options import get_flags
+from specdec.system import logs
+from specdec.system.http_client import SERVER_KEY_VARIABLE, read_key
 
 from .app import MAX_HEADER_BYTES, Front, Guard
 from .formats import ChatFormats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.vocabulary import list_byte_letters, read_piece
+from specdec.files.vocabulary import list_byte_letters, read_piece
 
 
 class TokenTable:

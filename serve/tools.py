@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from specdec.decode.grammar import space_schema
 from specdec.decode.requests import Request
-from specdec.decode.schemas import describe_faults, fit_schema
 from specdec.errors import shorten
+from specdec.text.grammar import space_schema
+from specdec.text.schemas import describe_faults, fit_schema
 
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
 from .parsing import Parser

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.decode.api import Engine, Event, Output, Stream
-    from specdec.decode.prompts import Prompt
     from specdec.decode.requests import RequestStats
     from specdec.errors import (
         EngineBusyError,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         StepError,
         UsageError,
     )
+    from specdec.text.prompts import Prompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +34,7 @@ if (_checkout / "pyproject.toml").is_file() and str(_checkout) not in __path__:
     __path__.append(str(_checkout))
 
 _MODULES = {
-    "Prompt": "specdec.decode.prompts",
+    "Prompt": "specdec.text.prompts",
     "RequestStats": "specdec.decode.requests",
     **{name: "specdec.errors" for name in __all__ if name.endswith("Error")},
     **dict.fromkeys(("Engine", "Event", "Output", "Stream"), "specdec.decode.api"),

@@ -42,10 +42,9 @@ from tests.forks import fork, run_main
 
 def call(stage: str, *args: object) -> None:
     """Run a command in this process; errors come out as exceptions."""
-    import importlib
+    from specdec.command.stages import load_command
 
-    command = importlib.import_module(f"specdec.{stage}.cli").command
-    command.main([str(a) for a in args], standalone_mode=False)
+    load_command(stage).main([str(a) for a in args], standalone_mode=False)
 
 
 def reset_accelerator() -> None:

@@ -87,7 +87,7 @@ BREAKS = {
         ["run/test_shaping.py"],
     ),
     "a grammar's node keeps its sibling's tokens": Break(
-        "specdec/decode/grammar.py", "self._matcher.rollback(1)", "pass", ["run/test_grammar.py"],
+        "specdec/text/grammar.py", "self._matcher.rollback(1)", "pass", ["run/test_grammar.py"],
     ),
     # The cache, the text, the drafters.
     "the accepted path is not moved together": Break(
@@ -100,11 +100,12 @@ BREAKS = {
         "self.move(source, row, np.arange(length) + 1, 0)", ["run/test_requests.py"],
     ),
     "text ends at the last stop word": Break(
-        "specdec/decode/text.py", "at, size = min(found)", "at, size = max(found)",
+        "specdec/text/text_stream.py", "at, size = min(found)", "at, size = max(found)",
         ["run/test_text.py"],
     ),
     "a stop word over two tokens is not seen": Break(
-        "specdec/decode/text.py", "max(self._least, len(self._text) - longest)", "len(self._text)",
+        "specdec/text/text_stream.py", "max(self._least, len(self._text) - longest)",
+        "len(self._text)",
         ["run/test_text.py"],
     ),
     "a lookup copies from one place further": Break(
@@ -116,7 +117,7 @@ BREAKS = {
         ["run/test_eagle.py"],
     ),
     "a token shared by two vocabularies is named by its place": Break(
-        "specdec/decode/token_map.py", "target, draft = self._pairs[:, places]",
+        "specdec/text/token_map.py", "target, draft = self._pairs[:, places]",
         "target, draft = places, self._pairs[1, places]",
         ["run/test_mixed_vocabularies.py"],
     ),

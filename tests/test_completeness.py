@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 from pathlib import Path
@@ -101,50 +100,10 @@ def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
     assert files - {"__init__", "base"} - shared <= set(METHODS)
 
 
-def list_imports(path: Path) -> list[tuple[int, str]]:
-    """List (line, absolute module) of every import in a file, nested ones too."""
-    package = path.relative_to(ROOT).parent.as_posix().split("/")
-    imports = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imports += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            imports += [(node.lineno, f"{module}.{alias.name}".strip(".")) for alias in node.names]
-    return imports
-
-
-def find_stage(module: str) -> str | None:
-    parts = module.removeprefix("specdec.").split(".")
-    return parts[0] if parts[0] in STAGES else None
-
-
-def test_stages_meet_only_on_disk() -> None:
-    wrong = []
-    for folder in ("specdec", *STAGES):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for line, module in list_imports(path):
-                stage = find_stage(module)
-                if stage not in (None, folder):
-                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert wrong == []
-
-
-def test_imports_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk above would pass with nothing to see; here is what it must see."""
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    path = tmp_path / "run" / "methods" / "toy.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("from .. import loop\nfrom ...build import cli\ndef f():\n import convert.hf\n")
-    assert [m for _, m in list_imports(path)] == ["run.loop", "build.cli", "convert.hf"]
-    modules = ("specdec.build.cli", "run.x", "specdec.model.config", "runner")
-    assert [find_stage(m) for m in modules] == ["build", "run", None, None]
-
-
 def find_settings_class(section: str) -> type:
     """The settings that a recipe's section is read into, which have its name."""
-    module = importlib.import_module(f"specdec.{SUBCOMMANDS.get(section, section)}.settings")
+    package = {"bench": "measure", **SUBCOMMANDS}.get(section, section)
+    module = importlib.import_module(f"specdec.{package}.settings")
     settings: type = getattr(module, f"{section.capitalize()}Settings")
     assert get_flags(settings)
     return settings

@@ -24,7 +24,7 @@ else:
 
 SOURCES = (
     "specdec", "convert", "build", "run", "serve", "generate", "train", "verify", "doctor",
-    "audit", "export", "bench", "configs",
+    "audit", "export", "measure", "configs",
 )  # fmt: skip
 
 

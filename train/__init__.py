@@ -1,0 +1,1 @@
+"""Training of drafters, and the data for it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.errors import SpecDecError
-from specdec.processes import call_stage
+from specdec.system.processes import call_stage
 
 from .output import write_weights
 from .rows import Rows

@@ -36,7 +36,7 @@ from specdec.files.tensor_file import (
     write_tensor_file,
 )
 from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
-from specdec.logs import get_logger
+from specdec.system.logs import get_logger
 
 from .features import OutputHead
 from .job import list_inputs, load_target

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.hub import describe_answer
-from specdec.logs import get_logger
+from specdec.files.hub import describe_answer
+from specdec.system.logs import get_logger
 
 TOKEN_NAME = "HF_TOKEN"
 # It tells paths of this machine; the model card has the hashes and settings.

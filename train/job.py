@@ -13,9 +13,9 @@ from specdec.errors import Problems, SpecDecError, UsageError, name_extra, summa
 from specdec.files.manifest import describe_file
 from specdec.files.staging import list_local
 from specdec.files.tensor_file import TensorFile
-from specdec.logs import get_logger
-from specdec.mpi import check_meeting_place, find_launch
-from specdec.processes import keep_stdout_clean
+from specdec.system.logs import get_logger
+from specdec.system.mpi import check_meeting_place, find_launch
+from specdec.system.processes import keep_stdout_clean
 
 from .settings import TrainSettings
 

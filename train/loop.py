@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecDecError
-from specdec.logs import get_logger
+from specdec.system.logs import get_logger
 
 from .loss import Measures
 from .methods.base import TrainableDrafter

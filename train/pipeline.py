@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import require
-from specdec.documents import check_data_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.staging import check_output_dir, list_local, stage_folder
-from specdec.logs import get_launched_rank, get_logger
 from specdec.methods import METHODS
 from specdec.methods.eagle import Eagle3Params
 from specdec.options import Contradiction, list_given, name_flag, refuse_contradictions
+from specdec.system.logs import get_launched_rank, get_logger
+from specdec.text.documents import check_data_file
 
 from .job import Job, list_inputs, make_drafter, prepare_job, prepare_setup, start_accelerator
 from .settings import TRAINABLE, TrainSettings

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.chat import ROLES, ChatFormat, Conversation, SeamError, mask_tokens
-from specdec.documents import PromptedText, name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, count, summarize
-from specdec.learning_marks import is_row_learned
-from specdec.logs import get_logger
+from specdec.system.logs import get_logger
+from specdec.text.chat import ROLES, ChatFormat, Conversation, SeamError, mask_tokens
+from specdec.text.documents import PromptedText, name_line, parse_object, read_document, read_lines
+from specdec.text.learning_marks import is_row_learned
 
 HELDOUT_PART = 0.02
 MIN_ROW_TOKENS = 3  # the first label of a row is its third token

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.logs import get_logger
+from specdec.system.logs import get_logger
 
 from .settings import TrainSettings
 

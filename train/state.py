@@ -21,8 +21,8 @@ from typing import Any
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, summarize
 from specdec.files.reading import parse_json, read_json, write_json
-from specdec.logs import get_logger
 from specdec.options import name_flag
+from specdec.system.logs import get_logger
 
 from .settings import TrainSettings
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec import pretrained
 from specdec.errors import SpecDecError, summarize
 from specdec.files.folders import find_gguf, list_parts
 from specdec.files.manifest import describe_file
 from specdec.files.torch_tensors import TORCH_DTYPES
+from specdec.text import pretrained
 
 from .features import Features, OutputHead, TargetShape
 from .rows import Array, Rows

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoint.config import CheckpointConfig, read_checkpoint_config
+from specdec.checkpoint.inventory import compare_tensors, describe_rank, find_rank_files
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile, TensorInfo
-from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
 from specdec.model.config import FLOAT_DTYPES
-from specdec.model.inventory import compare_tensors, describe_rank, find_rank_files
 
 
 def check_contents(folder: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.command.settings import need
-from specdec.comparison import DIFFERS, find_verdict
 from specdec.decode.api import Engine, Output
-from specdec.decode.prompts import SOURCES, Prompt, read_prompts
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
@@ -30,9 +27,12 @@ from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.model.blocks import GGUF
 from specdec.options import as_options
-from specdec.pretrained import load_config, load_tokenizer
-from specdec.texts import TEXTS
-from specdec.tokenizer import find_tokenizer
+from specdec.system import logs
+from specdec.text.comparison import DIFFERS, find_verdict
+from specdec.text.pretrained import load_config, load_tokenizer
+from specdec.text.prompts import SOURCES, Prompt, read_prompts
+from specdec.text.samples import TEXTS
+from specdec.text.tokenizer import find_tokenizer
 
 from .greedy import (
     SPACINGS,

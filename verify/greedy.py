@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec import logs
-from specdec.comparison import DIFFERS, NEAR_TIE, find_difference, judge_margin
+from specdec.system import logs
+from specdec.text.comparison import DIFFERS, NEAR_TIE, find_difference, judge_margin
 
 from .reference import Reference
 
@@ -73,7 +73,7 @@ class Divergence:
 
     @property
     def kind(self) -> str:
-        """The difference in the words of `specdec.comparison`."""
+        """The difference in the words of `specdec.text.comparison`."""
         return NEAR_TIE if self.near_tie else DIFFERS
 
     def to_json(self) -> dict[str, Any]:

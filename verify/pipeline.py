@@ -11,7 +11,7 @@ from specdec.command.settings import need, require
 from specdec.errors import SpecDecError
 from specdec.files.folders import CHECKPOINT, expect_folder
 from specdec.files.manifest import NAME, Manifest, find_differences, list_surplus, read_manifest
-from specdec.threads import count_usable_cores
+from specdec.system.threads import count_usable_cores
 
 from .contents import check_contents
 from .settings import VerifySettings, check_flags

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specdec.comparison import find_difference
+from specdec.text.comparison import find_difference
 
 from .greedy import Divergence, Text, compare_text
 from .reference import Reference

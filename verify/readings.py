@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.decode.encoding import encode_prompt
-from specdec.decode.prompts import Prompt
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import shorten
-from specdec.pretrained_tokenizer import apply_keys, find_files
-from specdec.text_reading import find_difference, list_texts
+from specdec.files.text_reading import find_difference, list_texts
+from specdec.text.encoding import encode_prompt
+from specdec.text.pretrained_tokenizer import apply_keys, find_files
+from specdec.text.prompts import Prompt
 
 from .greedy import Text
 

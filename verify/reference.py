@@ -17,7 +17,7 @@ from specdec.engine.layout import EngineConfig
 from specdec.errors import SpecDecError
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.blocks import GGUF
-from specdec.pretrained import load_generation_config, load_model
+from specdec.text.pretrained import load_generation_config, load_model
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.comparison import name_token
 from specdec.errors import SpecDecError
 from specdec.model.blocks import GGUF
+from specdec.text.comparison import name_token
 
 MAX_LINES = 12  # of divergences; all of them are in the JSON
 END_HINT = "check eos_token_id in generation_config.json"

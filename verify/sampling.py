@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.decode.prompts import Prompt
 from specdec.errors import SpecDecError
+from specdec.text.prompts import Prompt
 
 from .chi_square import FALSE_ALARM_RATE, POWER, find_detectable_distance, fit_counts
 from .greedy import compute_bound

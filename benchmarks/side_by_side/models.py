@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specdec.errors import SpecDecError, name_extra
-from specdec.pretrained import load_tokenizer
-from specdec.processes import call_stage, read_memory
+from specdec.system.processes import call_stage, read_memory
+from specdec.text.pretrained import load_tokenizer
 
 from .processes import PeerError, run_logged
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.machine import LoadMeter, describe_load, describe_machine
+from specdec.measure.machine import LoadMeter, describe_load, describe_machine
 
 PACKAGE = Path(__file__).resolve().parent
 PROCESSES = Path("/proc")

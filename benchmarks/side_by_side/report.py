@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.bench.report import format_spread
+from specdec.measure.report import format_spread
 
 from .ways import describe_setting
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from specdec.bench.measure import summarize
-from specdec.comparison import find_difference
+from specdec.measure.measure import summarize
+from specdec.text.comparison import find_difference
 
 from .processes import PeerError
 from .ways import PLAIN, Setting, Way

@@ -25,8 +25,8 @@ from benchmarks.side_by_side.models import (
 )
 from benchmarks.side_by_side.processes import Conditions, PeerError, count_group_seconds
 from benchmarks.side_by_side.report import lay_out
-from specdec.bench.measure import compare_texts, summarize
-from specdec.bench.report import format_spread
+from specdec.measure.measure import compare_texts, summarize
+from specdec.measure.report import format_spread
 
 from .client import Body, Reply, ask_all
 from .figures import describe

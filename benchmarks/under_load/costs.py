@@ -20,9 +20,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.processes import Conditions, count_group_seconds
-from specdec.bench.measure import summarize
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.errors import SpecDecError
+from specdec.measure.measure import summarize
 
 from . import compare
 from .client import Body, Reply, ask_all, make_head

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.side_by_side import wire
 from benchmarks.side_by_side.processes import GRACE_SECONDS, PeerError, read_last_line
-from specdec.processes import make_environment
+from specdec.system.processes import make_environment
 
 OURS, LLAMA_CPP, VLLM = "specdec", "llama.cpp", "vLLM"
 SERVERS = (OURS, LLAMA_CPP, VLLM)

@@ -1,0 +1,1 @@
+"""Builders of each backend's engines."""

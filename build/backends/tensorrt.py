@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from specdec import __version__, logs
+from specdec import __version__
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.engine.draft_net import take_offsets, take_own
 from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import (
@@ -31,10 +32,10 @@ from specdec.files.torch_tensors import TORCH_DTYPES, to_array, view_tensor
 from specdec.methods.eagle import EagleParams
 from specdec.model import blocks, int4
 from specdec.model.architectures import list_flags
-from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.quantization import FP8, INT8
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
-from specdec.processes import read_memory
+from specdec.system import logs
+from specdec.system.processes import read_memory
 from specdec.trt.drafters import KINDS, OFFSETS_FILE, list_networks, write_drafter
 from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, list_files, name_networks
 from specdec.trt.library import OTHER, Library, describe_library, load_tensorrt, make_logger

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec import __version__, logs
+from specdec import __version__
+from specdec.checkpoint.config import CheckpointConfig
+from specdec.checkpoint.inventory import describe_quantized, find_rank_files, list_tensors
 from specdec.engine.layout import (
     DRAFTER_NAME,
     PACKED_FOLDER,
@@ -37,9 +39,7 @@ from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.methods.net import NetParams
 from specdec.model import blocks, int4
-from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
-from specdec.model.inventory import describe_quantized, find_rank_files, list_tensors
 from specdec.model.quantization import (
     ACTIVATION_SCALE,
     EXECUTED,
@@ -66,6 +66,7 @@ from specdec.model.tensors import (
     get_stored_dtype,
     list_linears,
 )
+from specdec.system import logs
 
 from ..draft_vocabulary import choose_tokens
 from ..settings import SAME, BuildSettings

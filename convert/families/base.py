@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from specdec import logs
 from specdec.errors import SpecDecError, shorten
 from specdec.model.config import SLIDING, ModelConfig, list_layer_types
 from specdec.model.config_reader import ConfigReader, count_experts, list_layouts, read_rotary
 from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from specdec.model.tensors import EMBEDDING, HEAD
+from specdec.system import logs
 from specdec.trtllm.facts import DEFAULT_LABEL
 
 from ..hf import HfFolder

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec import logs
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams
 from specdec.model.bounds import MAX_DRAFT_TOKENS
@@ -23,6 +22,7 @@ from specdec.model.tensors import (
     OFFSETS,
 )
 from specdec.options import as_options
+from specdec.system import logs
 
 from ..families import qwen
 from ..families.base import read_decoder

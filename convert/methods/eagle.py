@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
@@ -29,6 +28,7 @@ from specdec.model.config import FULL, ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import EAGLE_NET, HEAD, HEAD_BIAS, OFFSETS, find_first_copy
 from specdec.options import as_options
+from specdec.system import logs
 
 from ..families import llama
 from ..families.base import ROTARY_BUFFERS, read_decoder, refuse_layer_types

@@ -6,13 +6,13 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from specdec import logs
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.mtp import FORMS, METHOD, MODULES, NORMS, Form, MtpConvert, MtpParams
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, count_experts
 from specdec.model.tensors import HEAD, HEAD_BIAS, MTP_NET
 from specdec.options import as_options
+from specdec.system import logs
 
 from ..families import find_family
 from ..families.base import ROTARY_BUFFERS

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
@@ -23,6 +22,7 @@ from specdec.model.blocks import BLOCK_TYPES, GGUF, TYPES, widen_rows
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block
 from specdec.model.tensors import EMBEDDING, HEAD, list_linears
+from specdec.system import logs
 
 from ..hf import GgufFolder
 from ..plan import ComputedTensors, PlannedTensor, RankPlan, SourceSlice

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec import logs
-from specdec.chat import ChatFormat, Conversation
-from specdec.documents import name_line, parse_object, read_document, read_lines
 from specdec.errors import SpecDecError, count, join_names
 from specdec.files.reading import Array
-from specdec.processes import read_memory
+from specdec.system import logs
+from specdec.system.processes import read_memory
+from specdec.text.chat import ChatFormat, Conversation
+from specdec.text.documents import name_line, parse_object, read_document, read_lines
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ def _tokenize(format_: ChatFormat, document: str | Conversation) -> list[int]:
 
 def load_model_tokenizer(model_dir: str) -> Any:
     """Load the model's tokenizer for data that holds text."""
-    from specdec.pretrained import load_tokenizer
+    from specdec.text.pretrained import load_tokenizer
 
     try:
         return load_tokenizer(model_dir, "--model-dir")
@@ -328,7 +328,7 @@ def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> N
 def load_weights(model_dir: Path, kind: str, dtype: str) -> Any:
     """Load a folder's model by a class of transformers."""
     from specdec.files.torch_tensors import TORCH_DTYPES
-    from specdec.pretrained import load_model
+    from specdec.text.pretrained import load_model
 
     return load_model(model_dir, kind, dtype=TORCH_DTYPES[dtype]).eval()
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.model.quantization import ACTIVATION_SCALE
+from specdec.system import logs
 
 from .calibration import find_module, load_weights
 from .formats import Format

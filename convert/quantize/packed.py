@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
@@ -31,6 +30,7 @@ from specdec.model.quantization import (
 )
 from specdec.model.sharding import Block
 from specdec.model.tensors import Shard, TensorSpec, list_linears
+from specdec.system import logs
 
 from ..hf import HfFolder, Target
 from ..plan import (

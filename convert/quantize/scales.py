@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.errors import SpecDecError, join_names
 from specdec.files.casts import cast
 from specdec.files.tensor_file import TensorInfo
@@ -33,7 +32,8 @@ from specdec.model.quantization import (
 )
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import list_linears
-from specdec.threads import Pool
+from specdec.system import logs
+from specdec.system.threads import Pool
 
 from ..hf import Target
 from ..plan import PlannedTensor, RankPlan

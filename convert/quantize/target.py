@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.command.settings import need
 from specdec.errors import Problems
 from specdec.files.tensor_file import DTYPES
@@ -18,6 +17,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.quantization import FP8
 from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
+from specdec.system import logs
 
 from ..hf import HfFolder, Target
 from ..plan import RankPlan

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from specdec import logs
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.model.int4 import SCALE_DTYPES
 from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIGHT_SCALE
 from specdec.model.tensors import TensorSpec
+from specdec.system import logs
 
 from ..hf import HfFolder, Target
 from ..plan import RankPlan, report_missing

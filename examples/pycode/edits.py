@@ -27,14 +27,14 @@ from torch import Tensor
 
 from examples.pycode.methods import VARIANTS, CallStage, make_engine
 from examples.pycode.recipe import Recipe
-from specdec.bench.settings import BenchSettings
 from specdec.command.settings import resolve_settings
 from specdec.decode.api import Engine
-from specdec.decode.grammar import Grammar, GrammarState
 from specdec.decode.requests import Request
 from specdec.engine.tree import Tree
-from specdec.pretrained import load_tokenizer
-from specdec.processes import call_stage
+from specdec.measure.settings import BenchSettings
+from specdec.system.processes import call_stage
+from specdec.text.grammar import Grammar, GrammarState
+from specdec.text.pretrained import load_tokenizer
 
 EDITS = Path(__file__).parent / "edits.jsonl"
 ALL = "all"

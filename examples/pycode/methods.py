@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.pycode.recipe import PROMPTS, Recipe, list_commands, write_recipes
-from specdec.bench.plots import has_matplotlib
 from specdec.errors import name_extra
+from specdec.measure.plots import has_matplotlib
 from specdec.methods import METHODS
-from specdec.processes import call_stage
+from specdec.system.processes import call_stage
 
 OUTPUT_LENGTHS = (16, 64)
 REPEAT = 3

@@ -29,12 +29,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine
-from specdec.bench.repetition import NGRAM_SIZE, is_looping
 from specdec.build.pipeline import build_engine
 from specdec.build.settings import BuildSettings
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
-from specdec.pretrained import load_model, load_tokenizer
+from specdec.measure.repetition import NGRAM_SIZE, is_looping
+from specdec.text.pretrained import load_model, load_tokenizer
 from specdec.train.features import OutputHead
 from specdec.train.loss import Teacher
 from specdec.train.loss import compute_loss as compute_fused_loss

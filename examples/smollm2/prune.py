@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.pretrained import load_model, load_tokenizer
+from specdec.text.pretrained import load_model, load_tokenizer
 
 
 def cut_layer(own: dict[str, Tensor], axes: Tensor, shape: LlamaConfig) -> dict[str, Tensor]:

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's runtimes, as specdec-run calls them."""

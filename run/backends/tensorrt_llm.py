@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec import logs
 from specdec.command.settings import need
 from specdec.decode.drafters.base import Drafter, check_room
 from specdec.decode.drafters.pace import Pace
@@ -17,11 +16,12 @@ from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.timing import Timing
-from specdec.decode.vocabulary import ModelTokens, check_vocabularies
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import METHOD as PROMPT_LOOKUP
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
+from specdec.system import logs
+from specdec.text.vocabulary_check import ModelTokens, check_vocabularies
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder, read_engine_folder
 from specdec.trtllm.run_checks import (
     check_devices,

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 
-from specdec import logs
 from specdec.command.settings import to_arguments
 from specdec.command.stdout import find_stdout
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.draft_target import DraftTargetDraft
-from specdec.mpi import find_world
 from specdec.options import as_options
-from specdec.processes import end_family, make_environment
+from specdec.system import logs
+from specdec.system.mpi import find_world
+from specdec.system.processes import end_family, make_environment
 from specdec.trtllm.engine_folder import read_engine_folder
 
 from ..settings import RunSettings

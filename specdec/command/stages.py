@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from specdec import __version__, errors, logs
+from specdec import __version__, errors
 from specdec.command import help
 from specdec.command.settings import (
     OPTION_HINT,
@@ -29,7 +29,8 @@ from specdec.command.settings import (
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
 from specdec.methods import METHODS
 from specdec.options import Flag, get_flags, name_flag
-from specdec.threads import calm_threads
+from specdec.system import logs
+from specdec.system.threads import calm_threads
 
 ALL = "--all"  # with --help or without
 CONTEXT: dict[str, Any] = {
@@ -414,9 +415,9 @@ STAGES = {
     "serve": ("specdec.serve.cli", "engine folder -> an OpenAI-compatible server"),
     "train": ("specdec.train.cli", "data and base -> drafter folder"),
     "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
-    "bench": ("specdec.bench.cli", "speed and acceptance, speculation on and off"),
+    "bench": ("specdec.measure.cli", "speed and acceptance, speculation on and off"),
     "diagnose": (
-        "specdec.bench.cli:diagnose",
+        "specdec.measure.cli:diagnose",
         "engine and prompts -> why it is not faster",
     ),
     "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decode.grammar import GrammarState
 from specdec.decode.sampling import (
     ACCEPT,
     CHOICE,
@@ -28,6 +27,7 @@ from specdec.decode.sampling import (
 from specdec.engine.ranking import find_best
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
+from specdec.text.grammar import GrammarState
 
 Accepted = tuple[list[int], int]  # the accepted nodes, root first, and the bonus token
 MAX_NODES = 256  # whose distributions are held at once, where each is drawn from

@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
 
-from specdec import logs
-from specdec.decode.encoding import use_template
 from specdec.decode.engine import TorchEngine, load_engine
-from specdec.decode.grammar import GrammarCompiler
 from specdec.decode.loop import Batch, Options
-from specdec.decode.prompts import CHECKS, Prompt, check_prompt, find_end_ids, make_requests
+from specdec.decode.prompt_requests import find_end_ids, make_requests
 from specdec.decode.requests import (
-    ONLY,
     ActiveRequest,
     DraftTree,
     FinishReason,
@@ -29,10 +25,8 @@ from specdec.decode.requests import (
     RequestStats,
     TokenLogprob,
     choose_best,
-    name_prompt,
 )
 from specdec.decode.settings import DecodeSettings
-from specdec.decode.text import decode_text
 from specdec.errors import (
     EngineBusyError,
     EngineLostError,
@@ -45,7 +39,12 @@ from specdec.errors import (
 )
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.options import check_value, get_flags
-from specdec.tokenizer import find_tokenizer, load_engine_tokenizer
+from specdec.system import logs
+from specdec.text.encoding import use_template
+from specdec.text.grammar import GrammarCompiler
+from specdec.text.prompts import CHECKS, ONLY, Prompt, check_prompt, name_prompt
+from specdec.text.text_stream import decode_text
+from specdec.text.tokenizer import find_tokenizer, load_engine_tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 
-from specdec import __version__, logs
+from specdec import __version__
 from specdec.decode.cost_measuring import Measuring
 from specdec.decode.cost_table import CostTable, read_table
 from specdec.decode.drafters.base import Drafter
 from specdec.engine.compiler import describe_cpu
 from specdec.engine.decoder import Decoder
-from specdec.engine.kernel_cache import find_cache
 from specdec.engine.layout import EngineConfig
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
+from specdec.system import logs
+from specdec.system.cache import find_cache
 
 logger = logs.get_logger(__name__)
 FORMAT_VERSION = 1  # older tables are measured again

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec import logs
 from specdec.decode.drafters.base import EngineHandle
 from specdec.errors import SpecDecError, count
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec import logs
 from specdec.decode.cost_keeping import find_costs
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters import (
@@ -43,8 +42,10 @@ from specdec.engine.layout import (
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
-from specdec.files.folders import TENSORRT, read_backend
+from specdec.files.backends import find_backend
+from specdec.files.folders import TORCH, read_backend
 from specdec.model.tensors import EMBEDDING
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 
@@ -303,8 +304,7 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
 
 def open_engine(folder: Path, **options: Any) -> TorchEngine:
     """Load an engine of torch or of TensorRT; the options are those that both have."""
-    if read_backend(folder) != TENSORRT:
+    if read_backend(folder) == TORCH:
         return TorchEngine(folder, **options)
-    from specdec.trt.engine import TensorRTEngine
-
-    return TensorRTEngine(folder, **options)
+    engine: TorchEngine = find_backend(folder).load_module().open_engine(folder, **options)
+    return engine

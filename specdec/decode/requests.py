@@ -13,15 +13,16 @@ from torch import Tensor
 
 from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
 from specdec.decode.shaping import make_shaper
-from specdec.decode.text import PLAIN_FORM, TextForm, TextStream
 from specdec.engine.ranking import find_top
 from specdec.engine.transfers import to_device, to_host
 from specdec.errors import Problems
 from specdec.model.bounds import MAX_SIZE
+from specdec.text.prompts import name_prompt
+from specdec.text.text_stream import PLAIN_FORM, TextForm, TextStream
 
 if TYPE_CHECKING:
-    from specdec.decode.grammar import Grammar, GrammarState
     from specdec.engine.tree import Tree
+    from specdec.text.grammar import Grammar, GrammarState
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 Origin = Literal["draft", "bonus", "plain"]
@@ -30,7 +31,6 @@ DRAFT: Origin = "draft"
 BONUS: Origin = "bonus"
 PLAIN: Origin = "plain"
 NO_ROW = -1  # of a request that waits for one
-ONLY = -1  # the index of a prompt that was given alone
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -70,11 +70,6 @@ class Request:
         needs = is_followed or self.stop or self.form != PLAIN_FORM
         is_text = needs and tokenizer is not None
         return TextStream(tokenizer, self.stop, self.form) if is_text else None
-
-
-def name_prompt(index: int) -> str:
-    """What messages call the prompt of an index."""
-    return "the prompt" if index == ONLY else f"prompt {index}"
 
 
 @dataclasses.dataclass(frozen=True)

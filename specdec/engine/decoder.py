@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec import logs
 from specdec.engine.blocks import BlockMatrix
 from specdec.engine.delta_net import DeltaNet
 from specdec.engine.experts import ExpertLayer
@@ -37,6 +36,7 @@ from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import SCALES
 from specdec.model.tensors import LINEAR_MODULE, ROUTER
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 

@@ -14,28 +14,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec import logs
+from specdec.system import logs
+from specdec.system.cache import find_cache
 
 logger = logs.get_logger(__name__)
 LIBRARY = ".so"  # suffix of entries that are the CPU's kernels
 FOLDER_NAME = "kernels"  # of the cache; an engine's copy, which only a user lets be loaded
 _SUM_CHARACTERS = 32
 _told: set[str] = set()
-
-
-def find_cache() -> Path | None:
-    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
-
-    None for a user without a home, as containers have them.
-    """
-    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "specdec"
-    try:
-        return Path.home() / ".cache" / "specdec"
-    except RuntimeError:
-        return None
 
 
 def find_kept(info: Mapping[str, str], suffix: str = LIBRARY) -> Path | None:

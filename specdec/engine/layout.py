@@ -13,16 +13,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
+from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
+from specdec.checkpoint.inventory import describe_quantized, find_rank_files
 from specdec.errors import Problems, SpecDecError, shorten
 from specdec.files.folders import ENGINE, TORCH, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
+from specdec.files.vocabulary import read_recorded
 from specdec.methods import METHODS, DrafterParams
-from specdec.model.checkpoint import CheckpointConfig, parse_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_GROUPS, describe_int4
-from specdec.model.inventory import describe_quantized, find_rank_files
 from specdec.model.quantization import FLOAT8, INT4, INT8, INT8_SCALES, WEIGHT_SCALE
 from specdec.model.rotary_scaling import get_kind
 from specdec.model.tensors import (
@@ -36,7 +36,7 @@ from specdec.model.tensors import (
     get_stored_dtype,
     list_target_tensors,
 )
-from specdec.vocabulary import read_recorded
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 

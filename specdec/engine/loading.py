@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec import logs
 from specdec.engine.blocks import BlockMatrix
 from specdec.engine.float8 import can_multiply, widen
 from specdec.engine.int8 import check_scales
@@ -32,6 +31,7 @@ from specdec.model.blocks import BLOCK_TYPES, is_blocks
 from specdec.model.quantization import FLOAT8, INT8, SCALES, WEIGHT_SCALE
 from specdec.model.sharding import join
 from specdec.model.tensors import EMBEDDING, list_target_tensors
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 

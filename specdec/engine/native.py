@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec import logs
 from specdec.engine.compiler import FLAGS as FLAGS
 from specdec.engine.compiler import SOURCE as SOURCE
 from specdec.engine.compiler import call_compiler, hash_source
 from specdec.engine.compiler import describe_cpu as describe_cpu
 from specdec.engine.compiler import find_compiler as find_compiler
-from specdec.engine.kernel_cache import find_cache, find_kept, keep
+from specdec.engine.kernel_cache import find_kept, keep
 from specdec.engine.layers import Attention, Norm, name_activation
 from specdec.engine.linear_states import LinearStates
 from specdec.engine.rotary import RotaryTable
@@ -31,6 +30,8 @@ from specdec.errors import SpecDecError
 from specdec.model.blocks import TYPES
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import ENGINE_GROUPS
+from specdec.system import logs
+from specdec.system.cache import find_cache
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"

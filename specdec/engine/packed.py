@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec import logs
 from specdec.engine.layout import EngineConfig, open_packed_file
 from specdec.engine.native import TILE, NativeKernels
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import to_array, view_tensor
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 

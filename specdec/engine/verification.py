@@ -14,8 +14,6 @@ import threading
 import time
 from pathlib import Path
 
-from specdec import logs
-from specdec.engine.kernel_cache import find_cache
 from specdec.errors import SpecDecError
 from specdec.files.manifest import (
     BLOCK_BYTES,
@@ -25,6 +23,8 @@ from specdec.files.manifest import (
     list_block_sums,
     read_manifest,
 )
+from specdec.system import logs
+from specdec.system.cache import find_cache
 
 logger = logs.get_logger(__name__)
 FOLDER_NAME = "checked"  # of the cache

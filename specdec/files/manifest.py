@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from specdec import __version__, logs
+from specdec import __version__
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import hash_file, is_inside, read_json, write_json
 from specdec.files.staging import JOURNAL_NAME
-from specdec.threads import Pool, count_usable_cores
+from specdec.system import logs
+from specdec.system.threads import Pool, count_usable_cores
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import SpecDecError, join_names, name_extra, shorten
+from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.folders import GGUF_MAGIC, list_parts
 from specdec.files.reading import Array, open_file, read_into
 from specdec.files.tensor_file import DTYPES
+from specdec.system.libraries import import_gguf
 
 VERSIONS = (2, 3)
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -32,17 +33,6 @@ SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7
            11: "<i8", 12: "<f8"}  # fmt: skip
 FLOAT, TEXT, ARRAY = 6, 8, 9
 MAX_HEADER_BYTES = 1 << 30
-
-
-def import_gguf(purpose: str) -> Any:
-    """The package, or SpecDecError that says how to get it. purpose: what needs it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise SpecDecError(
-            f"{purpose} needs the package gguf: {error}", name_extra("gguf")
-        ) from None
-    return gguf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ def localize(name: str | Path) -> str:
 
 def _find_parent() -> Path:
     """The folder in the cache, or a temporary one where there is none that can be written."""
-    from specdec.engine.kernel_cache import find_cache
+    from specdec.system.cache import find_cache
 
     if (cache := find_cache()) is not None:
         with contextlib.suppress(OSError):

@@ -14,9 +14,10 @@ from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
+from specdec.system.libraries import import_gguf
 
 from .config import Metadata, find_architecture, read_config
-from .file import PLAIN, Stored, decode, import_gguf, open_parts
+from .file import PLAIN, Stored, decode, open_parts
 from .names import MTP_NAMES, NAMES, order_turned
 from .special import LISTS, PREFIX, read_special
 

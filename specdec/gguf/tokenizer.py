@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from specdec import logs
 from specdec.errors import SpecDecError, join_names, shorten, summarize
 from specdec.files.folders import GGUF
-from specdec.vocabulary import SPACE
+from specdec.files.vocabulary import SPACE
+from specdec.system import logs
 
 from .special import (
     BYTE,

@@ -24,7 +24,7 @@ import numpy as np
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
-from specdec.gguf.file import import_gguf
+from specdec.system.libraries import import_gguf
 
 GGUF = "GGUF"
 BLOCK_TYPES = "ggml_types"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec import logs
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.decode.drafters import Methods
 from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.leader import LeadingDecoder, open_decoder
@@ -21,7 +21,7 @@ from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
 from specdec.files.folders import TENSORRT
 from specdec.files.reading import read_json
-from specdec.model.checkpoint import CheckpointConfig
+from specdec.system import logs
 from specdec.trt.decoder import NetworkDecoder
 from specdec.trt.drafters import list_networks, open_drafter
 from specdec.trt.library import OTHER, Library, describe_library, load_tensorrt
@@ -176,3 +176,8 @@ class TensorRTEngine(TorchEngine):
             drafter = self.drafter_network
             for runner in self.decoder.runners + (drafter.runners if drafter else []):
                 runner.keep_kernels()
+
+
+def open_engine(folder: Path, **options: Any) -> TensorRTEngine:
+    """Load an engine folder; see `TorchEngine` for the options."""
+    return TensorRTEngine(folder, **options)

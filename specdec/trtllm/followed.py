@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.decode.requests import PLAIN, ActiveRequest, Origin, Request
-from specdec.decode.text import decode_text
 from specdec.errors import SpecDecError
+from specdec.text.text_stream import decode_text
 from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.runner import NO_END
 

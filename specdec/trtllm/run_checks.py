@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec import logs
 from specdec.decode.devices import check_count
-from specdec.decode.prompts import SHAPING
 from specdec.decode.requests import Request, find_problems
 from specdec.decode.sampling import GREEDY
 from specdec.decode.settings import DecodeSettings
@@ -20,6 +18,8 @@ from specdec.methods.draft_target import DraftOptions
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.redrafter import ReDrafterDraft
 from specdec.options import list_given, name_flag
+from specdec.system import logs
+from specdec.text.prompts import SHAPING
 from specdec.trtllm.engine_folder import EXTERNAL, EngineFolder
 from specdec.trtllm.environment import compare_environments, read_environment
 from specdec.trtllm.lacks import list_defects

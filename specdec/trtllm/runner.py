@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec import logs
 from specdec.decode.sampling import SamplingParams
 from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError, summarize
+from specdec.system import logs
 from specdec.trtllm.engine_folder import EngineFolder
 
 logger = logs.get_logger(__name__)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from specdec.bench import machine, plots
-from specdec.bench.engine import Pass, open_bench
-from specdec.bench.measure import alternate, divide, summarize
-from specdec.bench.pipeline import find_error, list_warnings, run_bench
-from specdec.bench.prompts import read_prompt_set
-from specdec.bench.repetition import is_looping, measure_distinct
-from specdec.bench.report import format_report, format_table, write_report
-from specdec.bench.settings import BenchSettings, read_counts
 from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError, UsageError
+from specdec.measure import machine, plots
+from specdec.measure.engine import Pass, open_bench
+from specdec.measure.measure import alternate, divide, summarize
+from specdec.measure.pipeline import find_error, list_warnings, run_bench
+from specdec.measure.prompts import read_prompt_set
+from specdec.measure.repetition import is_looping, measure_distinct
+from specdec.measure.report import format_report, format_table, write_report
+from specdec.measure.settings import BenchSettings, read_counts
 from specdec.run.settings import RunSettings
 from tests.conftest import read_error_lines
 from tests.engines import run_cli_here
@@ -161,7 +161,7 @@ def test_loops_are_seen() -> None:
 def test_written_report(
     report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.bench.plots.has_matplotlib", lambda: False)
+    monkeypatch.setattr("specdec.measure.plots.has_matplotlib", lambda: False)
     write_report(report, tmp_path / "out", force=False)
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
     assert (tmp_path / "out" / "report.txt").read_text() == format_report(report) + "\n"

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from benchmarks.verify_cost import count_experts
-from specdec.bench.causes import (
+from specdec.decode.engine import TorchEngine
+from specdec.decode.requests import sum_stats
+from specdec.errors import SpecDecError
+from specdec.measure.causes import (
     BatchFacts,
     Cause,
     find_missing_kernels,
@@ -21,14 +24,11 @@ from specdec.bench.causes import (
     find_unused_template,
     rank_causes,
 )
-from specdec.bench.diagnose import diagnose, find_largest, list_remedies_in_use, observe_run
-from specdec.bench.engine import open_bench
-from specdec.bench.prompts import read_prompt_set
-from specdec.bench.report import format_diagnosis
-from specdec.bench.settings import DiagnoseSettings
-from specdec.decode.engine import TorchEngine
-from specdec.decode.requests import sum_stats
-from specdec.errors import SpecDecError
+from specdec.measure.diagnose import diagnose, find_largest, list_remedies_in_use, observe_run
+from specdec.measure.engine import open_bench
+from specdec.measure.prompts import read_prompt_set
+from specdec.measure.report import format_diagnosis
+from specdec.measure.settings import DiagnoseSettings
 from tests.conftest import make_drafter, make_tokenizer
 from tests.engines import make_engine, run_cli_here
 from tests.families import make_family_model

@@ -17,10 +17,10 @@ from benchmarks import grow as shipped_grow
 from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import PYCODE, SIZES
 from benchmarks.under_load.compare import DRAFT_SHAPE, SHAPES
-from specdec.bench.engine import open_bench
-from specdec.bench.prompts import read_prompt_set
 from specdec.decode.accept import Candidates
 from specdec.decode.requests import ActiveRequest, sum_stats
+from specdec.measure.engine import open_bench
+from specdec.measure.prompts import read_prompt_set
 from specdec.run.settings import RunSettings
 from tests.conftest import (
     ROOT,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.diagnose import diagnose
-from specdec.bench.pipeline import run_bench
-from specdec.bench.settings import BenchSettings, DiagnoseSettings
+from specdec.measure.diagnose import diagnose
+from specdec.measure.pipeline import run_bench
+from specdec.measure.settings import BenchSettings, DiagnoseSettings
 from specdec.methods import METHODS
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call

@@ -17,7 +17,7 @@ from benchmarks.side_by_side.ways import SearchShape, Way, list_ways, name_chain
 from benchmarks.side_by_side.wire import cut_at_end
 from benchmarks.side_by_side.workers import engine as engine_worker
 from benchmarks.side_by_side.workers.transformers_models import Models as Transformers
-from specdec.bench.measure import summarize
+from specdec.measure.measure import summarize
 from tests.conftest import ROOT, make_llama, make_tokenizer
 
 WORK = Work(

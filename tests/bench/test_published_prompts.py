@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.prompts import MT_BENCH_CATEGORIES, group_requests, read_prompt_set
-from specdec.bench.report import format_report
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
-from specdec.pretrained import load_tokenizer
+from specdec.measure.prompts import MT_BENCH_CATEGORIES, group_requests, read_prompt_set
+from specdec.measure.report import format_report
+from specdec.text.pretrained import load_tokenizer
 from tests.bench.test_bench import bench
 
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")

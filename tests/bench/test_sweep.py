@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.report import format_sweep
-from specdec.bench.settings import BenchSettings
-from specdec.bench.sweep import list_best, name_combination, read_sweep, run_sweep
 from specdec.errors import SpecDecError, UsageError
+from specdec.measure.report import format_sweep
+from specdec.measure.settings import BenchSettings
+from specdec.measure.sweep import list_best, name_combination, read_sweep, run_sweep
 from tests.engines import run_cli_here
 
 

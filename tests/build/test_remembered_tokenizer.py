@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SpecDecError
-from specdec.decode.prompts import find_end_ids
+from specdec.decode.prompt_requests import find_end_ids
 from specdec.decode.settings import DecodeSettings
 from specdec.files.reading import hash_file
-from specdec.tokenizer import FOLDER, check_tokenizer, copy_tokenizer, find_tokenizer
+from specdec.text.tokenizer import FOLDER, check_tokenizer, copy_tokenizer, find_tokenizer
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, run_cli_here, run_here
 

@@ -12,11 +12,11 @@ from specdec.build.backends.tensorrt_llm.pipeline import choose_facts, make_plan
 from specdec.build.backends.tensorrt_llm.plan import TensorRTPlan
 from specdec.build.backends.tensorrt_llm.record import predict_record
 from specdec.build.settings import BuildSettings
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.command.settings import Other
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.trtllm.environment import Environment, Gpu
 from specdec.trtllm.facts import load_facts
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama

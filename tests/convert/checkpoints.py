@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.model.checkpoint import read_checkpoint_config
-from specdec.model.inventory import list_tensors
+from specdec.checkpoint.config import read_checkpoint_config
+from specdec.checkpoint.inventory import list_tensors
 from specdec.model.sharding import join
 from specdec.model.tensors import list_rank_names
 from tests.convert.golden_models import read_tensors

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
 from specdec.options import name_flag
-from specdec.pretrained import load_model
+from specdec.text.pretrained import load_model
 from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_tensors, rewrite, summarize_rank

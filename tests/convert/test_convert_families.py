@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from specdec.checkpoint.config import parse_checkpoint_config, read_checkpoint_config
 from specdec.convert.families import FAMILIES, list_families
 from specdec.convert.families.base import Family, Layout, describe_rotary
 from specdec.convert.hf import HfFolder
@@ -23,7 +24,6 @@ from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
-from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import list_target_tensors
 from specdec.trtllm.facts import LABELS, load_facts

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
+from specdec.checkpoint.config import parse_checkpoint_config, read_checkpoint_config
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import read_cases, summarize_rank
 from tests.covering import cover

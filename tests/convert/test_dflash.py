@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.files.folders import DFLASH, look_at
-from specdec.model.checkpoint import read_checkpoint_config
 from tests.conftest import make_dflash_drafter, make_llama, read_error_lines
 from tests.engines import call, run_cli_here
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from specdec.checkpoint.config import parse_checkpoint_config, read_checkpoint_config
+from specdec.checkpoint.inventory import list_tensors
 from specdec.files.tensor_file import TensorFile
-from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
-from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.convert.checkpoints import read_config

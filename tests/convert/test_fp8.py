@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec import logs
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.convert.plan import OutputBlock
 from specdec.convert.quantize import calibration
 from specdec.convert.quantize.formats import FORMATS
 from specdec.convert.quantize.rounded import Scales
 from specdec.convert.quantize.scales import Quantizer
 from specdec.files.tensor_file import TensorInfo
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
 from specdec.model.tensors import list_linears, list_target_tensors
+from specdec.system import logs
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama, make_tokenizer
 from tests.convert.checkpoints import read_config, set_config
 from tests.convert.conftest import Converter

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.convert.families import FAMILIES
 from specdec.convert.quantize import scales
 from specdec.errors import SpecDecError
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.tensors import list_linears
 from tests.convert.conftest import Converter
 from tests.families import CLASSES, HYBRIDS, make_family_model

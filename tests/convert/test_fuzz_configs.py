@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.checkpoint.config import parse_checkpoint_config
+from specdec.checkpoint.inventory import describe_rank
 from specdec.convert.checkpoint import CheckpointFolder
 from specdec.convert.families import FAMILIES
 from specdec.convert.pipeline import convert_model, make_plan
 from specdec.convert.plan import ConversionPlan
 from specdec.convert.settings import ConvertSettings
 from specdec.errors import Problems
-from specdec.model.checkpoint import parse_checkpoint_config
-from specdec.model.inventory import describe_rank
 from specdec.verify.contents import check_contents
 from tests.convert.conftest import Source
 from tests.convert.fuzzing import attempt, fuzz

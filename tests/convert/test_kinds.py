@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.convert.families import FAMILIES
 from specdec.convert.kinds import MARKS, describe_kind
-from specdec.pretrained import load_model
+from specdec.text.pretrained import load_model
 from tests.conftest import make_llama
 from tests.convert.checkpoints import join_checkpoint, read_config
 from tests.convert.conftest import Converter

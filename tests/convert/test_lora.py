@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec.errors import SpecDecError
-from specdec.pretrained import load_model
+from specdec.text.pretrained import load_model
 from tests.conftest import make_llama
 from tests.convert.checkpoints import join_checkpoint
 from tests.convert.conftest import Converter

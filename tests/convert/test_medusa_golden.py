@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from specdec.checkpoint.config import parse_checkpoint_config
+from specdec.checkpoint.inventory import list_tensors
 from specdec.files.tensor_file import TensorFile
-from specdec.model.checkpoint import parse_checkpoint_config
-from specdec.model.inventory import list_tensors
 from specdec.model.tensors import get_rank_shape
 from tests.convert.conftest import Converter, Source
 from tests.convert.golden_models import GOLDEN, summarize_rank

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.convert.plan import PlannedTensor
 from specdec.convert.quantize import calibration, evaluate, search
 from specdec.convert.quantize.calibration import Inputs
 from specdec.convert.quantize.formats import FORMATS, Format
 from specdec.convert.quantize.rounded import RoundedMatrix, Scales
 from specdec.files.tensor_file import TensorInfo
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.model.sharding import join
 from specdec.model.tensors import list_linears, list_target_tensors
 from tests.conftest import make_drafter, make_llama

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.checkpoint.config import read_checkpoint_config
+from specdec.checkpoint.inventory import compare_tensors, describe_rank
 from specdec.convert.quantize.float8 import E8M0, to_float32
 from specdec.convert.quantize.sections import METHODS, REFUSED, SOURCE_FORMATS
 from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
-from specdec.model.checkpoint import read_checkpoint_config
-from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.tensors import list_linears
 from tests.conftest import make_drafter, make_llama
 from tests.convert.checkpoints import set_config

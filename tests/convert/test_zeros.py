@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.convert.zeros import ZeroFinder
 from specdec.errors import SpecDecError
-from specdec.pretrained import load_model
+from specdec.text.pretrained import load_model
 from tests import families
 from tests.conftest import change_tensors, make_llama, make_medusa_heads, make_tokenizer
 from tests.convert.conftest import Converter

@@ -153,7 +153,7 @@ def test_a_mistyped_path_is_told_its_neighbour(store: Store, tmp_path: Path) -> 
 
 def test_commands_refuse_by_name(store: Store, tmp_path: Path) -> None:
     """One wrong folder for every flag that takes one."""
-    from specdec.pretrained import load_model, load_tokenizer
+    from specdec.text.pretrained import load_model, load_tokenizer
 
     out, target = ["--output-dir", tmp_path / "out"], ["--model-dir", store(MODEL)]
     base = ["--base-model-checkpoint-dir", store(MODEL), "--drafter-model-dir", store(REDRAFTER)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.mpi import Launch, check_meeting_place, find_launch, find_world
+from specdec.system import logs
+from specdec.system.mpi import Launch, check_meeting_place, find_launch, find_world
 from tests.conftest import ROOT, read_error_lines
 from tests.engines import make_engine, run_cli_here
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec import logs
+from specdec.system import logs
 
 
 class Terminal(io.StringIO):

@@ -18,15 +18,15 @@ import pytest
 
 from specdec.errors import SpecDecError
 from specdec.model.config_reader import Rotary
-from specdec.pretrained import load_config, load_model, load_tokenizer
-from specdec.pretrained_config import adapt_config, check_rotary
+from specdec.text.pretrained import load_config, load_model, load_tokenizer
+from specdec.text.pretrained_config import adapt_config, check_rotary
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import make_engine, run_cli_here
 from tests.families import make_family_model
 
 # Where the library is told itself: this process of the benchmarks has none of our code.
 ALONE = ("benchmarks/side_by_side/workers/transformers_models.py",)
-LOADERS = ("specdec/pretrained.py", "specdec/pretrained_tokenizer.py")
+LOADERS = ("specdec/text/pretrained.py", "specdec/text/pretrained_tokenizer.py")
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\nraise SystemExit(7)\n"
 
 
@@ -70,7 +70,7 @@ def test_nothing_but_the_loader_calls_from_pretrained() -> None:
         if (lines := list_bare_calls((ROOT / name).read_text("utf-8"), may_say_no=name in ALONE))
     }
     assert len(names) > 150
-    assert not found, "load through specdec.pretrained"
+    assert not found, "load through specdec.text.pretrained"
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_tokenizer_json_is_loaded_without_the_class_that_chooses_one(tmp_path: P
     folder = make_tokenizer(tmp_path / "tokenizer")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     code = (
-        "import sys\nfrom specdec.pretrained import load_tokenizer\n"
+        "import sys\nfrom specdec.text.pretrained import load_tokenizer\n"
         f"load_tokenizer({str(folder)!r})\n"
         "sys.exit('transformers.models.auto.tokenization_auto' in sys.modules)"
     )

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec import processes
-from specdec.threads import calm_threads
+from specdec.system import processes
+from specdec.system.threads import calm_threads
 from tests.conftest import ROOT
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
@@ -183,7 +183,9 @@ def test_what_libraries_write_is_not_in_front_of_the_output(
         os.write(1, b"[Gloo] Rank 0 is connected\n")
     print("after", flush=True)
     assert tuple(capfd.readouterr()) == ("before\nafter\n", "[Gloo] Rank 0 is connected\n")
-    closed = "from specdec.processes import keep_stdout_clean\nwith keep_stdout_clean(): pass"
+    closed = (
+        "from specdec.system.processes import keep_stdout_clean\nwith keep_stdout_clean(): pass"
+    )
     for descriptor in ("1", "2"):
         line = f'"{sys.executable}" -c "{closed}" {descriptor}>&-'
         done = subprocess.run(["sh", "-c", line], cwd=ROOT, check=False)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from specdec.checkpoint.config import parse_checkpoint_config
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import EagleParams
-from specdec.model.checkpoint import parse_checkpoint_config
 from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from tests.core.test_schema import LLAMA

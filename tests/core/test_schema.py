@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from specdec.checkpoint.config import parse_checkpoint_config, read_checkpoint_config
 from specdec.errors import SpecDecError
 from specdec.methods import METHODS, find_method
 from specdec.methods.medusa import MedusaParams
 from specdec.methods.redrafter import ReDrafterParams
-from specdec.model.checkpoint import parse_checkpoint_config, read_checkpoint_config
 
 LLAMA: dict[str, Any] = {
     "architecture": "LlamaForCausalLM", "dtype": "float16", "vocab_size": 128, "hidden_size": 64,

@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processo
 from tokenizers import pre_tokenizers as splits
 
 from specdec.errors import SpecDecError
-from specdec.pretrained import load_tokenizer, warn_of_other_ids
-from specdec.text_reading import TEXTS
-from specdec.vocabulary import list_differences, read_vocabulary
+from specdec.files.text_reading import TEXTS
+from specdec.files.vocabulary import list_differences, read_vocabulary
+from specdec.text.pretrained import load_tokenizer, warn_of_other_ids
 from tests.conftest import ROOT
 from tests.covering import cover
 
@@ -254,7 +254,7 @@ TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 
 
 def test_templates_of_processors_and_by_name(backends: dict[str, str], tmp_path: Path) -> None:
-    from specdec.tokenizer import copy_tokenizer
+    from specdec.text.tokenizer import copy_tokenizer
 
     source = write(tmp_path / "source", backends["split"], NAMES)
     (source / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))

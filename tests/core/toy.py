@@ -14,8 +14,8 @@ import sys
 from specdec.command.settings import to_plain
 from specdec.command.stages import run_command, stage_command
 from specdec.errors import SpecDecError, UsageError
-from specdec.logs import get_logger, show_progress
 from specdec.options import setting
+from specdec.system.logs import get_logger, show_progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

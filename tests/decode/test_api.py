@@ -28,9 +28,9 @@ from specdec import (
     UsageError,
 )
 from specdec.decode import api
-from specdec.decode.encoding import TEMPLATES
 from specdec.decode.ranks import processes
-from specdec.decode.text import TextStream
+from specdec.text.encoding import TEMPLATES
+from specdec.text.text_stream import TextStream
 from tests.conftest import change_tensors, make_llama, make_tokenizer
 from tests.engines import call, continue_by_transformers
 from tests.methods import build_methods

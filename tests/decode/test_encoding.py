@@ -13,9 +13,9 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from specdec import Prompt, PromptError, SpecDecError
-from specdec.decode.encoding import TEMPLATES, encode_prompt, use_template
 from specdec.decode.settings import DecodeSettings
-from specdec.pretrained import load_tokenizer
+from specdec.text.encoding import TEMPLATES, encode_prompt, use_template
+from specdec.text.pretrained import load_tokenizer
 from tests.conftest import make_tokenizer
 
 SETTINGS = DecodeSettings(engine_dir=Path())

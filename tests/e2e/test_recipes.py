@@ -19,7 +19,7 @@ import yaml
 
 from examples.pycode import edits, methods, recipe
 from specdec.methods import METHODS
-from specdec.pretrained import load_tokenizer
+from specdec.text.pretrained import load_tokenizer
 from specdec.train import acceptance
 from specdec.train.settings import TRAINABLE
 from tests.conftest import (

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from specdec.command.stages import load_command
 from specdec.files import staging
 from tests.conftest import ROOT, make_drafter, make_medusa_heads, make_tokenizer
 from tests.engines import call_here
@@ -278,7 +279,7 @@ def resolve(name: str, arguments: list[str], where: str, monkeypatch: pytest.Mon
         taken.append(settings)
         raise Taken
 
-    command = importlib.import_module(f"specdec.{name}.cli").command
+    command = load_command(name)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.import_module(f"specdec.{module}"), function, take)
         with pytest.raises(Taken):
@@ -288,8 +289,8 @@ def resolve(name: str, arguments: list[str], where: str, monkeypatch: pytest.Mon
 
 def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the page's order: what can be dry-run is, and the rest has its settings checked."""
-    from specdec.bench.settings import read_counts
     from specdec.decode.drafters import read_drafting
+    from specdec.measure.settings import read_counts
     from specdec.train.data.pipeline import check_settings as check_data
     from specdec.train.pipeline import check_settings as check_training
     from specdec.train.pipeline import fill_defaults

@@ -19,6 +19,7 @@ import torch
 
 from specdec.engine import compiler, kernel_cache, native
 from specdec.errors import SpecDecError
+from specdec.system.cache import find_cache
 from tests.engine.kernels import needs_compiler
 
 INFO = {"cpu": "this one"}
@@ -170,7 +171,7 @@ def test_no_home(
     for name in ("SPECDEC_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 54321)
-    assert kernel_cache.find_cache() is None
+    assert find_cache() is None
     kernel_cache.keep(b"code", INFO)
     assert "cannot be kept in a home folder: there is none" in caplog.text
 

@@ -13,7 +13,7 @@ from specdec.errors import SpecDecError
 from specdec.export.pipeline import export_model
 from specdec.export.settings import ExportSettings
 from specdec.export.tokenizers import read_template, read_tokenizer
-from specdec.tokenizer import copy_files
+from specdec.text.tokenizer import copy_files
 from tests.conftest import make_llama
 from tests.export.gguf_reader import read_gguf
 from tests.export.sentencepiece import SPACE, list_hostile, make_sentencepiece, split

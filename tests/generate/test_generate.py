@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdec import logs
 from specdec.command.stages import load_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.generate import pipeline
 from specdec.generate.cache import EngineCache
+from specdec.system import logs
 from tests.conftest import (
     ROOT,
     make_drafter,

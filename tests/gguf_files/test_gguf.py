@@ -28,7 +28,7 @@ from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
 from specdec.gguf.names import order_turned
 from specdec.gguf.tokenizer import TokenizerMaker
-from specdec.pretrained import load_model, load_tokenizer
+from specdec.text.pretrained import load_model, load_tokenizer
 from tests.covering import cover
 from tests.engines import call, reset_accelerator, run_cli_here
 from tests.families import EXPERTS, HYBRIDS, make_family_model
@@ -338,7 +338,7 @@ TEXTS = (
 
 def list_metadata(kind: str, *, prefix: bool) -> dict[str, Any]:
     """A small vocabulary of one of the two kinds."""
-    from specdec.vocabulary import list_byte_letters
+    from specdec.files.vocabulary import list_byte_letters
 
     if kind == "llama":
         tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

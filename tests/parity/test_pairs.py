@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from specdec.build.backends.tensorrt_llm.checks import find_checkpoint_problems
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.convert.families import FAMILIES
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.engine import TorchEngine
 from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, Architecture
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.trtllm.facts import LABELS, load_facts
 from specdec.trtllm.lacks import find_pair
 from tests.conftest import (

@@ -505,7 +505,7 @@ def test_build_wants_both_flags(
 
 def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
     """By what the engines' manifests record, and by the tokenizers themselves."""
-    from specdec.decode.vocabulary import ModelTokens, check_vocabularies, compare_tokenizers
+    from specdec.text.vocabulary_check import ModelTokens, check_vocabularies, compare_tokenizers
 
     def describe(engine: Path) -> ModelTokens:
         config = TorchEngine(engine).config

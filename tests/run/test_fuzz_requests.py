@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decode.prompts import list_prompts, make_requests, read_line
+from specdec.decode.prompt_requests import make_requests
 from specdec.decode.requests import Request, find_problems
 from specdec.errors import SpecDecError, UsageError
 from specdec.run.settings import RunSettings
+from specdec.text.prompts import list_prompts, read_line
 from tests.conftest import make_tokenizer
 from tests.convert.fuzzing import attempt, fuzz
 

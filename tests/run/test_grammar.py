@@ -15,10 +15,10 @@ import torch
 
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.accept import Candidates, accept_batch
-from specdec.decode.grammar import Grammar
 from specdec.decode.sampling import DRAFT, Sampler, SamplingParams
-from specdec.decode.schemas import fit_schema
 from specdec.engine.tree import Tree, pack_beams
+from specdec.text.grammar import Grammar
+from specdec.text.schemas import fit_schema
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import call, make_engine
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value

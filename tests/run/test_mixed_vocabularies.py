@@ -24,10 +24,10 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
-from specdec.decode.token_map import SameTokens, SharedTokens, read_words, split_bytes
 from specdec.engine.step import Step
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError
+from specdec.text.token_map import SameTokens, SharedTokens, read_words, split_bytes
 from tests.conftest import make_llama, read_error_lines
 from tests.costs import make_costs
 from tests.covering import cover

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specdec import logs
 from specdec.decode import loop
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options, generate
 from specdec.decode.prefill import PromptReader
-from specdec.decode.prompts import Prompt, list_prompts, make_requests, read_line
+from specdec.decode.prompt_requests import make_requests
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
 from specdec.run.settings import RunSettings
+from specdec.system import logs
+from specdec.text.prompts import Prompt, list_prompts, read_line
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
 from tests.engines import OracleProposer, run_cli_here, start_cli
 from tests.methods import build_methods, load_method

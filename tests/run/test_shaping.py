@@ -18,7 +18,7 @@ from specdec.decode.accept import accept_batch
 from specdec.decode.sampling import Sampler, SamplingParams, process_logits
 from specdec.decode.shaping import Penalties, make_shaper
 from specdec.engine.tree import make_root, pack_beams
-from specdec.pretrained import load_tokenizer
+from specdec.text.pretrained import load_tokenizer
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine, run_here
 from tests.run.statistics import FALSE_ALARM_RATE, compute_p_value

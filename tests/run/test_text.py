@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.decode.text import INCOMPLETE, TextStream, decode_text
+from specdec.text.text_stream import INCOMPLETE, TextStream, decode_text
 from tests.conftest import ROOT
 
 SPACE = "\u2581"

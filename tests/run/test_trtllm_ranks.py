@@ -16,9 +16,9 @@ from specdec.decode.requests import Request
 from specdec.decode.sampling import SamplingParams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.eagle import EagleParams
-from specdec.mpi import World as MpiWorld
-from specdec.mpi import find_world
 from specdec.run.settings import RunSettings
+from specdec.system.mpi import World as MpiWorld
+from specdec.system.mpi import find_world
 from specdec.trtllm.engine_folder import EngineFolder, read_engine_folder
 from specdec.trtllm.run_checks import find_sampling_problems
 from specdec.trtllm.run_options import make_eagle_options

@@ -19,11 +19,11 @@ from specdec.decode.drafters.levels import Level, TreeDraft, make_first
 from specdec.decode.drafters.medusa import MedusaProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.engine import TorchEngine
-from specdec.decode.token_map import SameTokens
 from specdec.engine import native
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
+from specdec.text.token_map import SameTokens
 from specdec.trt.library import find_package
 from tests.covering import cover
 from tests.engines import call, continue_by_transformers, list_requests

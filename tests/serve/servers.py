@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
-from specdec.http_client import read_key
 from specdec.serve.server import Server, load, open_socket
 from specdec.serve.settings import ServeSettings
+from specdec.system.http_client import read_key
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine
 

@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from specdec import Event
 from specdec.decode.requests import Request
-from specdec.decode.text import TextStream
 from specdec.serve.answers import Answer, Choice
 from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS
 from specdec.serve.parsing import Parser
 from specdec.serve.responses import ResponseAnswer
 from specdec.serve.tokens import TokenTable
+from specdec.text.text_stream import TextStream
 from tests.conftest import ROOT
 from tests.serve.test_tools import join, without_ids
 

@@ -22,7 +22,7 @@ from transformers import tokenization_utils_base
 from specdec import Engine, Event, Prompt, SpecDecError, UsageError
 from specdec.decode.loop import Batch
 from specdec.decode.requests import TokenLogprob
-from specdec.http_client import read_key
+from specdec.files.vocabulary import list_byte_letters
 from specdec.serve import app, protocol
 from specdec.serve.answers import Answer, Choice
 from specdec.serve.schema import CHAT as CHAT_PARAMETERS
@@ -30,7 +30,7 @@ from specdec.serve.schema import COMPLETION, IDLE, NEUTRAL
 from specdec.serve.server import Server, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
-from specdec.vocabulary import list_byte_letters
+from specdec.system.http_client import read_key
 from tests.conftest import EOS
 from tests.serve.servers import (
     CLIENT,

@@ -24,9 +24,9 @@ import pytest
 from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.ranks import processes
-from specdec.processes import _list_family
 from specdec.serve import cli, scheduler, server
 from specdec.serve.server import Server
+from specdec.system.processes import _list_family
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import call, run_cli_here
 from tests.forks import fork, run_main

@@ -15,17 +15,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec import Event
-from specdec.decode.encoding import encode_prompt
-from specdec.decode.grammar import write_choice
-from specdec.decode.prompts import Prompt
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
-from specdec.decode.text import TextForm, TextStream
 from specdec.serve.answers import Choice
 from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from specdec.serve.parsing import Parser
 from specdec.serve.protocol import BadRequest
 from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling, write_messages
+from specdec.text.encoding import encode_prompt
+from specdec.text.grammar import write_choice
+from specdec.text.prompts import Prompt
+from specdec.text.text_stream import TextForm, TextStream
 from tests.serve.servers import CLIENT, ask_and_send_no_more, post, read_events, serve_here
 
 CHAT = [{"role": "user", "content": "hi"}]

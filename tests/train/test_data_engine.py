@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.prompts import read_prompt_set
-from specdec.chat import ChatFormat, Conversation
-from specdec.decode.prompts import read_line, read_prompts
 from specdec.errors import SpecDecError
+from specdec.measure.prompts import read_prompt_set
+from specdec.text.chat import ChatFormat, Conversation
+from specdec.text.prompts import read_line, read_prompts
 from specdec.train.data.dialogues import DataSource, Dialogue, Row
 from specdec.train.data.pipeline import regenerate_data
 from specdec.train.data.settings import DataSettings

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from specdec import http_client, logs
 from specdec.command.stages import run_command
 from specdec.errors import SpecDecError, UsageError, name_extra
+from specdec.system import http_client, logs
 from specdec.train.cli import command
 from specdec.train.data import client
 from specdec.train.data.journal import Journal

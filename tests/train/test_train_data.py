@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from specdec import chat
-from specdec.chat import Conversation
-from specdec.documents import check_data_file, read_document
 from specdec.errors import SpecDecError
+from specdec.text import chat
+from specdec.text.chat import Conversation
+from specdec.text.documents import check_data_file, read_document
 from specdec.train.rows import (
     choose_heldout_lines,
     choose_rows,

@@ -11,10 +11,10 @@ import pytest
 
 from specdec.build.backends.tensorrt_llm.pipeline import make_plan
 from specdec.build.settings import BuildSettings
+from specdec.checkpoint.config import read_checkpoint_config
 from specdec.convert.config import adapt_config
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
-from specdec.model.checkpoint import read_checkpoint_config
 from specdec.trtllm.facts import load_facts
 from tests.conftest import make_llama
 from tests.engines import call

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError
-from specdec.pretrained import load_tokenizer
+from specdec.text.pretrained import load_tokenizer
 from specdec.trtllm.facts import LABELS
 from tests.conftest import read_error_lines, run_cli
 from tests.trtllm.worlds import (

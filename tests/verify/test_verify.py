@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import logs
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.manifest import Entry, find_differences
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
+from specdec.system import logs
 from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.sampling import EDGE, read_contexts
 from specdec.verify.settings import VerifySettings
@@ -372,7 +372,7 @@ def test_sizes_that_transformers_would_make_are_refused_first(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Of a model that transformers loads, by verify and by train: its classes list every layer."""
-    from specdec.pretrained import load_config as read_config
+    from specdec.text.pretrained import load_config as read_config
     from specdec.train.target import load_config
 
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 2**40}

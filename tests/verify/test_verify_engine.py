@@ -19,7 +19,7 @@ from specdec.decode.api import Engine, Output
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
-from specdec.pretrained import load_tokenizer
+from specdec.text.pretrained import load_tokenizer
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
 from specdec.verify.engine import verify_engine
 from specdec.verify.greedy import Text, compare_logits, compare_text, judge_in_float32
@@ -117,7 +117,7 @@ def test_a_redrafter_engine_is_exact(
         told.append(label)
         yield told.append
 
-    monkeypatch.setattr("specdec.logs.show_waiting", show_waiting)
+    monkeypatch.setattr("specdec.system.logs.show_waiting", show_waiting)
     report = verify(redrafter, parent / "target", sampling=True, num_samples=200)
     engine_runs = ["6 prompts", "prompt 0 alone", *["400 sampled requests"] * 2]
     assert [line.split(": ")[1].split(",")[0] for line in told[:4]] == engine_runs

@@ -15,8 +15,12 @@ import threading
 import time
 from typing import Any
 
-from specdec import http_client
-from specdec.chat import (
+from specdec.command.settings import need
+from specdec.errors import SpecDecError, shorten
+from specdec.system import http_client
+from specdec.system.http_client import HttpClient, NoAnswer, Response
+from specdec.system.logs import get_logger
+from specdec.text.chat import (
     OPTIONS,
     ChatError,
     Conversation,
@@ -26,10 +30,6 @@ from specdec.chat import (
     join_parts,
     wrap_calls,
 )
-from specdec.command.settings import need
-from specdec.errors import SpecDecError, shorten
-from specdec.http_client import HttpClient, NoAnswer, Response
-from specdec.logs import get_logger
 
 from .dialogues import RowError
 from .settings import DataSettings

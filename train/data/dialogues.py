@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.chat import (
+from specdec.errors import SpecDecError
+from specdec.files.hub import describe_answer
+from specdec.files.manifest import describe_file
+from specdec.text.chat import (
     OPTIONS,
     Conversation,
     Message,
@@ -17,8 +20,7 @@ from specdec.chat import (
     get_speaker,
     parse_conversation,
 )
-from specdec.decode.text import INCOMPLETE
-from specdec.documents import (
+from specdec.text.documents import (
     SUFFIXES,
     check_data_file,
     holds_conversation,
@@ -26,9 +28,7 @@ from specdec.documents import (
     parse_object,
     read_lines,
 )
-from specdec.errors import SpecDecError
-from specdec.files.manifest import describe_file
-from specdec.hub import describe_answer
+from specdec.text.text_stream import INCOMPLETE
 
 from .settings import DataSettings
 

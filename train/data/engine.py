@@ -7,12 +7,12 @@ from itertools import islice
 from pathlib import Path
 
 from specdec import Engine, Prompt, Stream
-from specdec.chat import ChatFormat
 from specdec.command.settings import need
 from specdec.engine.layout import read_engine_config
 from specdec.files.folders import TENSORRT_LLM, read_backend
-from specdec.logs import get_logger
 from specdec.methods.draft_target import METHOD
+from specdec.system.logs import get_logger
+from specdec.text.chat import ChatFormat
 
 from .dialogues import Dialogue, RowError
 from .settings import DataSettings

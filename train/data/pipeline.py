@@ -12,14 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec import __version__, logs
+from specdec import __version__
 from specdec.command.settings import require, to_plain
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
 from specdec.files.staging import check_output_file, tell_full_disk, write_whole
 from specdec.options import Contradiction, refuse_contradictions
-from specdec.tokenizer import find_tokenizer, lack_tokenizer
+from specdec.system import logs
+from specdec.text.tokenizer import find_tokenizer, lack_tokenizer
 
 from .client import Client, check_url
 from .dialogues import DataSource, Dialogue, Row, RowError, open_source

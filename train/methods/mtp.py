@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec import pretrained
 from specdec.errors import SpecDecError
 from specdec.methods.mtp import MtpTrain
 from specdec.options import as_options
+from specdec.text import pretrained
 
 from ..settings import TrainSettings
 from ..target import Target

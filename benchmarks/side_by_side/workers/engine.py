@@ -11,10 +11,10 @@ import torch
 
 import specdec
 from benchmarks.proposers import list_lengths, list_searches, list_trees, put_suffix_before
-from specdec.bench.engine import PARTS, open_bench
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import Request, sum_stats
 from specdec.decode.timing import Timing
+from specdec.measure.engine import PARTS, open_bench
 from specdec.run.settings import RunSettings
 
 from ..ways import SearchShape, name_chain

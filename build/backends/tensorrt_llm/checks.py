@@ -5,13 +5,13 @@ Each function lists (fact, remedy) pairs, so that all of them are told at once.
 
 from __future__ import annotations
 
+from specdec.checkpoint.config import CheckpointConfig
+from specdec.checkpoint.inventory import compare_tensors, describe_rank
 from specdec.engine.layout import count_positions
 from specdec.errors import Problems, join_names
 from specdec.files.tensor_file import TensorFile
 from specdec.model.architectures import KEY
-from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.experts import name_shared
-from specdec.model.inventory import compare_tensors, describe_rank
 from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
 from specdec.options import name_flag

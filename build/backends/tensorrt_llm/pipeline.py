@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
+from specdec.checkpoint.config import CheckpointConfig, read_checkpoint_config
+from specdec.checkpoint.inventory import describe_sources, find_rank_files
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, join_names, name_extra
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import read_json
 from specdec.files.staging import check_free_space, check_output_dir, stage_folder
 from specdec.files.tensor_file import TensorFile
-from specdec.model.checkpoint import CheckpointConfig, read_checkpoint_config
-from specdec.model.inventory import describe_sources, find_rank_files
-from specdec.tokenizer import check_tokenizer, copy_tokenizer
+from specdec.files.vocabulary import read_recorded
+from specdec.system import logs
+from specdec.text.tokenizer import check_tokenizer, copy_tokenizer
 from specdec.trtllm.environment import BUILD_COMMAND, Environment, read_environment
 from specdec.trtllm.facts import DEFAULT_LABEL, Facts, find_label, load_facts
 from specdec.trtllm.lacks import list_defects
-from specdec.vocabulary import read_recorded
 
 from ...settings import BuildSettings
 from . import checks

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo
 from specdec.methods import find_mode
-from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.trtllm.environment import BUILD_COMMAND
 from specdec.trtllm.facts import Facts

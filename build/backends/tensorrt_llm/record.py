@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.model.checkpoint import CheckpointConfig
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.trtllm.environment import MIN_CAPABILITY_FP8
 from specdec.trtllm.facts import Facts

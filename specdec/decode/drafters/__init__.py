@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec import logs
 from specdec.decode.cost_table import CostTable
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
@@ -19,6 +18,7 @@ from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
 from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.options import list_given, name_flag
+from specdec.system import logs
 
 from .base import DraftContext, Drafter, EngineHandle
 from .paced import PacedDrafter

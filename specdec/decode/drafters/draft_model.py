@@ -10,9 +10,9 @@ from torch import Tensor
 from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.prefill import fill_cache
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.token_map import TokenMap
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
+from specdec.text.token_map import TokenMap
 
 # Room for a text in the tokens of a draft model with others than the target's, as a multiple.
 MORE_TOKENS = 2

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from specdec import logs
 from specdec.decode.accept import Candidates
 from specdec.decode.ahead import run_tokens
 from specdec.decode.devices import check_devices
@@ -23,8 +22,6 @@ from specdec.decode.engine import open_engine
 from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
-from specdec.decode.token_map import SameTokens, SharedTokens, TokenMap
-from specdec.decode.vocabulary import ModelTokens, check_vocabularies, load_pair
 from specdec.engine.ranking import find_best
 from specdec.engine.step import States
 from specdec.engine.transfers import to_host
@@ -32,6 +29,9 @@ from specdec.engine.tree import make_root, pack_beams
 from specdec.errors import Problems, SpecDecError
 from specdec.methods import list_starters
 from specdec.methods.draft_target import METHOD, DraftOptions
+from specdec.system import logs
+from specdec.text.token_map import SameTokens, SharedTokens, TokenMap
+from specdec.text.vocabulary_check import ModelTokens, check_vocabularies, load_pair
 
 logger = logs.get_logger(__name__)
 # Of the tree that a CPU drafts where nothing is said; a part is verified. A verify step

@@ -13,12 +13,12 @@ from specdec.decode.drafters.base import list_rows
 from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
 from specdec.decode.drafters.levels import DynamicTree, TreeDraft, read_temperatures
 from specdec.decode.requests import ActiveRequest
-from specdec.decode.token_map import TokenMap
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import rank_logits, rank_packed
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.tree import Tree, make_root
+from specdec.text.token_map import TokenMap
 
 TOP_K = 4  # nodes of a level that are gone on from, and tokens drafted from each
 # A draft model's second choices are right less often than it finds them likely, where the target

@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec import logs
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext, Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree, make_root
 from specdec.errors import SpecDecError
 from specdec.files.texts import add_texts, check_writable, read_texts
+from specdec.files.vocabulary import keep_tokens
 from specdec.methods.suffix import METHOD, SuffixOptions
-from specdec.vocabulary import keep_tokens
+from specdec.system import logs
 
 logger = logs.get_logger(__name__)
 NUM_BRANCHES = 4  # of the tokens that followed a place, the most frequent: no more are drafted

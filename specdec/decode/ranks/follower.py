@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec import logs
 from specdec.decode.ranks.processes import LOST_STATUS, exchange_status, join_group, open_store
 from specdec.errors import SpecDecError, summarize
-from specdec.mpi import find_launch
+from specdec.system import logs
+from specdec.system.mpi import find_launch
 
 if TYPE_CHECKING:
     from specdec.decode.ranks.messages import Message

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from specdec import logs
 from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.kernel_cache import find_fault, list_entries
@@ -18,11 +17,13 @@ from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
 from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
+from specdec.files.backends import find_backend
 from specdec.files.folders import TENSORRT, read_backend
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.blocks import GGUF
 from specdec.model.int4 import INT4_ALGORITHMS
-from specdec.mpi import find_launch
+from specdec.system import logs
+from specdec.system.mpi import find_launch
 
 logger = logs.get_logger(__name__)
 
@@ -30,9 +31,8 @@ logger = logs.get_logger(__name__)
 def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     """Load the part of a rank other than 0."""
     if read_backend(folder) == TENSORRT:
-        from specdec.trt.engine import open_part
-
-        return open_part(folder, device, group)
+        part: Decoder = find_backend(folder).load_module().open_part(folder, device, group)
+        return part
     config = read_engine_config(folder)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
         name = name_weight_file(config.checkpoint.model, group.rank)

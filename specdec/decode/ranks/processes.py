@@ -24,10 +24,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec import errors, logs
+from specdec import errors
 from specdec.errors import EngineLostError, SpecDecError, summarize
-from specdec.mpi import check_meeting_place, find_launch
-from specdec.processes import is_stopped, keep_stdout_clean, make_environment
+from specdec.system import logs
+from specdec.system.mpi import check_meeting_place, find_launch
+from specdec.system.processes import is_stopped, keep_stdout_clean, make_environment
 
 if TYPE_CHECKING:
     from specdec.engine.group import Group

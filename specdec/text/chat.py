@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.errors import shorten, summarize
-from specdec.learning_marks import read_turn
-from specdec.logs import get_logger
+from specdec.system.logs import get_logger
+from specdec.text.learning_marks import read_turn
 
 Mask = npt.NDArray[np.bool_]
 

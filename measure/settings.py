@@ -54,7 +54,7 @@ class EngineSettings(PromptSettings):
 
     def to_decode(self) -> DecodeSettings:
         """Return what loads the same engine as specdec-run would; --engine-dir is required."""
-        from specdec.tokenizer import find_tokenizer
+        from specdec.text.tokenizer import find_tokenizer
 
         require(self)
         shared = {name: getattr(self, name) for name in name_options("draft")}

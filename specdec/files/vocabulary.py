@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
-from specdec.text_reading import hash_reading
+from specdec.files.text_reading import hash_reading
 
 KEY = "vocabulary"  # of a manifest
 TOKEN_KEYS = ("num_tokens", "sha256")  # what token ids mean

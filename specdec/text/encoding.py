@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.chat import join_parts, render_calls
-from specdec.decode.settings import DecodeSettings
 from specdec.errors import PromptError, SpecDecError, join_names, shorten, summarize
-from specdec.logs import get_logger
 from specdec.options import is_whole
-from specdec.tokenizer import lack_tokenizer
+from specdec.system.logs import get_logger
+from specdec.text.chat import join_parts, render_calls
+from specdec.text.tokenizer import lack_tokenizer
 
 if TYPE_CHECKING:
-    from specdec.decode.prompts import Prompt
+    from specdec.decode.settings import DecodeSettings
+    from specdec.text.prompts import Prompt
 
 logger = get_logger(__name__)
 

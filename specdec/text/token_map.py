@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec import logs
-from specdec.decode.text import INCOMPLETE, decode_text
 from specdec.engine.transfers import Array, to_device
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
-from specdec.vocabulary import BYTE_TOKEN, list_byte_letters, read_piece
+from specdec.files.vocabulary import BYTE_TOKEN, list_byte_letters, read_piece
+from specdec.system import logs
+from specdec.text.text_stream import INCOMPLETE, decode_text
 
 logger = logs.get_logger(__name__)
 LEAST_SHARE = 0.1  # of the smaller vocabulary, that both must have

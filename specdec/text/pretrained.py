@@ -33,15 +33,15 @@ from specdec.files.folders import (
 )
 from specdec.files.reading import open_file, read_json
 from specdec.files.tensor_file import TensorFile
+from specdec.files.text_reading import find_difference, list_texts
 from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
-from specdec.logs import get_logger
 from specdec.model.bounds import check_model_sizes
 from specdec.model.config_reader import Rotary
 from specdec.model.wrappers import NAMES, WRAPPERS
-from specdec.pretrained_config import NEWER, adapt_config, check_rotary
-from specdec.pretrained_tokenizer import find_files, open_by_class, open_tokenizer
-from specdec.text_reading import find_difference, list_texts
+from specdec.system.logs import get_logger
+from specdec.text.pretrained_config import NEWER, adapt_config, check_rotary
+from specdec.text.pretrained_tokenizer import find_files, open_by_class, open_tokenizer
 
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
@@ -344,7 +344,7 @@ def _is_on_hub(name: str, flag: str) -> bool:
 
     transformers would ask again and again, for minutes, and log each time.
     """
-    from specdec.hub import describe_answer, explain, find_cached
+    from specdec.files.hub import describe_answer, explain, find_cached
 
     path = Path(name)
     if path.exists() or not is_hub_id(name):

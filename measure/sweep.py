@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from specdec import logs
 from specdec.errors import SpecDecError, UsageError, suggest
 from specdec.files.staging import check_output_dir
 from specdec.methods import name_options
 from specdec.options import check_value, get_flags, name_flag
+from specdec.system import logs
 
 from .pipeline import run_bench
 from .report import write_report

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec import logs
-from specdec.decode.schemas import describe_faults, fit_schema
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, Tree
 from specdec.errors import SpecDecError, cut_middle, name_extra, shorten
+from specdec.system import logs
+from specdec.text.schemas import describe_faults, fit_schema
 
 logger = logs.get_logger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import is_hub_id, refuse_absent
+from specdec.files.hub import fetch_files
+from specdec.files.text_reading import TEXTS, find_difference, read_plainly
+from specdec.files.vocabulary import READING_KEY, list_differences, read_recorded, read_vocabulary
 from specdec.gguf.folder import localize
-from specdec.hub import fetch_files
-from specdec.logs import get_logger
-from specdec.pretrained import load_tokenizer
-from specdec.text_reading import TEXTS, find_difference, read_plainly
-from specdec.vocabulary import READING_KEY, list_differences, read_recorded, read_vocabulary
+from specdec.system.logs import get_logger
+from specdec.text.pretrained import load_tokenizer
 
 FOLDER = "tokenizer"  # of an engine
 # What transformers reads a tokenizer from; config.json names the model, and generation_config.json

@@ -10,16 +10,10 @@ import numbers
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from specdec.chat import OPTIONS
-from specdec.decode.grammar import Grammar, GrammarCompiler
-from specdec.decode.requests import Request, name_prompt
-from specdec.decode.sampling import SamplingParams
-from specdec.decode.settings import DecodeSettings
-from specdec.decode.text import TextForm
 from specdec.errors import (
     Problems,
     PromptError,
@@ -28,11 +22,10 @@ from specdec.errors import (
     shorten,
     suggest,
 )
-from specdec.files.reading import parse_json, read_json
-from specdec.gguf.folder import localize
-from specdec.logs import get_logger
+from specdec.files.reading import parse_json
 from specdec.options import is_whole
-from specdec.tokenizer import fetch_tokenizer, lack_tokenizer
+from specdec.system.logs import get_logger
+from specdec.text.chat import OPTIONS
 
 logger = get_logger(__name__)
 
@@ -44,16 +37,14 @@ TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")
 SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
-# Fields of generation_config.json that change a text where transformers generates it.
-DEFAULTS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
-    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length",
-    "min_new_tokens", "num_beams", "guidance_scale",
-)  # fmt: skip
-FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
+ONLY = -1  # the index of a prompt that was given alone
 # Whether a value is of use, and what is expected in its place.
 Check = tuple[Callable[[Any], bool], str]
+
+
+def name_prompt(index: int) -> str:
+    """What messages call the prompt of an index."""
+    return "the prompt" if index == ONLY else f"prompt {index}"
 
 
 def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
@@ -395,194 +386,3 @@ def _make_plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     return [_make_plain(one) for one in value] if isinstance(value, Iterable) else value
-
-
-def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a request: --end-id, else generation_config.json's, else the tokenizer's.
-
-    Without a generation_config.json, config.json's also end one. What else the former would do to
-    a text is logged, for it is not done.
-    """
-    if settings.end_id is not None:
-        return frozenset([settings.end_id])
-    eos = getattr(tokenizer, "eos_token_id", None)
-    own: frozenset[int] = frozenset() if eos is None else frozenset([eos])
-    if settings.tokenizer_dir is not None:
-        folder = Path(localize(settings.tokenizer_dir))
-        if not folder.is_dir():  # of the Hub, whose tokenizer alone was fetched
-            folder = fetch_tokenizer(settings.tokenizer_dir)
-        path = folder / "generation_config.json"
-        if path.is_file():
-            document = read_json(path)
-            _log_defaults(document, path)
-            told = _read_ids(document)
-            return own if told is None else told
-        if (folder / "config.json").is_file():
-            own |= _read_ids(read_json(folder / "config.json")) or frozenset()
-    return own
-
-
-def _read_ids(document: Mapping[str, Any]) -> frozenset[int] | None:
-    """The end tokens that a configuration names; None where it names none."""
-    ids = document.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    return frozenset(ids) if all(type(i) is int for i in ids) else None
-
-
-def _log_defaults(document: Mapping[str, Any], path: Path) -> None:
-    """Say which fields of a generation_config.json change texts and are not applied."""
-    told = [
-        f"{key} {shorten(document[key])}" for key in DEFAULTS
-        if document.get(key) not in (None, False, 0, 1, [], {})
-    ]  # fmt: skip
-    if told:
-        logger.info("%s: not applied, give it with each request: %s", path, ", ".join(told))
-
-
-def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:
-    """What the flags say of each prompt; UsageError for values of no use."""
-    values: dict[str, Any] = {
-        "top_p": settings.top_p, "seed": settings.random_seed, "stop": settings.stop_words,
-    }  # fmt: skip
-    for fact, remedy in find_faults(values, names=FLAGS):
-        raise UsageError(fact, remedy)
-    shared = Prompt(max_output_len=settings.max_output_len, top_k=settings.top_k, **values)
-    if settings.temperature is None:
-        return [shared] * num_prompts
-    try:
-        temperatures = [float(part) for part in settings.temperature.split(",")]
-    except ValueError:
-        temperatures = [math.nan]
-    if not all(map(CHECKS["temperature"][0], temperatures)):
-        raise UsageError(
-            f"--temperature is {settings.temperature!r}", "give numbers of at least 0, as 0.7,1"
-        )
-    if len(temperatures) not in (1, num_prompts):
-        raise UsageError(
-            f"--temperature has {len(temperatures)} values for {num_prompts} prompts",
-            "give one for all, or one each",
-        )
-    if len(temperatures) == 1:
-        temperatures *= num_prompts
-    return [dataclasses.replace(shared, temperature=value) for value in temperatures]
-
-
-def make_requests(
-    prompts: Sequence[Prompt],
-    settings: DecodeSettings,
-    tokenizer: Any,
-    end_ids: frozenset[int] | None = None,
-    compile_grammar: Callable[[Mapping[str, Any]], Grammar] | None = None,
-    first: int = 0,
-    repeats: bool = False,
-) -> list[Request]:
-    """Tokenize prompts that are checked already; a prompt's own settings win over the flags.
-
-    first: the index of the first one. end_ids: tokens that end a request, where they are known
-    already. compile_grammar: for prompts that have a grammar, where there is one already. repeats:
-    whether a prompt may have several requests, of which `choose_best` takes one.
-    """
-    from specdec.decode.encoding import encode_prompt  # which knows prompts
-
-    if end_ids is None:
-        end_ids = find_end_ids(settings, tokenizer)
-    requests = []
-    for index, (own, flags) in enumerate(
-        zip(prompts, read_flags(settings, len(prompts)), strict=True), first
-    ):
-        text, ids = encode_prompt(own, settings, tokenizer)
-        prompt = dataclasses.replace(flags, **own.list_given())
-        if tokenizer is None and (prompt.stop or prompt.bad_words):
-            raise lack_tokenizer("stop words need" if prompt.stop else "bad_words need")
-        _check_combination(name_prompt(index), prompt)
-        best_of = prompt.best_of or 1
-        if best_of > 1 and not repeats:
-            raise PromptError(
-                f"{name_prompt(index)} has best_of {best_of}, which chooses among complete outputs;"
-                " here it has one, or its output is streamed",
-                "leave best_of out",
-                field="best_of",
-            )
-        grammar = None
-        if prompt.grammar is not None:
-            compile_grammar = compile_grammar or GrammarCompiler(tokenizer, end_ids).compile
-            try:
-                grammar = compile_grammar(prompt.grammar)
-            except SpecDecError as error:
-                raise PromptError(error.message, error.hint, field="grammar") from None
-        stop, stop_ids = prompt.stop or (), frozenset(prompt.stop_token_ids or ())
-        ends = stop_ids | (end_ids if prompt.end_ids is None else frozenset(prompt.end_ids))
-        hidden = stop_ids if prompt.skip_special_tokens is not False else ends
-        assert prompt.max_output_len is not None
-        sampling = _make_sampling(prompt, tokenizer)
-        requests += [
-            Request(
-                index=index,
-                input_text=text,
-                input_ids=ids,
-                max_output_len=prompt.max_output_len,
-                end_ids=ends,
-                sampling=dataclasses.replace(sampling, seed=(sampling.seed + at) % 2**64),
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                form=TextForm(
-                    hidden=frozenset() if prompt.include_stop_str_in_output else hidden,
-                    includes_stop=bool(prompt.include_stop_str_in_output),
-                    skips_special=prompt.skip_special_tokens is not False,
-                    spaces_special=prompt.spaces_between_special_tokens is not False,
-                    min_tokens=prompt.min_tokens or 0,
-                ),
-                num_logprobs=prompt.logprobs if best_of == 1 else prompt.logprobs or 0,
-                wants_prompt_logprobs=bool(prompt.prompt_logprobs),
-                drafts=prompt.speculation is not False,
-                keep_trees=bool(prompt.keep_trees),
-                grammar=grammar,
-            )
-            for at in range(best_of)
-        ]
-    return requests
-
-
-def _check_combination(name: str, prompt: Prompt) -> None:
-    if prompt.prompt_logprobs and prompt.logprobs is None:
-        raise PromptError(
-            f"{name} has prompt_logprobs and no logprobs",
-            "say how many of the likeliest tokens to tell of: logprobs, 0 or more",
-            field="prompt_logprobs",
-        )
-    for field in ("allowed_token_ids", "bad_words"):
-        if prompt.grammar is not None and getattr(prompt, field):
-            raise PromptError(
-                f"{name} has both grammar and {field}, which could leave no token to choose",
-                "leave one out",
-                field=field,
-            )
-
-
-def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:
-    """How a prompt's tokens are chosen, its flags filled in."""
-    top_k, top_p, temperature = prompt.top_k or 0, prompt.top_p, prompt.temperature
-    assert prompt.seed is not None
-    assert top_p is not None
-    if temperature is None:
-        temperature = float(top_k > 0 or top_p < 1)
-    given = {name: value for name, value in prompt.list_given().items() if name in SHAPING}
-    bias = tuple(given.pop("logit_bias", {}).items())
-    allowed = prompt.allowed_token_ids
-    return SamplingParams(
-        temperature=float(temperature),
-        top_k=top_k,
-        top_p=float(top_p),
-        seed=prompt.seed,
-        logit_bias=bias,
-        allowed_ids=None if allowed is None else frozenset(allowed),
-        bad_words=frozenset(_list_bad_words(prompt.bad_words or (), tokenizer)),
-        min_tokens=prompt.min_tokens or 0,
-        **{name: float(value) for name, value in given.items()},
-    )
-
-
-def _list_bad_words(words: Sequence[str], tokenizer: Any) -> Iterator[tuple[int, ...]]:
-    """The tokens that words are written with, behind a space and not."""
-    for word in words:
-        for text in (word, f" {word.lstrip()}"):
-            yield tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
 
-from specdec import logs
+from specdec.system import logs
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specdec import logs
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest, sum_stats
+from specdec.system import logs
 
 from .engine import PARTS, Bench, Pass
 from .repetition import is_looping

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from specdec.errors import SpecDecError
-from specdec.mpi import find_launch, find_world
+from specdec.system.mpi import find_launch, find_world
 
 T = TypeVar("T")
 SECONDS_BETWEEN_REPORTS = 10.0  # where progress is

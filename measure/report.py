@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
 from specdec.errors import count, name_extra
 from specdec.files.reading import write_json
 from specdec.files.staging import stage_folder
+from specdec.system import logs
 
 from .engine import PARTS
 

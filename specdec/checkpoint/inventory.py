@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.manifest import check_sources, describe_file
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods import DrafterParams
 from specdec.model.blocks import GGUF, describe_blocks
-from specdec.model.checkpoint import CheckpointConfig
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_ALGORITHMS, describe_int4, is_int4
 from specdec.model.quantization import (

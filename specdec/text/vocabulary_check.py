@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specdec import logs
 from specdec.errors import SpecDecError
-from specdec.tokenizer import find_tokenizer, load_engine_tokenizer
-from specdec.vocabulary import has_same_tokens
+from specdec.files.vocabulary import has_same_tokens
+from specdec.system import logs
+from specdec.text.tokenizer import find_tokenizer, load_engine_tokenizer
 
 logger = logs.get_logger(__name__)
 MAX_SHOWN = 3

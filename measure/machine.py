@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import __version__
-from specdec.threads import count_usable_cores
+from specdec.system.threads import count_usable_cores
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_TIMES = Path("/proc/stat")

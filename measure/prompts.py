@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.prompts import Line, make_requests, read_prompts
-from specdec.decode.prompts import Prompt as Asked
+from specdec.decode.prompt_requests import make_requests
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
+from specdec.text.prompts import Line, read_prompts
+from specdec.text.prompts import Prompt as Asked
 
 # Keys of a line besides those of specdec-run; Spec-Bench's files have the first three and `turns`.
 OWN_KEYS = ("question_id", "category", "reference", "turns")

@@ -18,7 +18,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError, summarize
 from specdec.files.reading import read_json
-from specdec.pretrained_config import NEWER
+from specdec.text.pretrained_config import NEWER
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

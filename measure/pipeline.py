@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec import logs
 from specdec.command.settings import require
 from specdec.errors import SpecDecError, count
 from specdec.files.staging import check_output_dir
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import as_options
+from specdec.system import logs
 
 from .machine import describe_load, measure_memory
 from .settings import BenchSettings, read_counts

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec.chat import ChatError, Conversation, parse_conversation
 from specdec.errors import SpecDecError
+from specdec.text.chat import ChatError, Conversation, parse_conversation
 
 KEYS = "text, messages, conversations or prompt and completion"
 # What data sets call the answer to a prompt.

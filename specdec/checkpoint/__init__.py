@@ -1,0 +1,1 @@
+"""Checkpoint folders: their config.json and the tensors that belong to it."""

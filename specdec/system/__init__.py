@@ -1,0 +1,1 @@
+"""Processes, threads, logs and connections of this machine."""

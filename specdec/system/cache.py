@@ -1,0 +1,21 @@
+"""The user's folder of files that can be made again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def find_cache() -> Path | None:
+    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
+
+    None for a user without a home, as containers have them.
+    """
+    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
+        return Path(chosen)
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "specdec"
+    try:
+        return Path.home() / ".cache" / "specdec"
+    except RuntimeError:
+        return None
