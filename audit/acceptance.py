@@ -1,17 +1,18 @@
-"""Whether speculation works: what is drafted, accepted, and whether that lasts."""
+"""Verdict on speculation: how much is drafted and accepted, and whether that lasts."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
-from .answers import Counts, read_text, read_tokens
-from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check, Round
+from .answers import Counts, add_counts, read_text, read_tokens
+from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
 
 ENOUGH = 20  # drafts, or drafted tokens, from which on nothing accepted is no accident
 LEAST_PER_DRAFT = 0.1  # accepted tokens; below, a verify step costs more than it brings
-LEAST_RATE = 0.03  # the same of drafted tokens, where drafts are not counted
+LEAST_RATE = 0.03  # accepted tokens per drafted token; the bound where drafts are not counted
 ENOUGH_BEFORE = 50  # tokens accepted at a position, from which on none at the next is odd
 COLLAPSE = 0.5  # of the first round's acceptance
 SOURCES = {
@@ -23,79 +24,114 @@ SOURCES = {
 
 def check_acceptance(audit: Audit) -> Check:
     """Judge the counts of the rounds, by the best source there is."""
-    first, last = audit.rounds[0], audit.rounds[-1]
-    for source, before, after in (
-        ("metrics", first.counted, last.counted), ("answers", first.told, last.told),
-    ):  # fmt: skip
-        if before is not None and after is not None:
-            least = audit.settings.min_acceptance_length
-            return _judge(source, before, after, first, last, least)
+    rounds = audit.rounds[0], audit.rounds[-1]
+    for source, counts in (
+        ("metrics", [r.metric_counts for r in rounds]),
+        ("answers", [r.answer_counts for r in rounds]),
+    ):
+        complete_counts = [count for count in counts if count is not None]
+        if len(complete_counts) == len(rounds):
+            return _judge_counts(audit, source, complete_counts)
     return _judge_events(audit)
 
 
-def _judge(
-    source: str, before: Counts, after: Counts, first: Round, last: Round, least: float | None
-) -> Check:
-    total = before + after
-    grave, faults = find_inconsistencies(total), list[str]()
-    told = first.told, last.told
-    if source == "metrics" and told[0] is not None and told[1] is not None:
-        own = told[0] + told[1]
-        if own.drafted > total.drafted or own.accepted > total.accepted:
-            grave.append(
-                f"the metrics count {total.accepted} of {total.drafted} accepted, the answers tell"
-                f" of {own.accepted} of {own.drafted}"
-            )
-        if total.per_position is not None and own.per_position is not None:
-            # The answers know of positions that have accepted nothing so far.
-            pairs = itertools.zip_longest(total.per_position, own.per_position, fillvalue=0)
-            total = dataclasses.replace(total, per_position=tuple(count for count, _ in pairs))
-    num_tokens = first.num_tokens + last.num_tokens
-    size = total.drafts if total.drafts is not None else total.drafted
-    per_draft = total.accepted / total.drafts if total.drafts else None
-    if total.drafted == 0:
-        grave.append(f"nothing was drafted in {num_tokens} tokens: the server does not speculate")
-    elif total.accepted == 0:
-        fact = f"none of {total.drafted} drafted tokens was accepted"
-        (grave if size >= ENOUGH else faults).append(fact)
-    elif (per_draft is not None and per_draft < LEAST_PER_DRAFT) or (
-        per_draft is None and total.accepted / total.drafted < LEAST_RATE
-    ):
-        faults.append(
-            f"{total.accepted} of {total.drafted} drafted tokens were accepted, which is hardly any"
-        )
-    else:
-        faults += _find_dead_positions(total)
-        rates = [_find_rate(counts) for counts in (before, after)]
-        sizes = [c.drafts if c.drafts is not None else c.drafted for c in (before, after)]
-        if min(sizes) >= ENOUGH and rates[1] < COLLAPSE * rates[0]:
-            faults.append(
-                f"acceptance collapses: {rates[0]:.3g} at first, {rates[1]:.3g} for the same"
-                " prompts at the end"
-            )
+def _judge_counts(audit: Audit, source: str, counts: Sequence[Counts]) -> Check:
+    """Judge the counts of the first and of the last round, which come from one source."""
+    rounds = audit.rounds[0], audit.rounds[-1]
+    total = add_counts(counts)
+    failures = find_inconsistencies(total)
+    if source == "metrics":
+        answer_total = _sum_counts([r.answer_counts for r in rounds])
+        failures += _find_contradictions(total, answer_total)
+        total = _extend_positions(total, answer_total)
+    num_tokens = sum(r.num_tokens for r in rounds)
+    new_failures, suspicions = _find_acceptance_faults(total, counts, num_tokens)
+    failures += new_failures
     length = find_length(total, num_tokens)
-    if least is not None and not grave and (length is None or length < least):
-        shown = "not known" if length is None else f"{length:.2f}"
-        grave.append(f"the acceptance length is {shown}, less than {least:g}")
-    verdict = FAILED if grave else SUSPECT if faults else OK
+    required_length = audit.settings.min_acceptance_length
+    if required_length is not None and not failures and (length or 0.0) < required_length:
+        length_text = "not known" if length is None else f"{length:.2f}"
+        failures.append(f"the acceptance length is {length_text}, less than {required_length:g}")
     evidence: dict[str, Any] = {
         "source": source, **dataclasses.asdict(total), "acceptance_length": length,
-        "rounds": [*map(dataclasses.asdict, (before, after))], "output_tokens": num_tokens,
+        "rounds": [*map(dataclasses.asdict, counts)], "output_tokens": num_tokens,
     }  # fmt: skip
     summary = f"{total.accepted} of {total.drafted} drafted tokens accepted"
     summary += "" if length is None else f", {length:.2f} tokens per draft"
     return Check(
-        "acceptance", verdict, f"{summary}, by {SOURCES[source]}", grave + faults, evidence
-    )
+        "acceptance", FAILED if failures else SUSPECT if suspicions else OK,
+        f"{summary}, by {SOURCES[source]}", failures + suspicions, evidence,
+    )  # fmt: skip
 
 
-def _find_rate(counts: Counts) -> float:
-    """Accepted tokens per draft, or per drafted token."""
-    return counts.accepted / max(1, counts.drafts if counts.drafts is not None else counts.drafted)
+def _sum_counts(counts: Sequence[Counts | None]) -> Counts | None:
+    """Return the sum of counts; None where one of them is not known."""
+    terms = [term for term in counts if term is not None]
+    return add_counts(terms) if len(terms) == len(counts) else None
+
+
+def _find_contradictions(total: Counts, answer_total: Counts | None) -> list[str]:
+    """Return a fault where the answers tell of more than the metrics count."""
+    if answer_total is None:
+        return []
+    if answer_total.drafted <= total.drafted and answer_total.accepted <= total.accepted:
+        return []
+    return [
+        f"the metrics count {total.accepted} of {total.drafted} accepted, the answers tell"
+        f" of {answer_total.accepted} of {answer_total.drafted}"
+    ]
+
+
+def _extend_positions(total: Counts, answer_total: Counts | None) -> Counts:
+    """Add the positions that have accepted nothing so far, which only the answers know."""
+    if total.per_position is None or answer_total is None or answer_total.per_position is None:
+        return total
+    num_missing = len(answer_total.per_position) - len(total.per_position)
+    return dataclasses.replace(total, per_position=total.per_position + (0,) * num_missing)
+
+
+def _find_acceptance_faults(
+    total: Counts, counts: Sequence[Counts], num_tokens: int
+) -> tuple[list[str], list[str]]:
+    """Return failures and suspicions about how much was drafted and accepted."""
+    if total.drafted == 0:
+        fault = f"nothing was drafted in {num_tokens} tokens: the server does not speculate"
+        return [fault], []
+    if total.accepted == 0:
+        fault = f"none of {total.drafted} drafted tokens was accepted"
+        return ([fault], []) if _count_trials(total) >= ENOUGH else ([], [fault])
+    if total.drafts:
+        is_rare = total.accepted / total.drafts < LEAST_PER_DRAFT
+    else:
+        is_rare = total.accepted / total.drafted < LEAST_RATE
+    if is_rare:
+        return [], [
+            f"{total.accepted} of {total.drafted} drafted tokens were accepted, which is hardly any"
+        ]
+    return [], _find_dead_positions(total) + _find_collapse(*counts)
+
+
+def _find_collapse(first_counts: Counts, last_counts: Counts) -> list[str]:
+    """Return a fault where acceptance falls from the first round to the last."""
+    trials = [_count_trials(counts) for counts in (first_counts, last_counts)]
+    rates = [
+        counts.accepted / max(1, _count_trials(counts)) for counts in (first_counts, last_counts)
+    ]
+    if min(trials) < ENOUGH or rates[1] >= COLLAPSE * rates[0]:
+        return []
+    return [
+        f"acceptance collapses: {rates[0]:.3g} at first, {rates[1]:.3g} for the same prompts at"
+        " the end"
+    ]
+
+
+def _count_trials(counts: Counts) -> int:
+    """Return the number of drafts, or of drafted tokens where drafts are not counted."""
+    return counts.drafts if counts.drafts is not None else counts.drafted
 
 
 def find_length(counts: Counts, num_tokens: int) -> float | None:
-    """Tokens that a draft and its verify step bring, the target's own included."""
+    """Return the tokens that a draft and its verify step bring, the target's own included."""
     if counts.drafts:
         return 1 + counts.accepted / counts.drafts
     if counts.drafts is None and num_tokens > counts.accepted and counts.drafted:
@@ -104,7 +140,7 @@ def find_length(counts: Counts, num_tokens: int) -> float | None:
 
 
 def find_inconsistencies(counts: Counts) -> list[str]:
-    """Counters that contradict one another."""
+    """Return faults of counters that contradict one another."""
     faults = []
     if counts.accepted > counts.drafted:
         faults.append(f"{counts.accepted} tokens accepted of {counts.drafted} drafted")
@@ -118,7 +154,7 @@ def find_inconsistencies(counts: Counts) -> list[str]:
             f"the positions' counts {list(positions)} add up to {sum(positions)}, not to the"
             f" {counts.accepted} accepted"
         )
-    if any(later > earlier for earlier, later in itertools.pairwise(positions)):
+    if any(b > a for a, b in itertools.pairwise(positions)):
         faults.append(f"a later position accepts more than the one before: {list(positions)}")
     if counts.drafts is not None and positions and positions[0] > counts.drafts:
         faults.append(f"position 0 accepts {positions[0]} times in {counts.drafts} drafts")
@@ -126,29 +162,28 @@ def find_inconsistencies(counts: Counts) -> list[str]:
 
 
 def _find_dead_positions(counts: Counts) -> list[str]:
+    """Return a fault for the first position that accepts nothing behind one that accepts much."""
     positions = counts.per_position or ()
-    for place, (before, here) in enumerate(itertools.pairwise(positions), 1):
-        if here == 0 and before >= ENOUGH_BEFORE:
-            return [f"position {place} accepts nothing, position {place - 1} {before} times"]
+    for index, (accepted, next_accepted) in enumerate(itertools.pairwise(positions), 1):
+        if next_accepted == 0 and accepted >= ENOUGH_BEFORE:
+            return [f"position {index} accepts nothing, position {index - 1} {accepted} times"]
     return []
 
 
 def _judge_events(audit: Audit) -> Check:
-    """How many tokens came at once, where nothing is counted."""
-    longest = audit.list_longest(1)
-    if not longest:
+    """Judge by how many tokens came at once, where nothing is counted."""
+    prompt_indices = audit.list_longest(1)
+    if not prompt_indices:
         return Check("acceptance", SKIPPED, "the greedy texts are empty")
     server = audit.server
     answer, chunks, _ = server.stream(
-        audit.told[longest[0]].prompt, max_tokens=audit.settings.max_tokens, has_usage=True,
-        **server.offer.told,
+        audit.detailed_answers[prompt_indices[0]].prompt, max_tokens=audit.settings.max_tokens,
+        has_usage=True, **server.offer.detail_fields,
     )  # fmt: skip
     choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
-    lists = (c.get("token_ids") or read_tokens(c.get("logprobs")) or () for c in choices)
-    sizes = [len(tokens) for tokens in lists if tokens]
-    pieces = sum(bool(read_text(choice)) for choice in choices)
+    sizes = _list_chunk_sizes(choices)
     count = sum(sizes) or answer.completion_tokens or 0
-    num_events = len(sizes) or pieces
+    num_events = len(sizes) or sum(bool(read_text(choice)) for choice in choices)
     mean = count / num_events if num_events else 0.0
     evidence = {"source": "events", "events": num_events, "tokens": count, "sizes": sizes}
     summary = f"{count} tokens came in {num_events} events, by {SOURCES['events']}"
@@ -156,3 +191,9 @@ def _judge_events(audit: Audit) -> Check:
         return Check("acceptance", OK, summary, [], evidence)
     fault = "nothing is counted, and tokens come one by one: no sign of speculation"
     return Check("acceptance", SUSPECT, summary, [fault], evidence)
+
+
+def _list_chunk_sizes(choices: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the number of tokens of each chunk that lists some."""
+    lists = (c.get("token_ids") or read_tokens(c.get("logprobs")) or () for c in choices)
+    return [len(tokens) for tokens in lists if tokens]

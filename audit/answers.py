@@ -1,4 +1,4 @@
-"""What servers answer, in one form: OpenAI's, with vLLM's and llama-server's additions."""
+"""Answers of servers in one form: OpenAI's, with vLLM's and llama-server's additions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from specdec.decode.requests import RequestStats
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 AnyPrompt = str | list[int] | list[dict[str, Any]]  # a text, token ids or a conversation
 INCOMPLETE = "\ufffd"
 TOKEN_ID = re.compile(r"token_id:(\d+)")  # how vLLM writes a token whose id was asked for
+T = TypeVar("T")
 
 
 class BadAnswer(Exception):
-    """An answer is not what such servers send."""
+    """Answer that is not what such servers send."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token as far as it is known. top: the likeliest ones at its place."""
+    """Token as far as the server tells of it. top: the likeliest tokens at its position."""
 
     id: int | None
     text: str | None
@@ -34,43 +35,48 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What speculation did. drafts: None where it is not told; per_position: accepted ones."""
+    """Numbers of drafts, of drafted and of accepted tokens.
+
+    drafts: None where the source does not count them. per_position: accepted tokens by their
+    position in the draft; None where the source does not tell them apart.
+    """
 
     drafts: int | None
     drafted: int
     accepted: int
     per_position: tuple[int, ...] | None = None
 
-    def __add__(self, other: Counts) -> Counts:
-        return self._join(other, 1)
+    def __add__(self, counts: Counts) -> Counts:
+        return self._add_multiple(counts, 1)
 
-    def __sub__(self, other: Counts) -> Counts:
-        return self._join(other, -1)
+    def __sub__(self, counts: Counts) -> Counts:
+        return self._add_multiple(counts, -1)
 
-    def _join(self, other: Counts, sign: int) -> Counts:
+    def _add_multiple(self, counts: Counts, sign: int) -> Counts:
         drafts = positions = None
-        if self.drafts is not None and other.drafts is not None:
-            drafts = self.drafts + sign * other.drafts
+        if self.drafts is not None and counts.drafts is not None:
+            drafts = self.drafts + sign * counts.drafts
         # A counter by position may come into being with the first token that is accepted.
-        ours, theirs = (c.per_position or (() if c.accepted == 0 else None) for c in (self, other))
-        if ours is not None and theirs is not None:
-            pairs = itertools.zip_longest(ours, theirs, fillvalue=0)
+        lists = [c.per_position or (() if c.accepted == 0 else None) for c in (self, counts)]
+        if lists[0] is not None and lists[1] is not None:
+            pairs = itertools.zip_longest(lists[0], lists[1], fillvalue=0)
             positions = tuple(a + sign * b for a, b in pairs) or None
-        drafted = self.drafted + sign * other.drafted
-        return Counts(drafts, drafted, self.accepted + sign * other.accepted, positions)
+        drafted = self.drafted + sign * counts.drafted
+        return Counts(drafts, drafted, self.accepted + sign * counts.accepted, positions)
 
 
 def add_counts(counts: Sequence[Counts]) -> Counts:
-    """The sum of at least one."""
+    """Return the sum of at least one set of counts."""
     return functools.reduce(operator.add, counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One choice. ids and tokens: None where the server does not tell.
+    """One choice of a response. ids and tokens: None where the server does not tell them.
 
-    tokens: of its log-probabilities, or of the reference. ends: by token, how many characters of
-    the text there are with it. max_tokens: what was asked for. counts: of this request alone.
+    tokens: those of the log-probabilities, or of the reference. ends: by token, the length of the
+    text up to its end, in characters. max_tokens: the limit of the request. counts: speculation
+    for this request alone.
     """
 
     prompt: AnyPrompt
@@ -86,13 +92,13 @@ class Answer:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that are told of, one by one."""
-        told = self.ids if self.ids is not None else self.tokens
-        return None if told is None else len(told)
+        """Number of tokens that the answer lists one by one."""
+        tokens = self.ids if self.ids is not None else self.tokens
+        return None if tokens is None else len(tokens)
 
     @property
     def completion_tokens(self) -> int | None:
-        """Tokens by the server's own count."""
+        """Number of tokens by the server's own count."""
         count = (self.usage or {}).get("completion_tokens")
         return count if isinstance(count, int) else None
 
@@ -109,7 +115,7 @@ def read_answer(document: Any, prompt: AnyPrompt, max_tokens: int) -> Answer:
 def join_events(
     events: Sequence[Mapping[str, Any]], prompt: AnyPrompt, max_tokens: int
 ) -> Answer:  # fmt: skip
-    """The answer that a stream's chunks add up to; BadAnswer where they do not."""
+    """Return the answer that a stream's chunks add up to; BadAnswer where they do not."""
     try:
         choices = [choice for event in events for choice in event.get("choices", [])]
         usages: list[Any] = [event for event in events if event.get("usage")]
@@ -119,42 +125,52 @@ def join_events(
 
 
 def _make_answer(
-    choices: Sequence[Mapping[str, Any]], whole: Mapping[str, Any],
+    choices: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
     documents: Sequence[Mapping[str, Any]], prompt: AnyPrompt, max_tokens: int,
 ) -> Answer:  # fmt: skip
+    """Join the choices of a response's documents. summary: the document that has the usage."""
     text = "".join(read_text(choice) for choice in choices)
-    ids: list[int] | None = None
-    tokens: list[Token] | None = None
-    prompt_ids = whole.get("prompt_token_ids")
-    reason = None
-    for choice in choices:
-        if choice.get("token_ids") is not None:
-            ids = [*(ids or []), *choice["token_ids"]]
-        if (told := read_tokens(choice.get("logprobs"))) is not None:
-            tokens = [*(tokens or []), *told]
-        prompt_ids = choice.get("prompt_token_ids") or prompt_ids
-        reason = choice.get("finish_reason") or reason
-    if ids is None and tokens is not None and all(token.id is not None for token in tokens):
-        ids = [token.id for token in tokens if token.id is not None]
-    counted = [counts for document in documents if (counts := read_counts(document)) is not None]
+    tokens = _concatenate(read_tokens(choice.get("logprobs")) for choice in choices)
+    ids = _concatenate(choice.get("token_ids") for choice in choices)
+    counts = [count for document in documents if (count := read_counts(document)) is not None]
     return Answer(
-        prompt=prompt, text=text, max_tokens=max_tokens, ids=ids, tokens=tokens,
-        ends=None if tokens is None else find_ends(text, tokens), finish_reason=reason,
-        usage=whole.get("usage"), prompt_ids=prompt_ids, counts=counted[-1] if counted else None,
+        prompt=prompt, text=text, max_tokens=max_tokens, tokens=tokens,
+        ids=_list_ids(tokens) if ids is None else ids,
+        ends=None if tokens is None else find_ends(text, tokens),
+        finish_reason=_find_last(choices, "finish_reason"), usage=summary.get("usage"),
+        prompt_ids=_find_last(choices, "prompt_token_ids") or summary.get("prompt_token_ids"),
+        counts=counts[-1] if counts else None,
     )  # fmt: skip
 
 
+def _concatenate(lists: Iterable[list[T] | None]) -> list[T] | None:
+    """Return the items of the lists that are not None; None where all are."""
+    present_lists = [items for items in lists if items is not None]
+    return [item for items in present_lists for item in items] if present_lists else None
+
+
+def _find_last(choices: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """Return the last value of a key that says something; None where no choice has one."""
+    return next((value for choice in reversed(choices) if (value := choice.get(key))), None)
+
+
+def _list_ids(tokens: Sequence[Token] | None) -> list[int] | None:
+    """Return the ids of tokens; None where one of them has none."""
+    ids = [token.id for token in tokens or () if token.id is not None]
+    return ids if tokens is not None and len(ids) == len(tokens) else None
+
+
 def read_text(choice: Mapping[str, Any]) -> str:
-    """The text of a choice, of either endpoint, whole or a chunk's."""
+    """Return the text of a choice of either endpoint, or of a chunk's choice."""
     if "text" in choice:
         return choice["text"] or ""
-    part = choice["message"] if "message" in choice else choice["delta"]
-    text: str = part.get("content") or ""
+    message = choice["message"] if "message" in choice else choice["delta"]
+    text: str = message.get("content") or ""
     return text
 
 
 def read_tokens(logprobs: Any) -> list[Token] | None:
-    """The tokens of a choice's log-probabilities, in either endpoint's form."""
+    """Return the tokens of a choice's log-probabilities, in either endpoint's form."""
     if not logprobs:
         return None
     if "content" in logprobs:  # llama-server has this form everywhere
@@ -164,49 +180,52 @@ def read_tokens(logprobs: Any) -> list[Token] | None:
     for text, logprob, top in zip(
         logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True
     ):
-        others = tuple(Token(_find_id(t), t, value) for t, value in (top or {}).items())
-        tokens.append(Token(_find_id(text), text, logprob, others))
+        likeliest = tuple(Token(_find_id(t), t, value) for t, value in (top or {}).items())
+        tokens.append(Token(_find_id(text), text, logprob, likeliest))
     return tokens
 
 
 def _read_token(token: Mapping[str, Any]) -> Token:
-    top = tuple(_read_token(other) for other in token.get("top_logprobs") or ())
+    top = tuple(_read_token(candidate) for candidate in token.get("top_logprobs") or ())
     return Token(token.get("id"), token["token"], token.get("logprob"), top)
 
 
 def _find_id(text: str) -> int | None:
-    found = TOKEN_ID.fullmatch(text)
-    return int(found[1]) if found else None
+    match = TOKEN_ID.fullmatch(text)
+    return int(match[1]) if match else None
 
 
 def find_ends(text: str, tokens: Sequence[Token]) -> list[int] | None:
-    """Where each token's text ends in a text; None where the tokens' texts do not add up to it."""
-    joined, ends = "", []
+    """Return where each token ends in a text; None where the tokens do not add up to the text."""
+    token_text, ends = "", []
     for token in tokens:
-        joined += token.text or ""
-        ends.append(min(len(joined), len(text)))
-    return ends if joined.startswith(text) else None
+        token_text += token.text or ""
+        ends.append(min(len(token_text), len(text)))
+    return ends if token_text.startswith(text) else None
 
 
 def count_drafts(stats: RequestStats) -> Counts:
-    """What an engine of ours counts."""
+    """Return the counts of a request in an engine of ours."""
     positions = _count_positions(stats.accepted_histogram)
     return Counts(stats.num_verify_steps, stats.num_draft_tokens, stats.num_accepted, positions)
 
 
 def _count_positions(histogram: Sequence[int]) -> tuple[int, ...]:
-    """By position, drafts that had it accepted. histogram: drafts by what they had accepted."""
-    return tuple(sum(histogram[at:]) for at in range(1, len(histogram)))
+    """Return the number of drafts that had each position accepted.
+
+    histogram: number of drafts by how many of their tokens were accepted.
+    """
+    return tuple(sum(histogram[length:]) for length in range(1, len(histogram)))
 
 
 def read_counts(document: Mapping[str, Any]) -> Counts | None:
-    """What a response tells of its own speculation: vLLM's fields, llama-server's, OpenAI's."""
+    """Return a response's own counts of speculation: vLLM's, llama-server's or OpenAI's fields."""
     metrics = document.get("metrics") or {}
-    if told := metrics.get("speculative_decoding"):
-        histogram = told.get("acceptance_histogram")
+    if speculation := metrics.get("speculative_decoding"):
+        histogram = speculation.get("acceptance_histogram")
         positions = _count_positions(histogram) if histogram else None
-        drafts, drafted = told["num_spec_steps"], told["num_draft_tokens"]
-        return Counts(drafts, drafted, told["num_accepted_draft_tokens"], positions)
+        drafts, drafted = speculation["num_spec_steps"], speculation["num_draft_tokens"]
+        return Counts(drafts, drafted, speculation["num_accepted_draft_tokens"], positions)
     timings = document.get("timings") or {}
     if "draft_n" in timings:
         return Counts(None, timings["draft_n"], timings["draft_n_accepted"])

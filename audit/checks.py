@@ -1,15 +1,15 @@
-"""The checks of what a server writes. Each returns its verdict and what it rests on."""
+"""Checks of what a server writes. Each returns its verdict and the evidence for it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import shorten
 from specdec.text.comparison import DIFFERS, NEAR_TIE, UNKNOWN, find_verdict
 
-from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, add_counts
+from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, Token, add_counts
 from .events import Fault, find_broken_characters
 from .reference import Reference
 from .server import Counters, Refused, Server
@@ -27,7 +27,7 @@ SEEDS = (1, 2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What one check found. faults: what is wrong, the gravest first."""
+    """Result of one check. faults: what is wrong, the gravest first."""
 
     name: str
     verdict: str
@@ -38,16 +38,16 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The same greedy prompts, once. counted: by the metrics page over that time."""
+    """Answers to the greedy prompts, each asked once. metric_counts: by the metrics page."""
 
     answers: list[Answer]
-    counted: Counts | None
+    metric_counts: Counts | None
 
     @property
-    def told(self) -> Counts | None:
-        """The sum of what the answers tell; None where one does not."""
-        told = [answer.counts for answer in self.answers if answer.counts is not None]
-        return add_counts(told) if len(told) == len(self.answers) else None
+    def answer_counts(self) -> Counts | None:
+        """Sum of the answers' own counts; None where an answer has none."""
+        counts = [answer.counts for answer in self.answers if answer.counts is not None]
+        return add_counts(counts) if len(counts) == len(self.answers) else None
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +56,11 @@ class Round:
 
 @dataclasses.dataclass
 class Audit:
-    """What is known so far. rounds: at the beginning and at the end; told: the greedy answers with
-    all that the server tells of the tokens."""
+    """State of an audit, which its checks share.
+
+    rounds: greedy answers at the beginning and at the end. detailed_answers: the greedy answers
+    with the token ids and log-probabilities that the server can tell.
+    """
 
     settings: AuditSettings
     server: Server
@@ -65,120 +68,142 @@ class Audit:
     prompts: Sequence[AnyPrompt]
     reference: Reference | None
     rounds: list[Round] = dataclasses.field(default_factory=list)
-    told: list[Answer] = dataclasses.field(default_factory=list)
+    detailed_answers: list[Answer] = dataclasses.field(default_factory=list)
 
     def ask_all(self) -> None:
         """Ask for the greedy texts once more."""
-        before, offer = self.counters.read(), self.server.offer
+        start_counts, offer = self.counters.read(), self.server.offer
         answers = [
-            self.server.complete(prompt, max_tokens=self.settings.max_tokens, **offer.ids)
+            self.server.complete(prompt, max_tokens=self.settings.max_tokens, **offer.id_fields)
             for prompt in self.prompts
         ]
-        after = self.counters.read()
-        counted = None if before is None or after is None else after - before
-        self.rounds.append(Round(answers, counted))
+        end_counts = self.counters.read()
+        counts = None
+        if start_counts is not None and end_counts is not None:
+            counts = end_counts - start_counts
+        self.rounds.append(Round(answers, counts))
 
-    def compare(self, answer: Answer, known: Answer, at: int) -> list[Difference]:
-        """The first difference of an answer to prompt `at` from what is known, if there is one."""
-        found = compare(answer, known, prompt=at, bound=self.settings.near_tie)
-        return [] if found is None else [found]
+    def compare(self, answer: Answer, expected: Answer, prompt: int) -> list[Difference]:
+        """Return the first difference of an answer to a prompt from the expected one, if any."""
+        difference = compare(answer, expected, prompt=prompt, bound=self.settings.near_tie)
+        return [] if difference is None else [difference]
 
     def list_longest(self, count: int) -> list[int]:
-        """The prompts with the longest greedy answers."""
-        order = sorted(range(len(self.told)), key=lambda at: -len(self.told[at].text))
-        return [at for at in order[:count] if self.told[at].text]
+        """Return the indices of the prompts with the longest greedy answers."""
+        lengths = [len(answer.text) for answer in self.detailed_answers]
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        return [index for index in order[:count] if lengths[index]]
 
 
 def make_check(
     name: str, summary: str, differences: Sequence[Difference], faults: Sequence[str] = (),
     **evidence: Any,
 ) -> Check:  # fmt: skip
-    """A check of texts: what differs beyond a near-tie is wrong, without a margin suspect."""
-    found = find_verdict(d.cause for d in differences)
-    verdict = FAILED if faults or found == DIFFERS else SUSPECT if found == UNKNOWN else OK
+    """Make a check of texts: a difference beyond a near-tie fails, one without a margin is suspect.
+
+    The faults fail, too.
+    """
+    cause = find_verdict(d.cause for d in differences)
+    verdict = FAILED if faults or cause == DIFFERS else SUSPECT if cause == UNKNOWN else OK
     margins = [abs(d.margin or 0.0) for d in differences if d.cause == NEAR_TIE]
     ties = f", {len(margins)} near-ties, margins up to {max(margins):.2g}" if margins else ""
     gravest = sorted(differences, key=lambda d: d.cause == UNKNOWN)
-    wrong = [*faults, *(str(d) for d in gravest if d.cause != NEAR_TIE)]
+    all_faults = [*faults, *(str(d) for d in gravest if d.cause != NEAR_TIE)]
     evidence |= {"differences": [dataclasses.asdict(d) for d in differences]}
-    return Check(name, verdict, summary + ties, wrong, evidence)
+    return Check(name, verdict, summary + ties, all_faults, evidence)
 
 
 def check_greedy(audit: Audit) -> Check:
-    """The server's greedy text against the reference, token by token."""
+    """Compare the server's greedy text with the reference's, token by token."""
     reference = audit.reference
     if reference is None:
         return Check("greedy", SKIPPED, "no --reference-engine or --reference-url was given")
-    plain = [_with_tokens(*pair) for pair in zip(audit.rounds[0].answers, audit.told, strict=True)]
-    prompts = [answer.prompt_ids or answer.prompt for answer in plain]
-    expected = reference.continue_all(prompts, audit.settings.max_tokens)
+    pairs = zip(audit.rounds[0].answers, audit.detailed_answers, strict=True)
+    answers = [_add_tokens(*pair) for pair in pairs]
+    prompts = [answer.prompt_ids or answer.prompt for answer in answers]
+    references = reference.continue_all(prompts, audit.settings.max_tokens)
     differences: list[Difference] = []
     num_compared = num_equal = 0
-    for at, (answer, known) in enumerate(zip(plain, expected, strict=True)):
-        found = list(_follow(answer, known, at, reference, audit))
-        differences += found
-        is_whole = not found or found[-1].cause == NEAR_TIE
-        num_compared += (known.num_tokens or 0) if is_whole else found[-1].position
-        num_equal += not found
-    unit = "characters" if None in (plain[0].ids, expected[0].ids) else "token ids"
+    for index, (answer, expected) in enumerate(zip(answers, references, strict=True)):
+        answer_differences = list(_iterate_differences(answer, expected, index, reference, audit))
+        differences += answer_differences
+        if not answer_differences or answer_differences[-1].cause == NEAR_TIE:
+            num_compared += expected.num_tokens or 0
+        else:
+            num_compared += answer_differences[-1].position
+        num_equal += not answer_differences
+    unit = "characters" if None in (answers[0].ids, references[0].ids) else "token ids"
     return make_check(
-        "greedy", f"{num_equal} of {len(plain)} texts equal, by {unit}", differences,
+        "greedy", f"{num_equal} of {len(answers)} texts equal, by {unit}", differences,
         verdict=find_verdict(d.cause for d in differences), reference=reference.name,
-        near_tie=audit.settings.near_tie, compared_by=unit, tokens=num_compared, prompts=len(plain),
-        equal=num_equal,
+        near_tie=audit.settings.near_tie, compared_by=unit, tokens=num_compared,
+        prompts=len(answers), equal=num_equal,
     )  # fmt: skip
 
 
-def _with_tokens(answer: Answer, told: Answer) -> Answer:
-    """An answer with what another with the same text tells of its tokens."""
-    if answer.text != told.text or (answer.ids is not None and answer.ids != told.ids):
+def _add_tokens(answer: Answer, detailed_answer: Answer) -> Answer:
+    """Add the tokens of a detailed answer to an answer with the same text."""
+    if answer.text != detailed_answer.text:
         return answer
-    return dataclasses.replace(answer, ids=told.ids, tokens=told.tokens)
+    if answer.ids is not None and answer.ids != detailed_answer.ids:
+        return answer
+    return dataclasses.replace(answer, ids=detailed_answer.ids, tokens=detailed_answer.tokens)
 
 
-def _follow(
-    answer: Answer, known: Answer, prompt: int, reference: Reference, audit: Audit
+def _iterate_differences(
+    answer: Answer, expected: Answer, prompt: int, reference: Reference, audit: Audit
 ) -> Iterator[Difference]:
-    """The differences of one answer: behind a near-tie the reference goes on from the server's."""
+    """Yield the differences of an answer from the expected one.
+
+    Behind a near-tie the reference continues the server's text, so that what follows is compared.
+    """
     start = 0
     for _ in range(MAX_TIES):
-        found = compare(answer, known, prompt=prompt, bound=audit.settings.near_tie)
-        if found is None:
+        difference = compare(answer, expected, prompt=prompt, bound=audit.settings.near_tie)
+        if difference is None:
             return
-        yield dataclasses.replace(found, position=start + found.position)
-        ids, read = answer.ids, known.prompt_ids
-        if found.cause != NEAR_TIE or found.unit != "token" or ids is None or read is None:
+        yield dataclasses.replace(difference, position=start + difference.position)
+        if difference.cause != NEAR_TIE or difference.unit != "token":
             return
-        done = found.position + 1
-        if not (left := ids[done:]):
+        ids, prompt_ids = answer.ids, expected.prompt_ids
+        if ids is None or prompt_ids is None:
             return
-        start += done
-        (known,) = reference.continue_all([[*read, *ids[:done]]], len(left))
-        tokens = answer.tokens[done:] if answer.tokens is not None else None
+        num_compared = difference.position + 1
+        if not (next_ids := ids[num_compared:]):
+            return
+        start += num_compared
+        next_prompt = [*prompt_ids, *ids[:num_compared]]
+        (expected,) = reference.continue_all([next_prompt], len(next_ids))
+        tokens = answer.tokens[num_compared:] if answer.tokens is not None else None
         # The ids alone decide.
-        answer = dataclasses.replace(answer, ids=left, tokens=tokens, text=known.text)
+        answer = dataclasses.replace(answer, ids=next_ids, tokens=tokens, text=expected.text)
 
 
 def check_repeat(audit: Audit) -> Check:
-    """The same greedy request again, with log-probabilities and without."""
-    pairs = [(answer, at) for done in audit.rounds for at, answer in enumerate(done.answers)]
-    found = [one for answer, at in pairs for one in audit.compare(answer, audit.told[at], at)]
-    return make_check("repeat", f"{len(pairs)} answers, each asked for before or after", found)
+    """Compare repeated greedy answers, asked for with log-probabilities and without."""
+    differences: list[Difference] = []
+    num_answers = 0
+    for greedy_round in audit.rounds:
+        for index, answer in enumerate(greedy_round.answers):
+            differences += audit.compare(answer, audit.detailed_answers[index], index)
+            num_answers += 1
+    summary = f"{num_answers} answers, each asked for before or after"
+    return make_check("repeat", summary, differences)
 
 
 def check_own_choice(audit: Audit) -> Check:
-    """Each greedy token is the likeliest by the server's own log-probabilities."""
-    logprobs, faults = [], []
-    for at, answer in enumerate(audit.told):
-        for place, token in enumerate(answer.tokens or []):
-            told = [one.logprob for one in token.top if one.logprob is not None]
-            if token.logprob is None or not told:
+    """Check that each greedy token is the likeliest by the server's own log-probabilities."""
+    logprobs: list[float] = []
+    faults = []
+    for prompt, answer in enumerate(audit.detailed_answers):
+        for index, token in enumerate(answer.tokens or []):
+            if (margin := _find_margin(token)) is None or token.logprob is None:
                 continue
             logprobs.append(token.logprob)
-            if max(told) - token.logprob > audit.settings.near_tie:
+            if margin > audit.settings.near_tie:
                 faults.append(
-                    f"prompt {at}, token {place}: {shorten(token.text)} is written, another token"
-                    f" is {max(told) - token.logprob:.3g} higher by the server's own logits"
+                    f"prompt {prompt}, token {index}: {shorten(token.text)} is written, another"
+                    f" token is {margin:.3g} higher by the server's own logits"
                 )
     if not logprobs:
         return Check("own_choice", SKIPPED, "the server tells no log-probabilities")
@@ -189,33 +214,41 @@ def check_own_choice(audit: Audit) -> Check:
     return Check("own_choice", verdict, f"{len(logprobs)} tokens", faults, evidence)
 
 
+def _find_margin(token: Token) -> float | None:
+    """Return how much likelier than a token the likeliest at its position is, in logits."""
+    logprobs = [candidate.logprob for candidate in token.top if candidate.logprob is not None]
+    return max(logprobs) - token.logprob if logprobs and token.logprob is not None else None
+
+
 def check_narrow_sampling(audit: Audit) -> Check:
-    """Sampling from the likeliest token only gives the greedy text, by the rule of sampling."""
-    longest = audit.list_longest(4)
+    """Check that sampling from the likeliest token alone gives the greedy text."""
+    prompt_indices = audit.list_longest(4)
     differences = []
-    for at in longest:
-        base = _cut(audit.told[at], SAMPLED)
+    for index in prompt_indices:
+        expected = _truncate(audit.detailed_answers[index], SAMPLED)
         answer = audit.server.complete(
-            base.prompt, max_tokens=SAMPLED, temperature=1.0, top_p=NARROW, seed=SEEDS[0],
-            **audit.server.offer.ids,
+            expected.prompt, max_tokens=SAMPLED, temperature=1.0, top_p=NARROW, seed=SEEDS[0],
+            **audit.server.offer.id_fields,
         )  # fmt: skip
-        differences += audit.compare(answer, base, at)
-    return make_check("narrow_sampling", f"{len(longest)} texts at top_p {NARROW}", differences)
+        differences += audit.compare(answer, expected, index)
+    summary = f"{len(prompt_indices)} texts at top_p {NARROW}"
+    return make_check("narrow_sampling", summary, differences)
 
 
-def _cut(answer: Answer, count: int) -> Answer:
-    """The first tokens of an answer, as far as they are known."""
+def _truncate(answer: Answer, count: int) -> Answer:
+    """Return an answer's first tokens; the answer itself where its tokens are not known."""
     if answer.num_tokens is None or answer.num_tokens <= count or answer.ends is None:
         return answer
-    cut: dict[str, Any] = {"text": answer.text[: answer.ends[count - 1]], "finish_reason": "length"}
+    text = answer.text[: answer.ends[count - 1]]
+    fields: dict[str, Any] = {"text": text, "finish_reason": "length"}
     for name in ("ids", "tokens", "ends"):
-        known = getattr(answer, name)
-        cut[name] = None if known is None else known[:count]
-    return dataclasses.replace(answer, **cut)
+        items = getattr(answer, name)
+        fields[name] = None if items is None else items[:count]
+    return dataclasses.replace(answer, **fields)
 
 
 def check_seeds(audit: Audit) -> Check:
-    """Equal seeds give equal sampled texts."""
+    """Check that equal seeds give equal sampled texts."""
     pairs = []
     prompts = [audit.prompts[n % len(audit.prompts)] for n in range(len(SEEDS))]
     for prompt, seed in zip(prompts, SEEDS, strict=True):
@@ -233,84 +266,100 @@ def check_seeds(audit: Audit) -> Check:
 
 
 def check_stops(audit: Audit) -> Check:
-    """Stop words at every offset: nothing behind them in text, ids, log-probabilities, usage."""
+    """Try stop words at every offset of a token.
+
+    Nothing may stand behind them in the text, the ids, the log-probabilities and the usage.
+    """
     faults: list[str] = []
     differences: list[Difference] = []
-    tried = []
-    for at in audit.list_longest(NUM_STOP_PROMPTS):
-        base = audit.told[at]
-        for number, stop in enumerate(choose_stops(base)):
+    trials = []
+    for index in audit.list_longest(NUM_STOP_PROMPTS):
+        greedy = audit.detailed_answers[index]
+        for number, stop in enumerate(choose_stops(greedy)):
             body = {
                 "max_tokens": audit.settings.max_tokens,
                 "stop": [stop],
-                **audit.server.offer.told,
+                **audit.server.offer.detail_fields,
             }
             if number % 2:
-                answer, _, found = audit.server.stream(base.prompt, has_usage=True, **body)
-                faults += [f"stream with stop {stop!r}: {fault}" for fault in _list_grave(found)]
+                answer, _, stream_faults = audit.server.stream(
+                    greedy.prompt, has_usage=True, **body
+                )
+                texts = _list_grave(stream_faults)
+                faults += [f"stream with stop {stop!r}: {text}" for text in texts]
             else:
-                answer = audit.server.complete(base.prompt, **body)
-            tried.append({"prompt": at, "stop": stop, "expected": base.text.find(stop)})
-            expected = base.text[: base.text.find(stop)]
-            if answer.text.startswith(expected):
-                faults += _find_stop_faults(answer, base, stop, f"prompt {at}, stop {stop!r}")
+                answer = audit.server.complete(greedy.prompt, **body)
+            trials.append({"prompt": index, "stop": stop, "expected": greedy.text.find(stop)})
+            text = greedy.text[: greedy.text.find(stop)]
+            if answer.text.startswith(text):
+                label = f"prompt {index}, stop {stop!r}"
+                faults += _find_stop_faults(answer, greedy, stop, label)
             else:  # another text, or it ends too early
-                known = dataclasses.replace(base, text=expected, ids=None)
-                differences += audit.compare(answer, known, at)
-    if not tried:
+                expected = dataclasses.replace(greedy, text=text, ids=None)
+                differences += audit.compare(answer, expected, index)
+    if not trials:
         return Check("stops", SKIPPED, "the greedy texts are too short")
-    return make_check("stops", f"{len(tried)} stop words", differences, faults, stops=tried)
+    return make_check("stops", f"{len(trials)} stop words", differences, faults, stops=trials)
 
 
-def choose_stops(base: Answer) -> list[str]:
-    """Pieces from the middle of a text, one for each of some tokens in succession.
+def choose_stops(greedy: Answer) -> list[str]:
+    """Return pieces from the middle of a text, one for each of some tokens in succession.
 
     Each begins in the middle of its token, where that has several characters, and goes into the
     next one.
     """
-    text = base.text
-    ends = base.ends or list(range(3, len(text) + 1, 3))
-    chosen: list[str] = []
-    places: set[int] = set()
-    for at in range(max(1, len(ends) // 4), len(ends) - 1):
-        start, end = ends[at - 1], ends[at]
-        begin = start + (end - start) // 2
-        stop = text[begin : max(end + 1, begin + 2)]
-        place = text.find(stop)
-        if len(stop) < 2 or not stop.strip() or INCOMPLETE in stop or place in places or not place:
+    text = greedy.text
+    ends = greedy.ends or list(range(3, len(text) + 1, 3))
+    stops: dict[int, str] = {}  # by where each first stands in the text
+    for index in range(max(1, len(ends) // 4), len(ends) - 1):
+        start, end = ends[index - 1], ends[index]
+        middle = start + (end - start) // 2
+        stop = text[middle : max(end + 1, middle + 2)]
+        position = text.find(stop)
+        if len(stop) < 2 or not stop.strip() or INCOMPLETE in stop or not position:
             continue
-        places.add(place)
-        chosen.append(stop)
-        if len(chosen) == NUM_STOPS:
+        stops.setdefault(position, stop)
+        if len(stops) == NUM_STOPS:
             break
-    return chosen
+    return list(stops.values())
 
 
-def _find_stop_faults(answer: Answer, base: Answer, stop: str, where: str) -> list[str]:
-    """What is wrong with an answer whose text begins as it should."""
-    place = base.text.find(stop)
-    if len(answer.text) > place:
-        return [f"{where}: {answer.text[place : place + 40]!r} is written behind the text"]
+def _find_stop_faults(answer: Answer, greedy: Answer, stop: str, label: str) -> list[str]:
+    """Return the faults of an answer whose text begins with the greedy text up to the stop word."""
+    position = greedy.text.find(stop)
+    if len(answer.text) > position:
+        text = answer.text[position : position + 40]
+        return [f"{label}: {text!r} is written behind the text"]
     faults = []
     if answer.finish_reason != "stop":
-        faults.append(f"{where}: finish_reason is {answer.finish_reason!r}")
-    if base.ends is None:
-        return faults
-    # The token that completes the stop word is the last that may be told of.
-    most = next(i for i, end in enumerate(base.ends, 1) if end >= place + len(stop))
-    least = sum(end <= place for end in base.ends)
+        faults.append(f"{label}: finish_reason is {answer.finish_reason!r}")
+    if greedy.ends is not None:
+        # The token that completes the stop word is the last that may be told of.
+        end = position + len(stop)
+        max_tokens = next(i for i, token_end in enumerate(greedy.ends, 1) if token_end >= end)
+        min_tokens = sum(token_end <= position for token_end in greedy.ends)
+        faults += _find_stop_count_faults(answer, min_tokens, max_tokens, label)
+    return faults
+
+
+def _find_stop_count_faults(
+    answer: Answer, min_tokens: int, max_tokens: int, label: str
+) -> list[str]:
+    """Return the faults of an answer's counts of tokens before its stop word."""
     counts = {
         "token ids": None if answer.ids is None else len(answer.ids),
         "log-probabilities": None if answer.tokens is None else len(answer.tokens),
         "usage.completion_tokens": answer.completion_tokens,
     }
-    faults += [
-        f"{where}: {count} {name}, where the stop word is complete after {most} tokens"
+    faults = [
+        f"{label}: {count} {name}, where the stop word is complete after {max_tokens} tokens"
         for name, count in counts.items()
-        if count is not None and count > most
+        if count is not None and count > max_tokens
     ]
-    if (count := answer.completion_tokens) is not None and count < least:
-        faults.append(f"{where}: usage.completion_tokens is {count}, the text has {least} tokens")
+    if (count := answer.completion_tokens) is not None and count < min_tokens:
+        faults.append(
+            f"{label}: usage.completion_tokens is {count}, the text has {min_tokens} tokens"
+        )
     return faults
 
 
@@ -319,78 +368,93 @@ def _list_grave(faults: Sequence[Fault]) -> list[str]:
 
 
 def check_limits(audit: Audit) -> Check:
-    """max_tokens is met to the token, and the text is the beginning of the longer one."""
-    longest = audit.list_longest(1)
-    if not longest:
+    """Check that max_tokens is met to the token, with the beginning of the longer text."""
+    prompt_indices = audit.list_longest(1)
+    if not prompt_indices:
         return Check("limits", SKIPPED, "the greedy texts are empty")
-    at = longest[0]
-    base = audit.told[at]
-    length = base.num_tokens or base.completion_tokens or 0
+    index = prompt_indices[0]
+    greedy = audit.detailed_answers[index]
+    length = greedy.num_tokens or greedy.completion_tokens or 0
     limits = [n for n in (*LIMITS, length // 2, length - 1) if 0 < n < length]
     faults: list[str] = []
     differences: list[Difference] = []
     for limit in sorted(set(limits)):
-        answer = audit.server.complete(base.prompt, max_tokens=limit, **audit.server.offer.ids)
-        counts = {"token ids": answer.num_tokens, "usage": answer.completion_tokens}
-        faults += [
-            f"max_tokens {limit}: {count} by {name}"
-            for name, count in counts.items()
-            if count is not None and count != limit
-        ]
-        if answer.finish_reason != "length":
-            faults.append(f"max_tokens {limit}: finish_reason is {answer.finish_reason!r}")
+        answer = audit.server.complete(
+            greedy.prompt, max_tokens=limit, **audit.server.offer.id_fields
+        )
+        faults += _find_limit_faults(answer, limit)
         text = answer.text.rstrip(INCOMPLETE)
-        least = 0 if base.ends is None else base.ends[limit - 1]
-        if not base.text.startswith(text):
-            differences += audit.compare(answer, dataclasses.replace(base, ids=None), at)
-        elif len(text) < len(base.text[:least].rstrip(INCOMPLETE)):
+        end = 0 if greedy.ends is None else greedy.ends[limit - 1]
+        if not greedy.text.startswith(text):
+            expected = dataclasses.replace(greedy, ids=None)
+            differences += audit.compare(answer, expected, index)
+        elif len(text) < len(greedy.text[:end].rstrip(INCOMPLETE)):
             faults.append(
                 f"max_tokens {limit}: the text ends at {len(text)} characters, {limit} tokens have"
-                f" {least}"
+                f" {end}"
             )
-    return make_check("limits", f"max_tokens {limits} of prompt {at}", differences, faults)
+    return make_check("limits", f"max_tokens {limits} of prompt {index}", differences, faults)
+
+
+def _find_limit_faults(answer: Answer, limit: int) -> list[str]:
+    """Return the faults in the counts of tokens and the finish_reason at a limit."""
+    counts = {"token ids": answer.num_tokens, "usage": answer.completion_tokens}
+    faults = [
+        f"max_tokens {limit}: {count} by {name}"
+        for name, count in counts.items()
+        if count is not None and count != limit
+    ]
+    if answer.finish_reason != "length":
+        faults.append(f"max_tokens {limit}: finish_reason is {answer.finish_reason!r}")
+    return faults
 
 
 def check_stream(audit: Audit) -> Check:
-    """Server-sent events, one by one, and the text that they add up to."""
+    """Check server-sent events, one by one, and the text that they add up to."""
     faults: list[Fault] = []
     differences: list[Difference] = []
-    skipped = []
-    longest = audit.list_longest(1)
-    if not longest:
+    skip_reasons = []
+    prompt_indices = audit.list_longest(1)
+    if not prompt_indices:
         return Check("stream", SKIPPED, "the greedy texts are empty")
-    at = longest[0]
-    base, server = audit.told[at], audit.server
+    index = prompt_indices[0]
+    greedy, server = audit.detailed_answers[index], audit.server
 
-    def try_stream(what: str, prompt: AnyPrompt, known: Answer, body: dict[str, Any]) -> None:
-        answer, chunks, found = server.stream(prompt, max_tokens=known.max_tokens, **body)
-        found += find_broken_characters(chunks, known.text)
-        faults.extend(Fault(f"{what}: {fault.text}", fault.is_mild) for fault in found)
-        differences.extend(differing := audit.compare(answer, known, at))
-        told, whole = answer.completion_tokens, known.completion_tokens
-        if None not in (told, whole) and told != whole and not differing:
-            faults.append(Fault(f"{what}: usage has {told} tokens, of the whole answer {whole}"))
+    def try_stream(label: str, prompt: AnyPrompt, expected: Answer, body: dict[str, Any]) -> None:
+        answer, chunks, stream_faults = server.stream(
+            prompt, max_tokens=expected.max_tokens, **body
+        )
+        stream_faults += find_broken_characters(chunks, expected.text)
+        faults.extend(Fault(f"{label}: {fault.text}", fault.is_mild) for fault in stream_faults)
+        text_differences = audit.compare(answer, expected, index)
+        differences.extend(text_differences)
+        count, expected_count = answer.completion_tokens, expected.completion_tokens
+        if None in (count, expected_count) or text_differences:
+            return
+        if count != expected_count:
+            text = f"{label}: usage has {count} tokens, of the whole answer {expected_count}"
+            faults.append(Fault(text))
 
-    try_stream("greedy", base.prompt, base, {**server.offer.ids})
-    try_stream("with usage", base.prompt, base, {"has_usage": True})
+    try_stream("greedy", greedy.prompt, greedy, {**server.offer.id_fields})
+    try_stream("with usage", greedy.prompt, greedy, {"has_usage": True})
     # Hot sampling writes bytes that are halves of characters, where a tokenizer has such tokens.
     hot: dict[str, Any] = {"temperature": 1.5, "seed": SEEDS[0]}
-    whole = server.complete(base.prompt, max_tokens=SAMPLED, **hot)
-    if server.complete(base.prompt, max_tokens=SAMPLED, **hot).text == whole.text:
-        try_stream("sampled", base.prompt, whole, hot)
+    answer = server.complete(greedy.prompt, max_tokens=SAMPLED, **hot)
+    if server.complete(greedy.prompt, max_tokens=SAMPLED, **hot).text == answer.text:
+        try_stream("sampled", greedy.prompt, answer, hot)
     else:
-        skipped.append("a sampled stream: equal seeds give different texts")
-    if isinstance(base.prompt, str) and not server.offer.is_chat:
-        chat = [{"role": "user", "content": base.prompt}]
+        skip_reasons.append("a sampled stream: equal seeds give different texts")
+    if isinstance(greedy.prompt, str) and not server.offer.is_chat:
+        chat = [{"role": "user", "content": greedy.prompt}]
         try:
-            whole = server.complete(chat, max_tokens=SAMPLED)
+            answer = server.complete(chat, max_tokens=SAMPLED)
         except Refused as refusal:
-            skipped.append(f"chat/completions: {refusal}")
+            skip_reasons.append(f"chat/completions: {refusal}")
         else:
-            try_stream("chat", chat, whole, {})
-            try_stream("chat with usage", chat, whole, {"has_usage": True})
+            try_stream("chat", chat, answer, {})
+            try_stream("chat with usage", chat, answer, {"has_usage": True})
     check = make_check(
-        "stream", "greedy, sampled and chat", differences, _list_grave(faults), skipped=skipped
+        "stream", "greedy, sampled and chat", differences, _list_grave(faults), skipped=skip_reasons
     )
     mild = [fault.text for fault in faults if fault.is_mild]
     verdict = SUSPECT if mild and check.verdict == OK else check.verdict
@@ -398,49 +462,80 @@ def check_stream(audit: Audit) -> Check:
 
 
 def check_usage(audit: Audit) -> Check:
-    """The counts of all answers so far, against their tokens."""
-    server, faults = audit.server, []
-    counted = [answer for answer in server.answers if answer.usage is not None]
-    if not counted:
+    """Compare the usage of all answers so far with their tokens."""
+    answers = [answer for answer in audit.server.answers if answer.usage is not None]
+    if not answers:
         return Check("usage", SKIPPED, "no answer has a usage")
-    by_prompt: dict[str, set[int]] = {}
-    for answer in counted:
-        usage = answer.usage or {}
-        prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        where = f"prompt {shorten(answer.prompt, 40)}, max_tokens {answer.max_tokens}"
-        if not isinstance(prompt, int) or not isinstance(output, int):
-            faults.append(f"{where}: usage is {shorten(dict(usage))}")
-            continue
-        by_prompt.setdefault(repr(answer.prompt), set()).add(prompt)
-        if usage.get("total_tokens") != prompt + output:
-            faults.append(f"{where}: {prompt} + {output} tokens are {usage.get('total_tokens')}")
-        told = answer.num_tokens
-        # An end token or a stop word is counted, and need not be told of.
-        is_wrong = output < (told or 0) or (answer.finish_reason == "length" and output != told)
-        if told is not None and is_wrong:
-            faults.append(f"{where}: completion_tokens {output}, and there are {told} tokens")
-        if answer.finish_reason == "length" and output != answer.max_tokens and told is None:
-            faults.append(f"{where}: completion_tokens {output} at the length's end")
-        if answer.prompt_ids is not None and len(answer.prompt_ids) != prompt:
-            faults.append(
-                f"{where}: prompt_tokens {prompt}, and there are {len(answer.prompt_ids)} of them"
-            )
-        accepted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens")
-        if isinstance(accepted, int) and accepted > output:
-            faults.append(f"{where}: {accepted} accepted tokens of {output}")
-    faults += [
+    faults: list[str] = []
+    prompt_counts: dict[str, set[int]] = {}
+    for answer in answers:
+        faults += _find_usage_faults(answer)
+        prompt_count, output_count = _read_usage(answer)
+        if prompt_count is not None and output_count is not None:
+            prompt_counts.setdefault(repr(answer.prompt), set()).add(prompt_count)
+    faults += _find_prompt_faults(audit, prompt_counts)
+    faults = list(dict.fromkeys(faults))
+    verdict = FAILED if faults else OK
+    return Check("usage", verdict, f"{len(answers)} answers", faults, {"answers": len(answers)})
+
+
+def _find_prompt_faults(audit: Audit, prompt_counts: Mapping[str, set[int]]) -> list[str]:
+    """Return the faults in the numbers of prompt tokens, given by the prompt's repr."""
+    faults = [
         f"prompt {shorten(prompt, 40)}: prompt_tokens is {sorted(counts)} by turns"
-        for prompt, counts in by_prompt.items()
+        for prompt, counts in prompt_counts.items()
         if len(counts) > 1
     ]
     for prompt in audit.prompts[:2]:
-        counts = by_prompt.get(repr(prompt))
-        known = server.count_prompt_tokens(prompt)
-        if counts and known is not None and counts != {known}:
-            told = min(counts)
+        counts = prompt_counts.get(repr(prompt))
+        count = audit.server.count_prompt_tokens(prompt)
+        if counts and count is not None and counts != {count}:
             faults.append(
-                f"prompt {shorten(prompt, 40)}: prompt_tokens {told}, /tokenize says {known}"
+                f"prompt {shorten(prompt, 40)}: prompt_tokens {min(counts)}, /tokenize says {count}"
             )
-    faults = list(dict.fromkeys(faults))
-    verdict = FAILED if faults else OK
-    return Check("usage", verdict, f"{len(counted)} answers", faults, {"answers": len(counted)})
+    return faults
+
+
+def _read_usage(answer: Answer) -> tuple[int | None, int | None]:
+    """Return the numbers of prompt and of output tokens; None for one that is no number."""
+    usage = answer.usage or {}
+    prompt_count, output_count = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return (
+        prompt_count if isinstance(prompt_count, int) else None,
+        output_count if isinstance(output_count, int) else None,
+    )
+
+
+def _find_usage_faults(answer: Answer) -> list[str]:
+    """Return the faults in the usage of one answer."""
+    usage, faults = answer.usage or {}, []
+    prompt_count, output_count = _read_usage(answer)
+    label = f"prompt {shorten(answer.prompt, 40)}, max_tokens {answer.max_tokens}"
+    if prompt_count is None or output_count is None:
+        return [f"{label}: usage is {shorten(dict(usage))}"]
+    total = usage.get("total_tokens")
+    if total != prompt_count + output_count:
+        faults.append(f"{label}: {prompt_count} + {output_count} tokens are {total}")
+    if fault := _find_output_fault(answer, output_count):
+        faults.append(f"{label}: completion_tokens {output_count}{fault}")
+    if answer.prompt_ids is not None and len(answer.prompt_ids) != prompt_count:
+        faults.append(
+            f"{label}: prompt_tokens {prompt_count}, and there are {len(answer.prompt_ids)} of them"
+        )
+    accepted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens")
+    if isinstance(accepted, int) and accepted > output_count:
+        faults.append(f"{label}: {accepted} accepted tokens of {output_count}")
+    return faults
+
+
+def _find_output_fault(answer: Answer, output_count: int) -> str | None:
+    """Return what contradicts an answer's number of output tokens.
+
+    An end token or a stop word is counted, and need not be among the answer's tokens.
+    """
+    num_tokens, is_full = answer.num_tokens, answer.finish_reason == "length"
+    if num_tokens is None:
+        return " at the length's end" if is_full and output_count != answer.max_tokens else None
+    if output_count < num_tokens or (is_full and output_count != num_tokens):
+        return f", and there are {num_tokens} tokens"
+    return None

@@ -1,4 +1,4 @@
-"""specdec audit."""
+"""Command `specdec audit`."""
 
 from __future__ import annotations
 
@@ -59,12 +59,11 @@ def format_report(report: dict[str, Any]) -> str:
 
 def find_error(report: dict[str, Any]) -> SpecDecError | None:
     """Return the error of a report whose verdict is not ok, with the first fact of the gravest."""
-    wrong = [check for check in report["checks"] if check["verdict"] == report["verdict"]]
     if report["verdict"] == "ok":
         return None
-    names = ", ".join(check["name"] for check in wrong)
-    first = wrong[0]
+    checks = [check for check in report["checks"] if check["verdict"] == report["verdict"]]
+    names, fault = ", ".join(check["name"] for check in checks), checks[0]["faults"][0]
     return SpecDecError(
-        f"{report['server']['base_url']} is {report['verdict']} in {names}: {first['faults'][0]}",
-        HINTS[first["name"]],
+        f"{report['server']['base_url']} is {report['verdict']} in {names}: {fault}",
+        HINTS[checks[0]["name"]],
     )

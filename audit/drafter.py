@@ -1,4 +1,4 @@
-"""Whether the server drafts as well as the same drafter does in an engine of ours.
+"""Comparison of the server's drafting with the same drafter's in an engine of ours.
 
 Greedy text is the same on both sides, and so are, rounding apart, the drafts: then both need the
 same number of verify steps for it. Rounding helps one side as often as the other.
@@ -31,7 +31,7 @@ FULL = 0.8  # of the reference's drafted tokens per step, in trees; below, the s
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A text that both sides wrote, `num_tokens` long."""
+    """Counts of both sides for a text that both wrote, `num_tokens` long."""
 
     num_tokens: int
     server: Counts
@@ -39,7 +39,7 @@ class Pair:
 
     @property
     def num_steps(self) -> int:
-        """The server's verify steps: the prompt's own pass gives the first token.
+        """Number of the server's verify steps: the prompt's own pass gives the first token.
 
         Runtimes differ in what they count at a request's end: llama-server drafts no more than may
         still be written, vLLM counts drafts that are then cut off. Neither is less than this.
@@ -52,132 +52,139 @@ def check_drafter(audit: Audit) -> Check:
     reference = audit.reference
     if not audit.settings.same_drafter or not isinstance(reference, EngineReference):
         return Check("drafter", SKIPPED, "no --reference-engine was given with --same-drafter")
-    seen = _count_one(audit, audit.prompts[0], audit.settings.max_tokens)[1]
-    if seen is None or not seen.drafted:
+    counts = _ask_with_counts(audit, audit.prompts[0], audit.settings.max_tokens)[1]
+    if counts is None or not counts.drafted:
         return Check("drafter", SKIPPED, "the server counts no drafts")
-    length = find_length(seen, audit.settings.max_tokens)
+    length = find_length(counts, audit.settings.max_tokens)
     reference.start_drafting(length)
     pairs: list[Pair] = []
-    num_asked = 0
-    for known in _write(audit, reference):
-        num_asked += 1
+    num_texts = 0
+    for output in _write_pieces(audit, reference):
+        num_texts += 1
         try:
-            answer, counts = _count_one(audit, known.prompt_ids, PIECE)
+            answer, counts = _ask_with_counts(audit, output.prompt_ids, PIECE)
         except Refused as refusal:
             if refusal.is_fault:
                 raise
             continue  # longer than the server takes
-        is_cut = known.finish_reason == "length"
-        if counts is not None and is_cut and _is_same(answer, known):
-            pairs.append(Pair(len(known.token_ids), counts, count_drafts(known.stats)))
+        is_cut = output.finish_reason == "length"
+        if counts is not None and is_cut and _is_same(answer, output):
+            pairs.append(Pair(len(output.token_ids), counts, count_drafts(output.stats)))
     if len(pairs) < LEAST_PIECES:
         return Check(
             "drafter",
             SKIPPED,
-            f"{len(pairs)} texts of {num_asked} are the reference's and counted, too few:"
+            f"{len(pairs)} texts of {num_texts} are the reference's and counted, too few:"
             f" {LEAST_PIECES} are needed",
         )
-    return judge(pairs, length, num_asked, is_exact=audit.settings.near_tie < EXACT)
+    return judge(pairs, length, num_texts, is_exact=audit.settings.near_tie < EXACT)
 
 
-def _count_one(
+def _ask_with_counts(
     audit: Audit, prompt: AnyPrompt, max_tokens: int
 ) -> tuple[Answer, Counts | None]:  # fmt: skip
-    """An answer and what was drafted for it; by the counters where answers do not tell."""
+    """Return an answer and its counts; by the server's counters where answers do not tell."""
     server = audit.server
-    before = None if server.facts["answers_count"] else audit.counters.read()
-    answer = server.complete(prompt, max_tokens=max_tokens, **server.offer.ids)
-    if answer.counts is not None or before is None:
+    start_counts = None if server.facts["answers_count"] else audit.counters.read()
+    answer = server.complete(prompt, max_tokens=max_tokens, **server.offer.id_fields)
+    if answer.counts is not None or start_counts is None:
         return answer, answer.counts
-    after = audit.counters.read()
-    return answer, None if after is None else after - before
+    end_counts = audit.counters.read()
+    return answer, None if end_counts is None else end_counts - start_counts
 
 
 def find_length(counts: Counts, num_tokens: int) -> int | None:
-    """Tokens of a chain that is drafted at each step; None for trees, of more tokens than depth."""
+    """Return the tokens of the chain that is drafted at each step; None for a tree.
+
+    A tree has more tokens than its depth.
+    """
     steps = max(counts.drafts or 0, num_tokens - 1 - counts.accepted, 1)
     length = max(1, math.ceil(counts.drafted / max(1, counts.drafts or steps)))
     depth = len(counts.per_position or ())
     return None if depth and length > depth else length
 
 
-def _write(audit: Audit, reference: EngineReference) -> Iterator[Output]:
-    """The reference's texts in pieces: each goes on where the one before has ended."""
+def _write_pieces(audit: Audit, reference: EngineReference) -> Iterator[Output]:
+    """Yield the reference's texts in pieces: each continues the one before."""
     prompts: Sequence[AnyPrompt] = audit.prompts[:NUM_PIECES]
-    left = NUM_PIECES
-    while prompts and left > 0:
-        written = reference.draft(prompts[:left], PIECE)
-        yield from written
-        left -= len(written)
-        cut = [piece for piece in written if piece.finish_reason == "length"]
-        longer = [[*piece.prompt_ids, *piece.token_ids] for piece in cut]
-        prompts = [ids for ids in longer if reference.can_continue(ids, PIECE)]
+    num_left = NUM_PIECES
+    while prompts and num_left > 0:
+        outputs = reference.draft(prompts[:num_left], PIECE)
+        yield from outputs
+        num_left -= len(outputs)
+        unfinished = [output for output in outputs if output.finish_reason == "length"]
+        texts = [[*output.prompt_ids, *output.token_ids] for output in unfinished]
+        prompts = [ids for ids in texts if reference.can_continue(ids, PIECE)]
 
 
-def _is_same(answer: Answer, known: Output) -> bool:
+def _is_same(answer: Answer, output: Output) -> bool:
     if answer.ids is not None:
-        return answer.ids == known.token_ids
-    return answer.text.rstrip(INCOMPLETE) == known.text.rstrip(INCOMPLETE)
+        return answer.ids == output.token_ids
+    return answer.text.rstrip(INCOMPLETE) == output.text.rstrip(INCOMPLETE)
 
 
 def find_margin(differences: Sequence[int]) -> int:
-    """The least sum that is no chance: reached in FALSE_ALARMS of all draws of the signs."""
-    sums = {0: 1.0}
+    """Return the least sum that is no chance: reached in FALSE_ALARMS of all draws of the signs."""
+    chances = {0: 1.0}  # by sum
     for size in map(abs, differences):
-        drawn: dict[int, float] = {}
-        for total, chance in sums.items():
-            for one in (total - size, total + size):
-                drawn[one] = drawn.get(one, 0.0) + chance / 2
-        sums = drawn
-    least, tail = max(sums) + 1, 0.0
-    for total in sorted(sums, reverse=True):
-        tail += sums[total]
+        new_chances: dict[int, float] = {}
+        for total, chance in chances.items():
+            for new_total in (total - size, total + size):
+                new_chances[new_total] = new_chances.get(new_total, 0.0) + chance / 2
+        chances = new_chances
+    margin, tail = max(chances) + 1, 0.0
+    for total in sorted(chances, reverse=True):
+        tail += chances[total]
         if tail > FALSE_ALARMS:
             break
-        least = total
-    return least
+        margin = total
+    return margin
 
 
 def judge(
-    pairs: Sequence[Pair], length: int | None, num_asked: int, *, is_exact: bool = False
+    pairs: Sequence[Pair], length: int | None, num_texts: int, *, is_exact: bool = False
 ) -> Check:
-    """Hold the server's verify steps against the reference's.
+    """Compare the server's verify steps with the reference's.
 
     is_exact: both compute in float32, in which the same drafter drafts the same tokens.
     """
-    own, known = sum(pair.num_steps for pair in pairs), [p.reference.drafts or 0 for p in pairs]
-    expected = sum(known)
+    num_steps = sum(pair.num_steps for pair in pairs)
+    differences = [pair.num_steps - (pair.reference.drafts or 0) for pair in pairs]
+    reference_steps = num_steps - sum(differences)
+    max_steps = reference_steps + max(
+        find_margin(differences) - 1, math.floor(TOLERANCE * reference_steps)
+    )
     num_tokens = sum(pair.num_tokens - 1 for pair in pairs)
-    differences = [pair.num_steps - steps for pair, steps in zip(pairs, known, strict=True)]
-    margin = find_margin(differences)
-    most = expected + max(margin - 1, math.floor(TOLERANCE * expected))
     server = add_counts([pair.server for pair in pairs])
     reference = add_counts([pair.reference for pair in pairs])
     num_others = sum(difference != 0 for difference in differences)
     evidence: dict[str, Any] = {
-        "texts": num_asked, "compared": len(pairs), "others": num_others, "tokens": num_tokens,
-        "chain": length, "steps": own, "reference_steps": expected, "most_steps": most,
-        "tokens_per_step": num_tokens / own, "reference_tokens_per_step": num_tokens / expected,
-        "least_tokens_per_step": num_tokens / most, "false_alarms": FALSE_ALARMS,
+        "texts": num_texts, "compared": len(pairs), "others": num_others, "tokens": num_tokens,
+        "chain": length, "steps": num_steps, "reference_steps": reference_steps,
+        "most_steps": max_steps, "tokens_per_step": num_tokens / num_steps,
+        "reference_tokens_per_step": num_tokens / reference_steps,
+        "least_tokens_per_step": num_tokens / max_steps, "false_alarms": FALSE_ALARMS,
         "server": dataclasses.asdict(server), "reference": dataclasses.asdict(reference),
     }  # fmt: skip
-    rate, wanted = server.drafted / own, reference.drafted / expected
-    if _drafts_less(server, own, length, len(pairs), wanted):
+    drafted_per_step = server.drafted / num_steps
+    reference_drafted_per_step = reference.drafted / reference_steps
+    if _drafts_less(server, num_steps, length, len(pairs), reference_drafted_per_step):
         return Check(
             "drafter", SKIPPED,
-            f"the server drafts {rate:.2f} tokens a step, the reference {wanted:.2f}: let both"
-            " draft alike", [], evidence,
+            f"the server drafts {drafted_per_step:.2f} tokens a step, the reference"
+            f" {reference_drafted_per_step:.2f}: let both draft alike", [], evidence,
         )  # fmt: skip
     summary = (
-        f"{num_tokens / own:.2f} tokens a step in {len(pairs)} texts, the reference"
-        f" {num_tokens / expected:.2f}, at least {num_tokens / most:.2f} expected;"
+        f"{num_tokens / num_steps:.2f} tokens a step in {len(pairs)} texts, the reference"
+        f" {num_tokens / reference_steps:.2f}, at least {num_tokens / max_steps:.2f} expected;"
         f" {num_others} texts in another number of steps"
     )
     faults = []
-    if own > most:
+    if num_steps > max_steps:
         faults.append(
-            f"{own} verify steps for texts that the same drafter writes in {expected} in the"
-            f" reference; up to {most} would be chance, with {FALSE_ALARMS:g} false alarms an audit"
+            f"{num_steps} verify steps for texts that the same drafter writes in {reference_steps}"
+            f" in the reference; up to {max_steps} would be chance, with {FALSE_ALARMS:g} false"
+            " alarms an audit"
         )
     if is_exact and num_others > MAX_OTHERS:
         faults.append(
@@ -189,9 +196,10 @@ def judge(
 
 
 def _drafts_less(
-    server: Counts, num_steps: int, length: int | None, num_texts: int, known: float
-) -> bool:
-    """Whether the server drafts less than the reference, but for the ends of requests."""
+    server: Counts, num_steps: int, length: int | None, num_texts: int,
+    reference_drafted_per_step: float,
+) -> bool:  # fmt: skip
+    """Return whether the server drafts less than the reference, but for the ends of requests."""
     if length is None:
-        return server.drafted < FULL * known * num_steps
+        return server.drafted < FULL * reference_drafted_per_step * num_steps
     return length * num_steps - server.drafted > num_texts * length * (length + 1) // 2

@@ -11,20 +11,38 @@ from specdec.errors import shorten
 
 from .answers import INCOMPLETE, read_text
 
-DONE = "[DONE]"
+END_MARK = "[DONE]"
 KINDS = {True: "chat.completion.chunk", False: "text_completion"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something wrong. is_mild: clients live with it."""
+    """Departure of a stream from its format. is_mild: clients live with it."""
 
     text: str
     is_mild: bool = False
 
 
 def read_events(data: bytes) -> tuple[list[dict[str, Any]], list[Fault]]:
-    """The chunks of a stream, and what is wrong with how they were sent."""
+    """Return the chunks of a stream, and the faults in how they were sent."""
+    payloads, faults = _read_payloads(data)
+    chunks = []
+    for payload in payloads:
+        if payload == END_MARK:
+            continue
+        try:
+            chunk = json.loads(payload)
+        except (ValueError, RecursionError):
+            chunk = None
+        if isinstance(chunk, dict):
+            chunks.append(chunk)
+        else:
+            faults.append(Fault(f"an event is no JSON object: {shorten(payload)}"))
+    return chunks, faults
+
+
+def _read_payloads(data: bytes) -> tuple[list[str], list[Fault]]:
+    """Return the text of each `data:` line, and the faults of the lines."""
     faults = []
     try:
         text = data.decode()
@@ -32,36 +50,35 @@ def read_events(data: bytes) -> tuple[list[dict[str, Any]], list[Fault]]:
         faults.append(Fault(f"byte {error.start} is not UTF-8"))
         text = data.decode(errors="replace")
     lines = text.replace("\r\n", "\n").split("\n")
-    sent = [line[5:].strip() for line in lines if line.startswith("data:")]
-    if others := [line for line in lines if line and not line.startswith(("data:", ":"))]:
-        faults.append(Fault(f"a line is neither data nor a comment: {shorten(others[0])}"))
-    if sent.count(DONE) != 1 or sent[-1] != DONE:
-        where = "" if DONE not in sent else f", the first after {sent.index(DONE)} events"
-        faults.append(Fault(f"{sent.count(DONE)} times [DONE]{where}; it must be the last, once"))
-    chunks = []
-    for one in sent:
-        if one == DONE:
-            continue
-        try:
-            chunk = json.loads(one)
-        except (ValueError, RecursionError):
-            chunk = None
-        if isinstance(chunk, dict):
-            chunks.append(chunk)
-        else:
-            faults.append(Fault(f"an event is no JSON object: {shorten(one)}"))
-    return chunks, faults
+    payloads = [line[5:].strip() for line in lines if line.startswith("data:")]
+    if strays := [line for line in lines if line and not line.startswith(("data:", ":"))]:
+        faults.append(Fault(f"a line is neither data nor a comment: {shorten(strays[0])}"))
+    num_marks = payloads.count(END_MARK)
+    if num_marks != 1 or payloads[-1] != END_MARK:
+        detail = f", the first after {payloads.index(END_MARK)} events" if num_marks else ""
+        faults.append(Fault(f"{num_marks} times [DONE]{detail}; it must be the last, once"))
+    return payloads, faults
 
 
 def find_faults(
     chunks: Sequence[dict[str, Any]], *, is_chat: bool, has_usage: bool
 ) -> list[Fault]:  # fmt: skip
-    """What is wrong with a stream of one choice. has_usage: it was asked for."""
+    """Return the faults of a stream of one choice. has_usage: its usage was asked for."""
     faults = [
         Fault(f"an event is an error: {shorten(chunk['error'], 200)}")
         for chunk in chunks
         if "error" in chunk
     ]
+    faults += _find_field_faults(chunks, is_chat=is_chat)
+    choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
+    if is_chat and (not choices or (choices[0].get("delta") or {}).get("role") != "assistant"):
+        faults.append(Fault("the first chunk has no role"))
+    return faults + _find_end_faults(choices) + _find_usage_faults(chunks, has_usage=has_usage)
+
+
+def _find_field_faults(chunks: Sequence[dict[str, Any]], *, is_chat: bool) -> list[Fault]:
+    """Return faults of the fields that all chunks of a stream share."""
+    faults = []
     for name in ("id", "model", "created", "object"):
         values = list(dict.fromkeys(shorten(chunk.get(name)) for chunk in chunks))
         if len(values) > 1:
@@ -70,38 +87,42 @@ def find_faults(
     kind = chunks[0].get("object") if chunks else None
     if kind != KINDS[is_chat]:
         faults.append(Fault(f"object is {shorten(kind)}, not {KINDS[is_chat]!r}"))
-    choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
-    if is_chat and (not choices or (choices[0].get("delta") or {}).get("role") != "assistant"):
-        faults.append(Fault("the first chunk has no role"))
-    ends = [at for at, choice in enumerate(choices) if choice.get("finish_reason") is not None]
+    return faults
+
+
+def _find_end_faults(choices: Sequence[dict[str, Any]]) -> list[Fault]:
+    """Return faults of the finish_reason: there must be one, and no text behind it."""
+    faults = []
+    reasons = [choice.get("finish_reason") for choice in choices]
+    ends = [index for index, reason in enumerate(reasons) if reason is not None]
     if len(ends) != 1:
-        reasons = [choices[at]["finish_reason"] for at in ends]
-        faults.append(Fault(f"{len(ends)} finish_reasons: {shorten(reasons)}; there must be one"))
+        texts = shorten([reasons[index] for index in ends])
+        faults.append(Fault(f"{len(ends)} finish_reasons: {texts}; there must be one"))
     if ends and any(read_text(choice) for choice in choices[ends[0] + 1 :]):
         faults.append(Fault("text comes after the finish_reason"))
-    return faults + _find_usage_faults(chunks, has_usage=has_usage)
+    return faults
 
 
 def _find_usage_faults(chunks: Sequence[dict[str, Any]], *, has_usage: bool) -> list[Fault]:
-    told = [at for at, chunk in enumerate(chunks) if chunk.get("usage") is not None]
+    usage_indices = [i for i, chunk in enumerate(chunks) if chunk.get("usage") is not None]
     if not has_usage:
         fault = Fault("usage is told that was not asked for", is_mild=True)
-        return [fault] if told else []
-    if len(told) != 1:
-        return [Fault(f"{len(told)} chunks have a usage; include_usage asks for one")]
+        return [fault] if usage_indices else []
+    if len(usage_indices) != 1:
+        return [Fault(f"{len(usage_indices)} chunks have a usage; include_usage asks for one")]
     faults = []
-    if chunks[told[0]].get("choices"):
+    if chunks[usage_indices[0]].get("choices"):
         text = "the chunk with the usage has choices; they must be empty"
         faults.append(Fault(text, is_mild=True))
-    if told[0] != len(chunks) - 1:
+    if usage_indices[0] != len(chunks) - 1:
         faults.append(Fault("chunks come after that with the usage"))
     return faults
 
 
-def find_broken_characters(chunks: Sequence[dict[str, Any]], whole: str) -> list[Fault]:
-    """Faults where pieces hold halves of characters that the whole text has in one."""
+def find_broken_characters(chunks: Sequence[dict[str, Any]], full_text: str) -> list[Fault]:
+    """Return a fault where pieces hold halves of characters that the full text has in one."""
     pieces = [read_text(choice) for chunk in chunks for choice in chunk.get("choices") or []]
     num_broken = sum(piece.count(INCOMPLETE) for piece in pieces)
-    if num_broken > whole.count(INCOMPLETE):
-        return [Fault(f"{num_broken - whole.count(INCOMPLETE)} halves of characters are sent")]
+    if num_broken > full_text.count(INCOMPLETE):
+        return [Fault(f"{num_broken - full_text.count(INCOMPLETE)} halves of characters are sent")]
     return []

@@ -1,4 +1,4 @@
-"""An audit: ask the server, check what it wrote, judge."""
+"""Audit of a server: ask it, check what it writes, judge."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ FUNCTIONS: dict[str, Callable[[Audit], Check]] = {
     "stream": checks.check_stream, "usage": checks.check_usage, "acceptance": check_acceptance,
     "drafter": check_drafter,
 }  # fmt: skip
-# What comes after the greedy texts were asked for again.
-LATER = ("repeat", "usage", "acceptance", "drafter")
+FINAL_CHECKS = ("repeat", "usage", "acceptance", "drafter")  # after the second greedy round
 
 
 def audit_server(settings: AuditSettings) -> dict[str, Any]:
@@ -43,42 +42,42 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
         server.open()
         with open_reference(settings) as reference:
             counters = Counters(server, settings.metrics_url, key, settings.timeout)
-            done = run_checks(Audit(settings, server, counters, prompts, reference))
+            results = run_checks(Audit(settings, server, counters, prompts, reference))
     except (Refused, BadAnswer) as error:
         raise SpecDecError(
             f"{server.base} does not answer a plain request as such servers do: {error}",
             "look at the server's log, and check --base-url",
         ) from None
-    found = [check.verdict for check in done]
+    verdicts = [check.verdict for check in results]
     return {
-        "verdict": next((verdict for verdict in (FAILED, SUSPECT) if verdict in found), OK),
+        "verdict": next((verdict for verdict in (FAILED, SUSPECT) if verdict in verdicts), OK),
         "server": server.facts,
         "reference": None if reference is None else reference.name,
         "prompts": len(prompts),
         "requests": len(server.answers),
-        "checks": [dataclasses.asdict(check) for check in done],
+        "checks": [dataclasses.asdict(check) for check in results],
     }
 
 
 def run_checks(audit: Audit) -> list[Check]:
     """Ask for the greedy texts, twice, with most checks in between."""
-    wanted = [name for name in CHECKS if name in (audit.settings.checks or CHECKS)]
+    names = [name for name in CHECKS if name in (audit.settings.checks or CHECKS)]
     server, prompts, length = audit.server, audit.prompts, audit.settings.max_tokens
     logger.info("%s: %d prompts, %d tokens each", server.base, len(prompts), length)
     audit.ask_all()
-    audit.told = [server.ask_told(prompt, max_tokens=length) for prompt in prompts]
-    found = {name: _run(name, audit) for name in wanted if name not in LATER}
+    audit.detailed_answers = server.continue_all(prompts, length)
+    results = {name: _run(name, audit) for name in names if name not in FINAL_CHECKS}
     try:
         audit.ask_all()
     except (Refused, BadAnswer) as error:
-        lost = Check("repeat", FAILED, "the server answers no longer", [str(error)])
-        return [lost, *found.values()]
-    found |= {name: _run(name, audit) for name in wanted if name in LATER}
-    return [found[name] for name in wanted]
+        failure = Check("repeat", FAILED, "the server answers no longer", [str(error)])
+        return [failure, *results.values()]
+    results |= {name: _run(name, audit) for name in names if name in FINAL_CHECKS}
+    return [results[name] for name in names]
 
 
 def _run(name: str, audit: Audit) -> Check:
-    """A check's result, also where the server refuses what it asks for."""
+    """Return a check's result, also where the server refuses its requests."""
     try:
         check = FUNCTIONS[name](audit)
     except Refused as refusal:
@@ -92,11 +91,11 @@ def _run(name: str, audit: Audit) -> Check:
 
 
 def read_prompts(settings: AuditSettings) -> list[AnyPrompt]:
-    """The prompts of --prompts, or our own."""
+    """Return the prompts of --prompts, or our own."""
     if settings.prompts is None:
         return list(TEXTS)
     from specdec.text.prompts import SOURCES
     from specdec.text.prompts import read_prompts as read_file
 
-    given = [line.prompt.list_given() for line in read_file(settings.prompts, "--prompts")]
-    return [next(one[kind] for kind in SOURCES.values() if kind in one) for one in given]
+    lines = [line.prompt.list_given() for line in read_file(settings.prompts, "--prompts")]
+    return [next(fields[kind] for kind in SOURCES.values() if kind in fields) for fields in lines]

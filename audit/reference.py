@@ -1,4 +1,4 @@
-"""What the server's text is held against: an engine of ours, or another server."""
+"""References that the server's text is compared with: an engine of ours, or another server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
-    """The reference that the settings name; None where they name none."""
+    """Open the reference that the settings name; yield None where they name none."""
     if settings.reference_engine is not None:
         with contextlib.closing(EngineReference(settings)) as reference:
             yield reference
@@ -40,7 +40,7 @@ def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
 
 
 class EngineReference:
-    """An engine in this process, decoding one token per step until it is told to draft."""
+    """Engine in this process that decodes one token per step until it starts to draft."""
 
     def __init__(self, settings: AuditSettings) -> None:
         self.name = str(settings.reference_engine)
@@ -67,7 +67,7 @@ class EngineReference:
         return engine
 
     def start_drafting(self, length: int | None) -> None:
-        """Draft from now on: chains of so many tokens, None for what the engine does by itself."""
+        """Draft from now on. length: tokens of a chain; None for the engine's own drafts."""
         from specdec.engine.layout import read_engine_config
 
         folder = Path(self.name)
@@ -90,23 +90,23 @@ class EngineReference:
         self._engine = self._load(draft_budget="fixed", **options)
 
     def can_continue(self, ids: Sequence[int], max_tokens: int) -> bool:
-        """Whether a prompt is short enough."""
+        """Return whether a prompt is short enough for so many new tokens."""
         engine = self._engine
         room = min(engine.max_input_len, engine.max_seq_len - max_tokens)
         return bool(len(ids) <= room)
 
     def draft(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Output]:
         """Continue prompts greedily, several at once."""
-        asked = [_make_prompt(prompt) for prompt in prompts]
-        outputs: list[Output] = self._engine.generate(asked, max_output_len=max_tokens)
+        requests = [_make_prompt(prompt) for prompt in prompts]
+        outputs: list[Output] = self._engine.generate(requests, max_output_len=max_tokens)
         return outputs
 
     def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
-        """Continue prompts, several at once."""
+        """Continue prompts greedily with log-probabilities, several at once."""
         from specdec.text.prompts import MAX_LOGPROBS
 
-        asked = [_make_prompt(prompt, logprobs=MAX_LOGPROBS) for prompt in prompts]
-        outputs = self._engine.generate(asked, max_output_len=max_tokens)
+        requests = [_make_prompt(prompt, logprobs=MAX_LOGPROBS) for prompt in prompts]
+        outputs = self._engine.generate(requests, max_output_len=max_tokens)
         pairs = zip(prompts, outputs, strict=True)
         return [self._describe(prompt, output, max_tokens) for prompt, output in pairs]
 
@@ -122,10 +122,12 @@ class EngineReference:
 
         tokens = [
             Token(
-                token, output.text[starts[at] : ends[at]], told.logprob,
-                tuple(name(*pair) for pair in told.top),
+                token, output.text[start:end], logprobs.logprob,
+                tuple(name(*pair) for pair in logprobs.top),
             )
-            for at, (token, told) in enumerate(zip(output.token_ids, output.logprobs, strict=True))
+            for token, logprobs, start, end in zip(
+                output.token_ids, output.logprobs, starts[:-1], ends, strict=True
+            )
         ]  # fmt: skip
         return Answer(
             prompt=prompt, text=output.text, max_tokens=max_tokens, ids=output.token_ids,
@@ -141,8 +143,8 @@ def _make_prompt(prompt: AnyPrompt, **options: Any) -> Any:
         kind = "text"
     else:
         kind = "messages" if prompt and isinstance(prompt[0], dict) else "token_ids"
-    given: dict[str, Any] = {kind: prompt, **options}
-    return Prompt(**given, temperature=0.0)
+    fields: dict[str, Any] = {kind: prompt, **options}
+    return Prompt(**fields, temperature=0.0)
 
 
 # Continues prompts greedily, without speculation, and tells of each token what it can.

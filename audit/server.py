@@ -1,7 +1,8 @@
-"""A server as a client sees it: what it offers, its answers, and its counters."""
+"""Server as a client sees it: what it offers, its answers, and its counters."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import re
@@ -19,7 +20,7 @@ from .events import Fault, find_faults, read_events
 MAX_BYTES = 64 * 2**20  # of an answer
 NUM_TOP = 5  # likeliest tokens to ask for: what every server gives
 SETTLING = 0.1  # seconds between two looks at counters that may still grow
-MAX_LOOKS = 20
+MAX_LOOKS = 20  # at such counters
 COUNTER = re.compile(
     r"^\w+:spec_decode_(num_drafts|num_draft_tokens|num_accepted_tokens(?:_per_pos)?)(?:_total)?"
     r"(?:\{(.*)\})?\s+(\S+)",
@@ -31,7 +32,7 @@ logger = get_logger(__name__)
 
 
 class Refused(Exception):
-    """The server answered with another status than 200."""
+    """Answer of a server with another status than 200."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}" + (f", {shorten(message, 300)}" if message else ""))
@@ -39,29 +40,30 @@ class Refused(Exception):
 
     @property
     def is_fault(self) -> bool:
-        """Whether it is the server's own."""
+        """True where the fault is the server's own."""
         return self.status >= 500
 
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What a server can tell: what a body must hold for it, empty where it does not tell.
+    """Fields of a body that ask a server for details; empty where it does not tell them.
 
-    is_chat: it has chat/completions only. told: all of it, ids and log-probabilities.
+    is_chat: the server has chat/completions only. id_fields: ask for token ids. detail_fields: ask
+    for token ids and log-probabilities.
     """
 
     is_chat: bool
-    ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    id_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    detail_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Server:
-    """One model of one server. `open` it first."""
+    """Client of one model of a server; `open` comes first."""
 
     def __init__(
         self, url: str, model: str, key: str | None, timeout: float, flags: Sequence[str]
     ) -> None:
-        """url: with or without /v1. flags: those of the URL, the model and the key."""
+        """Set the client up. url: with or without /v1. flags: those of URL, model and key."""
         self.root = url.rstrip("/").removesuffix("/v1")
         self.base = self.name = f"{self.root}/v1"
         self.model, self.flags = model, flags
@@ -73,64 +75,76 @@ class Server:
     def open(self) -> None:
         """Find out what the server offers; SpecDecError where it has no such model."""
         self._find_model()
-        for is_chat in (False, True):
-            self.offer = Offer(is_chat)
-            try:
-                first = self.complete("The", max_tokens=1)
-                break
-            except Refused as refusal:
-                if is_chat or refusal.status not in (404, 405, 501):
-                    raise self._explain(refusal) from None
-        ids: dict[str, Any] = {"return_token_ids": True}
-        logprobs: dict[str, Any] = {"logprobs": NUM_TOP}
+        answer = self._choose_endpoint()
+        id_fields: dict[str, Any] = {"return_token_ids": True}
+        logprob_fields: dict[str, Any] = {"logprobs": NUM_TOP}
         if self.offer.is_chat:
-            logprobs = {"logprobs": True, "top_logprobs": NUM_TOP}
-        told = self._try(ids)
-        has_ids = told is not None and told.ids is not None
-        listed = self._try(logprobs)
-        has_logprobs = listed is not None and listed.tokens is not None
-        ids = ids if has_ids else {}
-        self.offer = Offer(self.offer.is_chat, ids, {**ids, **(logprobs if has_logprobs else {})})
+            logprob_fields = {"logprobs": True, "top_logprobs": NUM_TOP}
+        has_ids, _ = self._probe(id_fields)
+        logprobs_have_ids, has_logprobs = self._probe(logprob_fields)
+        id_fields = id_fields if has_ids else {}
+        logprob_fields = logprob_fields if has_logprobs else {}
+        self.offer = Offer(self.offer.is_chat, id_fields, {**id_fields, **logprob_fields})
         self.facts |= {
             "endpoint": "chat/completions" if self.offer.is_chat else "completions",
-            "token_ids": has_ids or (listed is not None and listed.ids is not None),
+            "token_ids": has_ids or logprobs_have_ids,
             "logprobs": has_logprobs,
-            "answers_count": first.counts is not None,
+            "answers_count": answer.counts is not None,
         }
         if version := self.get(f"{self.root}/version"):
             self.facts["version"] = _parse(version).get("version")
 
     def _find_model(self) -> None:
+        """Check that the server's list of models has the model; some servers have no list."""
         response = self._exchange(f"{self.base}/models", None)
         if not response.is_success:
             refusal = Refused(response.status, self.http.find_message(response.data))
             if response.status in (401, 403) or refusal.is_fault:
                 raise self._explain(refusal)
-            return  # some have no such list
-        listed = _parse(response.data).get("data")
-        models = [m for m in listed or [] if isinstance(m, dict) and "id" in m]
-        if models and self.model not in (m["id"] for m in models):
-            names = ", ".join(shorten(m["id"]) for m in models[:10])
+            return
+        entries = _parse(response.data).get("data") or []
+        models = [m for m in entries if isinstance(m, dict) and "id" in m]
+        if not models:
+            return
+        ids = [m["id"] for m in models]
+        if self.model not in ids:
+            names = ", ".join(map(shorten, ids[:10]))
             raise SpecDecError(
                 f"{self.base} has no model {self.model!r}; it has {names}",
                 f"give one of these as {self.flags[1]}",
             )
-        if models:
-            self.facts["owned_by"] = models[0].get("owned_by")
+        self.facts["owned_by"] = models[0].get("owned_by")
 
-    def _try(self, extra: Mapping[str, Any]) -> Answer | None:
+    def _choose_endpoint(self) -> Answer:
+        """Choose completions, or else chat/completions; return an answer of it."""
         try:
-            return self.complete("The", max_tokens=2, **extra)
-        except (Refused, BadAnswer):
-            return None
+            return self.complete("The", max_tokens=1)
+        except Refused as refusal:
+            if refusal.status not in (404, 405, 501):
+                raise self._explain(refusal) from None
+        self.offer = Offer(True)
+        try:
+            return self.complete("The", max_tokens=1)
+        except Refused as refusal:
+            raise self._explain(refusal) from None
 
-    def ask_told(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Answer:
-        """Ask for all that the server can tell of the tokens."""
-        return self.complete(prompt, max_tokens=max_tokens, **self.offer.told, **body)
+    def _probe(self, fields: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Return whether an answer to a body with these fields has token ids, and tokens."""
+        try:
+            answer = self.complete("The", max_tokens=2, **fields)
+        except (Refused, BadAnswer):
+            return False, False
+        return answer.ids is not None, answer.tokens is not None
+
+    def complete_with_details(
+        self, prompt: AnyPrompt, *, max_tokens: int, **body: Any
+    ) -> Answer:  # fmt: skip
+        """Ask for a whole answer with all that the server can tell of the tokens."""
+        return self.complete(prompt, max_tokens=max_tokens, **self.offer.detail_fields, **body)
 
     def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
         """Continue prompts as a reference does, one after the other."""
-        return [self.ask_told(prompt, max_tokens=max_tokens) for prompt in prompts]
+        return [self.complete_with_details(prompt, max_tokens=max_tokens) for prompt in prompts]
 
     def complete(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Answer:
         """Ask for one whole answer, greedily unless `body` says otherwise."""
@@ -142,11 +156,11 @@ class Server:
     def stream(
         self, prompt: AnyPrompt, *, max_tokens: int, has_usage: bool = False, **body: Any
     ) -> tuple[Answer, list[dict[str, Any]], list[Fault]]:
-        """Ask for a stream; return what it adds up to, its chunks, and what is wrong with it."""
-        asked = {"max_tokens": max_tokens, "temperature": 0.0, "stream": True, **body}
+        """Ask for a stream; return the answer that it adds up to, its chunks, and its faults."""
+        fields = {"max_tokens": max_tokens, "temperature": 0.0, "stream": True, **body}
         if has_usage:
-            asked["stream_options"] = {"include_usage": True}
-        response = self._post(prompt, asked)
+            fields["stream_options"] = {"include_usage": True}
+        response = self._post(prompt, fields)
         chunks, faults = read_events(response.data)
         is_chat = "messages" in self._name(prompt)
         answer = join_events(chunks, prompt, max_tokens)
@@ -154,7 +168,7 @@ class Server:
         return answer, chunks, faults + find_faults(chunks, is_chat=is_chat, has_usage=has_usage)
 
     def _name(self, prompt: AnyPrompt) -> dict[str, Any]:
-        """A prompt as a body has it: a text for chats becomes a user's message."""
+        """Return the prompt's field of a body: a text for chats becomes a user's message."""
         is_listed = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         if is_listed or not self.offer.is_chat:
             return {"messages" if is_listed else "prompt": prompt}
@@ -162,9 +176,9 @@ class Server:
         return {"messages": [{"role": "user", "content": prompt}] if is_text else prompt}
 
     def _post(self, prompt: AnyPrompt, body: Mapping[str, Any]) -> Response:
-        asked = {"model": self.model, **body, **self._name(prompt)}
-        path = "chat/completions" if "messages" in asked else "completions"
-        response = self._exchange(f"{self.base}/{path}", json.dumps(asked).encode())
+        full_body = {"model": self.model, **body, **self._name(prompt)}
+        path = "chat/completions" if "messages" in full_body else "completions"
+        response = self._exchange(f"{self.base}/{path}", json.dumps(full_body).encode())
         if not response.is_success:
             refusal = Refused(response.status, self.http.find_message(response.data))
             if response.status in (401, 403, 429, 503):
@@ -202,12 +216,12 @@ class Server:
         )
 
     def get(self, url: str) -> bytes | None:
-        """What is at a URL; None where there is nothing."""
+        """Return the content at a URL; None where there is nothing."""
         response = self._exchange(url, None)
         return response.data if response.is_success else None
 
     def count_prompt_tokens(self, prompt: AnyPrompt) -> int | None:
-        """The tokens of a prompt by /tokenize; None where that is not offered."""
+        """Return the number of a prompt's tokens by /tokenize; None where that is not offered."""
         body = json.dumps({"model": self.model, **self._name(prompt)}).encode()
         response = self._exchange(f"{self.root}/tokenize", body)
         count = _parse(response.data).get("count") if response.is_success else None
@@ -215,7 +229,7 @@ class Server:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body; BadAnswer where it is none."""
+    """Return the JSON object of a body; BadAnswer where it is none."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -226,32 +240,33 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 class Counters:
-    """The counters of a server's metrics page."""
+    """Reader of the counters on a server's metrics page."""
 
     def __init__(self, server: Server, url: str | None, key: str | None, timeout: float) -> None:
-        """url: the page, where there must be something; None looks alongside the server's API.
+        """Set the reader up.
 
-        The key goes to no other host than the server's.
+        url: the page, which must exist; None looks beside the server's API, where a page need not
+        exist. The key goes to no other host than the server's.
         """
-        self._is_given, self._model = url is not None, server.model
+        self._is_required, self._model = url is not None, server.model
         self._url = url or f"{server.root}/metrics"
-        is_own = _find_origin(self._url) == _find_origin(server.root)
-        self._http = HttpClient(key if is_own else None, timeout)
+        is_same_host = _find_origin(self._url) == _find_origin(server.root)
+        self._http = HttpClient(key if is_same_host else None, timeout)
 
     def read(self) -> Counts | None:
-        """The counts once they have settled; None where there are none of speculation."""
-        before = self._look()
+        """Return the counts once they have settled; None where there are none of speculation."""
+        counts = self._read_page()
         for _ in range(MAX_LOOKS):
-            if before is None:
+            if counts is None:
                 break
             time.sleep(SETTLING)
-            now = self._look()
-            if now == before:
+            new_counts = self._read_page()
+            if new_counts == counts:
                 break
-            before = now
-        return before
+            counts = new_counts
+        return counts
 
-    def _look(self) -> Counts | None:
+    def _read_page(self) -> Counts | None:
         try:
             response = self._http.exchange(self._url, None, MAX_BYTES)
             if response.is_success:
@@ -259,7 +274,7 @@ class Counters:
             reason = f"HTTP {response.status}"
         except NoAnswer as lost:
             reason = lost.reason
-        if self._is_given:
+        if self._is_required:
             raise SpecDecError(
                 f"{self._url} has no metrics: {reason}", "check --metrics-url, or leave it out"
             )
@@ -269,35 +284,38 @@ class Counters:
 def _find_origin(url: str) -> tuple[str, str, int | None]:
     import httpx
 
-    parts = httpx.URL(url)
-    return parts.scheme, parts.host, parts.port
+    address = httpx.URL(url)
+    return address.scheme, address.host, address.port
 
 
 def read_counters(page: str, model: str) -> Counts | None:
-    """The counts of speculation on a page in Prometheus's form; None where there are none.
+    """Return the counts of speculation on a page of metrics; None where there are none.
 
-    vLLM's names behind any prefix, as vLLM, llama-server and specdec have them. A page that
-    tells models apart, this model's.
+    The page is in Prometheus's form, with vLLM's names behind any prefix, as vLLM, llama-server
+    and specdec have them. Where a page tells models apart, the counts are this model's.
     """
-    found = [(m[1], dict(LABEL.findall(m[2] or "")), m[3]) for m in COUNTER.finditer(page)]
-    if any(labels.get("model_name") == model for _, labels, _ in found):
-        found = [one for one in found if one[1].get("model_name") == model]
-    sums: dict[str, int] = {}
-    positions: dict[int, int] = {}
-    for name, labels, value in found:
+    sums: collections.Counter[str] = collections.Counter()
+    positions: collections.Counter[int] = collections.Counter()
+    for name, labels, value in _list_samples(page, model):
         try:
             count = int(float(value))
         except (ValueError, OverflowError):
             continue
         if name.endswith("per_pos"):
-            place = int(labels.get("position", -1))
-            positions[place] = positions.get(place, 0) + count
+            positions[int(labels.get("position", -1))] += count
         else:
-            sums[name] = sums.get(name, 0) + count
+            sums[name] += count
     if "num_draft_tokens" not in sums:
         return None
-    per_position = tuple(positions.get(at, 0) for at in range(max(positions, default=-1) + 1))
+    per_position = tuple(positions[index] for index in range(max(positions, default=-1) + 1))
     return Counts(
-        sums.get("num_drafts"), sums["num_draft_tokens"], sums.get("num_accepted_tokens", 0),
+        sums.get("num_drafts"), sums["num_draft_tokens"], sums["num_accepted_tokens"],
         per_position if positions else None,
     )  # fmt: skip
+
+
+def _list_samples(page: str, model: str) -> list[tuple[str, dict[str, str], str]]:
+    """Return name, labels and value of the counters of a model, or of all where none is of it."""
+    samples = [(m[1], dict(LABEL.findall(m[2] or "")), m[3]) for m in COUNTER.finditer(page)]
+    model_samples = [sample for sample in samples if sample[1].get("model_name") == model]
+    return model_samples or samples

@@ -23,7 +23,7 @@ CHECKS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """One field is one flag."""
+    """Settings of specdec audit; each field is one flag."""
 
     base_url: str = SERVER(
         required=True, metavar="URL",
@@ -88,13 +88,14 @@ def check_settings(settings: AuditSettings) -> None:
         raise UsageError(
             "--reference-engine and --reference-url are both given", "one reference is enough"
         )
-    for names, needed in (
+    for names, reference_name in (
         (("tokenizer_dir", "same_drafter"), "reference_engine"),
         (("reference_model", "reference_api_key_file"), "reference_url"),
     ):
         for name in names:
-            if getattr(settings, name) and getattr(settings, needed) is None:
-                raise UsageError(f"--{name} without --{needed}".replace("_", "-"), "leave it out")
+            if getattr(settings, name) and getattr(settings, reference_name) is None:
+                flags = f"--{name} without --{reference_name}".replace("_", "-")
+                raise UsageError(flags, "leave it out")
     for flag in ("base_url", "reference_url", "metrics_url"):
         if (url := getattr(settings, flag)) is not None:
             source = f"--api-key-file or {SERVER_KEY_VARIABLE}"

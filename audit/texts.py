@@ -1,4 +1,4 @@
-"""Texts side by side: the first difference, and whether it is a near-tie."""
+"""Comparison of texts: the first difference, and a verdict on near-ties."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .answers import Answer, Token
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first place where a text is not the reference's.
+    """First difference of a server's text from the reference's.
 
-    position: of the output token, or, where tokens are not known, of the character. margin: how
-    much higher the reference's logit of its own token is than that of the server's; is_least: at
-    least so much, None: not known. cause: "near-tie" within the bound, "differs" beyond it,
-    "unknown" without a margin, "length" where one text has ended.
+    position: index of the output token, or of the character where tokens are not known. margin:
+    by how much the reference's logit of its own token is higher than its logit of the server's
+    token; None where that is not known, a lower bound with is_least. cause: "near-tie" within the
+    bound, "differs" beyond it, "unknown" without a margin, "length" where one text has ended.
     """
 
     prompt: int
@@ -34,8 +34,8 @@ class Difference:
     cause: str
 
     def __str__(self) -> str:
-        least = "at least " if self.is_least else ""
-        margin = "not known" if self.margin is None else f"{least}{self.margin:.3g}"
+        qualifier = "at least " if self.is_least else ""
+        margin = "not known" if self.margin is None else f"{qualifier}{self.margin:.3g}"
         return (
             f"prompt {self.prompt}, {self.unit} {self.position}: {self.server} for"
             f" {self.reference}; margin {margin}, bound {self.bound:g}: {self.cause}"
@@ -43,97 +43,118 @@ class Difference:
 
 
 def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> Difference | None:
-    """The first difference of an answer from the reference's, None where there is none.
+    """Return the first difference of an answer from the reference's; None where there is none.
 
     By token ids where both have them, then by characters. The reference may be longer only by
     tokens that are no text: an end token, which some servers tell of and some do not.
     """
-    own, theirs = answer.ids, reference.ids
-    at = None if own is None or theirs is None else find_difference(own, theirs)
-    if own is not None and theirs is not None and at is not None:
-        facts: dict[str, Any] = {"prompt": prompt, "position": at, "unit": "token", "bound": bound}
-        if at < min(len(own), len(theirs)):
-            token, other = _find_by_id(answer, reference, at, own[at])
+    if answer.ids is not None and reference.ids is not None:
+        index = find_difference(answer.ids, reference.ids)
+        if index is not None and index < min(len(answer.ids), len(reference.ids)):
+            return _describe_token(answer, reference, index, prompt, bound)
+        num_extra = abs(len(answer.ids) - len(reference.ids))
+        if num_extra > (answer.finish_reason != "length"):
             return Difference(
-                **facts, **_measure(token, other, bound),
-                server=name_token(own[at], other.text if other else None),
-                server_token=own[at],
-                reference=name_token(theirs[at], token.text if token else None),
-                reference_token=theirs[at],
+                prompt=prompt, position=min(len(answer.ids), len(reference.ids)), unit="token",
+                bound=bound, server=f"{len(answer.ids)} tokens ({answer.finish_reason})",
+                reference=f"{len(reference.ids)} ({reference.finish_reason})", cause=LENGTH,
             )  # fmt: skip
-        if abs(len(own) - len(theirs)) > (answer.finish_reason != "length"):
-            return Difference(
-                **facts, server=f"{len(own)} tokens ({answer.finish_reason})",
-                reference=f"{len(theirs)} ({reference.finish_reason})", cause=LENGTH,
-            )  # fmt: skip
-    at = find_difference(answer.text, reference.text)
-    if at is None:
-        return None
-    measured: dict[str, Any] = {"cause": LENGTH}
-    same_ids = own is not None and own == theirs
-    if at < min(len(answer.text), len(reference.text)) and not same_ids:
-        measured = _measure(*_find_by_character(answer, reference, at), bound)
+    index = find_difference(answer.text, reference.text)
+    return None if index is None else _describe_character(answer, reference, index, prompt, bound)
+
+
+def _describe_token(
+    answer: Answer, reference: Answer, index: int, prompt: int, bound: float
+) -> Difference:
+    """Describe a difference in the ids at an output token."""
+    assert answer.ids is not None
+    assert reference.ids is not None
+    server_id, reference_id = answer.ids[index], reference.ids[index]
+    reference_token, server_token = _find_by_id(answer, reference, index, server_id)
     return Difference(
-        prompt=prompt, position=at, unit="character", bound=bound,
-        server=repr(answer.text[at : at + 20]), reference=repr(reference.text[at : at + 20]),
-        **measured,
+        prompt=prompt, position=index, unit="token", bound=bound,
+        server=name_token(server_id, server_token.text if server_token else None),
+        server_token=server_id,
+        reference=name_token(reference_id, reference_token.text if reference_token else None),
+        reference_token=reference_id, **_measure(reference_token, server_token, bound),
+    )  # fmt: skip
+
+
+def _describe_character(
+    answer: Answer, reference: Answer, index: int, prompt: int, bound: float
+) -> Difference:
+    """Describe a difference in the texts at a character."""
+    measures: dict[str, Any] = {"cause": LENGTH}
+    has_same_ids = answer.ids is not None and answer.ids == reference.ids
+    if index < min(len(answer.text), len(reference.text)) and not has_same_ids:
+        measures = _measure(*_find_by_character(answer, reference, index), bound)
+    return Difference(
+        prompt=prompt, position=index, unit="character", bound=bound,
+        server=repr(answer.text[index : index + 20]),
+        reference=repr(reference.text[index : index + 20]), **measures,
     )  # fmt: skip
 
 
 def _find_by_id(
-    answer: Answer, reference: Answer, place: int, token_id: int
+    answer: Answer, reference: Answer, index: int, token_id: int
 ) -> tuple[Token | None, Token | None]:
-    """Return the reference's token at a place, and of those that it tells of there the answer's.
+    """Return the reference's token at an index, and the answer's as the reference tells of it.
 
-    By its text where ids are not told, and by the answer's text where its tokens are not told
-    either. Neither token where none of these is known: then the margin is not.
+    The answer's token is found among the reference's likeliest ones by its id; by its text where
+    ids are not told, and by the answer's text where its tokens are not told either. Both are None
+    where none of these is known: then the margin is not known.
     """
-    token = None if reference.tokens is None else reference.tokens[place]
+    token = None if reference.tokens is None else reference.tokens[index]
     if token is None:
         return None, None
-    if any(one.id is not None for one in token.top):
-        return token, next((one for one in token.top if one.id == token_id), None)
+    if any(candidate.id is not None for candidate in token.top):
+        return token, next((c for c in token.top if c.id == token_id), None)
     if answer.tokens is not None:
-        text = answer.tokens[place].text
-        return token, next((one for one in token.top if one.text == text), None)
-    return _find_by_text(answer, reference, place)
+        text = answer.tokens[index].text
+        return token, next((c for c in token.top if c.text == text), None)
+    return _find_by_text(answer, reference, index)
 
 
 def _find_by_character(
-    answer: Answer, reference: Answer, at: int
+    answer: Answer, reference: Answer, character: int
 ) -> tuple[Token | None, Token | None]:
     """Return the reference's token at a character, and the likeliest that fits the answer there."""
     if reference.ends is None:
         return None, None
-    return _find_by_text(
-        answer, reference, next(i for i, end in enumerate(reference.ends) if end > at)
-    )
+    index = next(i for i, end in enumerate(reference.ends) if end > character)
+    return _find_by_text(answer, reference, index)
 
 
 def _find_by_text(
-    answer: Answer, reference: Answer, place: int
+    answer: Answer, reference: Answer, index: int
 ) -> tuple[Token | None, Token | None]:
-    """Return the reference's token at a place, and the likeliest that fits the answer there."""
+    """Return the reference's token at an index, and the likeliest that fits the answer there."""
     if reference.tokens is None or reference.ends is None:
         return None, None
-    token = reference.tokens[place]
-    rest = answer.text[reference.ends[place - 1] if place else 0 :]
-    fitting = [t for t in token.top if t.text and t.text != token.text and rest.startswith(t.text)]
-    return token, max(fitting, key=_rate, default=None)
+    token = reference.tokens[index]
+    text = answer.text[reference.ends[index - 1] if index else 0 :]
+    candidates = [c for c in token.top if c.text != token.text]
+    matches = [c for c in candidates if c.text and text.startswith(c.text)]
+    return token, max(matches, key=_rate, default=None)
 
 
 def _rate(token: Token) -> float:
     return -math.inf if token.logprob is None else token.logprob
 
 
-def _measure(token: Token | None, other: Token | None, bound: float) -> dict[str, Any]:
-    """How much likelier, in logits, a token is than another; of one that is not told, at least."""
+def _measure(
+    reference_token: Token | None, server_token: Token | None, bound: float
+) -> dict[str, Any]:
+    """Return by how many logits the reference's token is likelier than the server's.
+
+    The margin is a lower bound where the reference does not tell of the server's token.
+    """
     margin, is_least = None, False
-    if token is not None and token.logprob is not None:
-        told = [one.logprob for one in token.top if one.logprob is not None]
-        if other is not None and other.logprob is not None:
-            margin = token.logprob - other.logprob
-        elif told:
-            margin, is_least = token.logprob - min(told), True
+    if reference_token is not None and reference_token.logprob is not None:
+        logprobs = [token.logprob for token in reference_token.top if token.logprob is not None]
+        if server_token is not None and server_token.logprob is not None:
+            margin = reference_token.logprob - server_token.logprob
+        elif logprobs:
+            margin, is_least = reference_token.logprob - min(logprobs), True
     cause = judge_margin(margin, bound, is_least=is_least)
     return {"margin": margin, "is_least": is_least, "cause": cause}
