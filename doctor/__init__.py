@@ -1,1 +1,1 @@
-"""What is installed, what this machine can build and run, and why not."""
+"""Stage `doctor`: installed packages, what this machine can build and run, and why not."""

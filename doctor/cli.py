@@ -1,4 +1,4 @@
-"""specdec doctor."""
+"""Command `specdec doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on this machine, read without importing it, but for what only TensorRT can tell."""
+"""Description of this machine, read without importing its packages; TensorRT alone is asked."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ PACKAGES = {
 
 
 def describe_machine() -> tuple[dict[str, Any], Environment]:
-    """Return what a report tells of the machine, and the part that TensorRT-LLM's engines see."""
-    here = read_environment()
+    """Return the machine's part of a report, and the environment of TensorRT-LLM's engines."""
+    environment = read_environment()
     packages = {name: find_version(*names) for name, names in PACKAGES.items()}
-    packages["tensorrt_llm"] = here.tensorrt_llm
+    packages["tensorrt_llm"] = environment.tensorrt_llm
     if not is_importable("torch"):
         packages["torch"] = None
     report = {
         "specdec": __version__, "python": platform.python_version(),
         "platform": platform.platform(), "packages": packages,
-        "cuda": {"runtime": here.cuda, "driver": here.cuda_driver, "driver_version": here.driver},
+        "cuda": {"runtime": environment.cuda, "driver": environment.cuda_driver,
+                 "driver_version": environment.driver},
         "mpi": describe_mpi(), "trtllm_build": shutil.which(BUILD_COMMAND),
-        "gpus": here.to_json()["gpus"],
+        "gpus": environment.to_json()["gpus"],
         "cpu": {"cores": os.cpu_count(), "memory_bytes": read_memory("MemTotal"),
                 "available_bytes": read_memory("MemAvailable")},
         "compiler": find_compiler(), "kernels": describe_kernels(), "tensorrt": describe_tensorrt(),
         "disk": {"path": str(Path.cwd()), "free_bytes": shutil.disk_usage(Path.cwd()).free},
     }  # fmt: skip
-    return report, here
+    return report, environment
 
 
 def describe_kernels() -> dict[str, str]:
-    """How the native kernels multiply here; why not, where they cannot be compiled."""
+    """Return how the native kernels multiply here, or the error where they do not compile."""
     compiler = find_compiler()
     if compiler is None:
         return {}
@@ -71,7 +72,7 @@ def describe_kernels() -> dict[str, str]:
 
 
 def describe_tensorrt() -> dict[str, Any]:
-    """What builds engines of TensorRT's own layers, and for which GPUs; why nothing does."""
+    """Return the library that builds engines of TensorRT's layers, its GPUs, or its error."""
     try:
         trt = load_tensorrt()
     except SpecDecError as error:
@@ -80,14 +81,14 @@ def describe_tensorrt() -> dict[str, Any]:
 
 
 def describe_mpi() -> dict[str, Any]:
-    """Return the launchers that are there, and what the first of MPI's own calls itself."""
-    found = {name: path for name in LAUNCHERS if (path := shutil.which(name)) is not None}
-    launcher, version = found.get("mpirun") or found.get("mpiexec"), None
+    """Return the installed launchers, and the version that the first of MPI's own prints."""
+    launchers = {name: path for name in LAUNCHERS if (path := shutil.which(name)) is not None}
+    launcher, version = launchers.get("mpirun") or launchers.get("mpiexec"), None
     if launcher is not None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(
+            process = subprocess.run(
                 [launcher, "--version"], capture_output=True, text=True, timeout=MPI_SECONDS,
                 check=False,
             )  # fmt: skip
-            version = next(iter(done.stdout.splitlines()), None)
-    return {"launchers": found, "version": version}
+            version = next(iter(process.stdout.splitlines()), None)
+    return {"launchers": launchers, "version": version}

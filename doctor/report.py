@@ -1,4 +1,4 @@
-"""The doctor's findings, as an object and as text."""
+"""Report of the doctor, as an object and as text."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ COLUMNS = ("tensorrt_llm", "python", "tensorrt", "cuda", "torch", "transformers"
 
 def examine(settings: DoctorSettings) -> dict[str, Any]:
     """Look at the machine, and at an engine if one is given."""
-    machine, here = describe_machine()
+    machine, environment = describe_machine()
     report = {
         **machine,
         "abilities": [
-            {"what": what, "can": not reasons, "reasons": reasons}
-            for what, reasons in list_abilities(machine, here).items()
+            {"what": ability, "can": not reasons, "reasons": reasons}
+            for ability, reasons in list_abilities(machine, environment).items()
         ],
         "pins": list_pins(),
-        "problems": find_pin_problems(machine, here),
+        "problems": find_pin_problems(machine, environment),
     }
     if settings.engine_dir is not None:
-        report["engine"] = check_engine(settings.engine_dir, machine, here)
+        report["engine"] = check_engine(settings.engine_dir, machine, environment)
     return report
 
 
@@ -36,55 +36,74 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     engine = report.get("engine")
     if engine is None or engine["can_run"]:
         return None
-    first, *others = engine["problems"]
-    more = len(others)
-    also = f", and {count(more, 'more reason')}" if more else ""
+    problem, num_more = engine["problems"][0], len(engine["problems"]) - 1
+    also = f", and {count(num_more, 'more reason')}" if num_more else ""
     return SpecDecError(
-        f"{engine['engine_dir']} cannot run here: {first['fact']}{also}", first["remedy"]
+        f"{engine['engine_dir']} cannot run here: {problem['fact']}{also}", problem["remedy"]
     )
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Return the findings as lines of text."""
-    packages, cuda, mpi, kernels = (report[key] for key in ("packages", "cuda", "mpi", "kernels"))
-    cpu, disk = report["cpu"], report["disk"]
+    """Return the report as lines of text."""
+    lines = [*_format_software(report), *_format_hardware(report), "What can be done here:"]
+    for ability in report["abilities"]:
+        reasons = "" if ability["can"] else ": " + "; ".join(ability["reasons"])
+        lines.append(f"  {'yes' if ability['can'] else 'no '} {ability['what']}{reasons}")
+    lines += ["Versions that go together:", *_format_pins(report["pins"])]
+    lines += [f"  {clash}" for clash in list_clashes()]
+    lines += [f"problem: {problem}" for problem in report["problems"]]
+    return "\n".join(lines + _format_engine(report.get("engine")))
+
+
+def _format_software(report: dict[str, Any]) -> list[str]:
+    cuda, mpi = report["cuda"], report["mpi"]
+    driver = f" ({cuda['driver_version']})" if cuda["driver_version"] else ""
+    return [
+        f"specdec {report['specdec']}, Python {report['python']}, {report['platform']}",
+        *(
+            f"  {name}: {version or 'not installed'}"
+            for name, version in report["packages"].items()
+        ),
+        f"  CUDA: runtime {cuda['runtime'] or 'none'}, driver {cuda['driver'] or 'none'}{driver}",
+        f"  MPI: {mpi['version'] or ', '.join(mpi['launchers']) or 'no launcher'}",
+    ]
+
+
+def _format_hardware(report: dict[str, Any]) -> list[str]:
+    cpu, disk, kernels = report["cpu"], report["disk"], report["kernels"]
     memory, available = (
         f"{(cpu[key] or 0) / 2**30:.1f} GiB" for key in ("memory_bytes", "available_bytes")
     )
     lines = [
-        f"specdec {report['specdec']}, Python {report['python']}, {report['platform']}",
-        *(f"  {name}: {version or 'not installed'}" for name, version in packages.items()),
-        f"  CUDA: runtime {cuda['runtime'] or 'none'}, driver {cuda['driver'] or 'none'}"
-        + (f" ({cuda['driver_version']})" if cuda["driver_version"] else ""),
-        f"  MPI: {mpi['version'] or ', '.join(mpi['launchers']) or 'no launcher'}",
-        *(f"  GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']},"
-          f" {gpu['memory_bytes'] / 2**30:.0f} GiB" for index, gpu in enumerate(report["gpus"])),
-        *([] if report["gpus"] else ["  GPU: none is visible"]),
-        f"  CPU: {cpu['cores']} cores, {memory} memory, {available} available",
-        f"  C++ compiler: {report['compiler'] or 'none'}",
-    ]  # fmt: skip
+        f"  GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']},"
+        f" {gpu['memory_bytes'] / 2**30:.0f} GiB"
+        for index, gpu in enumerate(report["gpus"])
+    ] or ["  GPU: none is visible"]
+    lines.append(f"  CPU: {cpu['cores']} cores, {memory} memory, {available} available")
+    lines.append(f"  C++ compiler: {report['compiler'] or 'none'}")
     if kernels:
         form = "{bfloat16} for bfloat16 weights, else {others}"
-        told = kernels.get("error") or form.format_map(kernels)
-        lines.append(f"  arithmetic of the native kernels: {told}")
-    lines.append(f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}")
-    lines.append("What can be done here:")
-    for ability in report["abilities"]:
-        because = "" if ability["can"] else ": " + "; ".join(ability["reasons"])
-        lines.append(f"  {'yes' if ability['can'] else 'no '} {ability['what']}{because}")
-    lines.append("Versions that go together:")
-    rows = [list(COLUMNS), *([str(row.get(c, "-")) for c in COLUMNS] for row in report["pins"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        arithmetic = kernels.get("error") or form.format_map(kernels)
+        lines.append(f"  arithmetic of the native kernels: {arithmetic}")
+    return [*lines, f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}"]
+
+
+def _format_pins(pins: list[dict[str, Any]]) -> list[str]:
+    rows = [list(COLUMNS), *([str(row.get(name, "-")) for name in COLUMNS] for row in pins)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  " + "  ".join(cells).rstrip())
-    lines += [f"  {clash}" for clash in list_clashes()]
-    lines += [f"problem: {problem}" for problem in report["problems"]]
-    if engine := report.get("engine"):
-        lines.append(
-            f"{engine['engine_dir']} ({engine['backend']}, {engine['method']}, {engine['dtype']},"
-            f" tp_size {engine['tp_size']}): {'can' if engine['can_run'] else 'cannot'} run here"
-        )
-        lines += [f"  {problem['fact']}: {problem['remedy']}" for problem in engine["problems"]]
-        lines += [f"  note: {note}" for note in engine["notes"]]
-    return "\n".join(lines)
+    return lines
+
+
+def _format_engine(engine: dict[str, Any] | None) -> list[str]:
+    if engine is None:
+        return []
+    return [
+        f"{engine['engine_dir']} ({engine['backend']}, {engine['method']}, {engine['dtype']},"
+        f" tp_size {engine['tp_size']}): {'can' if engine['can_run'] else 'cannot'} run here",
+        *(f"  {problem['fact']}: {problem['remedy']}" for problem in engine["problems"]),
+        *(f"  note: {note}" for note in engine["notes"]),
+    ]

@@ -12,7 +12,7 @@ ENGINE = option_group("Engine")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorSettings:
-    """One field is one flag."""
+    """Settings of specdec doctor; each field is one flag."""
 
     engine_dir: Path | None = ENGINE(
         metavar="ENGINE",
