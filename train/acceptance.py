@@ -1,7 +1,7 @@
-"""What an engine accepts of a drafter: converted, built and run on held-out prompts.
+"""Acceptance of a drafter in an engine, which is converted, built and run on held-out prompts.
 
-The three commands run as users run them, each in a process of its own. So this measures what
-`specdec-run --json` will report for the finished drafter, and the training's own process, with its
+The three commands run as users run them, each in a process of its own. So the acceptance is the one
+that `specdec-run --json` reports for the finished drafter, and the training's process, with its
 launcher, memory and random numbers, is left alone.
 """
 
@@ -17,27 +17,26 @@ from specdec.errors import SpecDecError
 from specdec.system.processes import call_stage
 
 from .output import write_weights
-from .rows import Rows
+from .rows import TokenRows
 from .target import get_max_length
 
 if TYPE_CHECKING:
-    from .job import Job
+    from .job import TrainingJob
     from .methods.base import TrainableDrafter
 
-# The prompt of a text; a conversation's prompt is everything up to its first answer.
-MAX_TEXT_PROMPT = 128
+MAX_TEXT_PROMPT = 128  # tokens; a conversation's prompt is everything before its first answer
 
 
-def choose_prompts(rows: Rows, count: int, max_length: int) -> list[list[int]]:
+def choose_prompts(rows: TokenRows, count: int, max_length: int) -> list[list[int]]:
     """Choose prompts of at most `max_length` tokens from rows evenly spaced.
 
-    A text's first half at most; a conversation up to where its first answer begins. Rows that
-    leave no prompt, or one that is too long, make place for the next.
+    A text gives at most its first half, a conversation everything before its first answer. A row
+    whose prompt is empty or too long is replaced by the next row.
     """
     prompts: list[list[int]] = []
     for row in np.linspace(0, len(rows), min(count, len(rows)), endpoint=False).astype(int):
-        for at in range(row, len(rows)):
-            low, high = int(rows.bounds[at]), int(rows.bounds[at + 1])
+        for later_row in range(row, len(rows)):
+            low, high = int(rows.bounds[later_row]), int(rows.bounds[later_row + 1])
             mask = rows.mask[low:high]
             size = min((high - low) // 2, MAX_TEXT_PROMPT, max_length)
             if not mask[0]:
@@ -50,15 +49,15 @@ def choose_prompts(rows: Rows, count: int, max_length: int) -> list[list[int]]:
 
 
 class AcceptanceMeter:
-    """Measures a drafter in training, in a folder that is emptied after every measurement."""
+    """Meter of a drafter in training; its folder is emptied after every measurement."""
 
-    def __init__(self, job: Job, drafter: TrainableDrafter) -> None:
+    def __init__(self, job: TrainingJob, drafter: TrainableDrafter) -> None:
         self.job, self.drafter = job, drafter
         self.settings = settings = job.settings
         self.folder = job.state.folder / "acceptance"
         max_positions = get_max_length(job.target.config) or job.max_length
         max_length = max_positions - settings.eval_output_len
-        self.prompts = choose_prompts(job.heldout, settings.eval_prompts, max_length)
+        self.prompts = choose_prompts(job.heldout_rows, settings.eval_prompts, max_length)
         if not self.prompts:
             raise SpecDecError(
                 f"--eval-prompts: no held-out row leaves a prompt beside the"
@@ -81,7 +80,7 @@ class AcceptanceMeter:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def measure(self) -> dict[str, Any]:
-        """Return what `specdec-run` counts on the prompts with the drafter as it is now."""
+        """Return the counts of `specdec-run` on the prompts with the drafter's present weights."""
         checkpoint, engine = self.folder / "checkpoint", self.folder / "engine"
         try:
             self._convert("--output-dir", str(checkpoint))
@@ -102,7 +101,7 @@ class AcceptanceMeter:
                     "--engine-dir", str(engine), "--tokenizer-dir", str(self.settings.model_dir),
                     "--input-file", str(requests), "--max-output-len",
                     str(self.settings.eval_output_len),
-                    "--draft-budget", "fixed",  # what the drafter can do, not what is fast here
+                    "--draft-budget", "fixed",  # all that the drafter can do, however slow here
                 ],
             )["stats"]  # fmt: skip
         finally:
@@ -116,17 +115,19 @@ class AcceptanceMeter:
         }
 
     def _convert(self, *arguments: str) -> None:
+        """Write the drafter and run `specdec-convert` on it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        heads = self.folder / "drafter"
-        heads.mkdir(parents=True)
-        write_weights(heads, self.job, self.drafter)
+        drafter_folder = self.folder / "drafter"
+        drafter_folder.mkdir(parents=True)
+        write_weights(drafter_folder, self.job, self.drafter)
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", str(self.folder / "checkpoint"))
         method = self.job.method
         call_stage(
             "convert",
             [
-                "--model-dir", str(self.settings.model_dir), method.convert_folder, str(heads),
+                "--model-dir", str(self.settings.model_dir), method.convert_folder,
+                str(drafter_folder),
                 "--dtype", self.job.dtype, *method.convert_flags(self.settings), *arguments,
             ],
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a drafter is shown of the frozen target. Legend as in methods/base.py."""
+"""Features of the frozen target, which drafters read. Legend as in methods/base.py."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class TargetShape:
 
     hidden_size: int
     vocab_size: int
-    embedding_scale: float = 1.0  # what the target multiplies a row of its table by
+    embedding_scale: float = 1.0  # the target's factor of a row of its table
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputHead:
-    """The target's own output layer, and what the target makes of its logits.
+    """Output layer of the target, with the changes that the target makes to its logits.
 
-    scale: what they are multiplied by. cap: a logit x is then cap tanh(x / cap); None leaves it.
+    scale: factor of the logits. cap: a logit x becomes cap tanh(x / cap) after that; None: none.
     """
 
     weight: Tensor  # [V, D]
@@ -31,12 +31,12 @@ class OutputHead:
     cap: float | None = None
 
     def take(self, tokens: Tensor) -> OutputHead:
-        """The layer for these tokens only."""
+        """Return the output layer of these tokens alone."""
         bias = None if self.bias is None else self.bias[tokens]
         return dataclasses.replace(self, weight=self.weight[tokens], bias=bias)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of states [..., D], in float32."""
+        """Compute the logits [..., V] of states [..., D], in float32."""
         logits = (hidden @ self.weight.to(hidden.dtype).T).float()
         if self.bias is not None:
             logits = logits.add_(self.bias.float())
@@ -46,13 +46,16 @@ class OutputHead:
 
     @functools.cached_property
     def joint_weight(self) -> Tensor:
-        """[V, D], or with a bias [V, D + 1]: the bias is one more column."""
+        """Weight with the bias as one more column: [V, D], or [V, D + 1] with a bias."""
         if self.bias is None:
             return self.weight
         return torch.cat((self.weight, self.bias[:, None].to(self.weight.dtype)), dim=1)
 
     def join_input(self, hidden: Tensor) -> Tensor:
-        """What `joint_weight` multiplies to logits before the cap: [N, D] -> [N, D or D + 1]."""
+        """Return the input of `joint_weight`, which gives logits before the cap.
+
+        [N, D] -> [N, D or D + 1].
+        """
         if self.bias is not None:
             hidden = torch.cat((hidden, hidden.new_ones(len(hidden), 1)), dim=1)
         return hidden if self.scale == 1 else hidden * self.scale
@@ -60,7 +63,7 @@ class OutputHead:
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What the frozen target says about a batch of rows."""
+    """Features that the frozen target gives of a batch of rows."""
 
     tokens: Tensor  # [B, T] int64
     hidden: Tensor  # [B, T, D] last hidden states, after the final norm

@@ -1,6 +1,6 @@
-"""The target's hidden states on disk: computed once, read in every epoch without the target.
+"""Hidden states of the target on disk: computed once, read in every epoch without the target.
 
-    manifest.json               what they were computed from, and which file holds which rows
+    manifest.json               facts that they depend on, and the rows of each file
     target.safetensors          the target's embedding, and its output layer where one is read
     train-00000.safetensors     `hidden` [tokens, D] and `layer.K` [tokens, D] of some of the rows,
     heldout-00000.safetensors   one after another
@@ -15,9 +15,10 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,80 +40,96 @@ from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
 from specdec.system.logs import get_logger
 
 from .features import OutputHead
-from .job import list_inputs, load_target
-from .rows import Rows
+from .rows import TokenRows
+from .setup import Setup, list_inputs, open_target
 from .state import refuse_changes
-from .target import Batch, LiveTarget, Target, get_name, join_rows, make_batch, make_head
-
-if TYPE_CHECKING:
-    from .job import Setup
+from .target import FrozenTarget, LiveTarget, RowBatch, get_name, join_rows, make_batch, make_head
 
 KIND = "hidden-states"  # in the manifest
 ANEW = "name another folder, or remove this one: it is then made again"
-SHARD_BYTES = 1 << 28  # about; held in memory before it is written
-MAX_OPEN = 64  # files mapped at a time
+SHARD_BYTES = 1 << 28  # about the most of a file, which is in memory before it is written
+MAX_OPEN_FILES = 64  # mapped at a time
 TARGET_FILE = "target.safetensors"
+SHARD_KEYS = ("part", "number", "first", "stop")  # in the manifest
 
 logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatesFile:
-    """A file of hidden states: rows `first` to before `stop` of one of the parts."""
+    """File of hidden states: rows `first_row` to before `end_row` of one split."""
 
-    part: str
+    split: str  # "train" or "heldout"
     number: int
-    first: int
-    stop: int
+    first_row: int
+    end_row: int
 
     @property
     def name(self) -> str:
-        return f"{self.part}-{self.number:05}.safetensors"
+        return f"{self.split}-{self.number:05}.safetensors"
+
+    @property
+    def num_rows(self) -> int:
+        return self.end_row - self.first_row
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the file's entry in the manifest."""
+        return dict(zip(SHARD_KEYS, dataclasses.astuple(self), strict=True))
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> StatesFile:
+        """Return the file of an entry in the manifest."""
+        return StatesFile(*(entry[key] for key in SHARD_KEYS))
 
 
 @dataclasses.dataclass(frozen=True)
 class StatesPlan:
-    """What a folder of hidden states holds: facts by which it is known, layers, type, files."""
+    """Plan of a folder of hidden states: facts that it depends on, layers, type, files."""
 
     facts: Mapping[str, Any]
-    parts: Mapping[str, Rows]
+    splits: Mapping[str, TokenRows]
     layers: tuple[int, ...]
     vocab_size: int
     hidden_size: int
     dtype: str
 
     def describe(self) -> dict[str, Any]:
-        """Return what is kept of it in the folder."""
+        """Return the plan's entries in the journal and the manifest."""
         return {
             "facts": dict(self.facts),
             "layers": list(self.layers),
             "dtype": self.dtype,
             "hidden_size": self.hidden_size,
-            "shards": [dataclasses.asdict(shard) for shard in self.shards],
+            "shards": [shard.to_json() for shard in self.shards],
         }
 
     @functools.cached_property
     def shards(self) -> list[StatesFile]:
-        return [s for part, rows in self.parts.items() for s in self._cut(part, rows)]
+        return [
+            shard for split, rows in self.splits.items() for shard in self._list_shards(split, rows)
+        ]
 
-    def _cut(self, part: str, rows: Rows) -> list[StatesFile]:
+    def _list_shards(self, split: str, rows: TokenRows) -> list[StatesFile]:
         size = TensorInfo(self.dtype, (self.hidden_size,)).num_bytes * (1 + len(self.layers))
-        firsts = [0]
+        first_rows = [0]
         for row in range(1, len(rows)):
-            if int(rows.bounds[row + 1] - rows.bounds[firsts[-1]]) * size > SHARD_BYTES:
-                firsts.append(row)
-        stops = [*firsts[1:], len(rows)]
-        return [StatesFile(part, i, *at) for i, at in enumerate(zip(firsts, stops, strict=True))]
+            if int(rows.bounds[row + 1] - rows.bounds[first_rows[-1]]) * size > SHARD_BYTES:
+                first_rows.append(row)
+        end_rows = [*first_rows[1:], len(rows)]
+        return [
+            StatesFile(split, number, first_row, end_row)
+            for number, (first_row, end_row) in enumerate(zip(first_rows, end_rows, strict=True))
+        ]
 
     def list_tensors(self, shard: StatesFile) -> dict[str, TensorInfo]:
         """List the tensors of a file."""
-        bounds = self.parts[shard.part].bounds
-        num_tokens = int(bounds[shard.stop] - bounds[shard.first])
+        bounds = self.splits[shard.split].bounds
+        num_tokens = int(bounds[shard.end_row] - bounds[shard.first_row])
         info = TensorInfo(self.dtype, (num_tokens, self.hidden_size))
         return dict.fromkeys(["hidden", *(f"layer.{layer}" for layer in self.layers)], info)
 
 
-def hash_rows(rows: Rows) -> str:
+def hash_rows(rows: TokenRows) -> str:
     """Return the sha256 of the rows' tokens and bounds, whatever integer types hold them."""
     digest = hashlib.sha256(np.ascontiguousarray(rows.bounds, np.int64).data)
     for start in range(0, len(rows.tokens), 1 << 20):
@@ -125,12 +142,12 @@ def write_states(
 ) -> None:
     """Run the target over the data and write its hidden states into `folder`.
 
-    All processes call this and share the work. sources: what the manifest names.
+    All processes call this and share the work. sources: files that the manifest names.
     """
     wait = setup.accelerator.wait_for_everyone
     if not setup.accelerator.is_main_process:
         wait()  # until the folder is there
-        _write_share(get_partial(folder), plan, load_target(setup), setup)
+        _write_share(get_partial(folder), plan, open_target(setup), setup)
         wait()  # until all files are
         wait()  # until the folder has its name
         return
@@ -140,9 +157,9 @@ def write_states(
         folder, force=False, inputs=list_inputs(setup.settings), resume=True,
         full_disk_hint="make room on its disk and run it again: it goes on with what is written",
     ) as partial:  # fmt: skip
-        _begin(folder, partial, plan)
+        _start_folder(folder, partial, plan)
         wait()
-        target = load_target(setup)
+        target = open_target(setup)
         _write_share(partial, plan, target, setup)
         _write_target(partial / TARGET_FILE, target)
         wait()
@@ -158,42 +175,42 @@ def write_states(
     logger.info("hidden states: they are in %s", folder)
 
 
-def _begin(folder: Path, partial: Path, plan: StatesPlan) -> None:
-    """Check what a killed run left, and that the disk has room for the rest."""
+def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
+    """Check the files of a killed run, and that the disk has room for the missing ones."""
     journal = partial / JOURNAL_NAME
     if journal.is_file():
-        before = read_json(journal)
+        journal_facts = read_json(journal)
         refuse_changes(
             f"{partial} was started with something else",
-            {**before["facts"], "layers": before["layers"]},
+            {**journal_facts["facts"], "layers": journal_facts["layers"]},
             {**plan.facts, "layers": list(plan.layers)},
             hint="remove it, or name another folder",
         )
     write_json(journal, plan.describe())
-    missing = [shard for shard in plan.shards if not _is_complete(partial, plan, shard)]
-    if len(missing) < len(plan.shards):
+    missing_shards = [shard for shard in plan.shards if not _is_complete(partial, plan, shard)]
+    if len(missing_shards) < len(plan.shards):
         logger.info(
             "hidden states: %d of %d files are there already",
-            len(plan.shards) - len(missing), len(plan.shards),
+            len(plan.shards) - len(missing_shards), len(plan.shards),
         )  # fmt: skip
-    num_bytes = sum(measure_tensor_file(plan.list_tensors(shard)) for shard in missing)
+    num_bytes = sum(measure_tensor_file(plan.list_tensors(shard)) for shard in missing_shards)
     tables = TensorInfo(plan.dtype, (2, plan.vocab_size, plan.hidden_size))
     num_bytes += tables.num_bytes  # at most: embedding and output layer may be one
-    place, free = measure_free_space(folder)
+    disk_folder, free_bytes = measure_free_space(folder)
     logger.info(
         "hidden states: %.1f MB in %s go to %s, where %.1f MB are free",
-        num_bytes / 1e6, plan.dtype, folder, free / 1e6,
+        num_bytes / 1e6, plan.dtype, folder, free_bytes / 1e6,
     )  # fmt: skip
-    if num_bytes > free:
+    if num_bytes > free_bytes:
         raise SpecDecError(
-            f"--hidden-states-dir {folder}: {num_bytes} bytes are needed, {free} are free in"
-            f" {place}",
+            f"--hidden-states-dir {folder}: {num_bytes} bytes are needed, {free_bytes} are free in"
+            f" {disk_folder}",
             "name a folder on a larger disk, or train without it",
         )
 
 
 def _get_mark(folder: Path, shard: StatesFile) -> Path:
-    """Return the file that holds a complete file's sha256 while others are missing."""
+    """Return the path of a complete file's sha256, which stands while others are missing."""
     return folder / f"{shard.name}.sha256"
 
 
@@ -204,54 +221,58 @@ def _is_complete(folder: Path, plan: StatesPlan, shard: StatesFile) -> bool:
 
 
 def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setup) -> None:
-    """Write this process's part of the files that are missing."""
+    """Write this process's share of the missing files."""
     accelerator = setup.accelerator
-    in_step = setup.settings.shard_target  # each holds a part of it: all must read equally often
-    missing = [shard for shard in plan.shards if not _is_complete(folder, plan, shard)]
-    accelerator.wait_for_everyone()  # so that all see the same ones
-    for start in range(0, len(missing), accelerator.num_processes):
-        group = missing[start : start + accelerator.num_processes]
-        mine = accelerator.process_index
-        most = max(shard.stop - shard.first for shard in group)
-        if mine < len(group):
-            shard = group[mine]
-            arrays = _read_shard(plan, shard, target, setup, most if in_step else 0)
+    in_step = setup.settings.shard_target  # processes hold shards of it and read equally often
+    missing_shards = [shard for shard in plan.shards if not _is_complete(folder, plan, shard)]
+    accelerator.wait_for_everyone()  # so that all miss equal files
+    for start in range(0, len(missing_shards), accelerator.num_processes):
+        group = missing_shards[start : start + accelerator.num_processes]
+        process_index = accelerator.process_index
+        num_reads = max(shard.num_rows for shard in group)
+        if process_index < len(group):
+            shard = group[process_index]
+            arrays = _read_shard(plan, shard, target, setup, num_reads if in_step else 0)
             partial = folder / f"{shard.name}.partial"
             sha256 = write_tensor_file(partial, plan.list_tensors(shard), arrays.__getitem__)
             partial.replace(folder / shard.name)
             _get_mark(folder, shard).write_text(sha256, encoding="utf-8")
         elif in_step:
-            empty = dataclasses.replace(group[0], stop=group[0].first)
-            _read_shard(plan, empty, target, setup, most)
-        done = min(len(missing), start + accelerator.num_processes)
-        logger.info("hidden states: %d of %d files", done, len(missing))
+            empty = dataclasses.replace(group[0], end_row=group[0].first_row)
+            _read_shard(plan, empty, target, setup, num_reads)
+        num_done = min(len(missing_shards), start + accelerator.num_processes)
+        logger.info("hidden states: %d of %d files", num_done, len(missing_shards))
 
 
 def _read_shard(
     plan: StatesPlan, shard: StatesFile, target: LiveTarget, setup: Setup, num_reads: int
 ) -> dict[str, Array]:
-    """Return the states of a shard's rows; read some row over again up to `num_reads` in all."""
-    rows = plan.parts[shard.part]
+    """Return the states of a shard's rows; read its first row again up to `num_reads` in all."""
+    rows = plan.splits[shard.split]
     infos = plan.list_tensors(shard)
     arrays = {name: np.empty(t.shape, DTYPES[t.dtype][1]) for name, t in infos.items()}
-    wanted = list(range(shard.first, shard.stop))
-    indices = wanted + [shard.first] * (num_reads - len(wanted))
-    start = int(rows.bounds[shard.first])
+    shard_rows = list(range(shard.first_row, shard.end_row))
+    indices = shard_rows + [shard.first_row] * (num_reads - len(shard_rows))
+    shard_start = int(rows.bounds[shard.first_row])
     with torch.no_grad():
         size = setup.settings.batch_size
-        for at in range(0, len(indices), size):
-            batch = make_batch(rows, indices[at : at + size], setup.accelerator.device)
+        for batch_start in range(0, len(indices), size):
+            batch = make_batch(
+                rows, indices[batch_start : batch_start + size], setup.accelerator.device
+            )
             states = target.find_states(batch)
-            mine = zip(wanted[at : at + size], batch.lengths, strict=False)
-            for i, (row, length) in enumerate(mine):
-                first = int(rows.bounds[row]) - start
+            real_rows = zip(
+                shard_rows[batch_start : batch_start + size], batch.lengths, strict=False
+            )
+            for i, (row, length) in enumerate(real_rows):
+                first_token = int(rows.bounds[row]) - shard_start
                 for array, state in zip(arrays.values(), states, strict=True):
-                    array[first : first + length] = to_array(state[i, :length].cpu())
+                    array[first_token : first_token + length] = to_array(state[i, :length].cpu())
     return arrays
 
 
 def _write_target(path: Path, target: LiveTarget) -> None:
-    """Write the target's tables, which are read along with its hidden states."""
+    """Write the target's tables, which are read with its hidden states."""
     table = target.table
     tensors = {"embedding": table}
     head = "none"
@@ -269,26 +290,26 @@ def _write_target(path: Path, target: LiveTarget) -> None:
     write_tensor_file(path, infos, arrays.__getitem__, metadata={"head": head})
 
 
-class StoredTarget(Target):
-    """A target whose hidden states are read from a folder, mapped, not loaded."""
+class StoredTarget(FrozenTarget):
+    """Target whose hidden states are read from a folder, mapped, not loaded."""
 
     def __init__(self, folder: Path, plan: StatesPlan, setup: Setup) -> None:
         manifest = read_json(folder / "manifest.json")
-        absent = sorted(set(plan.layers) - set(manifest["layers"]))
-        if absent:
+        missing_layers = sorted(set(plan.layers) - set(manifest["layers"]))
+        if missing_layers:
             raise SpecDecError(
                 f"{folder} lacks the outputs of the target's layers"
-                f" {', '.join(map(str, absent))}, which this drafter reads",
+                f" {', '.join(map(str, missing_layers))}, which this drafter reads",
                 ANEW,
             )
         self.folder = folder
         self.plan = dataclasses.replace(plan, layers=tuple(manifest["layers"]))
+        shards = [StatesFile.from_json(entry) for entry in manifest["shards"]]
         self.shards = {
-            part: [StatesFile(**entry) for entry in manifest["shards"] if entry["part"] == part]
-            for part in plan.parts
+            split: [shard for shard in shards if shard.split == split] for split in plan.splits
         }
-        self._open = functools.lru_cache(maxsize=MAX_OPEN)(self._open_shard)
-        for shard in [shard for shards in self.shards.values() for shard in shards]:
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_shard)
+        for shard in itertools.chain(*self.shards.values()):
             self._open(shard)
         embedding, head = self._read_target(setup)
         name = get_name(setup.settings.model_dir)
@@ -323,35 +344,35 @@ class StoredTarget(Target):
             )
         return file
 
-    def find_states(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Read the rows' states."""
-        part = next(part for part, rows in self.plan.parts.items() if rows is batch.rows)
+    def find_states(self, batch: RowBatch) -> tuple[Tensor, ...]:
+        """Read the hidden states of a batch from the files."""
+        split = next(split for split, rows in self.plan.splits.items() if rows is batch.rows)
         names = ["hidden", *(f"layer.{layer}" for layer in self.aux_layers)]
-        read: dict[str, list[Tensor]] = {name: [] for name in names}
-        shards = self.shards[part]
+        row_states: dict[str, list[Tensor]] = {name: [] for name in names}
+        shards = self.shards[split]
         for row, length in zip(batch.indices, batch.lengths, strict=True):
-            shard = shards[bisect.bisect([s.first for s in shards], row) - 1]
-            first = int(batch.rows.bounds[row] - batch.rows.bounds[shard.first])
+            shard = shards[bisect.bisect([shard.first_row for shard in shards], row) - 1]
+            first_token = int(batch.rows.bounds[row] - batch.rows.bounds[shard.first_row])
             file = self._open(shard)
             for name in names:
-                array = file.read(name)[first : first + length]
-                read[name].append(view_tensor(array, self.plan.dtype))
-        return tuple(join_rows(read[name]).to(batch.tokens.device) for name in names)
+                array = file.read(name)[first_token : first_token + length]
+                row_states[name].append(view_tensor(array, self.plan.dtype))
+        return tuple(join_rows(row_states[name]).to(batch.tokens.device) for name in names)
 
 
 def open_states(
-    setup: Setup, parts: Mapping[str, Rows], vocab_size: int,
+    setup: Setup, splits: Mapping[str, TokenRows], vocab_size: int,
     sources: list[dict[str, Any]], facts: Mapping[str, str],
 ) -> StoredTarget:  # fmt: skip
-    """Return the target by its hidden states; where they are not on disk yet, compute them first.
+    """Return the target by its hidden states, which are computed where the folder lacks them.
 
-    facts: hashes of the target's files and the data's, `sources`; both of the main process only.
+    sources: the files of target and data; facts: their hashes. Both on the main process only.
     """
     folder = need(setup.settings.hidden_states_dir)
-    hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in parts.items()}
+    hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in splits.items()}
     plan = StatesPlan(
         facts={"--dtype": setup.dtype, **facts, **hashes},
-        parts=parts,
+        splits=splits,
         layers=setup.method.choose_layers(setup.settings, setup.config),
         vocab_size=vocab_size,
         hidden_size=int(setup.config.hidden_size),
@@ -359,7 +380,7 @@ def open_states(
     )
     if not (folder / "manifest.json").is_file():
         write_states(folder, plan, setup, sources)
-        gc.collect()  # the target, which may be large and full of cycles
+        gc.collect()  # the target, which may be large and has reference cycles
     elif setup.accelerator.is_main_process:
         check_states(folder, plan)
     setup.accelerator.wait_for_everyone()
@@ -367,7 +388,7 @@ def open_states(
 
 
 def check_states(folder: Path, plan: StatesPlan) -> None:
-    """Raise SpecDecError where a folder's hidden states are not of the same target and data."""
+    """Raise SpecDecError where a folder's hidden states are not of this target and this data."""
     manifest = read_json(folder / "manifest.json")
     if manifest.get("kind") != KIND:
         raise SpecDecError(

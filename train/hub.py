@@ -11,16 +11,16 @@ from specdec.files.hub import describe_answer
 from specdec.system.logs import get_logger
 
 TOKEN_NAME = "HF_TOKEN"
-# It tells paths of this machine; the model card has the hashes and settings.
+# The manifest has paths of this machine; the model card has the hashes and settings.
 PRIVATE_FILES = ("manifest.json",)
 
 logger = get_logger(__name__)
 
 
 def open_hub(hub_id: str) -> Any:
-    """Return a client that may write, or raise SpecDecError: before hours of training, not after.
+    """Return a client that may write to a repository of the Hub, which this creates.
 
-    Whether the repository itself may be written to shows when it is created.
+    Raises SpecDecError where it may not, before hours of training.
     """
     import huggingface_hub
 

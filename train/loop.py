@@ -1,4 +1,4 @@
-"""The training loop: batches, losses, evaluation, progress. Knows no method and no file format."""
+"""Training loop of any method: batches, optimizer steps, evaluation, progress."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from specdec.system.logs import get_logger
 
 from .loss import Measures
 from .methods.base import TrainableDrafter
-from .rows import Rows, choose_rows
+from .rows import TokenRows, choose_rows
 from .settings import TrainSettings
-from .target import Batch, Target, make_batch
+from .target import FrozenTarget, RowBatch, make_batch
 
 logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Where the loop reports to, and who judges; the defaults are for all but the main process.
+    """Functions that the loop calls; the defaults are for all but the main process.
 
-    measure_acceptance: called at every evaluation, on the main process.
-    is_enough: whether an evaluation ends the training; the same on all processes.
+    log: takes a line of progress. save: takes a checkpoint. measure_acceptance: called at every
+    evaluation, on the main process. is_enough: returns true where an evaluation ends the training;
+    equal on all processes.
     """
 
     log: Callable[[dict[str, Any]], None] = lambda line: None
@@ -40,21 +41,21 @@ class Hooks:
 
 
 class Loop:
-    """One training. `accelerator` spreads it over the devices it was launched on."""
+    """Loop of one training; accelerator: spreads it over the devices it was launched on."""
 
     def __init__(
         self,
         settings: TrainSettings,
         accelerator: Any,
-        target: Target,
+        target: FrozenTarget,
         drafter: TrainableDrafter,
-        train: Rows,
-        heldout: Rows,
+        train_rows: TokenRows,
+        heldout_rows: TokenRows,
         hooks: Hooks,
     ) -> None:
         self.settings, self.accelerator, self.hooks = settings, accelerator, hooks
         self.target, self.drafter = target, drafter
-        self.train_rows, self.heldout_rows = train, heldout
+        self.train_rows, self.heldout_rows = train_rows, heldout_rows
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=settings.learning_rate,  # set again before every step
@@ -65,7 +66,7 @@ class Loop:
         self.rows_per_step = (
             settings.batch_size * settings.gradient_accumulation_steps * accelerator.num_processes
         )
-        self.num_steps = count_steps(settings, len(train), self.rows_per_step)
+        self.num_steps = count_steps(settings, len(train_rows), self.rows_per_step)
         self.step = 0
         self.num_tokens = 0
 
@@ -73,13 +74,13 @@ class Loop:
         """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
         check_state(checkpoint, self.drafter.state_dict(), list(self.drafter.parameters()))
         self.drafter.load_state_dict(checkpoint["drafter"])
-        # The settings decide on the numbers of its groups.
+        # The groups' numbers, such as the learning rate, are those of the settings.
         state = {**self.optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]}
         self.optimizer.load_state_dict(state)
         self.step, self.num_tokens = checkpoint["step"], checkpoint["num_tokens"]
 
     def _save(self) -> None:
-        """Write a checkpoint, which the main process's hook does."""
+        """Give a checkpoint to the hook, which writes it on the main process."""
         self.hooks.save({
             "step": self.step,
             "num_tokens": self.num_tokens,
@@ -88,17 +89,17 @@ class Loop:
         })  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step, or until an evaluation is good enough; return the last one."""
+        """Train to the last step, or until an evaluation is good enough; return the evaluation."""
         settings = self.settings
-        recent: list[float] = []
-        began, tokens_then = time.monotonic(), self.num_tokens
+        recent_losses: list[float] = []
+        interval_start, tokens_before = time.monotonic(), self.num_tokens
         start_step = self.step
         while self.step < self.num_steps:
             step = self.step + 1
             is_last = step == self.num_steps
             logs_now = step % settings.logging_steps == 0 or is_last or step == 1
             measures = self._take_step(step, measure=logs_now)
-            recent.append(measures.summarize()["loss"])
+            recent_losses.append(measures.summarize()["loss"])
             self.step = step
             if logs_now:
                 now = time.monotonic()
@@ -106,14 +107,20 @@ class Loop:
                     "step": step,
                     "tokens": self.num_tokens,
                     "learning_rate": compute_learning_rate(settings, step - 1, self.num_steps),
-                    "mean_loss": round(sum(recent) / len(recent), 4),
+                    "mean_loss": round(sum(recent_losses) / len(recent_losses), 4),
                     **measures.summarize(),
-                    "tokens_per_second": round((self.num_tokens - tokens_then) / (now - began)),
+                    "tokens_per_second": round(
+                        (self.num_tokens - tokens_before) / (now - interval_start)
+                    ),
                 }
                 self.hooks.log(line)
-                self._show(line, (now - began) / len(recent), is_start=step == start_step + 1)
-                recent.clear()
-                began, tokens_then = now, self.num_tokens
+                self._show(
+                    line,
+                    (now - interval_start) / len(recent_losses),
+                    is_start=step == start_step + 1,
+                )
+                recent_losses.clear()
+                interval_start, tokens_before = now, self.num_tokens
             if settings.eval_steps and step % settings.eval_steps == 0 and not is_last:
                 evaluation = self._report_evaluation()
                 if self.hooks.is_enough(evaluation):
@@ -121,8 +128,8 @@ class Loop:
                         "step %d of %d: good enough, the training ends here", step, self.num_steps
                     )
                     return evaluation
-                began, tokens_then = time.monotonic(), self.num_tokens
-                recent.clear()
+                interval_start, tokens_before = time.monotonic(), self.num_tokens
+                recent_losses.clear()
             if settings.save_steps and step % settings.save_steps == 0 and not is_last:
                 self._save()
                 self.accelerator.wait_for_everyone()
@@ -144,7 +151,7 @@ class Loop:
         for i, batch in enumerate(batches):
             self._seed(step, i)
             features = self.target.read(batch)
-            # Gradients wait on their process for those of the step's last pass.
+            # Processes add up gradients at the step's last batch alone.
             waits = i < len(batches) - 1
             with accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
                 loss, packed = self.model(features, batch.mask, num_labels, measure)
@@ -163,10 +170,10 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         return measures
 
-    def _seed(self, step: int, part: int) -> None:
-        """Let what a drafter draws at random depend only on the place in the training."""
-        place = (self.settings.seed, step, part, self.accelerator.process_index)
-        seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]) >> 1
+    def _seed(self, step: int, batch_index: int) -> None:
+        """Seed the drafter's random numbers by the step, the batch and the process alone."""
+        entropy = (self.settings.seed, step, batch_index, self.accelerator.process_index)
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
         # torch.manual_seed formats the stack anew for each kind of device that is not in use.
         is_cpu = self.accelerator.device.type == "cpu"
         (torch.default_generator.manual_seed if is_cpu else torch.manual_seed)(seed)
@@ -178,41 +185,43 @@ class Loop:
             " overflow can be told apart",
         )
 
-    def _load_batch(self, step: int, part: int) -> Batch:
-        """Return this process's rows of a part of a step."""
+    def _load_batch(self, step: int, batch_index: int) -> RowBatch:
+        """Return this process's rows of one batch of a step."""
         size = self.settings.batch_size
-        start = step * self.rows_per_step + part * size * self.accelerator.num_processes
+        start = step * self.rows_per_step + batch_index * size * self.accelerator.num_processes
         start += size * self.accelerator.process_index
-        rows = choose_rows(len(self.train_rows), self.settings.seed, start, size)
-        return make_batch(self.train_rows, rows, self.accelerator.device)
+        row_indices = choose_rows(len(self.train_rows), self.settings.seed, start, size)
+        return make_batch(self.train_rows, row_indices, self.accelerator.device)
 
     def evaluate(self) -> dict[str, Any]:
         """Measure loss and accuracies on the held-out rows, shared among the processes."""
         num_rows = len(self.heldout_rows)
-        wanted = min(self.settings.eval_rows, num_rows)
-        chosen = [i * num_rows // wanted for i in range(wanted)]
+        num_evaluated = min(self.settings.eval_rows, num_rows)
+        evaluated_rows = [i * num_rows // num_evaluated for i in range(num_evaluated)]
         num_processes = self.accelerator.num_processes
-        # As many rows on every process, which may each hold a part of the target.
-        most = len(chosen[::num_processes])
-        mine = chosen[self.accelerator.process_index :: num_processes]
-        num_mine = len(mine)
-        mine += chosen[: most - num_mine]
+        # Every process runs equally often, as each may hold a shard of the target.
+        rows_per_process = len(evaluated_rows[::num_processes])
+        process_rows = evaluated_rows[self.accelerator.process_index :: num_processes]
+        num_counted = len(process_rows)
+        process_rows += evaluated_rows[: rows_per_process - num_counted]
         size = self.settings.batch_size
-        ones = torch.ones(self.drafter.num_positions, device=self.accelerator.device)
+        unit_counts = torch.ones(self.drafter.num_positions, device=self.accelerator.device)
         sums: Tensor | float = 0.0
         self.model.eval()
         with torch.no_grad():
-            for start in range(0, most, size):
-                indices = mine[start : start + size]
+            for start in range(0, rows_per_process, size):
+                indices = process_rows[start : start + size]
                 batch = make_batch(self.heldout_rows, indices, self.accelerator.device)
-                batch.mask[max(0, num_mine - start) :] = False  # another process counts these
-                sums = sums + self.model(self.target.read(batch), batch.mask, ones, True)[1]
+                batch.mask[max(0, num_counted - start) :] = False  # another process counts these
+                sums = sums + self.model(self.target.read(batch), batch.mask, unit_counts, True)[1]
         self.model.train()
         total = self.accelerator.reduce(sums, reduction="sum")
-        return Measures.unpack(total, self.drafter.num_positions).summarize() | {"rows": wanted}
+        return Measures.unpack(total, self.drafter.num_positions).summarize() | {
+            "rows": num_evaluated
+        }
 
     def _measure_acceptance(self) -> dict[str, Any] | None:
-        """Measure on the main process; all of them get the result, or its error."""
+        """Measure the acceptance on the main process; all processes get it, or raise its error."""
         from accelerate.utils import broadcast_object_list
 
         outcome: list[Any] = [None]
@@ -223,11 +232,11 @@ class Loop:
                 outcome = [(error.message, error.hint)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(outcome)
-        (measured,) = outcome
-        if isinstance(measured, tuple):
-            self._save()  # what was learned is not lost with it
-            raise SpecDecError(*measured)
-        return measured  # type: ignore[no-any-return]
+        (acceptance_or_error,) = outcome
+        if isinstance(acceptance_or_error, tuple):
+            self._save()  # so that the weights are not lost
+            raise SpecDecError(*acceptance_or_error)
+        return acceptance_or_error  # type: ignore[no-any-return]
 
     def _report_evaluation(self) -> dict[str, Any]:
         evaluation = self.evaluate()
@@ -251,19 +260,21 @@ class Loop:
         return evaluation
 
     def _show(self, line: dict[str, Any], seconds_per_step: float, *, is_start: bool) -> None:
-        left = ""
-        if not is_start:  # the first step warms things up and takes longer
-            left = f"  {_format_time((self.num_steps - self.step) * seconds_per_step)} left"
+        remaining_time = ""
+        if not is_start:  # the first step takes longer than the others
+            remaining_time = (
+                f"  {_format_time((self.num_steps - self.step) * seconds_per_step)} left"
+            )
         logger.info(
             "step %d/%d  loss %.3f  top-1 %s  lr %.2e  %d tokens/s%s",
             line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line, 0),
-            line["learning_rate"], line["tokens_per_second"], left,
+            line["learning_rate"], line["tokens_per_second"], remaining_time,
         )  # fmt: skip
 
 
-def _format_accuracies(measured: Mapping[str, Any], rank: int) -> str:
+def _format_accuracies(measures: Mapping[str, Any], rank: int) -> str:
     """Format each position's accuracy, in percent: top-1 for rank 0, top-K for rank -1."""
-    return " ".join(f"{100 * row[rank]:.1f}" for row in measured["top_k_accuracy"])
+    return " ".join(f"{100 * row[rank]:.1f}" for row in measures["top_k_accuracy"])
 
 
 def _format_time(seconds: float) -> str:
@@ -272,31 +283,38 @@ def _format_time(seconds: float) -> str:
 
 
 def check_state(
-    checkpoint: Mapping[str, Any], own: Mapping[str, Tensor], parameters: Sequence[Tensor]
+    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], parameters: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError, or what follows from other types, unless a checkpoint is of a drafter.
+    """Raise ValueError where a checkpoint is not of a drafter with these weights.
 
-    torch's optimizers take numbers of any shape, and fail, or spread them, at the next step.
+    Other types than a checkpoint's raise the errors that follow from them.
     """
     for name in ("step", "num_tokens"):
         if type(checkpoint[name]) is not int or checkpoint[name] < 0:
             raise ValueError(f"{name} is no count")
-    weights = checkpoint["drafter"]
-    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
+    shapes = {name: tensor.shape for name, tensor in checkpoint["drafter"].items()}
+    if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise ValueError("the weights are of another drafter")
-    for index, entry in checkpoint["optimizer"]["state"].items():
-        shapes = {"exp_avg": 1, "exp_avg_sq": 1, "step": 0}
-        is_own = type(index) is int and 0 <= index < len(parameters)
-        if not is_own or entry.keys() != shapes.keys():
+    _check_optimizer(checkpoint["optimizer"]["state"], parameters)
+
+
+def _check_optimizer(state: Mapping[Any, Any], parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError where AdamW's state is not of these parameters.
+
+    torch's optimizers take tensors of any shape, and fail, or broadcast them, at the next step.
+    """
+    for index, entry in state.items():
+        is_parameter = type(index) is int and 0 <= index < len(parameters)
+        if not is_parameter or entry.keys() != {"exp_avg", "exp_avg_sq", "step"}:
             raise ValueError("the optimizer is of another drafter")
-        for name, is_whole in shapes.items():
-            wanted = parameters[index].shape if is_whole else torch.Size(())
-            if not isinstance(entry[name], Tensor) or entry[name].shape != wanted:
-                raise ValueError(f"{name} of the optimizer is not {list(wanted)}")
+        for name, tensor in entry.items():
+            shape = torch.Size(()) if name == "step" else parameters[index].shape
+            if not isinstance(tensor, Tensor) or tensor.shape != shape:
+                raise ValueError(f"{name} of the optimizer is not {list(shape)}")
 
 
 def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> int:
-    """Optimizer steps of the whole training."""
+    """Return the number of optimizer steps of the training."""
     if settings.max_steps is not None:
         return settings.max_steps
     num_epochs = 2.0 if settings.num_epochs is None else settings.num_epochs
@@ -304,9 +322,9 @@ def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> i
 
 
 def compute_learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:
-    """Linear warm-up, then half a cosine down to zero. The first step is 0."""
+    """Return a step's learning rate: linear warm-up, then half a cosine to zero; step: from 0."""
     num_warmup = round(settings.warmup_ratio * num_steps)
     if step < num_warmup:
         return settings.learning_rate * (step + 1) / num_warmup
-    done = (step - num_warmup) / max(1, num_steps - num_warmup)
-    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,4 +1,4 @@
-"""Cross-entropy of a wide output layer without ever holding all the logits.
+"""Cross-entropy of a wide output layer, computed chunk by chunk without all logits at once.
 
 Legend: N labels, C labels of a chunk, E width of the last layer, R of a second matrix, V
 vocabulary, P draft positions, K the largest k of top-k accuracy.
@@ -14,30 +14,30 @@ from torch import Tensor
 
 from .features import OutputHead
 
-# Logits held at a time. Small enough for a processor's cache to help, large enough for a GPU.
+# Logits of a chunk, by device: few enough for a processor's cache, enough for a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-NOT_MEASURED = -1
+NOT_MEASURED = -1  # rank of a label without measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """The target's own distribution at the labels, and its share in what is learned, 0 to 1.
+    """Distribution of the target at the labels; share: its weight in what is learned, 0 to 1.
 
-    With a share of 1 the labels no longer count: accuracies are then those of guessing the target's
-    most probable tokens.
+    With a share of 1 the text's labels do not count: accuracies are then those of guesses of the
+    target's most probable tokens.
     """
 
     hidden: Tensor  # [N, D] the target's states
     head: OutputHead
     share: float
 
-    def compute_logits(self, part: slice) -> Tensor:
-        """Logits [C, V] at some of the labels, in float32."""
-        return self.head.compute_logits(self.hidden[part])
+    def compute_logits(self, chunk: slice) -> Tensor:
+        """Compute the target's logits [C, V] at a chunk of the labels, in float32."""
+        return self.head.compute_logits(self.hidden[chunk])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients with the loss, chunk by chunk, so that no logits are kept."""
+    """Cross-entropy whose gradients are computed with the loss, so that no logits are kept."""
 
     @staticmethod
     def forward(
@@ -50,75 +50,128 @@ class _LinearCrossEntropy(torch.autograd.Function):
         teacher: Teacher | None,
         second_weight: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = x.dtype
         weights = [weight] if second_weight is None else [weight, second_weight]
-        casts = [part.to(compute) for part in weights]  # [V, E], [V, R]
-        widths = [part.shape[1] for part in weights]
+        layer = _OutputLayer(weights, x.dtype)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
         ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
         needs = [ctx.needs_input_grad[1], ctx.needs_input_grad[6]][: len(weights)]
         needs_grad = ctx.needs_input_grad[0] or any(needs)
         grad_x = torch.empty_like(x) if needs_grad else None  # [N, E + R]
         grad_weights = [
-            torch.zeros_like(part, dtype=torch.float32) if is_needed else None
-            for part, is_needed in zip(weights, needs, strict=True)
+            torch.zeros_like(matrix, dtype=torch.float32) if needs_sum else None
+            for matrix, needs_sum in zip(weights, needs, strict=True)
         ]
         budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
         size = max(1, budget // len(weight))
-        share = teacher.share if teacher is not None else 0.0
         for start in range(0, len(x), size):
-            part = slice(start, start + size)
-            x_part, index = x[part], labels[part, None]  # [C, E], [C, 1]
-            pieces = torch.split(x_part, widths, 1)
-            logits = (pieces[0] @ casts[0].T).float()  # [C, V]
-            if second_weight is not None:
-                logits = logits.add_(pieces[1] @ casts[1].T)
-            wanted = teacher.compute_logits(part) if teacher is not None else None  # [C, V]
-            guessed = wanted.argmax(1, keepdim=True) if wanted is not None and share == 1 else index
-            of_label = logits.gather(1, guessed)  # [C, 1]
-            if measure:
-                ranks[part] = rank_labels(logits, of_label, guessed)
-            highest = logits.amax(1, keepdim=True)  # [C, 1]
-            inner, entropy = None, None
-            if wanted is not None:
-                wanted = wanted.log_softmax(1)
-                entropy = -(wanted.exp() * wanted).sum(1)  # [C]
-                wanted = wanted.exp_()
-                inner = (wanted * logits).sum(1)  # [C]
-            exponentials = logits.sub_(highest).exp_()  # [C, V]
-            total = exponentials.sum(1, keepdim=True)  # [C, 1]
-            whole = (total.log() + highest)[:, 0]  # [C] logarithm of the softmax's denominator
-            part_losses = whole - of_label[:, 0]
-            if inner is not None and entropy is not None:
-                # The divergence from the target's distribution, which is 0 at best.
-                part_losses = (1 - share) * part_losses + share * (whole - inner - entropy)
-            losses[part] = part_losses
+            chunk = slice(start, start + size)
+            result = _compute_chunk(layer, x, labels, chunk, teacher, measure=measure)
+            losses[chunk] = result.losses
+            if result.ranks is not None:
+                ranks[chunk] = result.ranks
             if grad_x is not None:
-                row_weights = label_weights[part, None]  # [C, 1]
-                # Softmax minus what is wanted, times the weight of the label.
-                gradient = exponentials.mul_(row_weights / total)
-                if share < 1:
-                    gradient = gradient.scatter_add_(1, index, (share - 1) * row_weights)
-                if wanted is not None:
-                    gradient = gradient.sub_(wanted.mul_(share * row_weights))
-                scaled = gradient.to(compute)
-                grad_x[part] = torch.cat([scaled @ cast for cast in casts], 1)
-                for gradient_sum, piece in zip(grad_weights, pieces, strict=True):
+                gradient = result.differentiate(label_weights[chunk, None]).to(x.dtype)  # [C, V]
+                grad_x[chunk] = layer.multiply_transposed(gradient)
+                for gradient_sum, inputs in zip(grad_weights, layer.split(x[chunk]), strict=True):
                     if gradient_sum is not None:
-                        gradient_sum += scaled.T @ piece
+                        gradient_sum += gradient.T @ inputs
+            del result  # frees its [C, V] before the next chunk
         ctx.save_for_backward(grad_x, *grad_weights)
-        ctx.dtypes = [part.dtype for part in weights]
+        ctx.dtypes = [matrix.dtype for matrix in weights]
         ctx.mark_non_differentiable(losses, ranks)
         return (losses * label_weights).sum(), losses, ranks
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, *sums = ctx.saved_tensors
-        of_weight, of_more = [
-            None if own is None else (own * grads[0]).to(dtype)
-            for own, dtype in zip(sums, ctx.dtypes, strict=True)
+        grad_weight, grad_second_weight = [
+            None if gradient_sum is None else (gradient_sum * grads[0]).to(dtype)
+            for gradient_sum, dtype in zip(sums, ctx.dtypes, strict=True)
         ] + [None] * (2 - len(sums))
-        return grad_x * grads[0], of_weight, None, None, None, None, of_more
+        return grad_x * grads[0], grad_weight, None, None, None, None, grad_second_weight
+
+
+class _OutputLayer:
+    """Output layer of one matrix [V, E], or of two side by side, [V, E] and [V, R]."""
+
+    def __init__(self, weights: list[Tensor], dtype: torch.dtype) -> None:
+        self.matrices = [weight.to(dtype) for weight in weights]
+        self.widths = [weight.shape[1] for weight in weights]
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of each matrix: [C, E + R] -> [C, E], [C, R]."""
+        return torch.split(x, self.widths, 1)
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return logits [C, V] in float32; x: [C, E + R]."""
+        inputs, *second_inputs = self.split(x)
+        logits = (inputs @ self.matrices[0].T).float()
+        for second_input in second_inputs:
+            logits = logits.add_(second_input @ self.matrices[1].T)
+        return logits
+
+    def multiply_transposed(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the input: [C, V] -> [C, E + R]."""
+        return torch.cat([gradient @ matrix for matrix in self.matrices], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChunkResult:
+    """Losses and ranks of a chunk of labels, and the tensors of their gradient."""
+
+    losses: Tensor  # [C]
+    ranks: Tensor | None  # [C], where measured
+    labels: Tensor  # [C, 1]
+    exponentials: Tensor  # [C, V] of the logits, each row less its highest
+    totals: Tensor  # [C, 1] sums of the exponentials
+    target_probabilities: Tensor | None  # [C, V]
+    share: float  # of the target's distribution in what is learned
+
+    def differentiate(self, label_weights: Tensor) -> Tensor:
+        """Return the gradient of the logits [C, V], in the memory of the exponentials.
+
+        It is the softmax minus the distribution that is learned, times the label's weight.
+        """
+        share, row_weights = self.share, label_weights
+        gradient = self.exponentials.mul_(row_weights / self.totals)
+        if share < 1:
+            gradient = gradient.scatter_add_(1, self.labels, (share - 1) * row_weights)
+        if self.target_probabilities is not None:
+            gradient = gradient.sub_(self.target_probabilities.mul_(share * row_weights))
+        return gradient
+
+
+def _compute_chunk(
+    layer: _OutputLayer, x: Tensor, labels: Tensor, chunk: slice, teacher: Teacher | None, *,
+    measure: bool,
+) -> _ChunkResult:  # fmt: skip
+    """Compute the losses of a chunk of labels, and their ranks if `measure`."""
+    index = labels[chunk, None]  # [C, 1]
+    logits = layer.compute_logits(x[chunk])  # [C, V]
+    share = teacher.share if teacher is not None else 0.0
+    target_logits = teacher.compute_logits(chunk) if teacher is not None else None  # [C, V]
+    tokens = index  # [C, 1] that are guessed
+    if target_logits is not None and share == 1:
+        tokens = target_logits.argmax(1, keepdim=True)
+    token_logits = logits.gather(1, tokens)  # [C, 1]
+    ranks = rank_labels(logits, token_logits, tokens) if measure else None
+    highest = logits.amax(1, keepdim=True)  # [C, 1]
+    probabilities = None
+    if target_logits is not None:
+        log_probabilities = target_logits.log_softmax(1)
+        del target_logits  # [C, V] less at a time
+        entropies = -(log_probabilities.exp() * log_probabilities).sum(1)  # [C]
+        probabilities = log_probabilities.exp_()
+        mean_logits = (probabilities * logits).sum(1)  # [C] by the target's distribution
+    exponentials = logits.sub_(highest).exp_()  # [C, V]
+    totals = exponentials.sum(1, keepdim=True)  # [C, 1]
+    normalizers = (totals.log() + highest)[:, 0]  # [C] logarithms of the softmax's denominators
+    losses = normalizers - token_logits[:, 0]
+    if probabilities is not None:
+        # The divergence from the target's distribution, which is 0 at best.
+        divergences = normalizers - mean_logits - entropies
+        losses = (1 - share) * losses + share * divergences
+    return _ChunkResult(losses, ranks, index, exponentials, totals, probabilities, share)
 
 
 def rank_labels(logits: Tensor, of_label: Tensor, index: Tensor) -> Tensor:
@@ -157,9 +210,9 @@ def compute_loss(
 
 @dataclasses.dataclass
 class Measures:
-    """Sums over labels, to be added up over batches and processes; positions are draft positions.
+    """Sums over labels, which are added up over batches and processes.
 
-    `chain` counts the draft tokens that a greedy chain gets right before its first mistake, over
+    chain: draft tokens that a greedy chain guesses right before its first mistake, summed over
     `num_chains` places of the text.
     """
 
@@ -170,26 +223,26 @@ class Measures:
     num_chains: Tensor  # []
 
     def pack(self) -> Tensor:
-        """Flatten into one vector, for one reduction over the processes."""
-        parts = (self.loss, self.num_labels, self.hits.flatten(), self.chain, self.num_chains)
-        return torch.cat([p.reshape(-1).float() for p in parts])
+        """Return one vector of all sums, for one reduction over the processes."""
+        sums = (self.loss, self.num_labels, self.hits.flatten(), self.chain, self.num_chains)
+        return torch.cat([p.reshape(-1).float() for p in sums])
 
     @staticmethod
     def unpack(vector: Tensor, num_positions: int) -> Measures:
-        """Undo `pack`."""
+        """Return the measures of a vector that `pack` made."""
         values = vector.double().cpu()
         loss, num_labels = values[: 2 * num_positions].reshape(2, -1)
-        rest = values[2 * num_positions :]
+        accuracy_sums = values[2 * num_positions :]
         return Measures(
             loss=loss,
             num_labels=num_labels,
-            hits=rest[:-2].reshape(num_positions, -1),
-            chain=rest[-2],
-            num_chains=rest[-1],
+            hits=accuracy_sums[:-2].reshape(num_positions, -1),
+            chain=accuracy_sums[-2],
+            num_chains=accuracy_sums[-1],
         )
 
     def summarize(self) -> dict[str, Any]:
-        """Turn the sums into means: losses in nats, accuracies from 0 to 1."""
+        """Return the means for reports: losses in nats, accuracies from 0 to 1."""
         num_labels = self.num_labels.clamp(min=1)
         losses = (self.loss / num_labels).tolist()
         return {
@@ -206,31 +259,33 @@ class Measures:
 def measure_positions(
     losses: Tensor, ranks: Tensor, label_masks: list[Tensor], max_k: int
 ) -> Measures:
-    """Sum up what the labels of a batch gave.
+    """Sum up losses and ranks of a batch's labels.
 
-    losses and ranks [N] hold the labels of position 0, then of position 1, and so on; each in the
-    order of its mask. label_masks[i] [B, T_i] tells which places t have a label at position i;
-    place t is in the same column of all of them.
+    losses, ranks: [N], of the labels of position 0, then of position 1, and so on; each in the
+    order of its mask. label_masks: for each position i a mask [B, T_i], true for places that have
+    a label there; all masks have a place in one column.
     """
     counts = [int(m.sum()) for m in label_masks]
-    parts = torch.split(ranks, counts)
+    position_ranks = torch.split(ranks, counts)
     zeros = losses.new_zeros(())
     hits = torch.stack(
-        [torch.stack([(r < k).sum() for k in range(1, max_k + 1)]) for r in parts]
+        [torch.stack([(r < k).sum() for k in range(1, max_k + 1)]) for r in position_ranks]
     ).float()  # [P, K]
     measured = not (ranks == NOT_MEASURED).any()
     chain, num_chains = zeros, zeros
     width = label_masks[-1].shape[1]
     if measured and width:
-        alive = torch.stack([m[:, :width] for m in label_masks]).all(0)  # [B, width]
-        num_chains = alive.sum().float()
-        for mask, rank in zip(label_masks, parts, strict=True):
+        is_unbroken = torch.stack([m[:, :width] for m in label_masks]).all(0)  # [B, width]
+        num_chains = is_unbroken.sum().float()
+        for mask, rank in zip(label_masks, position_ranks, strict=True):
             hit = torch.zeros_like(mask)
             hit[mask] = rank == 0
-            alive = alive & hit[:, :width]
-            chain = chain + alive.sum()
+            is_unbroken = is_unbroken & hit[:, :width]
+            chain = chain + is_unbroken.sum()
     return Measures(
-        loss=torch.stack([part.sum() for part in torch.split(losses, counts)]),
+        loss=torch.stack(
+            [position_losses.sum() for position_losses in torch.split(losses, counts)]
+        ),
         num_labels=losses.new_tensor(counts),
         hits=hits if measured else torch.zeros_like(hits),
         chain=chain,

@@ -1,4 +1,4 @@
-"""The drafter folder: weights, config.json, model card, log, manifest."""
+"""Writing of the drafter folder: weights, config.json, model card, log, manifest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from specdec.files.reading import write_json
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 
+from .settings import TrainSettings
+
 if TYPE_CHECKING:
-    from .job import Job
+    from .job import TrainingJob
     from .methods.base import TrainableDrafter
 
 
 def write_drafter(
-    folder: Path, job: Job, drafter: TrainableDrafter, report: dict[str, Any], *, rows_per_step: int
+    folder: Path,
+    job: TrainingJob,
+    drafter: TrainableDrafter,
+    report: dict[str, Any],
+    *,
+    rows_per_step: int,
 ) -> None:
-    """Write everything into `folder`.
-
-    report: what the training came to; all numbers are those measured in it.
-    """
+    """Write all files of a drafter into `folder`; report: the results of the training."""
     log = job.state.read_log()
     compute = {
         "dtype": job.dtype,
@@ -48,12 +52,12 @@ def write_drafter(
     )
 
 
-def write_weights(folder: Path, job: Job, drafter: TrainableDrafter) -> dict[str, str]:
-    """Write the weights and config.json: what specdec-convert reads; return the weights' sha256."""
+def write_weights(folder: Path, job: TrainingJob, drafter: TrainableDrafter) -> dict[str, str]:
+    """Write the weights and config.json, which specdec-convert reads; return the sha256."""
     method, target, dtype = job.method, job.target, job.save_dtype
     infos, arrays = {}, {}
     for name, tensor in {**drafter.state_dict(), **method.list_shared(target)}.items():
-        kind = dtype if tensor.is_floating_point() else "int64"  # d2t is a count of places
+        kind = dtype if tensor.is_floating_point() else "int64"  # d2t counts tokens
         arrays[name] = to_array(tensor.detach().to("cpu", TORCH_DTYPES.get(kind)))
         infos[name] = TensorInfo(kind, tuple(tensor.shape))
     sha256 = write_tensor_file(
@@ -65,16 +69,10 @@ def write_weights(folder: Path, job: Job, drafter: TrainableDrafter) -> dict[str
 
 
 def write_card(
-    job: Job, log: Sequence[dict[str, Any]], report: dict[str, Any], compute: dict[str, Any]
+    job: TrainingJob, log: Sequence[dict[str, Any]], report: dict[str, Any], compute: dict[str, Any]
 ) -> str:
     """Write the model card."""
     settings = job.settings
-    evaluation, measured = report["eval"], report["eval"].get("acceptance")
-    accuracies = evaluation["top_k_accuracy"]
-    max_k = len(accuracies[0])
-    losses = [line["mean_loss"] for line in log if "mean_loss" in line]
-    held_out = f"`{settings.eval_data.name}`" if settings.eval_data else "held out of the data"
-    options = {k: v for k, v in to_plain(settings).items() if k.startswith(settings.method + "_")}
     lines = [
         "---",
         f"tags: [speculative-decoding, {settings.method}]",
@@ -96,6 +94,23 @@ def write_card(
         "",
         "## Training",
         "",
+        *_describe_training(settings, log, compute),
+        "",
+        "## Held-out results",
+        "",
+        *_describe_results(settings, report["eval"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _describe_training(
+    settings: TrainSettings, log: Sequence[dict[str, Any]], compute: dict[str, Any]
+) -> list[str]:
+    """Return the model card's lines about optimizer, devices, method and loss."""
+    losses = [line["mean_loss"] for line in log if "mean_loss" in line]
+    options = {k: v for k, v in to_plain(settings).items() if k.startswith(settings.method + "_")}
+    return [
         f"* AdamW, learning rate {settings.learning_rate:g} after a warm-up over"
         f" {100 * settings.warmup_ratio:g}% of the steps, then a cosine to zero; weight decay"
         f" {settings.weight_decay:g}, gradients clipped at {settings.max_grad_norm:g}; seed"
@@ -106,9 +121,15 @@ def write_card(
         " distribution, the rest the text's tokens",
         "* " + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None),
         *([f"* training loss {losses[0]} at the start, {losses[-1]} at the end"] if losses else []),
-        "",
-        "## Held-out results",
-        "",
+    ]
+
+
+def _describe_results(settings: TrainSettings, evaluation: dict[str, Any]) -> list[str]:
+    """Return the model card's lines about the held-out rows and the engine's acceptance."""
+    accuracies = evaluation["top_k_accuracy"]
+    max_k = len(accuracies[0])
+    held_out = f"`{settings.eval_data.name}`" if settings.eval_data else "held out of the data"
+    return [
         f"{evaluation['rows']} rows {'of ' if settings.eval_data else ''}{held_out},"
         f" {evaluation['num_labels']} labels at the first position. Loss (nats, summed over the"
         f" positions): {evaluation['loss']}.",
@@ -126,15 +147,20 @@ def write_card(
         f" {evaluation['chain_length']:.2f} tokens per verify step on this text if the target wrote"
         " exactly it.",
         "",
-        "What an engine accepts was not measured; `specdec-run --json` shows it."
-        if measured is None
-        else f"An engine made by specdec-convert and specdec-build ({measured['dtype']}, their"
-        f" defaults) emitted **{measured['acceptance_length']:.2f}** tokens per verify step: greedy"
-        f" decoding of {measured['prompts']} held-out prompts, {measured['num_output_tokens']}"
-        f" tokens in {measured['num_verify_steps']} verify steps.",
-        "",
+        _describe_acceptance(evaluation.get("acceptance")),
     ]
-    return "\n".join(lines)
+
+
+def _describe_acceptance(acceptance: dict[str, Any] | None) -> str:
+    if acceptance is None:
+        return "What an engine accepts was not measured; `specdec-run --json` shows it."
+    return (
+        f"An engine made by specdec-convert and specdec-build ({acceptance['dtype']}, their"
+        f" defaults) emitted **{acceptance['acceptance_length']:.2f}** tokens per verify step:"
+        f" greedy decoding of {acceptance['prompts']} held-out prompts,"
+        f" {acceptance['num_output_tokens']} tokens in {acceptance['num_verify_steps']} verify"
+        " steps."
+    )
 
 
 def _list_files(entries: list[dict[str, Any]]) -> list[str]:

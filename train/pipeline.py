@@ -19,13 +19,15 @@ from specdec.options import Contradiction, list_given, name_flag, refuse_contrad
 from specdec.system.logs import get_launched_rank, get_logger
 from specdec.text.documents import check_data_file
 
-from .job import Job, list_inputs, make_drafter, prepare_job, prepare_setup, start_accelerator
+from .devices import start_accelerator
+from .job import TrainingJob, make_drafter, prepare_job
 from .settings import TRAINABLE, TrainSettings
+from .setup import list_inputs, prepare_setup
 
 if TYPE_CHECKING:
     from .loop import Loop
 
-# What accelerate's launcher sets for options that change how a model is trained.
+# Variables that accelerate's launcher sets for options that change a training.
 LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND",
@@ -85,7 +87,7 @@ logger = get_logger(__name__)
 
 
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
-    """Train a drafter as `settings` say; return the results on the main process, else None."""
+    """Train a drafter; return the report on the main process, None on the others."""
     settings = fill_defaults(settings)
     check_settings(settings)
     if settings.sanity:
@@ -108,7 +110,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         output = stage_folder(
             settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT
         )
-    with tell_of_resume(settings), output as folder:
+    with name_resume(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
         try:
             loop = start_loop(job)
@@ -116,7 +118,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             if folder is not None and not settings.resume:
                 job.state.remove()  # nothing was learned: the next command may be another
             raise
-        began = time.monotonic()
+        start_time = time.monotonic()
         evaluation = loop.run()
         if folder is not None:
             report = {
@@ -124,7 +126,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 "output_dir": str(settings.output_dir),
                 "steps": loop.step,
                 "tokens": loop.num_tokens,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": round(time.monotonic() - start_time, 1),
                 "eval": evaluation,
             }
             write_drafter(folder, job, loop.drafter, report, rows_per_step=loop.rows_per_step)
@@ -133,8 +135,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         logger.info("the drafter is in %s", settings.output_dir)
         if hub is not None and settings.push_to_hub:
             report["hub"] = push_folder(hub, settings.push_to_hub, settings.output_dir)
-    # In this order: what uses the connections, everybody's last word, the connections. A process
-    # that leaves them to its own end now and then aborts there.
+    # In this order: the users of the connections, the last meeting, the connections. A process that
+    # leaves them to its own end aborts there now and then.
     del job, loop
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -143,8 +145,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def tell_of_resume(settings: TrainSettings) -> Iterator[None]:
-    """Let Ctrl-C say what it left behind."""
+def name_resume(settings: TrainSettings) -> Iterator[None]:
+    """Let Ctrl-C name the folder from which --resume goes on."""
     from .state import TrainingState
 
     try:
@@ -159,24 +161,28 @@ def tell_of_resume(settings: TrainSettings) -> Iterator[None]:
 
 
 def fill_defaults(settings: TrainSettings) -> TrainSettings:
-    """Give the settings that were not given the values that the method has for them."""
+    """Fill the settings that were not given with the method's defaults."""
     defaults = METHODS[settings.method].training or {}
-    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
-    return dataclasses.replace(settings, **missing)
+    filled_settings = {
+        name: value for name, value in defaults.items() if getattr(settings, name) is None
+    }
+    return dataclasses.replace(settings, **filled_settings)
 
 
-def start_loop(job: Job) -> Loop:
-    """Make the drafter, with fresh weights or those of the checkpoint, and its training loop."""
+def start_loop(job: TrainingJob) -> Loop:
+    """Make the drafter and its training loop, fresh or from the checkpoint."""
     from .acceptance import AcceptanceMeter
     from .loop import Hooks, Loop
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
-    drafter = make_drafter(job, job.target, job.train)
-    wanted = settings.stop_at_acceptance
+    drafter = make_drafter(job, job.target, job.train_rows)
+    wanted_length = settings.stop_at_acceptance
 
     def is_enough(evaluation: Mapping[str, Any]) -> bool:
-        measured = evaluation.get("acceptance")
-        return bool(wanted and measured and measured["acceptance_length"] >= wanted)
+        acceptance = evaluation.get("acceptance")
+        return bool(
+            wanted_length and acceptance and acceptance["acceptance_length"] >= wanted_length
+        )
 
     hooks = Hooks(is_enough=is_enough)
     if accelerator.is_main_process:
@@ -185,7 +191,9 @@ def start_loop(job: Job) -> Loop:
             meter = AcceptanceMeter(job, drafter)
             meter.check()
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
-    loop = Loop(settings, accelerator, job.target, drafter, job.train, job.heldout, hooks)
+    loop = Loop(
+        settings, accelerator, job.target, drafter, job.train_rows, job.heldout_rows, hooks
+    )  # fmt: skip
     checkpoint = state.load_checkpoint()
     if checkpoint is not None:
         try:
@@ -197,23 +205,21 @@ def start_loop(job: Job) -> Loop:
         state.cut_log(loop.step)
     logger.info(
         "%d parameters, %d rows of up to %d tokens, %d rows a step, %d steps, %s on %s",
-        sum(p.numel() for p in drafter.parameters()), len(job.train), job.max_length,
+        sum(p.numel() for p in drafter.parameters()), len(job.train_rows), job.max_length,
         loop.rows_per_step, loop.num_steps, job.dtype, accelerator.device.type,
     )  # fmt: skip
     return loop
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Raise for what can be seen to be wrong before anything is loaded."""
-    from .state import TrainingState
-
+    """Raise the errors of the settings that show before anything is loaded."""
     refuse_launcher(os.environ)
     require(settings, "model_dir", "data", *([] if settings.sanity else ["output_dir"]))
     for name in TRAINABLE:
-        useless = list_given(settings, METHODS[name].options["train"])
-        if useless and name != settings.method:
+        useless_options = list_given(settings, METHODS[name].options["train"])
+        if useless_options and name != settings.method:
             raise UsageError(
-                f"{name_flag(useless[0])} has no effect with --method {settings.method}",
+                f"{name_flag(useless_options[0])} has no effect with --method {settings.method}",
                 "leave it out",
             )
     refuse_contradictions(settings, CONTRADICTIONS)
@@ -224,8 +230,14 @@ def check_settings(settings: TrainSettings) -> None:
         raise SpecDecError(
             f"--start-from {settings.start_from} is no folder", "give one that specdec-train wrote"
         )
-    if settings.sanity:
-        return
+    if not settings.sanity:
+        check_folders(settings)
+
+
+def check_folders(settings: TrainSettings) -> None:
+    """Raise where a folder that is written may not be, or holds an unfinished training."""
+    from .state import TrainingState
+
     states = settings.hidden_states_dir
     if states is not None:
         paths = [states.resolve(), settings.output_dir.resolve()]
@@ -237,14 +249,14 @@ def check_settings(settings: TrainSettings) -> None:
             )
     inputs = [*list_inputs(settings), *list_local(states)]
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
-    if (get_launched_rank() or 0) == 0:  # who writes it, so no other can meet its own training's
+    if (get_launched_rank() or 0) == 0:  # the writer; others could meet this training's own folder
         TrainingState(settings.output_dir).refuse_unfinished(
             resume=settings.resume, force=settings.force
         )
 
 
 def refuse_launcher(environment: Mapping[str, str]) -> None:
-    """Raise UsageError where accelerate's launcher was told what no training here obeys."""
+    """Raise UsageError where accelerate was launched with options that have no effect here."""
     for name in LAUNCHER_VARIABLES:
         value = environment.get(name, "no").lower()
         if value not in ("no", "false", "0", ""):

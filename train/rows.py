@@ -1,4 +1,4 @@
-"""Training data: files of text or conversations -> rows of tokens with a mask of the labels."""
+"""Rows of tokens with a mask of the labels, made from files of texts or conversations."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from specdec.text.chat import ROLES, ChatFormat, Conversation, SeamError, mask_t
 from specdec.text.documents import PromptedText, name_line, parse_object, read_document, read_lines
 from specdec.text.learning_marks import is_row_learned
 
-HELDOUT_PART = 0.02
+HELDOUT_SHARE = 0.02  # of the rows, without --eval-data
 MIN_ROW_TOKENS = 3  # the first label of a row is its third token
-TOKENIZER_BATCH = 64
+TOKENIZER_BATCH = 64  # texts that are tokenized at a time
 
 logger = get_logger(__name__)
 Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Rows of different lengths, one after another in flat arrays."""
 
     tokens: Array  # [sum of lengths] uint16 or int32
-    mask: Array  # [sum of lengths] bool: may this token be a label?
+    mask: Array  # [sum of lengths] bool, true for tokens that are labels
     bounds: Array  # [num_rows + 1] int64: row r is tokens[bounds[r]:bounds[r + 1]]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def count_tokens(self, vocab_size: int) -> Array:
-        """How often each token is a label, [V] int64."""
+        """Count the labels of each token, [V] int64."""
         return np.bincount(np.asarray(self.tokens)[np.asarray(self.mask)], minlength=vocab_size)
 
-    def take(self, start: int, stop: int) -> Rows:
+    def take(self, start: int, stop: int) -> TokenRows:
         """Return the rows from `start` to before `stop`."""
         low, high = self.bounds[start], self.bounds[stop]
         bounds = self.bounds[start : stop + 1] - low
-        return Rows(self.tokens[low:high], self.mask[low:high], bounds)
+        return TokenRows(self.tokens[low:high], self.mask[low:high], bounds)
 
     def make_batch(self, indices: list[int]) -> tuple[Array, Array]:
-        """Pad the given rows at their ends -> tokens int64, mask bool, both [B, longest]."""
+        """Return rows padded at their ends: tokens int64, mask bool, both [B, longest row]."""
         lengths = [int(self.bounds[i + 1] - self.bounds[i]) for i in indices]
         tokens = np.zeros((len(indices), max(lengths)), np.int64)
         mask = np.zeros(tokens.shape, bool)
@@ -64,10 +64,10 @@ class Rows:
             np.save(folder / f"{name}.{field.name}.npy", getattr(self, field.name))
 
     @staticmethod
-    def load(folder: Path, name: str) -> Rows:
-        """Map the arrays that `save` wrote; raise SpecDecError where they are not such."""
+    def load(folder: Path, name: str) -> TokenRows:
+        """Map the arrays that `save` wrote; raise SpecDecError where they are damaged."""
         arrays = {}
-        for field in dataclasses.fields(Rows):
+        for field in dataclasses.fields(TokenRows):
             path = folder / f"{name}.{field.name}.npy"
             try:
                 arrays[field.name] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -77,26 +77,28 @@ class Rows:
             array = arrays[field.name]
             if array.ndim != 1 or array.dtype not in dtypes:
                 raise _refuse_array(path, f"it is {array.dtype} {list(array.shape)}"[:200])
-        rows = Rows(**arrays)
+        rows = TokenRows(**arrays)
         bounds = rows.bounds
         if len(bounds) < 1 or bounds[0] != 0 or (np.diff(bounds) < 1).any():
             raise _refuse_array(folder / f"{name}.bounds.npy", "its bounds do not rise from 0")
-        for array, part in ((rows.tokens, "tokens"), (rows.mask, "mask")):
+        for array, field_name in ((rows.tokens, "tokens"), (rows.mask, "mask")):
             if len(array) != bounds[-1]:
                 fact = f"it has {len(array)} entries, its rows {int(bounds[-1])}"
-                raise _refuse_array(folder / f"{name}.{part}.npy", fact)
+                raise _refuse_array(folder / f"{name}.{field_name}.npy", fact)
         return rows
 
-    def check_tokens(self, vocab_size: int, where: Path) -> None:
-        """Raise SpecDecError where a token is beyond a vocabulary; `where` is for the message."""
+    def check_tokens(self, vocab_size: int, folder: Path) -> None:
+        """Raise SpecDecError where a token is beyond a vocabulary; folder: the rows' own."""
         if not len(self.tokens):
             return
-        least, most = int(self.tokens.min()), int(self.tokens.max())
-        if least < 0 or most >= vocab_size:
-            raise _refuse_array(where, f"tokens {least} to {most}, the target has {vocab_size}")
+        lowest_token, highest_token = int(self.tokens.min()), int(self.tokens.max())
+        if lowest_token < 0 or highest_token >= vocab_size:
+            raise _refuse_array(
+                folder, f"tokens {lowest_token} to {highest_token}, the target has {vocab_size}"
+            )
 
 
-# What `save` writes.
+# Types of the arrays that `save` writes.
 ROW_DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.bool_,), "bounds": (np.int64,)}
 
 
@@ -107,7 +109,7 @@ def _refuse_array(path: Path, reason: str) -> SpecDecError:
 
 
 class RowBuilder:
-    """Collects documents and conversations into rows of at most `max_length` tokens."""
+    """Builder of rows of at most `max_length` tokens from documents and conversations."""
 
     def __init__(self, format_: ChatFormat, max_length: int) -> None:
         self.format = format_
@@ -118,15 +120,15 @@ class RowBuilder:
         self.seam_errors: list[SeamError] = []
         self.num_unlearned_turns = 0
         self.num_unlearned_rows = 0
-        self._texts: list[tuple[str, bool]] = []  # and whether each ends before its end
+        self._texts: list[tuple[str, bool]] = []  # and true where the text was cut
         end = tokenizer.eos_token_id
-        # The stream of documents begins with an end token, as every later document sees one.
+        # The stream of documents begins with an end token, as every later document follows one.
         self._stream: list[Array] = [np.asarray([] if end is None else [end], self.dtype)]
         self._is_learned = [np.ones(len(self._stream[0]), bool)]
         self._chats: list[tuple[Array, Array]] = []
 
     def add_text(self, text: str, *, is_cut: bool = False) -> None:
-        """Add a document; all its tokens are labels, and the end behind it unless it is cut."""
+        """Add a document; its tokens are labels, and so is the end token unless the text is cut."""
         self._texts.append((text, is_cut))
         if len(self._texts) >= TOKENIZER_BATCH:
             self._tokenize_texts()
@@ -146,7 +148,7 @@ class RowBuilder:
         self._texts.clear()
 
     def add_prompted(self, text: PromptedText, *, is_cut: bool = False) -> None:
-        """Add a prompt and its completion, whose tokens are labels, and its end unless cut."""
+        """Add a prompt and its completion, whose tokens are labels, with its end unless cut."""
         encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
         ids, end = encoded["input_ids"], self.tokenizer.eos_token_id
         mask = mask_tokens(encoded["offset_mapping"], [(text.num_prompt_characters, len(text))])
@@ -155,14 +157,14 @@ class RowBuilder:
         self.num_unusable += not self._add_row(ids, mask)
 
     def _add_row(self, ids: list[int], mask: Array) -> bool:
-        """Add a row, cut where it is too long; return whether there is a label in it."""
+        """Add a row, cut at the most tokens; return whether it has a label."""
         mask = mask[: self.max_length]
-        if is_usable := bool(mask[MIN_ROW_TOKENS - 1 :].any()):
+        if has_label := bool(mask[MIN_ROW_TOKENS - 1 :].any()):
             self._chats.append((np.asarray(ids[: self.max_length], self.dtype), mask))
-        return is_usable
+        return has_label
 
     def add_conversation(self, conversation: Conversation) -> None:
-        """Add a conversation; the assistant's tokens are labels. What is too long is cut."""
+        """Add a conversation, cut at the most tokens; its labels are the assistant's tokens."""
         try:
             rendered = self.format.render_turns(conversation)
         except SeamError as error:
@@ -172,17 +174,17 @@ class RowBuilder:
             conversation.messages[number]["role"] == "assistant"
             for number in conversation.unlearned
         )
-        usable = False
+        has_label = False
         for text, spans in ((r.text, r.spans) for r in rendered):
             encoded = self.tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
-            usable |= self._add_row(
+            has_label |= self._add_row(
                 encoded["input_ids"], mask_tokens(encoded["offset_mapping"], spans)
             )
-        self.num_unusable += not usable
+        self.num_unusable += not has_label
 
-    def finish(self) -> Rows:
+    def finish(self) -> TokenRows:
         """Cut the stream of documents into full rows and a last shorter one; add conversations."""
         self._tokenize_texts()
         stream = np.concatenate(self._stream)
@@ -191,7 +193,7 @@ class RowBuilder:
             lengths.append(len(stream) % self.max_length)
         stream = stream[: sum(lengths)]
         lengths += [len(ids) for ids, _ in self._chats]
-        return Rows(
+        return TokenRows(
             tokens=np.concatenate([stream, *(ids for ids, _ in self._chats)]),
             mask=np.concatenate(
                 [
@@ -203,8 +205,8 @@ class RowBuilder:
         )
 
 
-def read_parts(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that hold something, with their numbers; of a .txt file, all of it as one."""
+def read_entries(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a data file that are not empty, numbered; a .txt file is one line."""
     if path.suffix == ".txt":
         yield 1, path.read_bytes()
     else:
@@ -213,11 +215,11 @@ def read_parts(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def read_rows(
     path: Path, tokenizer: Any, max_length: int, heldout_lines: frozenset[int] = frozenset()
-) -> tuple[Rows, Rows]:
-    """Tokenize a data file -> (rows, rows of the lines in `heldout_lines`)."""
+) -> tuple[TokenRows, TokenRows]:
+    """Tokenize a data file; return its rows and the rows of the lines in `heldout_lines`."""
     format_ = ChatFormat(tokenizer)
     builders = RowBuilder(format_, max_length), RowBuilder(format_, max_length)
-    for number, line in read_parts(path):
+    for number, line in read_entries(path):
         with name_line(path, number):
             _add_line(builders[number in heldout_lines], line, is_text=path.suffix == ".txt")
     num_unusable = sum(b.num_unusable for b in builders)
@@ -262,18 +264,18 @@ def choose_heldout_lines(path: Path) -> frozenset[int]:
     """Choose about 2% of the lines by their hashes; at least one, unless there is but one."""
     hashes = {
         number: int.from_bytes(hashlib.sha256(line).digest()[:8], "big")
-        for number, line in read_parts(path)
+        for number, line in read_entries(path)
     }
-    chosen = {number for number, value in hashes.items() if value < HELDOUT_PART * 2**64}
-    if len(hashes) < 2 or len(chosen) == len(hashes):
+    heldout_lines = {number for number, value in hashes.items() if value < HELDOUT_SHARE * 2**64}
+    if len(hashes) < 2 or len(heldout_lines) == len(hashes):
         return frozenset()
-    return frozenset(chosen or {min(hashes, key=lambda number: hashes[number])})
+    return frozenset(heldout_lines or {min(hashes, key=lambda number: hashes[number])})
 
 
 def prepare_rows(
     data: Path, eval_data: Path | None, tokenizer: Any, max_length: int
-) -> tuple[Rows, Rows]:
-    """Tokenize the data -> (training rows, held-out rows)."""
+) -> tuple[TokenRows, TokenRows]:
+    """Tokenize the data; return the training rows and the held-out rows."""
     if eval_data is not None:
         train, _ = read_rows(data, tokenizer, max_length)
         heldout, _ = read_rows(eval_data, tokenizer, max_length)
@@ -283,8 +285,8 @@ def prepare_rows(
         if len(heldout):
             logger.info("no --eval-data: %d rows of %s are held out", len(heldout), data)
         elif len(train) > 1:
-            kept = len(train) - max(1, round(HELDOUT_PART * len(train)))
-            train, heldout = train.take(0, kept), train.take(kept, len(train))
+            num_train = len(train) - max(1, round(HELDOUT_SHARE * len(train)))
+            train, heldout = train.take(0, num_train), train.take(num_train, len(train))
             logger.info("no --eval-data: the last %d rows of %s are held out", len(heldout), data)
         else:
             heldout = train
@@ -293,7 +295,7 @@ def prepare_rows(
     return train, heldout
 
 
-def _require_rows(rows: Rows, path: Path) -> None:
+def _require_rows(rows: TokenRows, path: Path) -> None:
     if not len(rows):
         raise SpecDecError(
             f"{path} has no row to learn from",
@@ -307,11 +309,11 @@ def _shuffle(num_rows: int, seed: int, epoch: int) -> Array:
 
 
 def choose_rows(num_rows: int, seed: int, start: int, count: int) -> list[int]:
-    """Return rows `start` to `start + count` of the endless order that reshuffles every epoch."""
-    chosen: list[int] = []
+    """Return indices `start` to `start + count` of an endless order, shuffled anew every epoch."""
+    row_indices: list[int] = []
     while count > 0:
         epoch, offset = divmod(start, num_rows)
-        part = _shuffle(num_rows, seed, epoch)[offset : offset + count]
-        chosen += [int(i) for i in part]
-        start, count = start + len(part), count - len(part)
-    return chosen
+        epoch_rows = _shuffle(num_rows, seed, epoch)[offset : offset + count]
+        row_indices += [int(i) for i in epoch_rows]
+        start, count = start + len(epoch_rows), count - len(epoch_rows)
+    return row_indices

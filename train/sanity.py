@@ -1,4 +1,4 @@
-"""The self-check: one row learned by heart, which any drafter that can learn anything can do."""
+"""Self-check: one row learned by heart, which any drafter that learns at all can do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specdec.system.logs import get_logger
 
 from .settings import TrainSettings
 
-NUM_STEPS = 400  # if not told otherwise
-EVAL_STEPS = 20
-# Share of right top-1 guesses at every draft position that a row known by heart gives.
+NUM_STEPS = 400  # without --max-steps
+EVAL_STEPS = 20  # steps between evaluations
+# Share of right top-1 guesses at every draft position that counts as known by heart.
 WANTED_ACCURACY = 0.9
 
 logger = get_logger(__name__)
@@ -22,15 +22,17 @@ logger = get_logger(__name__)
 
 def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
     """Train only on the first row of the data; raise SpecDecError where it is not learned."""
-    from .job import load_target, make_drafter, prepare_setup, start_accelerator
+    from .devices import start_accelerator
+    from .job import make_drafter
     from .loop import Hooks, Loop
     from .rows import prepare_rows
+    from .setup import open_target, prepare_setup
     from .target import load_tokenizer
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     accelerator = start_accelerator(settings)
     setup = prepare_setup(settings, accelerator)
-    target = load_target(setup)
+    target = open_target(setup)
     tokenizer = load_tokenizer(settings.model_dir, target.shape.vocab_size)
     rows, _ = prepare_rows(settings.data, settings.eval_data, tokenizer, setup.max_length)
     row = rows.take(0, 1)
@@ -46,14 +48,14 @@ def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
         "sanity": True,
         "steps": loop.step,
         "row_tokens": len(row.tokens),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - start_time, 1),
         "eval": evaluation,
     }
     if not is_known_by_heart(evaluation):
-        shown = " ".join(f"{100 * x[0]:.1f}" for x in evaluation["top_k_accuracy"])
+        accuracies = " ".join(f"{100 * x[0]:.1f}" for x in evaluation["top_k_accuracy"])
         raise SpecDecError(
             f"--sanity: after {loop.step} steps on one row of {len(row.tokens)} tokens the"
-            f" top-1 accuracies are {shown}%, not {100 * WANTED_ACCURACY:g}% or more",
+            f" top-1 accuracies are {accuracies}%, not {100 * WANTED_ACCURACY:g}% or more",
             "raise --max-steps or --learning-rate; if that does not help, look at the data, the"
             " tokenizer and the target: they may not belong together",
         )

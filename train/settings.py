@@ -23,7 +23,7 @@ TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is
 @add_options(*list_options("train"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What `specdec-train` takes, without the options of each method."""
+    """Settings of `specdec-train`, without the options of each method."""
 
     method: str = MODELS_DATA("redrafter", help="Kind of drafter.", choices=TRAINABLE)
     model_dir: str = MODELS_DATA(
@@ -36,7 +36,7 @@ class TrainSettings:
         " `conversations`, or `prompt` and `completion`.",
         metavar="FILE",
     )  # fmt: skip
-    # `check_settings` wants it except with --sanity, which writes nothing.
+    # Required by `check_settings`, except with --sanity, which writes nothing.
     output_dir: Path = MODELS_DATA(help="Folder for the drafter.", metavar="OUT")
     eval_data: Path | None = MODELS_DATA(
         help="Held-out data in the same formats; without it 2% of --data is held out.",

@@ -1,6 +1,6 @@
-"""What an interrupted training leaves behind, in `.NAME.training` next to the output folder.
+"""State of an unfinished training, in `.NAME.training` next to the output folder.
 
-    settings.json     what the weights depend on; a resumed training must agree with it
+    settings.json     facts that the weights depend on; a resumed training must have equal ones
     data/             the tokenized rows
     checkpoint.pt     weights, optimizer, step (torch.save; loaded with weights_only)
     log.jsonl         one line per progress line
@@ -26,8 +26,8 @@ from specdec.system.logs import get_logger
 
 from .settings import TrainSettings
 
-# Settings that do not touch the weights, or that are compared by what they name.
-FREE = frozenset(
+# Settings without effect on the weights, and paths, whose files are compared by their hashes.
+UNCOMPARED_SETTINGS = frozenset(
     "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
     " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity push_to_hub"
     " shard_target hidden_states_dir resume force json".split()
@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 
 class TrainingState:
-    """The folder of an unfinished training. Only the main process writes into it."""
+    """Folder of an unfinished training, which only the main process writes into."""
 
     def __init__(self, output_dir: Path) -> None:
         output_dir = output_dir.resolve()
@@ -50,7 +50,7 @@ class TrainingState:
         self._log = self.folder / "log.jsonl"
 
     def refuse_unfinished(self, *, resume: bool, force: bool) -> None:
-        """Raise SpecDecError where a training was interrupted and nothing was said about it."""
+        """Raise SpecDecError for an unfinished training, unless it is resumed or replaced."""
         if self._settings.is_file() and not resume and not force:
             raise SpecDecError(
                 f"an unfinished training is in {self.folder}",
@@ -58,9 +58,9 @@ class TrainingState:
             )
 
     def open(self, facts: Mapping[str, Any], *, resume: bool) -> None:
-        """Start again, or check that what is there belongs to the same training.
+        """Start a new training, or check that the interrupted one has equal facts.
 
-        `facts` are the settings and hashes that the weights depend on.
+        facts: settings and hashes that the weights depend on.
         """
         if self._settings.is_file() and resume:
             refuse_changes(
@@ -87,7 +87,7 @@ class TrainingState:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Say of what the body writes that it cannot be; numpy and torch know no full disks."""
+        """Name the file that the body cannot write; numpy and torch report no full disk."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -111,7 +111,7 @@ class TrainingState:
         self._write_aside(self._checkpoint, lambda path: torch.save(dict(checkpoint), path))
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the checkpoint on the CPU, or None; drop the log lines that came after it."""
+        """Return the checkpoint on the CPU, or None where there is none."""
         if not self._checkpoint.is_file():
             return None
         import torch
@@ -122,13 +122,13 @@ class TrainingState:
             raise self.refuse_checkpoint() from None
 
     def refuse_checkpoint(self) -> SpecDecError:
-        """The error for a checkpoint that does not belong to this training."""
+        """Return the error of a checkpoint that does not belong to this training."""
         return SpecDecError(f"{self._checkpoint} is damaged", "start over with --force")
 
     def cut_log(self, step: int) -> None:
         """Drop the log lines after `step`, which are about to be written again."""
-        kept = [line for line in self.read_log() if line["step"] <= step]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
+        earlier_lines = [line for line in self.read_log() if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in earlier_lines)
         self._write_aside(self._log, lambda path: path.write_text(text, encoding="utf-8"))
 
     def add_log(self, line: Mapping[str, Any]) -> None:
@@ -144,8 +144,8 @@ class TrainingState:
         if not self._log.is_file():
             return []
         lines: list[dict[str, Any]] = []
-        *whole, _cut_off = self._log.read_bytes().split(b"\n")
-        for number, text in enumerate(whole, 1):
+        *complete_lines, _cut_off = self._log.read_bytes().split(b"\n")
+        for number, text in enumerate(complete_lines, 1):
             try:
                 line = parse_json(text)
                 loss = line.get("mean_loss", 0.0) if isinstance(line, dict) else None
@@ -165,13 +165,13 @@ class TrainingState:
 
 
 def refuse_changes(
-    message: str, before: Mapping[str, Any], facts: Mapping[str, Any], *, hint: str
+    message: str, earlier_facts: Mapping[str, Any], facts: Mapping[str, Any], *, hint: str
 ) -> None:
-    """Raise SpecDecError that names every fact that is not what it was."""
+    """Raise SpecDecError that names every fact that changed."""
     changed = [
-        f"{name} is {facts.get(name)!r}, was {before.get(name)!r}"
-        for name in dict.fromkeys([*before, *facts])
-        if before.get(name) != facts.get(name)
+        f"{name} is {facts.get(name)!r}, was {earlier_facts.get(name)!r}"
+        for name in dict.fromkeys([*earlier_facts, *facts])
+        if earlier_facts.get(name) != facts.get(name)
     ]
     if changed:
         raise SpecDecError(f"{message}: {'; '.join(changed)}", hint)
@@ -184,9 +184,11 @@ def collect_facts(
     target_files: list[dict[str, Any]],
     data_files: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Gather everything that the weights depend on, under names a user can act on."""
+    """Collect the facts that the weights depend on, under names a user can act on."""
     facts = {
-        name_flag(name): value for name, value in to_plain(settings).items() if name not in FREE
+        name_flag(name): value
+        for name, value in to_plain(settings).items()
+        if name not in UNCOMPARED_SETTINGS
     }
     facts["--dtype"] = dtype
     facts["number of processes"] = num_processes
@@ -196,7 +198,7 @@ def collect_facts(
 def name_hashes(
     target_files: list[dict[str, Any]], data_files: list[dict[str, Any]]
 ) -> dict[str, str]:
-    """Return the hashes of what is read, under names a user can act on."""
+    """Return the hashes of the files that are read, under names a user can act on."""
     facts = {}
     for flag, entry in zip(("--data", "--eval-data"), data_files, strict=False):
         facts[f"sha256 of {flag}"] = entry["sha256"]

@@ -1,4 +1,4 @@
-"""The frozen target: loaded once, read without gradients."""
+"""Frozen target: loaded once, read without gradients."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.text import pretrained
 
 from .features import Features, OutputHead, TargetShape
-from .rows import Array, Rows
+from .rows import Array, TokenRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """Rows of the data on the device that reads them, padded at their ends."""
 
-    rows: Rows
+    rows: TokenRows
     indices: list[int]
     tokens: Tensor  # [B, T] int64
-    mask: Tensor  # [B, T] which tokens are labels
+    mask: Tensor  # [B, T] true for tokens that are labels
 
     @property
     def lengths(self) -> list[int]:
@@ -37,19 +37,19 @@ class Batch:
         return [int(bounds[i + 1] - bounds[i]) for i in self.indices]
 
 
-def make_batch(rows: Rows, indices: list[int], device: torch.device) -> Batch:
+def make_batch(rows: TokenRows, indices: list[int], device: torch.device) -> RowBatch:
     """Put some of the rows onto a device."""
     tokens, mask = rows.make_batch(indices)
-    return Batch(
+    return RowBatch(
         rows, indices, torch.from_numpy(tokens).to(device), torch.from_numpy(mask).to(device)
     )
 
 
-class Target(abc.ABC):
-    """What a drafter learns from, frozen; `head` is its output layer where one was asked for.
+class FrozenTarget(abc.ABC):
+    """Frozen model that a drafter learns from; head: its output layer, where that is read.
 
-    aux_layers: its layers, from 0, whose outputs are read too. token_counts: by token, how often
-    it is a label in the data, [V] int64. Legend as in methods/base.py.
+    aux_layers: its layers, from 0, whose outputs are read too. token_counts: [V] int64, labels of
+    each token in the data. Legend as in methods/base.py.
     """
 
     token_counts: Array | None = None
@@ -72,26 +72,26 @@ class Target(abc.ABC):
         )  # fmt: skip
 
     @abc.abstractmethod
-    def find_states(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Last hidden states, then the outputs of each of `aux_layers`: all [B, T, D]."""
+    def find_states(self, batch: RowBatch) -> tuple[Tensor, ...]:
+        """Return the last hidden states, then the outputs of `aux_layers`: all [B, T, D]."""
 
-    def read(self, batch: Batch) -> Features:
-        """Return what the target says about a batch."""
+    def read(self, batch: RowBatch) -> Features:
+        """Return the features of a batch."""
         with torch.no_grad():
-            hidden, *others = self.find_states(batch)
-            # As it is stored, which is what engines give drafters; some targets multiply it.
+            hidden, *auxiliary_states = self.find_states(batch)
+            # Rows as stored, which engines give drafters too; some targets multiply them.
             embedded = torch.nn.functional.embedding(batch.tokens, self.table)
         return Features(
             tokens=batch.tokens,
             hidden=hidden,
             embedded=embedded,
             head=self.head,
-            auxiliary=torch.cat(others, dim=-1) if others else None,
+            auxiliary=torch.cat(auxiliary_states, dim=-1) if auxiliary_states else None,
         )
 
 
-class LiveTarget(Target):
-    """A transformers model that is run whenever something is read."""
+class LiveTarget(FrozenTarget):
+    """Target that is a transformers model, which runs at every read."""
 
     def __init__(
         self, model: Any, config: Any, *, name: str, head: OutputHead | None,
@@ -102,7 +102,7 @@ class LiveTarget(Target):
         embedding = model.get_input_embeddings()
         super().__init__(embedding, config, name=name, head=head, aux_layers=aux_layers)
 
-    def find_states(self, batch: Batch) -> tuple[Tensor, ...]:
+    def find_states(self, batch: RowBatch) -> tuple[Tensor, ...]:
         """Run the model.
 
         Rows are padded at their ends, where causal attention hides the padding from the tokens, so
@@ -129,9 +129,9 @@ class LiveTarget(Target):
         )  # fmt: skip
 
     def check_head(self) -> None:
-        """Raise SpecDecError where the logits are not what `OutputHead` makes of the last state.
+        """Raise SpecDecError where the target's logits differ from those of `OutputHead`.
 
-        A drafter would learn from what the target never says.
+        A drafter would learn from another distribution than the target's.
         """
         if self.head is None:
             return
@@ -139,8 +139,8 @@ class LiveTarget(Target):
         with torch.no_grad():
             hidden, *_ = self._run(tokens)
             expected = self.whole_model(input_ids=tokens, use_cache=False).logits.float()
-            found = self.head.compute_logits(hidden)
-        error = float((found - expected).abs().max())
+            logits = self.head.compute_logits(hidden)
+        error = float((logits - expected).abs().max())
         if error > 0.02 * float(expected.abs().max()):
             raise SpecDecError(
                 f"{self.name}: its logits differ by up to {error:.3g} from its output layer's of"
@@ -156,7 +156,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 
 def load_config(model_dir: str) -> Any:
-    """Read the target's configuration; a multimodal target's text part."""
+    """Read the target's configuration, of a multimodal target that of its text model."""
     config = pretrained.load_config(model_dir)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -167,7 +167,7 @@ def get_stored_dtype(config: Any) -> str:
 
 
 def get_max_length(config: Any) -> int | None:
-    """Most tokens that the target can read, or None where its configuration does not say."""
+    """Return the most tokens that the target can read; None where its configuration has none."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -187,7 +187,7 @@ def load_target(
 ) -> LiveTarget:
     """Load the target's weights in `dtype` onto `device`; its output layer only `with_head`.
 
-    mesh: the processes that its layers are split over; all call this, and `read` afterwards,
+    mesh: processes that its layers are split over; all of them call this, and `read` afterwards,
     equally often.
     """
     kind = "AutoModelForCausalLM" if with_head else "AutoModel"
@@ -211,9 +211,9 @@ def load_target(
 
 
 def shard_layers(model: Any, config: Any, mesh: Any) -> None:
-    """Let every process hold its part of each decoder layer, which is put together while it runs.
+    """Split each decoder layer over the processes, which join it while it runs.
 
-    Embedding, last norm and output layer stay whole: drafters read them too.
+    Embedding, last norm and output layer stay whole, as drafters read them too.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -231,12 +231,12 @@ def shard_layers(model: Any, config: Any, mesh: Any) -> None:
         )
     for layer in stacks[0]:
         fully_shard(layer, mesh=mesh)
-        # Each layer is a root to torch, which would leave it put together.
+        # Each layer is a root to torch, which would leave it joined.
         layer.register_forward_hook(lambda module, *_: module.reshard())
 
 
 def fold_projections(model: Any) -> None:
-    """Let an OPT whose embedding is smaller than its layers have embedding and head of their size.
+    """Fold the projections of an OPT with a small embedding into its embedding and head.
 
     Engines have them so (convert/families/opt.py), and drafters read and predict by them.
     """
@@ -258,14 +258,14 @@ def fold_projections(model: Any) -> None:
 
 
 def find_embedding_scale(config: Any) -> float:
-    """What a target multiplies the rows of its table of embeddings by."""
+    """Return the target's factor of the rows of its table of embeddings."""
     if str(getattr(config, "model_type", "")).startswith("gemma"):
         return math.sqrt(config.hidden_size)
     return float(getattr(config, "embedding_multiplier", None) or 1.0)
 
 
 def make_head(config: Any, weight: Tensor, bias: Tensor | None) -> OutputHead:
-    """Make the target's output layer, with what its configuration does to the logits."""
+    """Make the target's output layer, with its configuration's changes to the logits."""
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return OutputHead(weight, bias, 1 / scaling, None if cap is None else float(cap))
@@ -277,7 +277,7 @@ def get_name(model_dir: str) -> str:
 
 
 def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
-    """Load the target's tokenizer and check that the target knows all of its tokens."""
+    """Load the target's tokenizer; raise SpecDecError where the target lacks some of its tokens."""
     tokenizer = pretrained.load_tokenizer(model_dir, "--model-dir")
     if len(tokenizer) > vocab_size:
         raise SpecDecError(
@@ -290,7 +290,7 @@ def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
 def describe_target(model_dir: str) -> list[dict[str, Any]]:
     """List the files of a target that has been loaded, with their sha256; a Hub id's are cached."""
     if (file := find_gguf(model_dir)) is not None:
-        return [describe_file(part) for part in list_parts(file)]
+        return [describe_file(shard) for shard in list_parts(file)]
     folder = Path(model_dir)
     if not folder.is_dir():
         from transformers.utils import cached_file

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.train.rows import Rows
+from specdec.train.rows import TokenRows
 from tests.engines import reset_accelerator
 
 PARAGRAPH = (
@@ -134,11 +134,11 @@ def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return set_template
 
 
-def get_rows(rows: Rows) -> list[list[int]]:
+def get_rows(rows: TokenRows) -> list[list[int]]:
     return [part.tolist() for part in np.split(rows.tokens, rows.bounds[1:-1])]
 
 
-def get_labels(rows: Rows, tokenizer: Any) -> list[str]:
+def get_labels(rows: TokenRows, tokenizer: Any) -> list[str]:
     """The label tokens of each row, as text."""
     pairs = zip(
         np.split(rows.tokens, rows.bounds[1:-1]),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from specdec.errors import SpecDecError
 from specdec.train.loop import check_state
-from specdec.train.rows import Rows
+from specdec.train.rows import TokenRows
 from specdec.train.state import TrainingState
 from tests.convert.fuzzing import attempt, fuzz
 
@@ -44,7 +44,9 @@ def make_state(parent: Path) -> TrainingState:
     state = TrainingState(parent / "out")
     state.open({"--seed": 0}, resume=False)
     state.data_folder.mkdir()
-    rows = Rows(np.arange(12, dtype=np.uint16), np.ones(12, bool), np.array([0, 5, 12], np.int64))
+    rows = TokenRows(
+        np.arange(12, dtype=np.uint16), np.ones(12, bool), np.array([0, 5, 12], np.int64)
+    )
     for name in ("train", "heldout"):
         rows.save(state.data_folder, name)
     state.finish_rows()
@@ -63,7 +65,7 @@ def load(state: TrainingState) -> None:
     """What a resumed training reads."""
     state.open({"--seed": 0}, resume=True)
     for name in ("train", "heldout"):
-        rows = Rows.load(state.data_folder, name)
+        rows = TokenRows.load(state.data_folder, name)
         rows.check_tokens(100, state.data_folder)
         if len(rows):
             rows.make_batch(list(range(len(rows))))
@@ -97,11 +99,11 @@ def test_a_full_disk(state: TrainingState) -> None:
     assert not (state.folder / "checkpoint.pt.partial").is_symlink()
     load(state)  # the one before
     path = state.data_folder / "train.tokens.npy"
-    rows = Rows.load(state.data_folder, "train")
+    rows = TokenRows.load(state.data_folder, "train")
     tokens = np.zeros(100_000, rows.tokens.dtype)
     path.unlink()
     path.symlink_to("/dev/full")
-    full = Rows(tokens, rows.mask, rows.bounds)
+    full = TokenRows(tokens, rows.mask, rows.bounds)
     with pytest.raises(SpecDecError, match="cannot be written"), state.writing(state.data_folder):
         full.save(state.data_folder, "train")
 

@@ -15,7 +15,7 @@ import torch
 
 from specdec.files.tensor_file import TensorFile
 from specdec.train import hidden_states, target
-from specdec.train.rows import Rows
+from specdec.train.rows import TokenRows
 
 BASIC = (
     "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
@@ -256,7 +256,7 @@ def test_a_processor_reads_each_row_alone() -> None:
     model = NotingModel()
     live = target.LiveTarget(model, None, name="noting", head=None, aux_layers=(1,))
     bounds = np.array([0, 3, 8, 10])
-    rows = Rows(np.arange(1, 11), np.ones(10, bool), bounds)
+    rows = TokenRows(np.arange(1, 11), np.ones(10, bool), bounds)
     batch = target.make_batch(rows, [2, 1], torch.device("cpu"))
     features = live.read(batch)
     assert model.shapes == [(1, 2), (1, 5)]

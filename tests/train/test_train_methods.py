@@ -20,7 +20,7 @@ from specdec.train import acceptance, hub, loop
 from specdec.train.acceptance import choose_prompts
 from specdec.train.methods.eagle import choose_layers, describe_layers
 from specdec.train.pipeline import fill_defaults
-from specdec.train.rows import Rows, prepare_rows
+from specdec.train.rows import TokenRows, prepare_rows
 from specdec.train.settings import TRAINABLE, TrainSettings
 from specdec.train.target import load_config, load_target, make_batch
 from tests.engines import call, call_here
@@ -404,11 +404,11 @@ def test_other_families_train_convert_and_run(
     assert np.allclose(stored, ours, rtol=0, atol=1e-6 if "350m" in name else 0)
 
 
-def make_rows(*rows: list[tuple[int, bool]]) -> Rows:
+def make_rows(*rows: list[tuple[int, bool]]) -> TokenRows:
     tokens = [token for row in rows for token, _ in row]
     mask = [labelled for row in rows for _, labelled in row]
     bounds = np.cumsum([0, *map(len, rows)])
-    return Rows(np.array(tokens, np.int64), np.array(mask, bool), bounds)
+    return TokenRows(np.array(tokens, np.int64), np.array(mask, bool), bounds)
 
 
 def test_prompts_are_a_texts_beginning_and_a_conversations_question() -> None:

@@ -19,7 +19,7 @@ from specdec.errors import SpecDecError
 from ..features import Features
 from ..loss import Teacher, compute_loss, measure_positions
 from ..settings import TrainSettings
-from ..target import Target
+from ..target import FrozenTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +185,11 @@ class TrainingMethod:
     --start-from may lack; such tensors begin anew.
     """
 
-    build: Callable[[TrainSettings, Target], TrainableDrafter]
-    describe: Callable[[Any, Target], Mapping[str, Any]]
+    build: Callable[[TrainSettings, FrozenTarget], TrainableDrafter]
+    describe: Callable[[Any, FrozenTarget], Mapping[str, Any]]
     convert_folder: str
     convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
-    list_shared: Callable[[Target], Mapping[str, Tensor]] = lambda target: {}
+    list_shared: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
     optional_prefixes: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"

@@ -37,7 +37,7 @@ from specdec.options import as_options
 
 from ..features import Features
 from ..settings import TrainSettings
-from ..target import Target
+from ..target import FrozenTarget
 from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
 
@@ -265,7 +265,7 @@ class DFlash(TrainableDrafter):
         )
 
 
-def build_dflash(settings: TrainSettings, target: Target) -> DFlash:
+def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:
     """Make a drafter of the target's sizes."""
     options, table = as_options(settings, DFlashTrain), target.table
     requested_token = options.dflash_mask_token_id
@@ -307,7 +307,7 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     )
 
 
-def describe_dflash(drafter: DFlash, target: Target) -> Mapping[str, Any]:
+def describe_dflash(drafter: DFlash, target: FrozenTarget) -> Mapping[str, Any]:
     """Return the config.json of z-lab's drafters, or with a Markov head of DeepSpec's."""
     model, options = drafter.model, drafter.options
     drafter_keys: dict[str, Any] = {

@@ -40,7 +40,7 @@ from specdec.options import as_options
 
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
-from ..target import Target
+from ..target import FrozenTarget
 from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 
 # Rotary scalings by which a position's angles depend only on the position.
@@ -377,7 +377,7 @@ class Eagle3(Eagle):
         return self.compute_head_loss(features, x, self.lm_head.weight, labels, measure=measure)
 
 
-def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
+def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:
     """Make a drafter of the target's sizes; EAGLE-3's output layer begins as the target's."""
     assert target.head is not None
     options = as_options(settings, EagleTrain)
@@ -402,7 +402,7 @@ def build_eagle(settings: TrainSettings, target: Target) -> Eagle:
     return Eagle3(settings, model, target.head, params, draft_tokens, mask_row)
 
 
-def choose_vocabulary(size: int | None, target: Target) -> Tensor | None:
+def choose_vocabulary(size: int | None, target: FrozenTarget) -> Tensor | None:
     """Return the most frequent tokens of the data, rising; None for all."""
     if size is None or size >= target.shape.vocab_size:
         return None
@@ -412,7 +412,7 @@ def choose_vocabulary(size: int | None, target: Target) -> Tensor | None:
 
 
 def describe_layers(
-    target: Target, num_layers: int, intermediate_size: int | None = None
+    target: FrozenTarget, num_layers: int, intermediate_size: int | None = None
 ) -> ModelConfig:
     """Describe the drafter's layers: a Llama's, of the target's sizes and rotary embedding.
 
@@ -455,7 +455,7 @@ def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
+def describe_eagle(drafter: Eagle, target: FrozenTarget) -> Mapping[str, Any]:
     """Return the config.json of SafeAILab's EAGLE-1, or of EAGLE-3 as ModelOpt exports it."""
     model = drafter.model
     config = {
@@ -489,7 +489,7 @@ def describe_eagle(drafter: Eagle, target: Target) -> Mapping[str, Any]:
     }
 
 
-def list_shared(target: Target) -> Mapping[str, Tensor]:
+def list_shared(target: FrozenTarget) -> Mapping[str, Tensor]:
     """Return the target's embedding, which SafeAILab's EAGLE-1 repeats and EAGLE-3 does not."""
     return {} if target.aux_layers else {"embed_tokens.weight": target.table}
 

@@ -23,7 +23,7 @@ from specdec.options import as_options
 
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
-from ..target import Target
+from ..target import FrozenTarget
 from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
@@ -63,12 +63,12 @@ class MedusaDrafter(TrainableDrafter):
         return self.compute_head_loss(features, x, output.weight, labels, measure=measure)
 
 
-def build_medusa(settings: TrainSettings, target: Target) -> MedusaDrafter:
+def build_medusa(settings: TrainSettings, target: FrozenTarget) -> MedusaDrafter:
     assert target.head is not None
     return MedusaDrafter(settings, target.head)
 
 
-def describe_medusa(drafter: MedusaDrafter, target: Target) -> Mapping[str, Any]:
+def describe_medusa(drafter: MedusaDrafter, target: FrozenTarget) -> Mapping[str, Any]:
     """Return the keys of the published heads' config.json."""
     return {
         "base_model_name_or_path": target.name,

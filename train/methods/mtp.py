@@ -24,12 +24,12 @@ from specdec.options import as_options
 from specdec.text import pretrained
 
 from ..settings import TrainSettings
-from ..target import Target
+from ..target import FrozenTarget
 from .base import TrainingMethod
 from .eagle import PairDrafter, make_linear, make_mask
 
 
-def make_layer(target: Target) -> Any:
+def make_layer(target: FrozenTarget) -> Any:
     """Make transformers' model of one layer of the target's kind, which attends to all tokens."""
     from transformers import AutoModelForCausalLM
 
@@ -52,7 +52,7 @@ def make_layer(target: Target) -> Any:
 class Mtp(PairDrafter):
     """MTP head and its loss."""
 
-    def __init__(self, settings: TrainSettings, target: Target) -> None:
+    def __init__(self, settings: TrainSettings, target: FrozenTarget) -> None:
         self.options = as_options(settings, MtpTrain)
         super().__init__(
             settings, num_positions=self.options.mtp_num_steps,

@@ -25,7 +25,7 @@ from specdec.options import as_options
 from ..features import Features, TargetShape
 from ..loss import measure_positions
 from ..settings import TrainSettings
-from ..target import Target
+from ..target import FrozenTarget
 from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
@@ -101,7 +101,7 @@ class RecurrentDrafter(TrainableDrafter):
         return loss, measure_positions(losses, ranks, masks, self.max_k).pack()
 
 
-def describe_redrafter(drafter: RecurrentDrafter, target: Target) -> Mapping[str, Any]:
+def describe_redrafter(drafter: RecurrentDrafter, target: FrozenTarget) -> Mapping[str, Any]:
     """Return the keys of Apple's drafter config.json, and how many tokens were trained."""
     return {
         "architectures": ["Drafter"],

@@ -1,0 +1,92 @@
+"""Setup of a training before its target is loaded, and the opening of the target."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import SpecDecError
+from specdec.files.staging import list_local
+
+from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from .methods.base import TrainingMethod
+    from .target import LiveTarget
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Settings, devices, method and the target's configuration, before the target is loaded."""
+
+    settings: TrainSettings
+    accelerator: Any
+    method: TrainingMethod
+    config: Any  # the target's
+    dtype: str  # to compute in
+    max_length: int  # tokens of a row
+
+    @property
+    def needs_head(self) -> bool:
+        """Tell whether the target's output layer is read."""
+        return self.method.needs_head or bool(self.settings.self_distillation)
+
+
+def prepare_setup(settings: TrainSettings, accelerator: Any) -> Setup:
+    """Read the target's configuration; choose the method, the type and the row length."""
+    from .methods import load_method
+    from .target import load_config
+
+    config = load_config(settings.model_dir)
+    return Setup(
+        settings=settings,
+        accelerator=accelerator,
+        method=load_method(settings.method),
+        config=config,
+        dtype="bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
+        max_length=choose_max_length(settings, config),
+    )
+
+
+def open_target(setup: Setup) -> LiveTarget:
+    """Load the parts of the target that the method reads; all processes call this."""
+    from .target import load_target
+
+    settings, accelerator = setup.settings, setup.accelerator
+    mesh = None
+    if settings.shard_target:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    target = load_target(
+        settings.model_dir, setup.config, setup.dtype, accelerator.device,
+        with_head=setup.needs_head, mesh=mesh,
+        aux_layers=setup.method.choose_layers(settings, setup.config),
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
+    target.check_head()
+    return target
+
+
+def list_inputs(settings: TrainSettings) -> list[Path]:
+    """List the local folders and files that are read, which --force may not replace."""
+    return list_local(settings.model_dir, settings.data, settings.eval_data, settings.start_from)
+
+
+def choose_max_length(settings: TrainSettings, config: Any) -> int:
+    """Return the row length in tokens, or raise where the target cannot read that many."""
+    from .target import get_max_length
+
+    limit = get_max_length(config)
+    max_length = settings.model_max_length
+    if max_length is None:
+        return min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
+    if limit is not None and max_length > limit:
+        raise SpecDecError(
+            f"--model-max-length {max_length} is more than the {limit} positions of the target",
+            f"use at most {limit}",
+        )
+    return max_length
