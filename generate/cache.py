@@ -63,21 +63,24 @@ class EngineCache:
         return num_removed, num_bytes, num_used
 
     @contextlib.contextmanager
-    def _lock(self, name: str, how: int) -> Iterator[Callable[[int], None]]:
-        """Hold a lock file; yield a function that changes how. The files stay: they are empty."""
+    def _lock(self, name: str, operation: int) -> Iterator[Callable[[int], None]]:
+        """Hold a lock file; yield a function that changes the lock's kind.
+
+        The files stay: they are empty.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}{LOCK_SUFFIX}").open("w") as file:
 
-            def relock(how: int) -> None:
+            def relock(operation: int) -> None:
                 try:
-                    fcntl.flock(file, how | fcntl.LOCK_NB)
+                    fcntl.flock(file, operation | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    if how & fcntl.LOCK_NB:
+                    if operation & fcntl.LOCK_NB:
                         raise
                     logger.info("waiting for another process that uses or makes %s", name)
-                    fcntl.flock(file, how)
+                    fcntl.flock(file, operation)
 
-            relock(how)
+            relock(operation)
             yield relock
 
 

@@ -44,32 +44,38 @@ def generate(settings: GenerateSettings) -> None:
 
 @contextlib.contextmanager
 def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
-    """Make the engines, or take those that are kept; yield the options of a run with them."""
-    run = settings.list_stage("run") | {
-        "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
-    }  # fmt: skip
-    if settings.chat_template is not None and settings.apply_chat_template is None:
-        run["apply_chat_template"] = True
-    plans, draft_model = [plan_target(settings)], settings.draft_model_dir
-    if draft_model is not None:
+    """Make the engines, or take cached ones; yield the options of a run with them."""
+    plans = [plan_target(settings)]
+    if settings.draft_model_dir is not None:
         plans.append(plan_draft(settings))
-        if not settings.no_speculation:
-            run["draft_engine_dir"] = draft_model
-            if settings.draft_vocabulary != "same":
-                run["draft_tokenizer_dir"] = draft_model
-    if settings.no_speculation:
-        flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
-        run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
-            name: default for name, (_, default) in flags.items()
-        }
+    run = list_run_options(settings)
     with open_cache(settings) as cache, contextlib.ExitStack() as stack:
-        is_kept = not settings.force and all(cache.has(plan.name) for plan in plans)
-        run["apply_chat_template"] = check_prompts(settings, run, [] if is_kept else plans)
+        is_cached = not settings.force and all(cache.has(plan.name) for plan in plans)
+        run["apply_chat_template"] = check_prompts(settings, run, [] if is_cached else plans)
         engines = [stack.enter_context(hold_engine(cache, plan, settings)) for plan in plans]
         run["engine_dir"] = engines[0]
         if "draft_engine_dir" in run:
             run["draft_engine_dir"] = engines[1]
         yield run
+
+
+def list_run_options(settings: GenerateSettings) -> dict[str, Any]:
+    """Return the options of the run, with folders of models in the place of engines."""
+    run = settings.list_stage("run") | {
+        "input_text": settings.texts, "tokenizer_dir": settings.tokenizer_dir or settings.model_dir,
+    }  # fmt: skip
+    if settings.chat_template is not None and settings.apply_chat_template is None:
+        run["apply_chat_template"] = True
+    if settings.draft_model_dir is not None and not settings.no_speculation:
+        run["draft_engine_dir"] = settings.draft_model_dir
+        if settings.draft_vocabulary != "same":
+            run["draft_tokenizer_dir"] = settings.draft_model_dir
+    if settings.no_speculation:
+        flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
+        run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
+            name: default for name, (_, default) in flags.items()
+        }
+    return run
 
 
 def check_prompts(

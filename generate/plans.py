@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
 MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
-SAME = "same"
-AS_IT_IS = {"drafter_weights": SAME}  # of an engine without a drafter in its checkpoint
+SAME_TYPE = "same"
+AS_IT_IS = {"drafter_weights": SAME_TYPE}  # of an engine without a drafter in its checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class EnginePlan:
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What `describe` said first."""
+        """Description of the sources when it was first asked for."""
         return self.describe()
 
     @property
@@ -52,7 +52,7 @@ class EnginePlan:
         return name_entry(self.models[0], self.description)
 
     def describe(self) -> dict[str, Any]:
-        """Everything that the engine depends on, as plain values."""
+        """Describe the sources that the engine depends on, as plain values."""
         return {
             "models": [describe_model(name) for name in self.models],
             "convert": self.convert,
@@ -83,8 +83,10 @@ def plan_drafts(settings: GenerateSettings) -> dict[str, Any]:
         return {
             "speculative_decoding_mode": METHODS["draft_target"].mode, "max_draft_len": num_tokens,
         }  # fmt: skip
-    given = settings.list_stage("run") | {"no_speculation": False}  # which needs the same engine
-    run = load_command("run").settings_class(**given)
+    run_options = settings.list_stage("run") | {
+        "no_speculation": False
+    }  # which needs the same engine
+    run = load_command("run").settings_class(**run_options)
     for method in METHODS.values():
         options = method.read(run) if method.source == "target" else None
         if options is not None:
@@ -102,7 +104,7 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     weights = settings.drafter_weights
     return EnginePlan(
         convert=convert,
-        build=build | {"quantization": None if weights == SAME else weights, **AS_IT_IS},
+        build=build | {"quantization": None if weights == SAME_TYPE else weights, **AS_IT_IS},
     )
 
 
@@ -119,14 +121,16 @@ def foresee_engine(plan: EnginePlan) -> EngineConfig | None:
     """
     from specdec.engine.layout import EngineConfig
 
-    place = Path("checkpoint"), Path("engine")  # neither is looked at
+    checkpoint_dir, engine_dir = Path("checkpoint"), Path("engine")  # neither is looked at
     convert, build = load_command("convert"), load_command("build")
     # The work itself tells what is read and made; but a model of the Hub is fetched here.
     with logs.hush("specdec", logging.ERROR), logs.hush("specdec.convert.hub", logging.INFO):
-        settings = convert.settings_class(**plan.convert, output_dir=place[0])
+        settings = convert.settings_class(**plan.convert, output_dir=checkpoint_dir)
         checkpoint, vocabulary = convert.foresee(settings)
         options = complete_build(plan.build, checkpoint.model.max_position_embeddings)
-        settings = build.settings_class(**options, checkpoint_dir=place[0], output_dir=place[1])
+        settings = build.settings_class(
+            **options, checkpoint_dir=checkpoint_dir, output_dir=engine_dir
+        )
         limits = build.foresee(settings, checkpoint)
     if limits is None:
         return None

@@ -29,9 +29,9 @@ DRAFTER_FOLDERS = tuple(method.folder for method in METHODS.values() if method.f
 DRAFTS = tuple(m.options["draft"] for m in METHODS.values() if m.source == "target")
 
 
-def _like(stage: str, name: str, help: str | None = None, **others: Any) -> Any:
-    """Declare a field as another stage has it, for that stage. others: of `like`."""
-    return like(load_command(stage).settings_class, name, help, stage=stage, **others)
+def _like(stage: str, name: str, help: str | None = None, **details: Any) -> Any:
+    """Declare a field as another stage has it, for that stage. details: keywords of `like`."""
+    return like(load_command(stage).settings_class, name, help, stage=stage, **details)
 
 
 DrafterFolders = dataclasses.make_dataclass(
@@ -132,12 +132,12 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 
 def check_settings(settings: GenerateSettings) -> None:
     """Raise UsageError for what is missing or has no effect, before anything is converted."""
-    flags = get_flags(GenerateSettings).items()
-    given = [name for name, (_, default) in flags if getattr(settings, name) != default]
+    flags = get_flags(GenerateSettings)
+    typed_names = [n for n, (_, default) in flags.items() if getattr(settings, n) != default]
     if settings.clear_cache:
-        if others := [name for name in given if name != "clear_cache"]:
+        if other_flags := [name for name in typed_names if name != "clear_cache"]:
             raise UsageError(
-                f"--clear-cache does nothing else, and {_join(others)} was given too",
+                f"--clear-cache does nothing else, and {_join(other_flags)} was given too",
                 "clear the cache first, then generate",
             )
         return
@@ -146,16 +146,18 @@ def check_settings(settings: GenerateSettings) -> None:
             "missing --model-dir", "give the target: a Hugging Face folder, a Hub id or a GGUF file"
         )
     if not settings.texts and settings.input_file is None:
-        lists = [name for name in given if dict(flags)[name][0].kind == "list"]
-        raise UsageError(
-            "no prompt was given",
-            f"put the prompts before {_join(lists)}, which takes every word after it"
-            if lists
-            else 'write prompts behind the options, such as "def main():", or give --input-file',
-        )
+        lists = [name for name in typed_names if flags[name][0].kind == "list"]
+        raise UsageError("no prompt was given", _advise_prompt(lists))
+    check_drafters(settings, typed_names)
+    refuse_contradictions(settings, CONTRADICTIONS)
+
+
+def check_drafters(settings: GenerateSettings, typed_names: list[str]) -> None:
+    """Raise UsageError for drafters that exclude one another, and for drafts without one."""
     ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir", "speculative_decoding_mode")]
     ways += [list(get_flags(kind)) for kind in DRAFTS]
-    drafters = [found[0] for way in ways if (found := [name for name in way if name in given])]
+    typed_ways = [[name for name in way if name in typed_names] for way in ways]
+    drafters = [names[0] for names in typed_ways if names]
     if len(drafters) > 1:
         raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
     if settings.show_drafts and not drafters:
@@ -163,9 +165,14 @@ def check_settings(settings: GenerateSettings) -> None:
             "--show-drafts, and nothing drafts",
             "give a drafter, --draft-model-dir or --suffix-max-tokens 8, or leave it out",
         )
-    refuse_contradictions(settings, CONTRADICTIONS)
+
+
+def _advise_prompt(lists: list[str]) -> str:
+    if lists:
+        return f"put the prompts before {_join(lists)}, which takes every word after it"
+    return 'write prompts behind the options, such as "def main():", or give --input-file'
 
 
 def _join(names: list[str]) -> str:
-    shown = ["TEXT" if name == "texts" else name_flag(name) for name in names]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    words = ["TEXT" if name == "texts" else name_flag(name) for name in names]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

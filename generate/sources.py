@@ -1,4 +1,4 @@
-"""What a kept engine was made from: it is used again only while all of that is the same."""
+"""Sources of a cached engine, which is used again only while all of them are unchanged."""
 
 from __future__ import annotations
 

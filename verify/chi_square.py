@@ -35,11 +35,14 @@ def fit_counts(counts: Sequence[int], probs: Sequence[float]) -> Fit | None:
     if small[1] >= MIN_EXPECTED or (not groups and small[1]):
         groups.append(small)
     elif small[1]:
-        least = min(groups, key=lambda group: group[1])
-        least[:] = [least[0] + small[0], least[1] + small[1]]
+        smallest_group = min(groups, key=lambda group: group[1])
+        smallest_group[:] = [smallest_group[0] + small[0], smallest_group[1] + small[1]]
     if len(groups) < 2:
         return None
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in groups)
+    statistic = sum(
+        (observed_count - expected_count) ** 2 / expected_count
+        for observed_count, expected_count in groups
+    )
     return Fit(
         num_cells=len(groups),
         statistic=statistic,
@@ -70,8 +73,8 @@ def _compute_power(freedom: int, noncentrality: float, critical: float) -> float
     mean = noncentrality / 2
     terms = torch.arange(int(mean + 12 * math.sqrt(mean + 1)) + 12, dtype=torch.float64)
     weights = torch.exp(terms * math.log(mean) - mean - torch.lgamma(terms + 1))
-    at = torch.full_like(terms, critical / 2)
-    return float((weights * torch.special.gammaincc(freedom / 2 + terms, at)).sum())
+    half_critical = torch.full_like(terms, critical / 2)
+    return float((weights * torch.special.gammaincc(freedom / 2 + terms, half_critical)).sum())
 
 
 def _bisect(falling: Callable[[float], float]) -> float:

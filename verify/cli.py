@@ -18,16 +18,16 @@ def command(settings: VerifySettings) -> None:
         from .report import find_error
         from .report import format_report as format_engine_report
 
-        found = verify_engine(settings)
-        return show_report(found, settings, format_engine_report, find_error(found))
+        engine_report = verify_engine(settings)
+        return show_report(engine_report, settings, format_engine_report, find_error(engine_report))
     from .pipeline import verify_checkpoint
 
     report = verify_checkpoint(settings)
     error = None
     if problems := report["problems"]:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        others_text = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         error = SpecDecError(
-            f"{report['checkpoint_dir']} is damaged: {problems[0]}{more}",
+            f"{report['checkpoint_dir']} is damaged: {problems[0]}{others_text}",
             "copy it again from where it is intact, or convert it again",
         )
     show_report(report, settings, format_report, error)

@@ -15,18 +15,18 @@ from specdec.model.config import FLOAT_DTYPES
 
 
 def check_contents(folder: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Append what is wrong with the contents; return what they are, None where nobody can tell."""
+    """Append the faults of the contents; return their description, None where none can be read."""
     try:
         checkpoint = read_checkpoint_config(folder)
     except SpecDecError as error:
         problems.append(error.message)
         return None
     model = checkpoint.model
-    because = f"tp_size {model.tp_size}"
+    ranks_text = f"tp_size {model.tp_size}"
     if model.pp_size > 1:
-        because += f" x pp_size {model.pp_size}"
-    paths, wrong = find_rank_files(folder, model.tp_size * model.pp_size, because)
-    problems += [fact for fact, _ in wrong]
+        ranks_text += f" x pp_size {model.pp_size}"
+    paths, rank_problems = find_rank_files(folder, model.tp_size * model.pp_size, ranks_text)
+    problems += [fact for fact, _ in rank_problems]
     num_tensors = 0
     for path in paths:
         try:
@@ -54,17 +54,19 @@ def _check_rank(file: TensorFile, checkpoint: CheckpointConfig, rank: int) -> li
     if num_layers > len(file.tensors) * checkpoint.model.pp_size:
         return [f"holds {len(file.tensors)} tensors, config.json says {num_layers} layers"]
     expected = _find_drafter_dtype(describe_rank(checkpoint, rank), file.tensors)
-    found = compare_tensors(file.tensors, expected, checkpoint.quantization)
-    return found.list_faults()
+    comparison = compare_tensors(file.tensors, expected, checkpoint.quantization)
+    return comparison.list_faults()
 
 
 def _find_drafter_dtype(
     expected: dict[str, TensorInfo], stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """Let a drafter be of another type than its target, as it may be; config.json has no word."""
-    own = [name for name in expected if not name.startswith(("transformer.", "lm_head."))]
-    dtypes = {stored[name].dtype for name in own if name in stored}
+    drafter_names = [name for name in expected if not name.startswith(("transformer.", "lm_head."))]
+    dtypes = {stored[name].dtype for name in drafter_names if name in stored}
     if len(dtypes) != 1 or not dtypes <= set(FLOAT_DTYPES):
         return expected
     (dtype,) = dtypes
-    return expected | {name: dataclasses.replace(expected[name], dtype=dtype) for name in own}
+    return expected | {
+        name: dataclasses.replace(expected[name], dtype=dtype) for name in drafter_names
+    }

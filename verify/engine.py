@@ -56,8 +56,8 @@ LENGTHS = (1, 4, 11, 24, 8, 47)  # of built-in prompts in token ids, where there
 
 
 @dataclasses.dataclass(kw_only=True)
-class Written:
-    """What the engine wrote. stats: of the batch, with the engine's device and method.
+class EngineTexts:
+    """Texts that the engine wrote. stats: of the batch, with the engine's device and method.
 
     plain: the batch again without speculation, of an engine with an arithmetic of its own.
     sampled: of `samples`; unspeculated: the same seeds without speculation, None where they may
@@ -79,7 +79,67 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     """Compare an engine's text with its model's; return the verdict with all that differs."""
     check_flags(settings)
     engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
-    began = time.monotonic()
+    start = time.monotonic()
+    engine, arithmetic, model_config = check_engine(settings)
+    dtype, texts_dir = engine.checkpoint.model.dtype, localize(model_dir)
+    tokenizer, engine_tokenizer = open_tokenizers(engine_dir, texts_dir)
+    prompts = list_prompts(settings, engine, tokenizer)
+    logger.info(
+        "the engine writes %d prompts' texts at once and %d of them again alone, then transformers"
+        " writes them, and each differing token is explained",
+        len(prompts), min(settings.num_alone, len(prompts)),
+    )  # fmt: skip
+    # The engine has its turn first, so that the two never share the memory.
+    texts = write_texts(
+        draft_always(settings, engine), prompts, engine_tokenizer,
+        has_own_arithmetic=arithmetic is not None,
+    )  # fmt: skip
+    with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
+        # A file's blocks stand for numbers that bfloat16 does not hold.
+        reference_dtype = "float32" if arithmetic == GGUF else dtype
+        reference = load_reference(model_dir, reference_dtype, texts.stats["device"])
+        if arithmetic is None:
+            divergences, facts = compare_with_model(reference, settings, texts, dtype, tell)
+        else:
+            divergences, facts = compare_with_plain(texts.texts, texts.plain, dtype)
+            distance = measure_distance(reference, texts.plain, dtype, tell)
+            for difference in distance["first_differences"]:
+                difference |= name_tokens(tokenizer, difference)
+            facts |= {"quantization": arithmetic, "distance": {"dtype": reference_dtype} | distance}
+    divergences = judge_in_float32(reference, divergences, texts.texts)
+    ends = read_end_ids(texts_dir, model_config, tokenizer)
+    wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in texts.texts]
+    facts["wrong_ends"] += [fact for fact in wrong_ends if fact]
+    facts["wrong_readings"] = find_wrong_readings(
+        open_reference(texts_dir, tokenizer), tokenizer, engine_tokenizer, prompts, texts.batch
+    )
+    batch = {text.prompt: text.output_ids for text in texts.batch}
+    is_same = [t.output_ids == batch[t.prompt] for t in texts.texts if t.run == "alone"]
+    return {
+        "verdict": judge_facts(divergences, facts),
+        "prompts": len(batch),
+        "divergences": [d.to_json() | name_tokens(tokenizer, d.to_json()) for d in divergences],
+        "engine_dir": str(engine_dir),
+        "model_dir": model_dir,
+        **{key: texts.stats[key] for key in ("method", "device")},
+        "dtype": dtype,
+        "max_output_len": settings.max_output_len,
+        "num_tokens": sum(len(text.output_ids) for text in texts.texts),
+        **{key: texts.stats[key] for key in ("acceptance_length", "num_drafted_steps")},
+        "alone": {"prompts": len(is_same), "same": sum(is_same)},
+        "near_tie_spacings": SPACINGS[dtype],
+        **facts,
+        "verify_seconds": round(time.monotonic() - start, 2),
+    }
+
+
+def check_engine(settings: VerifySettings) -> tuple[EngineConfig, str | None, Any]:
+    """Read an engine and its model's configuration; raise SpecDecError for what is not verified.
+
+    Returns the engine's configuration, the name of an arithmetic that no other program computes
+    (None where transformers computes the engine's), and the model's configuration.
+    """
+    engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
     if (backend := read_backend(engine_dir)) == TENSORRT_LLM:
         raise SpecDecError(
             f"{engine_dir} is TensorRT-LLM's, whose accept rules are its own: it is not verified",
@@ -90,84 +150,38 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     for folder in (engine_dir, as_options(settings, DraftTargetDraft).draft_engine_dir):
         if folder is not None and settings.verify_hashes:
             check_hashes(folder)
-    config = load_config(model_dir)
-    check_pair(engine, engine_dir, config, model_dir)
+    model_config = load_config(model_dir)
+    check_pair(engine, engine_dir, model_config, model_dir)
     device = choose_device(settings.device, engine.checkpoint.model.tp_size).type
-    own = find_own_arithmetic(engine, device)
-    if own is not None and settings.sampling:
-        built = "with --optimize none" if own == GGUF else "without --quantization"
+    arithmetic = find_own_arithmetic(engine, device)
+    if arithmetic is not None and settings.sampling:
+        flag = "with --optimize none" if arithmetic == GGUF else "without --quantization"
         raise SpecDecError(
-            f"{engine_dir} has {own} weights: its sampled text follows its own distribution,"
+            f"{engine_dir} has {arithmetic} weights: its sampled text follows its own distribution,"
             " which transformers does not run",
-            f"leave --sampling out, or verify an engine built {built}",
+            f"leave --sampling out, or verify an engine built {flag}",
         )
-    dtype = engine.checkpoint.model.dtype
-    texts_dir = localize(model_dir)
-    tokenizer, engine_tokenizer = open_tokenizers(engine_dir, texts_dir)
-    prompts = list_prompts(settings, engine, tokenizer)
-    num_alone = min(settings.num_alone, len(prompts))
-    logger.info(
-        "the engine writes %d prompts' texts at once and %d of them again alone, then transformers"
-        " writes them, and each differing token is explained",
-        len(prompts), num_alone,
-    )  # fmt: skip
-    # The engine has its turn first, so that the two never share the memory.
-    written = write_texts(
-        draft_always(settings, engine), prompts, engine_tokenizer,
-        has_own_arithmetic=own is not None,
-    )  # fmt: skip
-    with logs.show_waiting(f"running {model_dir} by transformers, token by token", logger) as tell:
-        # A file's blocks stand for numbers that bfloat16 does not hold.
-        reference_dtype = "float32" if own == GGUF else dtype
-        reference = load_reference(model_dir, reference_dtype, written.stats["device"])
-        if own is None:
-            divergences, found = compare_with_model(reference, settings, written, dtype, tell)
-        else:
-            divergences, found = compare_with_plain(written.texts, written.plain, dtype)
-            distance = measure_distance(reference, written.plain, dtype, tell)
-            for first in distance["first_differences"]:
-                first |= name_tokens(tokenizer, first)
-            found |= {"quantization": own, "distance": {"dtype": reference_dtype} | distance}
-    divergences = judge_in_float32(reference, divergences, written.texts)
-    ends = read_end_ids(texts_dir, config, tokenizer)
-    wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in written.texts]
-    found["wrong_ends"] += [wrong for wrong in wrong_ends if wrong]
-    found["wrong_readings"] = find_wrong_readings(
-        open_reference(texts_dir, tokenizer), tokenizer, engine_tokenizer, prompts, written.batch
-    )
+    return engine, arithmetic, model_config
+
+
+def judge_facts(divergences: Sequence[Divergence], facts: Mapping[str, Any]) -> str:
+    """Return the verdict: that of the worst difference, `differs` for a wrong end or reading."""
     verdict = find_verdict(divergence.kind for divergence in divergences)
-    is_wrong = bool(found["wrong_ends"] or found["wrong_readings"])
-    if is_wrong or (found["sampling"] or {}).get("verdict") == DIFFERS:
+    is_wrong = bool(facts["wrong_ends"] or facts["wrong_readings"])
+    if is_wrong or (facts["sampling"] or {}).get("verdict") == DIFFERS:
         verdict = DIFFERS
-    batch = {text.prompt: text.output_ids for text in written.batch}
-    is_same = [t.output_ids == batch[t.prompt] for t in written.texts if t.run == "alone"]
-    return {
-        "verdict": LOSSY if found["lossy"] and verdict != DIFFERS else verdict,
-        "prompts": len(batch),
-        "divergences": [d.to_json() | name_tokens(tokenizer, d.to_json()) for d in divergences],
-        "engine_dir": str(engine_dir),
-        "model_dir": model_dir,
-        **{key: written.stats[key] for key in ("method", "device")},
-        "dtype": dtype,
-        "max_output_len": settings.max_output_len,
-        "num_tokens": sum(len(text.output_ids) for text in written.texts),
-        **{key: written.stats[key] for key in ("acceptance_length", "num_drafted_steps")},
-        "alone": {"prompts": len(is_same), "same": sum(is_same)},
-        "near_tie_spacings": SPACINGS[dtype],
-        **found,
-        "verify_seconds": round(time.monotonic() - began, 2),
-    }
+    return LOSSY if facts["lossy"] and verdict != DIFFERS else verdict
 
 
 def compare_with_model(
-    reference: Reference, settings: VerifySettings, written: Written, dtype: str,
+    reference: Reference, settings: VerifySettings, texts: EngineTexts, dtype: str,
     tell: Callable[[str], None],
 ) -> tuple[list[Divergence], dict[str, Any]]:  # fmt: skip
     """Compare every text with the model's, and sampled ones with its distribution."""
     divergences, distances = [], []
-    for number, text in enumerate(written.texts, 1):
-        tell(f"text {number} of {len(written.texts)}")
-        known = reference.continue_greedily(text.input_ids, len(text.output_ids))
+    for number, text in enumerate(texts.texts, 1):
+        tell(f"text {number} of {len(texts.texts)}")
+        model_tokens = reference.continue_greedily(text.input_ids, len(text.output_ids))
         logits = reference.score(text.input_ids, text.output_ids)
         distances.append(compare_logits(text.logits, logits, dtype))
         if not math.isfinite(distances[-1][1]):
@@ -176,13 +190,13 @@ def compare_with_model(
                 f" {dtype}",
                 "convert the model with another --dtype: there is no text to compare with",
             )
-        divergences += compare_text(text, known, logits, dtype)
-    difference, bound = max(distances, key=lambda found: found[0] / (found[1] or math.inf))
+        divergences += compare_text(text, model_tokens, logits, dtype)
+    difference, bound = max(distances, key=lambda pair: pair[0] / (pair[1] or math.inf))
     sampling = None
     if settings.sampling:
-        prompts = [text.input_ids for text in written.batch[:NUM_PROMPTS]]
+        prompts = [text.input_ids for text in texts.batch[:NUM_PROMPTS]]
         sampling = verify_sampling(
-            reference, prompts, written.sampled, written.unspeculated, settings=settings,
+            reference, prompts, texts.sampled, texts.unspeculated, settings=settings,
             dtype=dtype,
         )  # fmt: skip
     return divergences, {
@@ -216,34 +230,36 @@ def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettin
 
 
 def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any) -> list[Prompt]:
-    """Read --prompts, or choose those of our own that the engine has room for.
+    """Read --prompts, or choose the built-in ones that the engine has room for.
 
-    How a text is decoded is what is under test here, not the file's to say.
+    The settings of --prompts are left out: how a text is decoded is under test here.
     """
     if settings.prompts is not None:
-        given = [line.prompt for line in read_prompts(settings.prompts, "--prompts")]
-        if tokenizer is None and any(prompt.token_ids is None for prompt in given):
+        read = [line.prompt for line in read_prompts(settings.prompts, "--prompts")]
+        if tokenizer is None and any(prompt.token_ids is None for prompt in read):
             raise SpecDecError(
                 f"{settings.prompts} holds texts, and {settings.model_dir} has no tokenizer",
                 'give token ids, {"input_ids": [...]} a line of a .jsonl file',
             )
         sources = SOURCES.values()
-        return [Prompt(**{name: getattr(prompt, name) for name in sources}) for prompt in given]
+        return [Prompt(**{name: getattr(prompt, name) for name in sources}) for prompt in read]
     build = engine.build
-    longest = min(build.max_input_len, build.max_seq_len - settings.max_output_len)
+    max_prompt_len = min(build.max_input_len, build.max_seq_len - settings.max_output_len)
     if tokenizer is None:
-        drawn = np.random.Generator(np.random.Philox(key=0)).integers(
+        random_ids = np.random.Generator(np.random.Philox(key=0)).integers(
             0, engine.checkpoint.model.vocab_size, (len(LENGTHS), max(LENGTHS))
         )
-        ids = [row[:length].tolist() for row, length in zip(drawn, LENGTHS, strict=True)]
-        prompts = [Prompt(token_ids=row) for row in ids if len(row) <= longest]
+        ids = [row[:length].tolist() for row, length in zip(random_ids, LENGTHS, strict=True)]
+        prompts = [Prompt(token_ids=row) for row in ids if len(row) <= max_prompt_len]
     else:
-        fitting = [text for text in TEXTS if 0 < len(tokenizer(text)["input_ids"]) <= longest]
-        prompts = [Prompt(text=text) for text in fitting]
+        fitting_texts = [
+            text for text in TEXTS if 0 < len(tokenizer(text)["input_ids"]) <= max_prompt_len
+        ]
+        prompts = [Prompt(text=text) for text in fitting_texts]
     if not prompts:
         raise SpecDecError(
             f"max_seq_len {build.max_seq_len} and max_input_len {build.max_input_len} of the"
-            f" engine leave {max(0, longest)} tokens for a prompt beside"
+            f" engine leave {max(0, max_prompt_len)} tokens for a prompt beside"
             f" {settings.max_output_len} of output: none of the built-in prompts is so short",
             "lower --max-output-len, or give --prompts",
         )
@@ -252,31 +268,31 @@ def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any)
 
 def write_texts(
     settings: VerifySettings, prompts: Sequence[Prompt], tokenizer: Any, *, has_own_arithmetic: bool
-) -> Written:
-    """Let the engine write all prompts at once, the first few alone, and what is sampled."""
-    written = Written()
+) -> EngineTexts:
+    """Let the engine write all prompts at once, the first few alone, and the sampled texts."""
+    texts = EngineTexts()
     num_prompts = f"{len(prompts)} prompts"
     with open_engine(settings, tokenizer) as (about, write):
         outputs = write(num_prompts, prompts, is_greedy=True)
-        written.stats = {**about, **sum_stats(outputs)}
-        written.texts = [describe_text("batch", at, output) for at, output in enumerate(outputs)]
-        for at, prompt in enumerate(prompts[: settings.num_alone]):
-            (output,) = write(f"prompt {at} alone", [prompt], is_greedy=True)
-            written.texts.append(describe_text("alone", at, output))
-        sampled = [text.input_ids for text in written.batch[:NUM_PROMPTS]]
+        texts.stats = {**about, **sum_stats(outputs)}
+        texts.texts = describe_batch(outputs)
+        for index, prompt in enumerate(prompts[: settings.num_alone]):
+            (output,) = write(f"prompt {index} alone", [prompt], is_greedy=True)
+            texts.texts.append(describe_text("alone", index, output))
+        sampled = [text.input_ids for text in texts.batch[:NUM_PROMPTS]]
         samples = list_samples(settings, sampled) if settings.sampling else []
         num_samples = f"{len(samples)} sampled requests"
         if samples:
-            written.sampled = [output.token_ids for output in write(num_samples, samples)]
+            texts.sampled = [output.token_ids for output in write(num_samples, samples)]
     uses_logits = as_options(settings, DraftTargetDraft).use_logits
     if has_own_arithmetic:
         with open_engine(settings, tokenizer, speculate=False) as (_, write):
             outputs = write(num_prompts, prompts, is_greedy=True)
-        written.plain = [describe_text("batch", at, output) for at, output in enumerate(outputs)]
+        texts.plain = describe_batch(outputs)
     elif samples and not uses_logits and about["method"] != "plain":
         with open_engine(settings, tokenizer, speculate=False) as (_, write):
-            written.unspeculated = [output.token_ids for output in write(num_samples, samples)]
-    return written
+            texts.unspeculated = [output.token_ids for output in write(num_samples, samples)]
+    return texts
 
 
 @contextlib.contextmanager
@@ -293,8 +309,8 @@ def open_engine(
     )  # fmt: skip
     with Engine.open(decode, tokenizer) as engine:
 
-        def write(what: str, prompts: Sequence[Prompt], *, is_greedy: bool = False) -> list[Output]:
-            label = f"running {settings.engine_dir}: {what}"
+        def write(work: str, prompts: Sequence[Prompt], *, is_greedy: bool = False) -> list[Output]:
+            label = f"running {settings.engine_dir}: {work}"
             label += "" if speculate else ", without speculation"
             with logs.show_waiting(label, logger):
                 return engine.generate(
@@ -307,8 +323,13 @@ def open_engine(
         yield engine.describe(), write
 
 
+def describe_batch(outputs: Sequence[Output]) -> list[Text]:
+    """Return the outputs of a batch, in order, in the form that is compared."""
+    return [describe_text("batch", index, output) for index, output in enumerate(outputs)]
+
+
 def describe_text(run: str, prompt: int, output: Output) -> Text:
-    """An output as what is compared. prompt: its number."""
+    """Return an output in the form that is compared. prompt: its number."""
     assert output.logits is not None
     return Text(
         run=run, prompt=prompt, input_ids=output.prompt_ids, output_ids=output.token_ids,
@@ -317,9 +338,9 @@ def describe_text(run: str, prompt: int, output: Output) -> Text:
 
 
 def name_tokens(tokenizer: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The texts of a difference's two tokens; None without a tokenizer."""
-    tokens = {whose: entry[f"{whose}_token"] for whose in ("engine", "model")}
+    """Return the texts of a difference's two tokens; None without a tokenizer."""
+    tokens = {side: entry[f"{side}_token"] for side in ("engine", "model")}
     return {
-        f"{whose}_text": None if tokenizer is None else str(tokenizer.decode([token]))
-        for whose, token in tokens.items()
+        f"{side}_text": None if tokenizer is None else str(tokenizer.decode([token]))
+        for side, token in tokens.items()
     }

@@ -36,7 +36,7 @@ def compute_bound(logits: Tensor, dtype: str) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """What the engine wrote. run: "batch" or "alone". logits: [N, V], those it was chosen by."""
+    """Text that the engine wrote. run: "batch" or "alone". logits: [N, V], which chose it."""
 
     run: str
     prompt: int
@@ -48,7 +48,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A token that is not the model's.
+    """Token that is not the model's.
 
     position: of the output token. margin: how much higher the model's logit of its own token is
     than that of the engine's, in float32 where that was asked. cause: "rounding" for a near-tie;
@@ -73,45 +73,57 @@ class Divergence:
 
     @property
     def kind(self) -> str:
-        """The difference in the words of `specdec.text.comparison`."""
+        """Kind of difference, in the words of `specdec.text.comparison`."""
         return NEAR_TIE if self.near_tie else DIFFERS
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"near_tie": self.near_tie}
 
 
-def compare_text(text: Text, known: Sequence[int], logits: Tensor, dtype: str) -> list[Divergence]:
-    """Compare an engine's text with `known`, what the model writes by itself.
+def compare_text(
+    text: Text, model_tokens: Sequence[int], logits: Tensor, dtype: str
+) -> list[Divergence]:
+    """Compare an engine's text with the tokens that the model writes by itself.
 
     logits: [n, V], those by which the model would choose each of the first n tokens after the
     engine's own text. The first difference is that between the two texts. Behind it, and nowhere
     else, the model is asked what it would write after the engine's text.
     """
     output = text.output_ids[: len(logits)]
-    bounds, wanted = compute_bound(logits, dtype), logits.argmax(-1).tolist()
-    first = find_difference(output, known[: len(output)])
+    bounds, choices = compute_bound(logits, dtype), logits.argmax(-1).tolist()
+    first_position = find_difference(output, model_tokens[: len(output)])
     divergences = []
-    for at, token in enumerate(output):
-        expected = known[at] if first is None or at <= first else wanted[at]
-        is_choice = bool(text.logits[at, token] == text.logits[at].max())
+    for position, token in enumerate(output):
+        expected = (
+            model_tokens[position]
+            if first_position is None or position <= first_position
+            else choices[position]
+        )
+        is_choice = bool(text.logits[position, token] == text.logits[position].max())
         if token == expected and is_choice:
             continue
-        margin, bound = float(logits[at, expected] - logits[at, token]), float(bounds[at])
+        margin, bound = (
+            float(logits[position, expected] - logits[position, token]),
+            float(bounds[position]),
+        )
         near_tie = judge_margin(margin, bound) == NEAR_TIE
         divergences.append(
             Divergence(
-                prompt=text.prompt, run=text.run, position=at, engine_token=token,
-                model_token=expected, margin=margin, bound=bound, is_first=at == first,
+                prompt=text.prompt, run=text.run, position=position, engine_token=token,
+                model_token=expected, margin=margin, bound=bound,
+                is_first=position == first_position,
                 cause="choice" if not is_choice else "rounding" if near_tie else "logits",
             )
         )  # fmt: skip
     return divergences
 
 
-def compare_logits(own: Tensor, logits: Tensor, dtype: str) -> tuple[float, float]:
-    """The difference of an engine's logits [N, V] from the model's, and the bound, where it is
-    largest compared with the bound."""
-    differences, bounds = (own - logits).abs().amax(-1), compute_bound(logits, dtype)
+def compare_logits(engine_logits: Tensor, logits: Tensor, dtype: str) -> tuple[float, float]:
+    """Return the largest difference of an engine's logits [N, V] from the model's, and its bound.
+
+    Largest is the one that exceeds its near-tie bound most.
+    """
+    differences, bounds = (engine_logits - logits).abs().amax(-1), compute_bound(logits, dtype)
     worst = int((differences / bounds.clamp(min=torch.finfo(torch.float32).tiny)).argmax())
     return float(differences[worst]), float(bounds[worst])
 
@@ -124,39 +136,44 @@ def judge_in_float32(
     The model rounds in half precision too, and may be the one that is wrong. It stays in float32,
     which takes twice the memory; so nothing is asked where one margin is out of all proportion.
     """
-    doubtful = [found for found in divergences if found.cause == "logits"]
-    if not doubtful or any(found.margin > MAX_DOUBT * found.bound for found in doubtful):
+    doubtful = [divergence for divergence in divergences if divergence.cause == "logits"]
+    if not doubtful or any(
+        divergence.margin > MAX_DOUBT * divergence.bound for divergence in doubtful
+    ):
         return list(divergences)
-    asked = {(found.run, found.prompt) for found in doubtful}
+    doubtful_texts = {(divergence.run, divergence.prompt) for divergence in doubtful}
     label = "running the model in float32, where its logits differ from the engine's"
     with logs.show_waiting(label, logger):
         reference.widen()
         exact = {
             (text.run, text.prompt): reference.score(text.input_ids, text.output_ids)
             for text in texts
-            if (text.run, text.prompt) in asked
+            if (text.run, text.prompt) in doubtful_texts
         }
 
-    def judge(found: Divergence) -> Divergence:
-        logits = exact[found.run, found.prompt][found.position]
-        margin = float(logits[found.model_token] - logits[found.engine_token])
-        if margin > found.bound:
-            return found
-        return dataclasses.replace(found, margin=margin, cause="rounding")
+    def judge(divergence: Divergence) -> Divergence:
+        logits = exact[divergence.run, divergence.prompt][divergence.position]
+        margin = float(logits[divergence.model_token] - logits[divergence.engine_token])
+        if margin > divergence.bound:
+            return divergence
+        return dataclasses.replace(divergence, margin=margin, cause="rounding")
 
-    return [judge(found) if found.cause == "logits" else found for found in divergences]
+    return [
+        judge(divergence) if divergence.cause == "logits" else divergence
+        for divergence in divergences
+    ]
 
 
 def find_wrong_end(text: Text, length: int, must_end: set[int], may_end: set[int]) -> str | None:
     """Return what is wrong with the place at which a text ends, None where nothing is."""
-    tokens, reason, where = text.output_ids, text.finish_reason, f"prompt {text.prompt}"
+    tokens, reason, label = text.output_ids, text.finish_reason, f"prompt {text.prompt}"
     passed = next((i for i, token in enumerate(tokens[:-1]) if token in must_end), None)
     if passed is not None:
-        return f"{where} goes on after the end token {tokens[passed]} at position {passed}"
+        return f"{label} goes on after the end token {tokens[passed]} at position {passed}"
     if reason == "eos":
         if tokens and tokens[-1] in may_end:
             return None
-        return f"{where} ends at token {tokens[-1:]}, which is not one of the model's end tokens"
+        return f"{label} ends at token {tokens[-1:]}, which is not one of the model's end tokens"
     if reason == "length" and len(tokens) == length:
         return None
-    return f"{where} ends by {reason} after {len(tokens)} tokens, not at {length} or an end token"
+    return f"{label} ends by {reason} after {len(tokens)} tokens, not at {length} or an end token"

@@ -16,7 +16,7 @@ from specdec.system.threads import count_usable_cores
 from .contents import check_contents
 from .settings import VerifySettings, check_flags
 
-SAME, CHANGED, ABSENT = "same", "changed", "absent"
+UNCHANGED, CHANGED, GONE = "same", "changed", "absent"
 
 
 def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
     require(settings, "checkpoint_dir")
     folder = need(settings.checkpoint_dir)
     expect_folder(folder, CHECKPOINT, "--checkpoint-dir")
-    began = time.monotonic()
+    start = time.monotonic()
     workers = settings.workers or count_usable_cores()
     problems: list[str] = []
     manifest = None
@@ -35,7 +35,7 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
         except SpecDecError as error:
             problems.append(error.message)
     contents = check_contents(folder, problems)
-    sources: dict[str, list[str]] = {SAME: [], CHANGED: [], ABSENT: []}
+    sources: dict[str, list[str]] = {UNCHANGED: [], CHANGED: [], GONE: []}
     if manifest is not None:
         check_outputs(folder, manifest, problems, workers=workers)
         sources = compare_sources(manifest, workers=workers)
@@ -47,36 +47,38 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
         "contents": contents,
         "manifest": manifest and describe_manifest(manifest),
         "sources": sources,
-        "verify_seconds": round(time.monotonic() - began, 2),
+        "verify_seconds": round(time.monotonic() - start, 2),
     }
 
 
 def check_outputs(folder: Path, manifest: Manifest, problems: list[str], *, workers: int) -> None:
     """Append what differs from the manifest: missing, surplus and changed files."""
-    places = [(folder / entry.path, entry) for entry in manifest.outputs]
-    differences = find_differences(places, workers=workers, label="hashing")
+    entries = [(folder / entry.path, entry) for entry in manifest.outputs]
+    differences = find_differences(entries, workers=workers, label="hashing")
     problems += [
         f"{path} {difference}"
-        for (path, _), difference in zip(places, differences, strict=True)
+        for (path, _), difference in zip(entries, differences, strict=True)
         if difference is not None
     ]
     problems += [f"{folder / name} is not in {NAME}" for name in list_surplus(folder, manifest)]
 
 
 def compare_sources(manifest: Manifest, *, workers: int) -> dict[str, list[str]]:
-    """Sort the conversion's sources: what they are like is no part of the verdict."""
-    places = [(Path(entry.path), entry) for entry in manifest.sources]
-    present = [(path, entry) for path, entry in places if path.exists()]
-    differences = find_differences(present, workers=workers, label="hashing sources")
-    found: dict[str, list[str]] = {SAME: [], CHANGED: [], ABSENT: []}
-    for (path, _), difference in zip(present, differences, strict=True):
-        found[SAME if difference is None else CHANGED].append(str(path))
-    found[ABSENT] = [str(path) for path, entry in places if (path, entry) not in present]
-    return found
+    """Sort the conversion's sources by whether they changed, which is no part of the verdict."""
+    entries = [(Path(entry.path), entry) for entry in manifest.sources]
+    existing_entries = [(path, entry) for path, entry in entries if path.exists()]
+    differences = find_differences(existing_entries, workers=workers, label="hashing sources")
+    paths_by_state: dict[str, list[str]] = {UNCHANGED: [], CHANGED: [], GONE: []}
+    for (path, _), difference in zip(existing_entries, differences, strict=True):
+        paths_by_state[UNCHANGED if difference is None else CHANGED].append(str(path))
+    paths_by_state[GONE] = [
+        str(path) for path, entry in entries if (path, entry) not in existing_entries
+    ]
+    return paths_by_state
 
 
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
-    """Return what a report tells of a manifest."""
+    """Return a report's entry of a manifest."""
     return {
         "tool": manifest.tool,
         "tool_version": manifest.tool_version,

@@ -32,43 +32,47 @@ def compare_with_plain(
     divergences, wrong_ends = [], []
     by_prompt = {text.prompt: text for text in plain}
     for text in texts:
-        own, known = text.output_ids, by_prompt[text.prompt].output_ids
-        length = min(len(own), len(known))
-        at = find_difference(own[:length], known[:length])
-        if at is None and len(own) != len(known):
+        output_ids, plain_ids = text.output_ids, by_prompt[text.prompt].output_ids
+        length = min(len(output_ids), len(plain_ids))
+        position = find_difference(output_ids[:length], plain_ids[:length])
+        if position is None and len(output_ids) != len(plain_ids):
             wrong_ends.append(
-                f"prompt {text.prompt} ends after {len(own)} tokens, without drafts after"
-                f" {len(known)}"
+                f"prompt {text.prompt} ends after {len(output_ids)} tokens, without drafts after"
+                f" {len(plain_ids)}"
             )
-        logits = by_prompt[text.prompt].logits[: length if at is None else at + 1]
-        divergences += compare_text(text, known, logits, dtype)
+        logits = by_prompt[text.prompt].logits[: length if position is None else position + 1]
+        divergences += compare_text(text, plain_ids, logits, dtype)
     return divergences, {"lossy": True, "wrong_ends": wrong_ends, "sampling": None}
 
 
 def measure_distance(
     reference: Reference, plain: Sequence[Text], dtype: str, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """How far the logits of an engine's own texts are from the model's after the same tokens.
+    """Measure how far the logits of an engine's texts are from the model's after the same tokens.
 
     KL(P || Q) in nats, P the model's distribution and Q the engine's, where both have the same
     most probable token, and the first token of each text that is not the model's.
     """
-    divergences, agreements, firsts = [], [], []
+    divergences, agreements, first_divergences = [], [], []
     for number, text in enumerate(plain, 1):
         tell(f"text {number} of {len(plain)}")
         logits = reference.score(text.input_ids, text.output_ids)
-        wanted, found = logits.log_softmax(-1), text.logits.log_softmax(-1)
-        divergences.append((wanted.exp() * (wanted - found)).sum(-1))
+        model_log_probs, engine_log_probs = logits.log_softmax(-1), text.logits.log_softmax(-1)
+        divergences.append((model_log_probs.exp() * (model_log_probs - engine_log_probs)).sum(-1))
         agreements.append(logits.argmax(-1) == text.logits.argmax(-1))
-        known = reference.continue_greedily(text.input_ids, len(text.output_ids))
-        firsts += [d for d in compare_text(text, known, logits, dtype) if d.is_first]
+        model_tokens = reference.continue_greedily(text.input_ids, len(text.output_ids))
+        first_divergences += [
+            d for d in compare_text(text, model_tokens, logits, dtype) if d.is_first
+        ]
     divergence, agreement = torch.cat(divergences), torch.cat(agreements)
-    told = ("prompt", "position", "engine_token", "model_token", "margin")
+    fields = ("prompt", "position", "engine_token", "model_token", "margin")
     return {
         "num_tokens": len(divergence),
         "mean_divergence": float(divergence.mean()),
         "largest_divergence": float(divergence.max()),
         "same_choice": int(agreement.sum()),
-        "same_texts": len(plain) - len(firsts),
-        "first_differences": [{name: getattr(first, name) for name in told} for first in firsts],
+        "same_texts": len(plain) - len(first_divergences),
+        "first_differences": [
+            {name: getattr(divergence, name) for name in fields} for divergence in first_divergences
+        ],
     }

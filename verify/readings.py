@@ -30,8 +30,10 @@ def open_reference(model_dir: str, tokenizer: Any) -> Any:
     if files is None or files.path is None:
         return None
     backend: Any = Tokenizer.from_file(str(files.path))
-    added = [token for _, token in sorted(tokenizer.added_tokens_decoder.items())]
-    backend.add_tokens([token for token in added if backend.token_to_id(token.content) is None])
+    added_tokens = [token for _, token in sorted(tokenizer.added_tokens_decoder.items())]
+    backend.add_tokens(
+        [token for token in added_tokens if backend.token_to_id(token.content) is None]
+    )
     apply_keys(backend, files, tokenizer.bos_token, tokenizer.eos_token)
     return backend
 
@@ -55,19 +57,21 @@ def find_wrong_readings(
 
     special = tokenizer.all_special_tokens
     difference = find_difference(read, read_reference, list_texts(special))
-    wrong = [] if difference is None else [difference.describe("to the engine", "to the model")]
+    facts = [] if difference is None else [difference.describe("to the engine", "to the model")]
     for text in texts:
         prompt = prompts[text.prompt]
         if prompt.token_ids is not None or any(name in str(prompt.messages) for name in special):
             continue  # names of special tokens in messages are text to the engine, by design
-        shown, _ = encode_prompt(prompt, DecodeSettings(), tokenizer)
-        ids = reference.encode(shown, add_special_tokens=prompt.messages is None).ids
+        prompt_text, _ = encode_prompt(prompt, DecodeSettings(), tokenizer)
+        ids = reference.encode(prompt_text, add_special_tokens=prompt.messages is None).ids
         if ids != text.input_ids:
-            wrong.append(f"prompt {text.prompt} is {shorten(text.input_ids)} to the engine")
-            wrong[-1] += f", {shorten(ids)} to the model"
-        written = engine_tokenizer.decode(text.output_ids, clean_up_tokenization_spaces=False)
-        expected = reference.decode(text.output_ids, skip_special_tokens=False)
-        if written != expected:
-            wrong.append(f"tokens behind prompt {text.prompt} are {shorten(written)} to the engine")
-            wrong[-1] += f", {shorten(expected)} to the model"
-    return wrong
+            facts.append(f"prompt {text.prompt} is {shorten(text.input_ids)} to the engine")
+            facts[-1] += f", {shorten(ids)} to the model"
+        engine_text = engine_tokenizer.decode(text.output_ids, clean_up_tokenization_spaces=False)
+        model_text = reference.decode(text.output_ids, skip_special_tokens=False)
+        if engine_text != model_text:
+            facts.append(
+                f"tokens behind prompt {text.prompt} are {shorten(engine_text)} to the engine"
+            )
+            facts[-1] += f", {shorten(model_text)} to the model"
+    return facts

@@ -37,10 +37,10 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             " specdec-run --no-speculation",
         )
     different = [
-        f"{name} is {ours} and {theirs}"
+        f"{name} is {engine_size} and {model_size}"
         for name in SIZES
-        if (theirs := getattr(config, name, None)) is not None
-        and (ours := getattr(model, name)) != theirs
+        if (model_size := getattr(config, name, None)) is not None
+        and (engine_size := getattr(model, name)) != model_size
     ]
     if different:
         raise SpecDecError(
@@ -61,7 +61,7 @@ def find_own_arithmetic(engine: EngineConfig, device: str) -> str | None:
 
 
 class Reference:
-    """A model on its device, in the engine's type."""
+    """Model on its device, in the engine's type."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
@@ -83,19 +83,19 @@ class Reference:
 
         Not `generate`, which applies what generation_config.json says of repetition.
         """
-        known = self._continued.setdefault(tuple(prompt), [])
-        if len(known) < length:
+        continuation = self._continued.setdefault(tuple(prompt), [])
+        if len(continuation) < length:
             from transformers import DynamicCache
 
-            known.clear()
+            continuation.clear()
             cache = {self._cache_name: DynamicCache(config=self.model.config)}
             tokens = list(prompt)
-            while len(known) < length:
+            while len(continuation) < length:
                 ids = torch.tensor([tokens], device=self.device)
                 output = self.model(input_ids=ids, use_cache=True, **cache)
                 tokens = [int(output.logits[0, -1].argmax())]
-                known += tokens
-        return known[:length]
+                continuation += tokens
+        return continuation[:length]
 
     @torch.inference_mode()
     def score(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
@@ -108,7 +108,7 @@ class Reference:
 
     @torch.inference_mode()
     def _compute(self, texts: Sequence[Sequence[int]], count: int) -> Tensor:
-        """Logits [R, count, V], float32, after the last tokens of R texts of one length."""
+        """Compute logits [R, count, V], float32, after the last tokens of R texts of one length."""
         keep: dict[str, Any] = {"logits_to_keep": count} if self._takes_count else {}
         ids = torch.tensor([list(text) for text in texts], device=self.device)
         logits: Tensor = self.model(input_ids=ids, use_cache=False, **keep).logits
@@ -129,8 +129,8 @@ def read_end_ids(model_dir: str, config: Any, tokenizer: Any) -> tuple[set[int],
     must: set[int] = set()
     if tokenizer is not None and (Path(model_dir) / "generation_config.json").is_file():
         must = _list_ids(load_generation_config(model_dir).eos_token_id)
-    own = _list_ids(getattr(tokenizer, "eos_token_id", None))
-    return must, must | own | _list_ids(getattr(config, "eos_token_id", None))
+    tokenizer_ids = _list_ids(getattr(tokenizer, "eos_token_id", None))
+    return must, must | tokenizer_ids | _list_ids(getattr(config, "eos_token_id", None))
 
 
 def _list_ids(value: Any) -> set[int]:

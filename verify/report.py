@@ -1,4 +1,4 @@
-"""What `verify_engine` found, as lines of text and as an error."""
+"""Report of `verify_engine` as lines of text and as an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAUSES = {
 
 
 def format_verdict(verdict: str, dtype: str) -> str:
-    """Whether the claim holds, in a word or a few: what a report begins with."""
+    """Return the beginning of a report: whether the claim holds."""
     half = dtype if dtype == "float32" else "half precision"
     return {
         "exact": "PASS",
@@ -34,8 +34,8 @@ def format_verdict(verdict: str, dtype: str) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
-    found, alone, kind = report["divergences"], report["alone"], report.get("quantization")
-    num_differing = sum(f["is_first"] and f["run"] == "batch" for f in found)
+    divergences, alone, kind = report["divergences"], report["alone"], report.get("quantization")
+    num_differing = sum(f["is_first"] and f["run"] == "batch" for f in divergences)
     against = f", against {report['model_dir']} run by transformers"
     if kind is not None:
         difference = f"not the weights of {report['model_dir']}"
@@ -62,13 +62,14 @@ def format_report(report: dict[str, Any]) -> str:
         if not report["logit_difference"] <= report["logit_bound"]:
             lines.append("  note: that is more than rounding; the texts alone decide the verdict")
     names = () if kind is None else WITHOUT_DRAFTS
-    lines += [f"  {describe_divergence(f, *names)}" for f in found[:MAX_LINES]]
-    if len(found) > MAX_LINES:
-        wrong = sum(not f["near_tie"] for f in found)
+    lines += [f"  {describe_divergence(f, *names)}" for f in divergences[:MAX_LINES]]
+    if len(divergences) > MAX_LINES:
+        num_wrong = sum(not f["near_tie"] for f in divergences)
         lines.append(
-            f"  {len(found) - MAX_LINES} more; of all {len(found)}, {wrong} are not near-ties"
+            f"  {len(divergences) - MAX_LINES} more; of all {len(divergences)}, {num_wrong} are not"
+            " near-ties"
         )
-    lines += [f"  {wrong}" for wrong in report["wrong_ends"] + report["wrong_readings"]]
+    lines += [f"  {fact}" for fact in report["wrong_ends"] + report["wrong_readings"]]
     if kind is not None:
         lines += format_distance(report)
     elif report["sampling"] is not None:
@@ -77,7 +78,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def format_distance(report: dict[str, Any]) -> list[str]:
-    """How far an engine whose arithmetic is its own is from the model."""
+    """Return the distance of an engine with its own arithmetic from the model, as lines."""
     distance = report["distance"]
     num_tokens, differences = distance["num_tokens"], distance["first_differences"]
     lines = [
@@ -99,20 +100,23 @@ def format_distance(report: dict[str, Any]) -> list[str]:
 
 
 def describe_divergence(
-    found: dict[str, Any], ours: str = "the engine wrote", theirs: str = "the model"
+    divergence: dict[str, Any],
+    engine_label: str = "the engine wrote",
+    model_label: str = "the model",
 ) -> str:
     """Return a divergence as one line; ours, theirs: what is said before the two tokens."""
-    run = "" if found["run"] == "batch" else " alone"
-    later = "" if found["is_first"] else " (behind the first difference)"
+    run = "" if divergence["run"] == "batch" else " alone"
+    suffix = "" if divergence["is_first"] else " (behind the first difference)"
     return (
-        f"prompt {found['prompt']}{run}, position {found['position']}{later}: {ours}"
-        f" {_name(found, 'engine')}, {theirs} {_name(found, 'model')}; margin"
-        f" {found['margin']:.3g}, bound {found['bound']:.3g}: {CAUSES[found['cause']]}"
+        f"prompt {divergence['prompt']}{run}, position {divergence['position']}{suffix}:"
+        f" {engine_label} {_name(divergence, 'engine')}, {model_label}"
+        f" {_name(divergence, 'model')}; margin {divergence['margin']:.3g}, bound"
+        f" {divergence['bound']:.3g}: {CAUSES[divergence['cause']]}"
     )
 
 
-def _name(found: dict[str, Any], whose: str) -> str:
-    return name_token(found[f"{whose}_token"], found[f"{whose}_text"])
+def _name(divergence: dict[str, Any], side: str) -> str:
+    return name_token(divergence[f"{side}_token"], divergence[f"{side}_text"])
 
 
 def format_sampling(sampling: dict[str, Any]) -> list[str]:
@@ -134,11 +138,13 @@ def format_sampling(sampling: dict[str, Any]) -> list[str]:
                 f" {test['detectable_distance']:.1%} away (total variation) would be found with"
                 f" {sampling['power']:.0%}"
             )
-    if same := sampling["same_seeds"]:
-        allowed = "" if same["allowed"] is None else f", {same['allowed']} allowed"
+    if seed_comparison := sampling["same_seeds"]:
+        allowed_text = (
+            "" if seed_comparison["allowed"] is None else f", {seed_comparison['allowed']} allowed"
+        )
         lines.append(
-            f"  equal seeds without speculation: {same['different']} of {same['texts']} texts"
-            f" differ{allowed}"
+            f"  equal seeds without speculation: {seed_comparison['different']} of"
+            f" {seed_comparison['texts']} texts differ{allowed_text}"
         )
     return lines
 
@@ -150,16 +156,18 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     pair = f"{report['engine_dir']} differs from {report['model_dir']}"
     if is_own := report.get("quantization") is not None:
         pair = f"{report['engine_dir']} with speculation differs from itself without"
-    wrong = [found for found in report["divergences"] if not found["near_tie"]]
-    if wrong:
-        more = f", and {len(wrong) - 1} more tokens" if len(wrong) > 1 else ""
+    differing = [divergence for divergence in report["divergences"] if not divergence["near_tie"]]
+    if differing:
+        others_text = f", and {len(differing) - 1} more tokens" if len(differing) > 1 else ""
         hint = "convert and build the engine again from this model"
         if is_own:
             hint = "this is a fault in specdec; report it with this message"
-        elif wrong[0]["cause"] == "choice":
+        elif differing[0]["cause"] == "choice":
             hint = "this is a fault in specdec's accept rule; report it with this message"
         names = WITHOUT_DRAFTS if is_own else ()
-        return SpecDecError(f"{pair}: {describe_divergence(wrong[0], *names)}{more}", hint)
+        return SpecDecError(
+            f"{pair}: {describe_divergence(differing[0], *names)}{others_text}", hint
+        )
     if report["wrong_ends"]:
         return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
     if report["wrong_readings"]:

@@ -32,7 +32,7 @@ ALLOWED_DIFFERENT = {"float32": 0.001}
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What may follow a text. probs: of its next token, EDGE included; edge: the EDGE tokens."""
+    """Continuations of a text. probs: of its next token, EDGE included; edge: the EDGE tokens."""
 
     probs: dict[int, float]
     edge: frozenset[int]
@@ -58,11 +58,11 @@ def list_contexts(
     texts: list[tuple[int, ...]] = [()]
     for _ in range(NUM_TOKENS):
         logits = reference.score_next([[*prompt, *text] for text in texts])
-        found = read_contexts(logits, settings, dtype)
-        contexts |= dict(zip(texts, found, strict=True))
+        next_contexts = read_contexts(logits, settings, dtype)
+        contexts |= dict(zip(texts, next_contexts, strict=True))
         texts = [
             (*text, token)
-            for text, context in zip(texts, found, strict=True)
+            for text, context in zip(texts, next_contexts, strict=True)
             for token in context.probs
             if token != EDGE
         ]
@@ -72,17 +72,17 @@ def list_contexts(
 def read_contexts(logits: Tensor, settings: VerifySettings, dtype: str) -> list[Context]:
     """Turn logits [R, V] into contexts: of equal logits at the k-th place the first are kept."""
     scores = logits / float(settings.temperature)
-    rest = logits.sort(dim=-1, descending=True, stable=True).indices[:, settings.top_k :]
-    all_probs = scores.scatter(1, rest, -torch.inf).softmax(-1)
+    cut_tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, settings.top_k :]
+    all_probs = scores.scatter(1, cut_tokens, -torch.inf).softmax(-1)
     contexts = []
     for row, bound, probs in zip(logits, compute_bound(logits, dtype), all_probs, strict=True):
-        last = row.topk(min(settings.top_k, len(row))).values[-1]
-        near = ((row - last).abs() <= bound).nonzero()[:, 0].tolist()
+        cutoff = row.topk(min(settings.top_k, len(row))).values[-1]
+        near = ((row - cutoff).abs() <= bound).nonzero()[:, 0].tolist()
         edge = frozenset(near if any(probs[token] == 0 for token in near) else ())
-        kept = {t: float(probs[t]) for t in probs.nonzero()[:, 0].tolist() if t not in edge}
+        token_probs = {t: float(probs[t]) for t in probs.nonzero()[:, 0].tolist() if t not in edge}
         if edge:
-            kept[EDGE] = 1 - sum(kept.values())
-        contexts.append(Context(kept, edge))
+            token_probs[EDGE] = 1 - sum(token_probs.values())
+        contexts.append(Context(token_probs, edge))
     return contexts
 
 
@@ -177,11 +177,11 @@ def verify_sampling(
             f" the model's first {NUM_TOKENS} tokens are all but certain, or tie",
             "raise --temperature or --top-k, or give other --prompts",
         )
-    same = None
+    seed_comparison = None
     if unspeculated is not None:
-        same = compare_seeds(sampled, unspeculated, dtype)
+        seed_comparison = compare_seeds(sampled, unspeculated, dtype)
     differs = any(test["verdict"] == "differs" for test in tests)
-    differs |= same is not None and same["verdict"] == "differs"
+    differs |= seed_comparison is not None and seed_comparison["verdict"] == "differs"
     return {
         "verdict": "differs" if differs else "exact",
         "temperature": settings.temperature,
@@ -190,16 +190,16 @@ def verify_sampling(
         "false_alarm_rate": FALSE_ALARM_RATE,
         "power": POWER,
         "tests": tests,
-        "same_seeds": same,
+        "same_seeds": seed_comparison,
     }
 
 
 def compare_seeds(
     sampled: Sequence[Sequence[int]], unspeculated: Sequence[Sequence[int]], dtype: str
 ) -> dict[str, Any]:
-    """Equal seeds must give equal texts with and without speculation, but for rounding."""
+    """Compare texts of equal seeds with speculation and without: only rounding may differ."""
     number = sum(a != b for a, b in zip(sampled, unspeculated, strict=True))
     share = ALLOWED_DIFFERENT.get(dtype)
-    allowed = None if share is None else max(1, int(share * len(sampled)))
-    verdict = "untested" if allowed is None else "exact" if number <= allowed else "differs"
-    return {"texts": len(sampled), "different": number, "allowed": allowed, "verdict": verdict}
+    num_allowed = None if share is None else max(1, int(share * len(sampled)))
+    verdict = "untested" if num_allowed is None else "exact" if number <= num_allowed else "differs"
+    return {"texts": len(sampled), "different": number, "allowed": num_allowed, "verdict": verdict}

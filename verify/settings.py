@@ -83,19 +83,19 @@ class VerifySettings:
     json: bool = setting(False, help="Print one JSON object on stdout.")
 
 
-def _idle(are_read: Callable[[str], bool], what: str) -> Contradiction:
-    """The rule that options which are not read have no effect."""
+def _idle(are_read: Callable[[str], bool], context: str) -> Contradiction:
+    """Return the rule that options which are not read have no effect."""
 
     def find(settings: VerifySettings) -> str:
-        given = list_given(settings, VerifySettings)
-        return ", ".join(name_flag(name) for name in given if not are_read(name))
+        typed_names = list_given(settings, VerifySettings)
+        return ", ".join(name_flag(name) for name in typed_names if not are_read(name))
 
-    return find, f"{{found}}: no effect with {what}", "leave it out"
+    return find, f"{{found}}: no effect with {context}", "leave it out"
 
 
 def _find_pair(settings: VerifySettings) -> str | None:
-    given = list_given(settings, DraftTargetDraft)
-    return name_flag(given[0]) if given and "draft_engine_dir" not in given else None
+    names = list_given(settings, DraftTargetDraft)
+    return name_flag(names[0]) if names and "draft_engine_dir" not in names else None
 
 
 OF_CHECKPOINT: tuple[Contradiction, ...] = (
@@ -116,8 +116,8 @@ OF_ENGINE: tuple[Contradiction, ...] = (
 
 def check_flags(settings: VerifySettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
-    given = list_given(settings, VerifySettings)
-    if settings.checkpoint_dir is not None or not {"engine_dir", "model_dir"} & set(given):
+    names = list_given(settings, VerifySettings)
+    if settings.checkpoint_dir is not None or not {"engine_dir", "model_dir"} & set(names):
         refuse_contradictions(settings, OF_CHECKPOINT)
         return
     require(settings, "engine_dir", "model_dir")
