@@ -127,12 +127,12 @@ class _ChunkResult:
     target_probabilities: Tensor | None  # [C, V]
     share: float  # of the target's distribution in what is learned
 
-    def differentiate(self, label_weights: Tensor) -> Tensor:
+    def differentiate(self, row_weights: Tensor) -> Tensor:
         """Return the gradient of the logits [C, V], in the memory of the exponentials.
 
-        It is the softmax minus the distribution that is learned, times the label's weight.
+        It is the softmax minus the distribution that is learned, times row_weights [C, 1].
         """
-        share, row_weights = self.share, label_weights
+        share = self.share
         gradient = self.exponentials.mul_(row_weights / self.totals)
         if share < 1:
             gradient = gradient.scatter_add_(1, self.labels, (share - 1) * row_weights)
@@ -150,7 +150,7 @@ def _compute_chunk(
     logits = layer.compute_logits(x[chunk])  # [C, V]
     share = teacher.share if teacher is not None else 0.0
     target_logits = teacher.compute_logits(chunk) if teacher is not None else None  # [C, V]
-    tokens = index  # [C, 1] that are guessed
+    tokens = index  # [C, 1] whose ranks count: the text's or the target's
     if target_logits is not None and share == 1:
         tokens = target_logits.argmax(1, keepdim=True)
     token_logits = logits.gather(1, tokens)  # [C, 1]
@@ -174,14 +174,14 @@ def _compute_chunk(
     return _ChunkResult(losses, ranks, index, exponentials, totals, probabilities, share)
 
 
-def rank_labels(logits: Tensor, of_label: Tensor, index: Tensor) -> Tensor:
+def rank_labels(logits: Tensor, label_logits: Tensor, index: Tensor) -> Tensor:
     """Count the tokens that come before each label in order of logit; ties go to the lower id.
 
-    logits [C, V], of_label and index [C, 1] -> [C]; rank 0 is the best, so top-k holds rank < k.
+    logits [C, V], label_logits, index [C, 1] -> [C]; rank 0 is the best, so top-k holds rank < k.
     """
-    above = (logits > of_label).sum(1)
+    above = (logits > label_logits).sum(1)
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < index  # [C, V]
-    return above + ((logits == of_label) & lower_ids).sum(1)
+    return above + ((logits == label_logits) & lower_ids).sum(1)
 
 
 def compute_loss(

@@ -97,6 +97,7 @@ def test_other_torn_and_poor_states_are_refused(
     )  # fmt: skip
     run_train(*options)
     manifest = json.loads((states / "manifest.json").read_text())
+    assert [set(shard) for shard in manifest["shards"][:1]] == [{"part", "number", "first", "stop"}]
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
     kept = TensorFile(states / "target.safetensors")
     table = torch.from_numpy(kept.read("embedding").copy())

@@ -80,9 +80,8 @@ class TrainableDrafter(torch.nn.Module):
         super().__init__()
         self.num_positions, self.loss_decay = num_positions, loss_decay
         self.max_k = min(settings.report_top_k, vocab_size)
-        self.teacher_share = (
-            settings.self_distillation or 0.0
-        )  # of the target's distribution in what is learned
+        # Of the target's distribution in what is learned.
+        self.teacher_share = settings.self_distillation or 0.0
 
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""

@@ -2,20 +2,20 @@
 
 At an anchor, token t+1 of a row, the drafter reads the block of that token and S-1 mask tokens, all
 of which see one another, and in every layer keys and values that it makes of the target's inner
-states at the tokens up to t: c = norm(F [h_a ; h_b ; ...]). What comes of the mask token i places
-behind the anchor, normed, goes to the target's own output layer, which makes of it the distribution
-of token t+1+i. All the blocks of a row are computed side by side; none sees another.
+states at the tokens up to t: c = norm(F [h_a ; h_b ; ...]). From the normed state of the mask token
+i places behind the anchor the target's output layer computes the distribution of token t+1+i. All
+the blocks of a row are computed side by side; none sees another.
 
     row        x0 x1 x2 x3 x4 x5 x6         block at t = 2    x3 m  m  m    sees c0 c1 c2
     context    c0 c1 c2 c3 c4 c5 c6         its labels           x4 x5 x6
 
 With a Markov head (DSpark, https://github.com/deepseek-ai/DeepSpec) every place of a block drafts
-the token after it, the anchor's too. The head adds to each place's logits what it makes of the
-token before, which in training is the row's own token.
+the token after it, the anchor's too. The head adds a bias to each place's logits, computed from the
+token before, which in training is the row's token.
 
 The loss of place i has the weight decay^i. A step takes some anchors of every row, drawn at random
-from those with a label behind them; their losses count for as many as all of these are, so that the
-gradient is on average that of all.
+from those with a label behind them; their losses are weighted up to the number of all anchors with
+labels, so that the gradient is on average that of all.
 Legend: B rows, T tokens, A anchors, S tokens of a block, D hidden, N labels, V vocabulary, K K/V
 heads, G queries of a K/V head, H head size.
 """

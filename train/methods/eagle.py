@@ -11,10 +11,10 @@ attends to the true pairs up to place t and to its own steps before, as in a dra
               token_weight x (divergence from the target's distribution) + smooth L1 to f_{t+1+i}
     EAGLE-3   s_0 = F [h_a ; h_b ; h_c], outputs of three of the target's layers; the layer attends
               over [norm(e) ; norm(s)] and adds to s; its own norm and output layer give the
-              distribution; no loss of features. EAGLE-3.1 norms what F reads, as a whole or by
-              layers, and may feed the normed state on
+              distribution; no loss of features. EAGLE-3.1 norms the input of F, as a whole or by
+              layers, and its next step may read the normed state
     P-EAGLE   EAGLE-3 whose steps after the first read a mask token's embedding, and instead of s
-              what F makes of one that is learned: one pass drafts them all
+              F applied to a learned vector: one pass drafts all steps
 
 Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
 """
