@@ -12,6 +12,7 @@ from specdec.checkpoint.config import CheckpointConfig, read_checkpoint_config
 from specdec.checkpoint.inventory import describe_sources
 from specdec.command.settings import make_unknown_error, require, to_plain
 from specdec.errors import UsageError
+from specdec.files.acceptance import copy_acceptance
 from specdec.files.folders import TENSORRT, TENSORRT_LLM, TORCH
 from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
@@ -168,6 +169,7 @@ def build_own_engine(settings: BuildSettings, backend: str) -> dict[str, Any]:
     build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes, written, told = work.write(staged, build_id)
+        copy_acceptance(folder, staged)
         if tokenizer:
             copy_tokenizer(tokenizer, staged)
         write_manifest(

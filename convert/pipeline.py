@@ -13,6 +13,8 @@ from typing import Any
 from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
 from specdec.command.settings import need, to_plain
 from specdec.errors import Problems, SpecDecError, join_names
+from specdec.files.acceptance import NAME as ACCEPTANCE_NAME
+from specdec.files.acceptance import Acceptance, read_acceptance
 from specdec.files.casts import FLOATS
 from specdec.files.folders import MODEL, is_hub_id, refuse_adapter
 from specdec.files.manifest import check_sources, write_manifest
@@ -107,6 +109,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
         )  # fmt: skip
         check_sources(written.sources)
         write_json(staged / "config.json", plan.config)
+        if plan.acceptance is not None:
+            plan.acceptance.write(staged / ACCEPTANCE_NAME)
         hashes = {Path(entry["path"]): entry["sha256"] for entry in written.sources}
         report["warnings"] = warn_of_other_base(plan, hashes)
         write_manifest(
@@ -175,6 +179,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     plan = plan_target if settings.base_model_checkpoint_dir is None else plan_checkpoint
     target = plan(settings, problems)
     config, ranks, files, origin = target.config, target.ranks, target.files, None
+    acceptance: Acceptance | None = None
     if (option := find_folder(settings)) is not None:
         place, kind = getattr(settings, option), FOLDERS[option].name
         kind = MODEL if takes_own_head(settings) else kind
@@ -186,6 +191,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
             folder.path, folder.config, files, settings.model_dir, sum(map(math.prod, shapes))
         )
         with collect(problems):
+            acceptance = read_acceptance(folder.path)
             if option == MTP_FOLDER:
                 folder = prepare_head(folder, target.model)
             converter = load_converter(FOLDERS[option])(folder, settings, target.model)
@@ -203,6 +209,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     return ConversionPlan(
         config=config, checkpoint=checkpoint, dtype=target.model.dtype, ranks=tuple(ranks),
         source_files=tuple(files), vocabulary=target.vocabulary, origin=origin,
+        acceptance=acceptance,
         measure=target.quantizer.measure if target.quantizer is not None else None,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import Problems, SpecDecError, count, join_names
+from specdec.files.acceptance import Acceptance
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
@@ -243,6 +244,7 @@ class ConversionPlan:
     measure: finds a quantization's scales, which the tensors cannot be written without, with the
         given number of threads; returns the cost of the quantization, where it was measured.
     origin: what the drafter's folder and the target's say of where the drafter belongs.
+    acceptance: what was accepted of the drafter before, as its folder says.
     """
 
     config: dict[str, Any]
@@ -253,6 +255,7 @@ class ConversionPlan:
     vocabulary: dict[str, Any] | None
     measure: Callable[[int], dict[str, Any] | None] | None = None
     origin: Origin | None = None
+    acceptance: Acceptance | None = None
 
 
 def plan_tensors(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from .settings import RunSettings
 
 if TYPE_CHECKING:
     from specdec import Engine
+    from specdec.decode.drafters.calibration import AcceptanceCounts
     from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request
 
@@ -51,6 +54,7 @@ def run_engine(
         check_hashes(settings.engine_dir)
         if draft_options is not None:
             check_hashes(draft_options.engine_dir)
+    from specdec.decode.drafters.calibration import AcceptanceCounts
     from specdec.decode.prompt_requests import make_requests
     from specdec.decode.requests import choose_best
     from specdec.text.encoding import choose_form, use_template
@@ -69,6 +73,8 @@ def run_engine(
     about = core.describe()
     if settings.show_drafts:
         check_shows_drafts(settings, core, about["method"], tokenizer)
+    if settings.acceptance_output is not None:
+        check_counts_drafts(core, about["method"])
     core.check_requests(requests)
     if settings.dry_run:
         longest = max(len(r.input_ids) for r in requests)
@@ -77,7 +83,8 @@ def run_engine(
         core.load()
     logger.info("generating for %s", count(len(prompts), "prompt"))
     began = time.perf_counter()
-    results, is_interrupted = generate(engine, requests, settings, write)
+    counts = AcceptanceCounts() if settings.acceptance_output is not None else None
+    results, is_interrupted = generate(engine, requests, settings, write, counts)
     seconds = time.perf_counter() - began
     report: dict[str, Any] = {
         "outputs": [describe_result(r, tokenizer, settings) for r in choose_best(results)],
@@ -85,9 +92,42 @@ def run_engine(
     }
     if settings.writes_logits:
         write_logits(settings, choose_best(results), report)
+    if counts is not None and settings.acceptance_output is not None and not is_interrupted:
+        write_acceptance(settings.acceptance_output, counts, requests, about)
     if is_interrupted:
         report["interrupted"] = True
     return report
+
+
+def check_counts_drafts(core: Core, method: str) -> None:
+    """Raise UsageError where --acceptance-output has nothing to count."""
+    if method == "plain":
+        raise UsageError("--acceptance-output: nothing drafts in a plain engine", "leave it out")
+    if not core.counts_drafts:
+        raise UsageError(
+            "--acceptance-output: TensorRT-LLM does not tell how sure its drafter is",
+            "leave it out, or build the engine with --backend torch",
+        )
+
+
+def write_acceptance(
+    path: Path, counts: AcceptanceCounts, requests: Sequence[Request], about: dict[str, Any]
+) -> None:
+    """Write what was accepted of the drafts of a run, with the hash of its prompts."""
+    prompts = json.dumps([request.input_ids for request in requests])
+    record = counts.make_record(
+        num_prompts=len(requests), prompts_sha256=hashlib.sha256(prompts.encode()).hexdigest(),
+        max_output_len=max(request.max_output_len for request in requests),
+        is_greedy=all(request.sampling.is_greedy for request in requests),
+        method=about["method"], dtype=about["dtype"],
+    )  # fmt: skip
+    if record is None:
+        logger.warning(
+            "%s is not written: nothing was drafted for these prompts; give --draft-budget fixed,"
+            " and longer outputs with --max-output-len", path,
+        )  # fmt: skip
+        return
+    record.write(path)
 
 
 def follows_ranks(settings: RunSettings) -> bool:
@@ -109,6 +149,8 @@ def check_flags(settings: RunSettings) -> None:
         check_output_file(settings.output_file, force=settings.force)
         if settings.writes_logits:
             check_output_file(name_logits(settings.output_file), force=settings.force)
+    if settings.acceptance_output is not None:
+        check_output_file(settings.acceptance_output, force=settings.force)
     settings.refuse_contradictions()
     for method in METHODS.values():
         method.read(settings)  # what is written wrong is said before anything is loaded
@@ -168,13 +210,17 @@ def generate(
     requests: Sequence[Request],
     settings: RunSettings,
     write: Callable[[str], None] | None,
+    counts: AcceptanceCounts | None = None,
 ) -> tuple[list[ActiveRequest], bool]:
     """Return the results, and whether Ctrl-C came before they were complete."""
     from specdec.decode.loop import Interrupted
 
     from .streaming import JsonPrinter, StreamPrinter
 
-    kept = {"keep_logits": settings.writes_logits, "keep_rejected": settings.show_drafts}
+    kept: dict[str, Any] = {
+        "keep_logits": settings.writes_logits, "keep_rejected": settings.show_drafts,
+        "counts": counts,
+    }  # fmt: skip
     try:
         if settings.streaming and write is not None:
             printer = JsonPrinter(write) if settings.json else StreamPrinter(write, requests)

@@ -22,6 +22,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
      "leave it out; ReDrafter's own beams are chosen by specdec-convert"),
     (lambda s: s.show_drafts and s.no_speculation,
      "--show-drafts has no effect with --no-speculation", "leave one of them out"),
+    (lambda s: s.acceptance_output is not None and s.no_speculation,
+     "--acceptance-output has no effect with --no-speculation", "leave one of them out"),
     (lambda s: s.show_drafts and s.streaming and not s.json,
      "--show-drafts and --streaming: what is rejected is known when a text is complete",
      "leave --streaming out, or add --json, whose lines say how each token came about"),
@@ -64,6 +66,11 @@ class RunSettings(DecodeSettings, PromptSettings):
     output_generation_logits: bool = MEASUREMENT(
         False, help="Also write the logits of every new token, into a file beside --output-file."
     )
+    acceptance_output: Path | None = MEASUREMENT(
+        help="Write what was accepted of the drafts, by depth and by the drafter's confidence, into"
+        " this file: acceptance.json in the drafter's folder goes along with it.",
+        metavar="FILE",
+    )  # fmt: skip
     use_py_session: bool = setting(False, hidden=True, help="Refused.")
     num_beams: int = setting(1, minimum=1, hidden=True, help="Refused above 1.")
     output_file: Path | None = OUTPUT(help="Also write the results into this file.")

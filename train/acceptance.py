@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.errors import SpecDecError
+from specdec.files.acceptance import NAME
 from specdec.system.processes import call_stage
 
 from .output import write_weights
@@ -102,6 +103,7 @@ class AcceptanceMeter:
                     "--input-file", str(requests), "--max-output-len",
                     str(self.settings.eval_output_len),
                     "--draft-budget", "fixed",  # all that the drafter can do, however slow here
+                    "--acceptance-output", str(self.job.state.folder / NAME), "--force",
                 ],
             )["stats"]  # fmt: skip
         finally:

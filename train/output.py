@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import to_plain
+from specdec.files.acceptance import copy_acceptance
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
@@ -38,6 +39,7 @@ def write_drafter(
         "model_max_length": job.max_length,
     }
     hashes = write_weights(folder, job, drafter)
+    copy_acceptance(job.state.folder, folder)
     text = "".join(json.dumps(line) + "\n" for line in log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(write_card(job, log, report, compute), encoding="utf-8")

@@ -49,6 +49,7 @@ class TensorRTEngine:
     """An engine folder, with the one that drafts for it; loaded when it is first needed."""
 
     name = "tensorrt-llm"
+    counts_drafts = False
 
     def __init__(
         self, settings: RunSettings, options: DraftOptions | None, tokenizer: Any = None

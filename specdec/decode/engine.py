@@ -55,6 +55,7 @@ class TorchEngine:
 
     name = "torch"
     tells_origins = True
+    counts_drafts = True
     drafter_network: Any = None  # that stands for a drafter's layers
 
     def __init__(

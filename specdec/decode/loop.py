@@ -17,6 +17,7 @@ from specdec.decode.accept import Accepted, Candidates, accept_batch
 from specdec.decode.ahead import PlainAhead, draft_ahead
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter, list_roots
+from specdec.decode.drafters.calibration import AcceptanceCounts
 from specdec.decode.prefill import Reading
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.schedule import Pass, Scheduler
@@ -46,7 +47,7 @@ class Options:
     well. costs: what steps cost, None where that is not known.
     tokenizer: needed for stop words and to follow the text. reuse_blocks: take shared prefixes of
     prompts from the cache. keep_logits: return the logits that tokens were chosen by.
-    keep_rejected: return what was drafted and not accepted.
+    keep_rejected: return what was drafted and not accepted. counts: count what is accepted.
     on_progress: called after every step with the requests that it moved on.
     """
 
@@ -59,6 +60,7 @@ class Options:
     reuse_blocks: bool = False
     keep_logits: bool = False
     keep_rejected: bool = False
+    counts: AcceptanceCounts | None = None
     on_progress: Callable[[Sequence[ActiveRequest]], None] | None = None
 
 
@@ -220,6 +222,8 @@ class Batch:
         for at, (request, found) in enumerate(zip(requests, accepted, strict=True)):
             own = None if logits is None else logits[at]
             request.take(candidates[at].tree, *found, own, *keeps)
+        if self.options.counts is not None:
+            self.options.counts.record(candidates, [path for path, _ in accepted])
         if self.options.on_progress is not None:
             self.options.on_progress(requests)
         return accepted

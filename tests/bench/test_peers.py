@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import peers as command
+from benchmarks import proposers
 from benchmarks.side_by_side import install, models
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
 from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
@@ -19,6 +20,7 @@ from benchmarks.side_by_side.workers import engine as engine_worker
 from benchmarks.side_by_side.workers.transformers_models import Models as Transformers
 from specdec.measure.measure import summarize
 from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.costs import make_costs
 
 WORK = Work(
     prompts=[[1, 2], [3]], long_prompt=[1] * 9, max_output_len=16, end_id=0, rounds=3
@@ -163,9 +165,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_our_engine_and_transformers_as_workers(
-    engine: Path, pair: tuple[Path, Path], folder: Path
+    engine: Path, pair: tuple[Path, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ways of both decode the same prompts to the same texts, in float32."""
+    monkeypatch.setattr(proposers, "measure_costs", lambda _, groups: make_costs(len(groups)))
     prompts = [[5, 9, 20], [7, 3]]
     common: dict[str, Any] = {"prompts": prompts, "max_output_len": 12, "end_id": 0}
     about, calls = engine_worker.start(

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.errors import SpecDecError
+from specdec.files.acceptance import read_acceptance
 from specdec.files.tensor_file import TensorFile
 from specdec.train import acceptance, hub, loop
 from specdec.train.acceptance import choose_prompts
@@ -119,6 +120,10 @@ def test_every_evaluation_converts_builds_and_runs(
     assert len(prompts) == measured["prompts"]
     requests = tmp_path / "requests.jsonl"
     requests.write_text("".join(json.dumps({"input_ids": p}) + "\n" for p in prompts))
+    record = read_acceptance(heads)
+    assert record is not None
+    assert read_acceptance(Path(engine)) == record
+    assert record.about["num_prompts"] == len(prompts)
     stats = call_here(
         "run",
         ["--engine-dir", engine, "--tokenizer-dir", base, "--input-file", str(requests),

@@ -13,6 +13,7 @@ from specdec.decode.cost_table import CostTable
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.errors import UsageError
+from specdec.files.acceptance import read_acceptance
 from specdec.methods import METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
@@ -217,7 +218,12 @@ def make_proposer(
         return groups[0][0]
     assert drafting is not None
     options = {name: repr(options) for name, options in drafting.options.items()}
-    return PacedDrafter(groups, find_costs(groups, options), is_fixed=not is_bound)
+    owners = [any(m.source == "checkpoint" for m in group) for group in methods]
+    record = read_acceptance(engine.folder) if any(owners) else None
+    return PacedDrafter(
+        groups, find_costs(groups, options), is_fixed=not is_bound, record=record,
+        recorded=owners.index(True) if any(owners) else 0,
+    )  # fmt: skip
 
 
 def refuse_trees(methods: Methods, config: EngineConfig) -> None:

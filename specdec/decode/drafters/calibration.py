@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +11,16 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.trees import estimate_accuracy
 from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree
+from specdec.files.acceptance import MAX_DEPTH, MAX_NODES, NUM_BUCKETS, Acceptance
 
 KEEP = 0.98  # weight of what was known of acceptance before the newest draft
-MAX_DEPTH = 12  # deeper tokens are counted as these
-NUM_BUCKETS = 10  # of a drafter's confidence
+PROMISE_KEEP = 0.95  # the same of what drafts promise
+LONG_KEEP = 0.99  # as KEEP, where only what was accepted tells
+FIRST_RATE = 0.7  # believed at first: of the drafted tokens that are reached, those accepted
+FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
+USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, once some have ended
+PRIOR_TRIALS = 40.0  # tokens of a depth and confidence that a drafter's record counts as at most
+PRIOR_DRAFTS = 10.0  # drafts that its record counts as
 FIRST_TRIALS = 4.0  # trials that a drafter's own word weighs as much as
 SURE = 0.999  # the most that is believed of a token
 MOST_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
@@ -27,12 +34,27 @@ class Calibration:
     the drafter's word. Newer steps count more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: Acceptance | None = None, source: int = 0) -> None:
+        """record: what a drafter brings along, the one of such a place in a chain."""
         # By cell (`_find_cells`), where depth 0 stands for all depths: right ones, and all. Lists
         # and a loop: the few nodes of most steps would take longer by calls of numpy.
         self._right, self._seen = list[float](), list[float]()
         self._weight = 1.0  # of a token that is counted now; it grows, as older ones count less
         self._new: list[tuple[Candidates, Sequence[int]]] = []  # drafts to learn from, their paths
+        if record is not None:
+            self._begin(record, source * NUM_CELLS)
+
+    def _begin(self, record: Acceptance, first: int) -> None:
+        self._right = [0.0] * (first + NUM_CELLS)
+        self._seen = [0.0] * (first + NUM_CELLS)
+        totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in
+                  (record.right, record.seen)]  # fmt: skip
+        right, seen = (totals[0], *record.right), (totals[1], *record.seen)
+        for depth in range(MAX_DEPTH + 1):
+            for bucket, (r, n) in enumerate(zip(right[depth], seen[depth], strict=True)):
+                weight, cell = min(n, PRIOR_TRIALS), first + depth * NUM_BUCKETS + bucket
+                self._seen[cell] = weight
+                self._right[cell] = weight * r / n if n else 0.0
 
     def estimate(self, *drafts: Candidates) -> list[float]:
         """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
@@ -120,3 +142,120 @@ def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list
         paths.append(row)
         start += tree.num_nodes
     return paths
+
+
+class DrafterValue:
+    """Tokens that the drafts of one drafter of a chain promise a request.
+
+    What was not tried for long is believed to be as at first, so that it is tried again.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._belief = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
+        self._sum = self._weight = 0.0
+
+    def record(self, gains: Sequence[float]) -> None:
+        """Take what the drafts of a step promise, in tokens; none where it drafts for nobody."""
+        self._sum, self._weight = LONG_KEEP * self._sum, LONG_KEEP * self._weight
+        self._sum += sum(gains)
+        self._weight += len(gains)
+
+    @property
+    def gain(self) -> float:
+        """Tokens that a draft is expected to bring a request."""
+        return (self._sum + FIRST_DRAFTS * self._belief) / (self._weight + FIRST_DRAFTS)
+
+
+class Promise:
+    """Tokens that drafts are expected to bring a request, by how many of their nodes are verified.
+
+    A mean over the newest drafts. Chains of which nothing is chosen by how sure the drafter is
+    bring what the share of their tokens does that was right, from token to token.
+    """
+
+    def __init__(
+        self, max_tokens: int, *, is_chain: bool, record: Acceptance | None = None
+    ) -> None:
+        self.is_chain = is_chain
+        self._weight = FIRST_DRAFTS
+        first = np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
+        if record is not None:  # as far as it tells; a larger tree brings no more
+            self._weight = PRIOR_DRAFTS
+            first = np.array(record.gains)[np.minimum(np.arange(max_tokens), len(record.gains) - 1)]
+        self._sums = self._weight * first
+        self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
+        self._usual = self._sums / self._weight  # what drafts bring where a text begins
+        self._num_texts = 0.0  # that have begun, all requests together counting as one
+
+    @property
+    def gains(self) -> Array:
+        """[max_tokens]"""
+        return np.asarray(self._sums / self._weight)
+
+    def start(self, share: float) -> None:
+        """Expect of new texts, a share of all, what texts usually bring."""
+        newest = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
+        self._usual += newest * (self.gains - self._usual)
+        self._num_texts += share
+        kept, begun = 1 - share, share * FIRST_DRAFTS
+        self._sums = kept * self._sums + begun * self._usual
+        self._weight = kept * self._weight + begun
+        self._reached = kept * self._reached + begun
+        self._right = kept * self._right + begun * float(self._usual[:1].sum())
+
+    def take_promised(self, num_rows: int, promised: Sequence[float]) -> None:
+        """Take what the chances of the drafted nodes of so many rows add up to, by their number."""
+        kept = PROMISE_KEEP**num_rows
+        self._sums, self._weight = kept * self._sums + promised, kept * self._weight + num_rows
+
+    def take_emitted(self, emitted: Sequence[int], size: int) -> None:
+        """Take how many tokens each row of a step of `size` nodes has emitted."""
+        for count in emitted:
+            self._sums, self._weight = KEEP * self._sums, KEEP * self._weight + 1
+            if self.is_chain:
+                self._right = LONG_KEEP * self._right + count - 1
+                self._reached = LONG_KEEP * self._reached + min(count, size - 1)
+            else:
+                self._sums = self._sums + count - 1
+        if self.is_chain:
+            rate = min(self._right / self._reached, SURE)
+            self._sums = self._weight * np.cumsum(rate ** np.arange(1, len(self._sums) + 1))
+
+
+class AcceptanceCounts:
+    """What was accepted of drafts, whatever is paced; for a record that goes with the drafter."""
+
+    def __init__(self) -> None:
+        self._right = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)
+        self._seen = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)
+        self._gains, self._num_drafts = np.zeros(MAX_NODES), 0
+
+    def record(self, drafts: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
+        """Count the nodes of a step, of which these were accepted, the root first."""
+        for candidates, path in zip(drafts, paths, strict=True):
+            tree, accepted = candidates.tree, set(path)
+            if tree.num_nodes == 1:
+                continue
+            sure = read_confidence(candidates).tolist()
+            for node, parent in enumerate(tree.parents.tolist()):
+                if parent in accepted:
+                    depth = min(int(tree.depths[node]), MAX_DEPTH) - 1
+                    bucket = min(int(sure[node] * NUM_BUCKETS), NUM_BUCKETS - 1)
+                    self._seen[depth, bucket] += 1
+                    self._right[depth, bucket] += node in accepted
+            (chances,) = follow_chances([tree], sure)
+            order = sorted(range(1, tree.num_nodes), key=chances.__getitem__, reverse=True)
+            gains = np.cumsum([node in accepted for node in order])[:MAX_NODES]
+            self._gains += np.pad(gains, (0, MAX_NODES - len(gains)), mode="edge")
+            self._num_drafts += 1
+
+    def make_record(self, **about: Any) -> Acceptance | None:
+        """Return the record; None where nothing was drafted."""
+        if not self._num_drafts:
+            return None
+        gains = (self._gains / self._num_drafts).round(4).tolist()
+        return Acceptance(
+            right=tuple(map(tuple, self._right.tolist())),
+            seen=tuple(map(tuple, self._seen.tolist())),
+            gains=tuple(gains), num_drafts=self._num_drafts, about=about,
+        )  # fmt: skip

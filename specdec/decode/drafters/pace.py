@@ -19,14 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.decode.cost_table import CostTable
-from specdec.decode.drafters.calibration import KEEP, SURE, Calibration
+from specdec.decode.drafters.calibration import Calibration, DrafterValue, Promise
 from specdec.engine.transfers import Array
+from specdec.files.acceptance import Acceptance
 
-PROMISE_KEEP = 0.95  # the same of what drafts promise
-LONG_KEEP = 0.99  # as KEEP, where only what was accepted tells
-FIRST_RATE = 0.7  # believed at first: of the drafted tokens that are reached, those accepted
-FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
-USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, once some have ended
 LOSS_SHARE = 0.02  # of the time of plain decoding, what drafts may lose
 TRIAL_SHARE = 0.009  # of the same, what trials may lose of drafts that are believed not to pay
 READ_SHARE = 0.04  # of the same, what drafters may take to read prompts
@@ -66,78 +62,6 @@ class Account:
             self.for_trials += TRIAL_SHARE * seconds - lost
 
 
-class DrafterValue:
-    """Tokens that the drafts of one drafter of a chain promise a request.
-
-    What was not tried for long is believed to be as at first, so that it is tried again.
-    """
-
-    def __init__(self, max_depth: int) -> None:
-        self._belief = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
-        self._sum = self._weight = 0.0
-
-    def record(self, gains: Sequence[float]) -> None:
-        """Take what the drafts of a step promise, in tokens; none where it drafts for nobody."""
-        self._sum, self._weight = LONG_KEEP * self._sum, LONG_KEEP * self._weight
-        self._sum += sum(gains)
-        self._weight += len(gains)
-
-    @property
-    def gain(self) -> float:
-        """Tokens that a draft is expected to bring a request."""
-        return (self._sum + FIRST_DRAFTS * self._belief) / (self._weight + FIRST_DRAFTS)
-
-
-class Promise:
-    """Tokens that drafts are expected to bring a request, by how many of their nodes are verified.
-
-    A mean over the newest drafts. Chains of which nothing is chosen by how sure the drafter is
-    bring what the share of their tokens does that was right, from token to token.
-    """
-
-    def __init__(self, max_tokens: int, *, is_chain: bool) -> None:
-        self.is_chain = is_chain
-        self._sums = FIRST_DRAFTS * np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
-        self._weight = FIRST_DRAFTS
-        self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
-        self._usual = self._sums / self._weight  # what drafts bring where a text begins
-        self._num_texts = 0.0  # that have begun, all requests together counting as one
-
-    @property
-    def gains(self) -> Array:
-        """[max_tokens]"""
-        return np.asarray(self._sums / self._weight)
-
-    def start(self, share: float) -> None:
-        """Expect of new texts, a share of all, what texts usually bring."""
-        newest = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
-        self._usual += newest * (self.gains - self._usual)
-        self._num_texts += share
-        kept, begun = 1 - share, share * FIRST_DRAFTS
-        self._sums = kept * self._sums + begun * self._usual
-        self._weight = kept * self._weight + begun
-        self._reached = kept * self._reached + begun
-        self._right = kept * self._right + begun * float(self._usual[:1].sum())
-
-    def take_promised(self, num_rows: int, promised: Sequence[float]) -> None:
-        """Take what the chances of the drafted nodes of so many rows add up to, by their number."""
-        kept = PROMISE_KEEP**num_rows
-        self._sums, self._weight = kept * self._sums + promised, kept * self._weight + num_rows
-
-    def take_emitted(self, emitted: Sequence[int], size: int) -> None:
-        """Take how many tokens each row of a step of `size` nodes has emitted."""
-        for count in emitted:
-            self._sums, self._weight = KEEP * self._sums, KEEP * self._weight + 1
-            if self.is_chain:
-                self._right = LONG_KEEP * self._right + count - 1
-                self._reached = LONG_KEEP * self._reached + min(count, size - 1)
-            else:
-                self._sums = self._sums + count - 1
-        if self.is_chain:
-            rate = min(self._right / self._reached, SURE)
-            self._sums = self._weight * np.cumsum(rate ** np.arange(1, len(self._sums) + 1))
-
-
 class Pace:
     """Decides for each step whether to draft, who drafts, what is verified, and what is read.
 
@@ -156,15 +80,18 @@ class Pace:
     def __init__(
         self, max_tokens: int, costs: CostTable, *, is_whole: bool = False,
         is_planned: bool = False, max_depths: Sequence[int] = (),
+        record: Acceptance | None = None, recorded: int = 0,
     ) -> None:  # fmt: skip
         """max_tokens: of a row's draft. is_whole: whether all or nothing of it is verified.
         is_planned: whether it is a chain of as many tokens as `max_levels` says. max_depths: of
-        each drafter of a chain.
+        each drafter of a chain. record: what was accepted before of the one that `recorded` names
+        by its place.
         """
         self.max_tokens, self.is_whole, self.is_planned = max_tokens, is_whole, is_planned
-        self.costs, self.calibration, self.account = costs, Calibration(), Account()
+        self.costs, self.account = costs, Account()
+        self.calibration = Calibration(record, recorded)
         self.drafters = [DrafterValue(depth) for depth in max_depths]
-        self.promise = Promise(max_tokens, is_chain=is_planned)
+        self.promise = Promise(max_tokens, is_chain=is_planned, record=record)
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay

@@ -21,6 +21,7 @@ from specdec.decode.drafters.pace import FEW_UNREAD, Pace
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.engine.tree import TreeBuilder
+from specdec.files.acceptance import Acceptance
 
 
 def merge_candidates(found: Sequence[Candidates]) -> Candidates:
@@ -63,10 +64,11 @@ class PacedDrafter(Drafter):
 
     def __init__(
         self, groups: Sequence[Sequence[Drafter]], costs: CostTable, *, is_fixed: bool = False,
+        record: Acceptance | None = None, recorded: int = 0,
     ) -> None:  # fmt: skip
         """groups: they draft by turns, the cheapest first; the members of one share a tree.
         costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
-        every step, and all of it is verified.
+        every step, and all of it is verified. record, recorded: as in `Pace`.
         """
         self.members = members = [drafter for group in groups for drafter in group]
         self.groups, self.is_fixed = groups, is_fixed
@@ -80,6 +82,7 @@ class PacedDrafter(Drafter):
             self.max_draft_tokens, costs, is_whole=self.is_indivisible,
             is_planned=is_alone and first.is_planned,
             max_depths=[max(d.max_draft_depth for d in group) for group in groups],
+            record=record, recorded=recorded,
         )  # fmt: skip
         self._drafted: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
