@@ -1,12 +1,12 @@
-"""OpenAI's answers: what a request's events become, whole or as a stream's chunks."""
+"""Answers in OpenAI's forms: the events of requests as a whole document or as a stream's chunks."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from specdec import Event
 from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogprob
@@ -14,12 +14,12 @@ from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogp
 from .metrics import FINISHED, describe_jobs
 from .parsing import Delta, Parser
 from .scheduler import Job
-from .schema import Asked, count_choices
+from .schema import GenerationBody
 from .tokens import TokenTable
 
 
-class Told(NamedTuple):
-    """A token in an answer. start, end: where its text begins and ends in the choice's text."""
+class AnswerToken(NamedTuple):
+    """Token of an answer. start, end: where its text begins and ends in the choice's text."""
 
     id: int
     logprob: TokenLogprob | None
@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 
 class Choice(Job):
-    """A request on its way to one output: its text, and the tokens whose text is certain.
+    """Request on its way to one output: its text, and the tokens whose text is certain.
 
     A token is sent when its own text is certain; what a stop word cuts off is never sent.
     """
@@ -50,26 +50,27 @@ class Choice(Job):
         """
         super().__init__(request, on_change, has_output=has_output)
         self.index, self.starts = index, starts
-        self.prompt: list[Told] = []
+        self.prompt: list[AnswerToken] = []
         self.text = request.input_text if is_echoed else ""
-        self.tokens: list[Told] = []
+        self.tokens: list[AnswerToken] = []
         self.finish_reason: str | None = None
         self.num_seen, self.total_logprob = 0, 0.0  # of its tokens
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        self._prefix = self._ended = len(self.text)  # and where the last token seen ends
-        self._pending: list[Told] = []
+        self._prefix_length = self._last_end = len(self.text)  # last_end: of the newest token
+        self._pending: list[AnswerToken] = []
         self.parser, self.num_reasoning_tokens = parser, 0
         self._deltas: list[Delta] = []
         self._marks: deque[tuple[int, str]] = deque()  # markers that are no text, by their places
-        self._parsed = self._num_marked = 0  # characters: of the text, of markers before reasoning
+        self._parsed_length = 0  # characters of the text that the parser has
+        self._marked_length = 0  # characters of the markers before the reasoning's end
 
     def add(self, event: Event) -> str:
         """Take an event; return the new text."""
         if self.starts and event.prompt_logprobs:
             triples = zip(self.request.input_ids, event.prompt_logprobs, self.starts, strict=True)
-            self.prompt = [Told(*triple) for triple in triples]
+            self.prompt = [AnswerToken(*triple) for triple in triples]
         self.num_seen += len(event.token_ids)
-        self.total_logprob += sum(one.logprob for one in event.logprobs)
+        self.total_logprob += sum(logprob.logprob for logprob in event.logprobs)
         self.prompt_logprobs += event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason = FINISHED[event.finish_reason]
@@ -77,32 +78,40 @@ class Choice(Job):
             self.finish_reason = self.finish_reason and "length"
             return ""
         self.text += event.text
-        number, certain = len(event.token_ids), len(self.text)
+        self._append_tokens(event)
+        self._settle_tokens(event)
+        if self.parser is not None:
+            self._parse(self.parser, is_over=event.finish_reason is not None)
+        return event.text
+
+    def _append_tokens(self, event: Event) -> None:
+        """Let an event's tokens wait until their text is certain."""
+        number = len(event.token_ids)
         logprobs: Sequence[TokenLogprob | None] = event.logprobs or [None] * number
         # Empty where the engine does not report how tokens came; such a request is refused.
         origins = event.origins or [PLAIN] * number
-        for token, logprob, end, origin in zip(
+        for token, logprob, text_end, origin in zip(
             event.token_ids, logprobs, event.ends, origins, strict=True
         ):
-            end += self._prefix
-            self._pending.append(Told(token, logprob, self._ended, end, origin))
-            self._ended = end
+            end = text_end + self._prefix_length
+            self._pending.append(AnswerToken(token, logprob, self._last_end, end, origin))
+            self._last_end = end
             if self.parser is not None and token in self.parser.marks:
                 self._marks.append((end, self.parser.marks[token]))
-        is_over = event.finish_reason is not None
-        while self._pending:
-            first = self._pending[0]
-            if first.end > certain and not (is_over and first.start < certain):
+
+    def _settle_tokens(self, event: Event) -> None:
+        """Move the tokens whose text is certain from those that wait to the answer's."""
+        length = len(self.text)
+        for token in list(self._pending):
+            is_begun = event.finish_reason is not None and token.start < length
+            if token.end > length and not is_begun:
                 break
-            if event.finish_reason == "stop" and first.start >= certain:
-                break  # behind a stop word; an end token has no text, and is told of
+            if event.finish_reason == "stop" and token.start >= length:
+                break  # behind a stop word; an end token has no text, and belongs to the answer
             self.tokens.append(self._pending.pop(0))
-        if self.parser is not None:
-            self._parse(self.parser, is_over)
-        return event.text
 
     def take_deltas(self) -> list[Delta]:
-        """What the parser has found since the last call, as a stream tells it."""
+        """Return the deltas of a stream that the parser has found since the last call."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -119,38 +128,42 @@ class Choice(Job):
     def _parse(self, parser: Parser, is_over: bool) -> None:
         """Find the parts of the text that is certain."""
         while self._marks and self._marks[0][0] <= len(self.text):
-            at, mark = self._marks.popleft()
-            self._num_marked += 0 if parser.reasoning_end else len(mark)
-            self._deltas += parser.feed(self.text[self._parsed : at] + mark)
-            self._parsed = at
-        self._deltas += parser.feed(self.text[self._parsed :])
-        self._parsed = len(self.text)
+            end, mark = self._marks.popleft()
+            self._marked_length += 0 if parser.reasoning_end else len(mark)
+            self._deltas += parser.feed(self.text[self._parsed_length : end] + mark)
+            self._parsed_length = end
+        self._deltas += parser.feed(self.text[self._parsed_length :])
+        self._parsed_length = len(self.text)
         if is_over:
             self._deltas += parser.finish(is_cut=self.finish_reason == "length")
-            end = parser.reasoning_end - self._num_marked
-            self.num_reasoning_tokens = sum(token.start < end for token in self.tokens)
+            reasoning_end = parser.reasoning_end - self._marked_length
+            self.num_reasoning_tokens = sum(token.start < reasoning_end for token in self.tokens)
             if parser.calls and not parser.is_call_cut and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
 
 
 class Answer:
-    """The answer to one HTTP request: its id, its choices, and their forms."""
+    """Answer to one HTTP request: its id, its choices, and their forms."""
 
     ending = b"data: [DONE]\n\n"  # of a stream
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]  # OpenAI's, of the whole answer
+    chunk_name: ClassVar[str]  # and of a stream's chunk
+    content_key: ClassVar[str]  # of a chunk's content
+    empty_content: ClassVar[Any]
 
     def __init__(
-        self, asked: Asked, model: str, choices: Sequence[Choice], table: TokenTable
-    ) -> None:
-        self.asked, self.model, self.choices, self.table = asked, model, choices, table
-        self.is_chat = "messages" in asked
-        # How many likeliest tokens to tell of; None tells no log-probabilities.
-        self._num_top: int | None = asked.get("logprobs")
-        if self.is_chat:
-            self._num_top = asked.get("top_logprobs", 0) if self._num_top else None
-        options = asked.get("stream_options", {})
-        self.tells_usage = options.get("include_usage", False)
-        self._counts_on = options.get("continuous_usage_stats", False)
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self, body: GenerationBody, model: str, choices: Sequence[Choice], table: TokenTable,
+        ignored: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        """ignored: paths of the body's parameters that have no effect."""
+        self.body, self.model, self.choices, self.table = body, model, choices, table
+        self._ignored = list(dict.fromkeys(ignored))
+        self._num_top = body.num_top_logprobs
+        options = body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+        self._has_running_usage = options is not None and bool(options.continuous_usage_stats)
+        self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 
     @property
@@ -158,181 +171,254 @@ class Answer:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole answer, when all choices are over."""
-        choices = []
-        for index, choice in enumerate(self._choose()):
-            content: dict[str, Any] = {"text": choice.text}
-            if self.is_chat:
-                content = {"message": choice.message}
+        """Return the whole answer, when all choices are over."""
+        documents = []
+        for index, choice in enumerate(self._list_returned()):
             document = {
-                "index": index, **content, "logprobs": None,
-                "finish_reason": choice.finish_reason, **self._describe(choice, 0, choice.prompt),
+                "index": index, **self._describe_whole(choice), "logprobs": None,
+                "finish_reason": choice.finish_reason,
+                **self._describe_tokens(choice.tokens, choice.prompt),
             }  # fmt: skip
-            if self.asked.get("return_token_ids"):
+            if self.body.return_token_ids:
                 document["prompt_token_ids"] = choice.request.input_ids
-            if "prompt_logprobs" in self.asked and not self.is_chat:
-                document["prompt_logprobs"] = self._describe_prompt(choice)
-            choices.append(document)
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        whole = self._wrap(kind, choices) | {"usage": self.usage, **self._told_last}
-        if "prompt_logprobs" in self.asked and self.is_chat:
-            whole["prompt_logprobs"] = self._describe_prompt(self.choices[0])
-        return whole
+            documents.append(document)
+        return self._wrap(self.object_name, documents) | {"usage": self.usage, **self._last_fields}
 
-    def _choose(self) -> Iterator[Choice]:
-        """The choices that are told: of each prompt's the n of the highest total log-probability.
+    def _list_returned(self) -> Iterator[Choice]:
+        """Yield, of each prompt's choices, the `n` of the highest total log-probability.
 
-        Only best_of makes more than n.
+        Only best_of makes more than `n`.
         """
-        made, wanted = count_choices(self.asked), self.asked.get("n", 1)
-        for at in range(0, len(self.choices), made):
-            own = self.choices[at : at + made]
-            if made > wanted:
-                own = sorted(own, key=lambda choice: -choice.total_logprob)[:wanted]
-            yield from own
+        num_choices, num_returned = self.body.num_choices, self.body.num_returned
+        for first in range(0, len(self.choices), num_choices):
+            choices = self.choices[first : first + num_choices]
+            if num_choices > num_returned:
+                choices = sorted(choices, key=lambda choice: -choice.total_logprob)[:num_returned]
+            yield from choices
 
     def _describe_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
-        """The log-probabilities of a prompt's tokens in vLLM's form, with ranks among the told."""
-        told: list[dict[str, Any] | None] = []
-        for token, own in zip(choice.request.input_ids, choice.prompt_logprobs, strict=True):
-            if own is None:
-                told.append(None)
+        """Return a prompt's log-probabilities in vLLM's form, ranked among the listed tokens."""
+        entries: list[dict[str, Any] | None] = []
+        for token, logprob in zip(choice.request.input_ids, choice.prompt_logprobs, strict=True):
+            if logprob is None:
+                entries.append(None)
                 continue
-            top = own.top[: self.asked["prompt_logprobs"]]
-            ranked = [(token, own.logprob, None), *((*one, at) for at, one in enumerate(top, 1))]
+            top = logprob.top[: self.body.prompt_logprobs]
+            rows = [(token, logprob.logprob, None)]
+            rows += [(*pair, rank) for rank, pair in enumerate(top, 1)]  # type: ignore[misc]
             text = self.table.get_text
-            told.append({
-                str(one): {"logprob": value, "rank": rank, "decoded_token": text(one)}
-                for one, value, rank in ranked
+            entries.append({
+                str(row_token): {"logprob": value, "rank": rank, "decoded_token": text(row_token)}
+                for row_token, value, rank in rows
             })  # fmt: skip
-        return told
+        return entries
 
     def open(self) -> Iterator[dict[str, Any]]:
-        """The chunks that a stream begins with."""
-        for choice in self.choices:
-            if self.is_chat:
-                yield self._make_chunk(choice, {"role": "assistant", "content": ""})
-            elif choice.text and not choice.starts:  # else it comes with its log-probabilities
-                yield self._make_chunk(choice, choice.text)
+        """Yield the chunks that a stream begins with."""
+        raise NotImplementedError
 
     def add(self, choice: Choice, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-        """The chunks of what a choice has gained; its last one has the finish_reason."""
-        known, knew_prompt = len(choice.tokens), bool(choice.prompt)
+        """Yield the chunks of a choice's new events; its last one has the finish_reason."""
+        num_tokens, had_prompt = len(choice.tokens), bool(choice.prompt)
         text = "".join([choice.add(event) for event in events])
-        prompt = [] if knew_prompt else choice.prompt
+        prompt = [] if had_prompt else choice.prompt
         if prompt:
             text = choice.request.input_text + text
-        has_gained = bool(text) or len(choice.tokens) > known
-        told = self._describe(choice, known, prompt) if has_gained else {}
-        if has_gained and self.asked.get("return_trees"):
-            trees = [tree for event in events for tree in event.trees]
-            told["trees"] = [self._describe_tree(tree) for tree in trees]
-        contents: list[Any] = [text] if has_gained else []
-        if choice.parser is not None:
-            contents = choice.take_deltas() or ([{}] if told else [])
-        elif self.is_chat:
-            contents = [{"content": text}] if has_gained else []
-        for content in contents:
-            yield self._make_chunk(choice, content, **told)
-            told = {}
+        details: dict[str, Any] = {}
+        has_gained = bool(text) or len(choice.tokens) > num_tokens
+        if has_gained:
+            details = self._describe_tokens(choice.tokens[num_tokens:], prompt)
+            details |= self._describe_trees(events)
+        for content in self._list_contents(choice, text if has_gained else None, bool(details)):
+            yield self._make_chunk(choice, content, **details)
+            details = {}
         if choice.finish_reason is not None:
-            nothing: Any = {} if self.is_chat else ""
-            chunk = self._make_chunk(choice, nothing, finish_reason=choice.finish_reason)
-            yield chunk | (self._told_last if self.is_over else {})
+            reason = choice.finish_reason
+            chunk = self._make_chunk(choice, self.empty_content, finish_reason=reason)
+            yield chunk | (self._last_fields if self.is_over else {})
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """The chunk of the usage, where it was asked for."""
-        if self.tells_usage:
-            chunk = self._wrap(self._chunk_kind, [])
-            yield chunk | {"usage": self.usage, **self._told_last}
+        """Yield the chunk of the usage, where it was asked for."""
+        if self._has_usage:
+            chunk = self._wrap(self.chunk_name, [])
+            yield chunk | {"usage": self.usage, **self._last_fields}
 
     def fail(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The chunk of an error that ends a stream."""
+        """Return the chunk of an error that ends a stream."""
         return {"error": error}
 
     @property
     def usage(self) -> dict[str, Any]:
-        # The tokens of a prompt count once, however many choices it has.
-        first_choices = self.choices[:: count_choices(self.asked)]
-        prompt = sum(len(choice.request.input_ids) for choice in first_choices)
-        output = sum(choice.num_seen for choice in self.choices if choice.has_output)
+        """The counts of tokens; those of a prompt count once, however many choices it has."""
+        first_choices = self.choices[:: self.body.num_choices]
+        num_prompt = sum(len(choice.request.input_ids) for choice in first_choices)
+        num_output = sum(choice.num_seen for choice in self.choices if choice.has_output)
         usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
         }
-        stats = [choice.stats for choice in self.choices if choice.stats is not None]
-        if not any("num_draft_tokens" in one.unknown for one in stats):
-            accepted = sum(one.num_accepted for one in stats)
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(s.num_draft_tokens for s in stats) - accepted,
-            }
-        if any(choice.parser is not None for choice in self.choices):
-            reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
-            usage.setdefault("completion_tokens_details", {})["reasoning_tokens"] = reasoning
+        if details := self._count_details():
+            usage["completion_tokens_details"] = details
         return usage
 
-    @property
-    def _told_last(self) -> dict[str, Any]:
-        ignored = list(dict.fromkeys(self.asked.get("ignored", ())))
-        return {"metrics": describe_jobs(self.choices), "specdec": {"ignored": ignored}}
+    def _count_details(self) -> dict[str, int]:
+        """Count the output's tokens that were drafted and those of reasoning, where known."""
+        details: dict[str, int] = {}
+        all_stats = [choice.stats for choice in self.choices if choice.stats is not None]
+        if not any("num_draft_tokens" in stats.unknown for stats in all_stats):
+            num_accepted = sum(stats.num_accepted for stats in all_stats)
+            num_drafted = sum(stats.num_draft_tokens for stats in all_stats)
+            details["accepted_prediction_tokens"] = num_accepted
+            details["rejected_prediction_tokens"] = num_drafted - num_accepted
+        if any(choice.parser is not None for choice in self.choices):
+            num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+            details["reasoning_tokens"] = num_reasoning
+        return details
 
     @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
+    def _last_fields(self) -> dict[str, Any]:
+        """The fields that end an answer: metrics, and the parameters without effect."""
+        return {"metrics": describe_jobs(self.choices), "specdec": {"ignored": self._ignored}}
 
-    def _wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _wrap(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "id": self.id, "object": object_name, "created": self.created, "model": self.model,
             "choices": choices,
         }  # fmt: skip
 
-    def _make_chunk(self, choice: Choice, content: Any, **told: Any) -> dict[str, Any]:
-        content = {"delta" if self.is_chat else "text": content}
-        whole = {"index": choice.index, **content, "logprobs": None, "finish_reason": None, **told}
-        chunk = self._wrap(self._chunk_kind, [whole])
-        if not self.tells_usage:
+    def _make_chunk(self, choice: Choice, content: Any, **details: Any) -> dict[str, Any]:
+        document = {
+            "index": choice.index, self.content_key: content, "logprobs": None,
+            "finish_reason": None, **details,
+        }  # fmt: skip
+        chunk = self._wrap(self.chunk_name, [document])
+        if not self._has_usage:
             return chunk
-        return chunk | {"usage": self.usage if self._counts_on else None}
+        return chunk | {"usage": self.usage if self._has_running_usage else None}
 
-    def _describe(self, choice: Choice, start: int, prompt: Sequence[Told]) -> dict[str, Any]:
-        """What an answer says of a choice's tokens from `start` on, and of the prompt's tokens."""
-        tokens, told = choice.tokens[start:], dict[str, Any]()
+    def _describe_whole(self, choice: Choice) -> dict[str, Any]:
+        """Return the content of a choice that is over."""
+        raise NotImplementedError
+
+    def _list_contents(self, choice: Choice, text: str | None, has_details: bool) -> list[Any]:
+        """List the contents of a choice's next chunks.
+
+        text: the new text, None where nothing is new. has_details: whether a chunk has to carry
+        details of the new tokens.
+        """
+        raise NotImplementedError
+
+    def _describe_tokens(
+        self, tokens: Sequence[AnswerToken], prompt: Sequence[AnswerToken]
+    ) -> dict[str, Any]:
+        """Return the details of a choice's tokens, and of the prompt's, that a body asks for."""
+        details: dict[str, Any] = {}
         if self._num_top is not None:
-            told["logprobs"] = self._describe_logprobs(tokens, prompt)
-        if self.asked.get("return_origins"):  # ours: each token as text, and how it came
-            told["tokens"] = [[self.table.get_text(one.id), one.origin] for one in tokens]
-        if self.asked.get("return_token_ids"):  # vLLM's
-            told["token_ids"] = [one.id for one in tokens]
-        return told
+            details["logprobs"] = self._describe_logprobs(tokens, prompt, self._num_top)
+        if self.body.return_origins:  # ours: each token as text, and how it came
+            details["tokens"] = [[self.table.get_text(t.id), t.origin] for t in tokens]
+        if self.body.return_token_ids:  # vLLM's
+            details["token_ids"] = [token.id for token in tokens]
+        return details
+
+    def _describe_trees(self, events: Sequence[Event]) -> dict[str, Any]:
+        """Return the draft trees of events, where the body asks for them."""
+        if not self.body.return_trees:
+            return {}
+        return {"trees": [self._describe_tree(tree) for event in events for tree in event.trees]}
 
     def _describe_tree(self, tree: DraftTree) -> dict[str, Any]:
         tokens = [self.table.get_text(token) for token in tree.tokens]
         return {"tokens": tokens, "parents": tree.parents, "accepted": tree.accepted}
 
-    def _describe_logprobs(self, tokens: Sequence[Told], prompt: Sequence[Told]) -> dict[str, Any]:
-        """The log-probabilities of tokens, in the form of either endpoint."""
-        told = [(one, one.logprob) for one in tokens if one.logprob is not None]
-        if self.is_chat:
-            content = [
-                self._describe_token(one.id, own.logprob)
-                | {"top_logprobs": [self._describe_token(*one) for one in own.top[: self._num_top]]}
-                for one, own in told
-            ]
-            return {"content": content, "refusal": None}
-        text, listed = self.table.get_text, [*((one, one.logprob) for one in prompt), *told]
+    def _describe_logprobs(
+        self, tokens: Sequence[AnswerToken], prompt: Sequence[AnswerToken], num_top: int
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of tokens, in the endpoint's form."""
+        raise NotImplementedError
+
+
+class CompletionAnswer(Answer):
+    """Answer to a completion's body: texts."""
+
+    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    content_key, empty_content = "text", ""
+
+    def open(self) -> Iterator[dict[str, Any]]:
+        for choice in self.choices:
+            if choice.text and not choice.starts:  # else it comes with its log-probabilities
+                yield self._make_chunk(choice, choice.text)
+
+    def _describe_whole(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
+
+    def to_json(self) -> dict[str, Any]:
+        document = super().to_json()
+        if self.body.prompt_logprobs is not None:
+            choices = zip(document["choices"], self._list_returned(), strict=True)
+            for choice_document, choice in choices:
+                choice_document["prompt_logprobs"] = self._describe_prompt(choice)
+        return document
+
+    def _list_contents(self, choice: Choice, text: str | None, has_details: bool) -> list[Any]:
+        return [] if text is None else [text]
+
+    def _describe_logprobs(
+        self, tokens: Sequence[AnswerToken], prompt: Sequence[AnswerToken], num_top: int
+    ) -> dict[str, Any]:
+        text = self.table.get_text
+        rows = [*prompt, *(token for token in tokens if token.logprob is not None)]
         return {
-            "tokens": [text(one.id) for one, _ in listed],
-            "token_logprobs": [own and own.logprob for _, own in listed],
-            "top_logprobs": [
-                own
-                and {text(one.id): own.logprob}
-                | {text(top): value for top, value in own.top[: self._num_top]}
-                for one, own in listed
-            ],
-            "text_offset": [one.start for one, _ in listed],
+            "tokens": [text(token.id) for token in rows],
+            "token_logprobs": [token.logprob and token.logprob.logprob for token in rows],
+            "top_logprobs": [self._describe_top(token, num_top) for token in rows],
+            "text_offset": [token.start for token in rows],
         }
+
+    def _describe_top(self, token: AnswerToken, num_top: int) -> dict[str, float] | None:
+        """Return a token's log-probability and the likeliest ones there, by the tokens' texts."""
+        if token.logprob is None:
+            return None
+        text, top = self.table.get_text, token.logprob.top[:num_top]
+        return {text(token.id): token.logprob.logprob} | {text(other): v for other, v in top}
+
+
+class ChatAnswer(Answer):
+    """Answer to a chat's body: messages, perhaps with reasoning and tool calls."""
+
+    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    content_key = "delta"
+    empty_content: ClassVar[Any] = {}
+
+    def open(self) -> Iterator[dict[str, Any]]:
+        for choice in self.choices:
+            yield self._make_chunk(choice, {"role": "assistant", "content": ""})
+
+    def to_json(self) -> dict[str, Any]:
+        document = super().to_json()
+        if self.body.prompt_logprobs is not None:
+            document["prompt_logprobs"] = self._describe_prompt(self.choices[0])
+        return document
+
+    def _describe_whole(self, choice: Choice) -> dict[str, Any]:
+        return {"message": choice.message}
+
+    def _list_contents(self, choice: Choice, text: str | None, has_details: bool) -> list[Any]:
+        if choice.parser is not None:
+            return choice.take_deltas() or ([{}] if has_details else [])
+        return [] if text is None else [{"content": text}]
+
+    def _describe_logprobs(
+        self, tokens: Sequence[AnswerToken], prompt: Sequence[AnswerToken], num_top: int
+    ) -> dict[str, Any]:
+        content = []
+        for token in tokens:
+            if token.logprob is not None:
+                top = [self._describe_token(*pair) for pair in token.logprob.top[:num_top]]
+                document = self._describe_token(token.id, token.logprob.logprob)
+                content.append(document | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
     def _describe_token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.table.get_bytes(token)

@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's endpoints as an ASGI application, which never waits for a step."""
+"""OpenAI's endpoints as an ASGI application, which never waits for a step of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,24 +28,25 @@ from specdec.errors import summarize
 from specdec.files.reading import parse_json
 from specdec.system import logs
 
-from .answers import Answer, Choice
+from .answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from .formats import NO_FORMATS, ChatFormats
 from .metrics import Metrics
 from .parsing import Parser
 from .protocol import EVENTS, BadRequest, make_error
-from .responses import RESPONSE, ResponseAnswer, read_response
+from .requests import find_starts, make_requests
+from .response_body import ResponseBody
+from .responses import ResponseAnswer
 from .scheduler import Job, Scheduler
 from .schema import (
-    CHAT,
-    COMPLETION,
-    DETOKENIZE,
-    TOKENIZE,
-    Asked,
-    Parameters,
+    Body,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
     check_model,
-    find_starts,
-    make_requests,
-    read_asked,
+    read_body,
 )
 from .tokens import TokenTable
 from .tools import make_parser, read_calling
@@ -59,45 +60,58 @@ MAX_BODIES = 32  # of the largest size, which all that are being sent may have t
 LARGE_BODY = 64 * 1024
 REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # of a client, to be sent back
 MAX_IGNORED = 100  # names of parameters without effect that the log tells
-Prepared = tuple[InferenceRequest, list[int], Parser | None]
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class Failed(Exception):
-    """The engine ended a request, for `cause`, which its thread has logged."""
+class PreparedChoice(NamedTuple):
+    """Request of a choice, with all that its answer needs.
+
+    starts: where the prompt's tokens begin in its text, if their log-probabilities are asked for.
+    parser: finds the parts of the answer; None where it has none.
+    """
+
+    request: InferenceRequest
+    starts: list[int]
+    parser: Parser | None
+
+
+class FailedRequest(Exception):
+    """Request that the engine ended, for `cause`, which its thread has logged."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
 
-class Bell:
-    """Sets asyncio's events from the engine's thread, all that a step changed in one call."""
+class Notifier:
+    """Setter of asyncio's events from the engine's thread, all that a step changed in one call."""
 
     def __init__(self) -> None:
         self._changed: deque[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = deque()
 
-    def make(self, changed: asyncio.Event) -> Callable[[], None]:
-        """What sets an event of the running loop, soon."""
+    def bind(self, changed: asyncio.Event) -> Callable[[], None]:
+        """Return a function that sets an event of the running loop, soon."""
         entry = asyncio.get_running_loop(), changed
 
-        def ring() -> None:
+        def notify() -> None:
             self._changed.append(entry)
             if len(self._changed) == 1:  # else the loop has been called already
                 with contextlib.suppress(RuntimeError):  # it has ended
                     entry[0].call_soon_threadsafe(self._set_all)
 
-        return ring
+        return notify
 
     def _set_all(self) -> None:
         while self._changed:
             self._changed.popleft()[1].set()
 
 
-class Front:
-    """The endpoints, over one scheduler."""
+class Endpoints:
+    """HTTP endpoints over one scheduler."""
 
     def __init__(
         self, engine: Engine, scheduler: Scheduler, metrics: Metrics, *, model: str,
@@ -107,21 +121,21 @@ class Front:
         self._model, self._formats = model, formats
         self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
         self._table = TokenTable(engine.tokenizer)
-        self._bell = Bell()
+        self._notifier = Notifier()
         # Reading and tokenizing take a while, so they have threads of their own; large bodies have
         # a second one, so that small bodies do not wait for them.
         self._readers = ThreadPoolExecutor(1, "reader")
         self._large_readers = ThreadPoolExecutor(1, "large-reader")
-        self._ignored: set[str] = set()  # parameters that the log has named
-        self._num_held = 0  # bytes of bodies that are being sent and read
+        self._logged_paths: set[str] = set()  # of parameters without effect
+        self._num_body_bytes = 0  # of bodies that are being sent and read
 
     def make_app(self) -> Starlette:
-        """The application, without what guards it."""
+        """Return the application, without its access control."""
         routes = [
             Route("/health", self._show_health),
-            self._route("/v1/completions", COMPLETION, "prompt"),
-            self._route("/v1/chat/completions", CHAT, "messages"),
-            self._route("/v1/responses", RESPONSE, "input", ResponseAnswer),
+            self._route("/v1/completions", CompletionBody, CompletionAnswer),
+            self._route("/v1/chat/completions", ChatBody, ChatAnswer),
+            self._route("/v1/responses", ResponseBody, ResponseAnswer),
             Route("/v1/embeddings", self._refuse_embeddings, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
@@ -132,17 +146,17 @@ class Front:
         ]
         if PAGE.is_file():
             routes.append(Route("/", self._show_page))
-        kinds = (BadRequest, ClientDisconnect, Failed, SpecDecError, Exception)
+        kinds = (BadRequest, ClientDisconnect, FailedRequest, SpecDecError, Exception)
         handlers = {HTTPException: _answer_http} | dict.fromkeys(kinds, _answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False  # to wherever the Host header says
         return app
 
     def _route(
-        self, path: str, parameters: Parameters, needed: str, kind: type[Answer] = Answer
+        self, path: str, body_class: type[GenerationBody], answer_class: type[Answer]
     ) -> Route:
         async def generate(http: Request) -> Response:
-            return await self._generate(http, parameters, needed, kind)
+            return await self._generate(http, body_class, answer_class)
 
         return Route(path, generate, methods=["POST"])
 
@@ -150,34 +164,30 @@ class Front:
         raise BadRequest(f"the model {self._model!r} writes texts; it makes no embeddings", "model")
 
     async def _generate(
-        self, http: Request, parameters: Parameters, needed: str, kind: type[Answer]
+        self, http: Request, body_class: type[GenerationBody], answer_class: type[Answer]
     ) -> Response:
-        asked, prepared = await self._read(http, parameters, self._prepare, needed)
-        requests, starts, parsers = zip(*prepared, strict=True)
-        for name in set(asked["ignored"]) - self._ignored:
-            if len(self._ignored) < MAX_IGNORED:
-                self._ignored.add(name)
-                logger.info("parameter %s has no effect (said once)", ascii(name)[1:-1])
-        most = self._scheduler.max_queue + self._engine.max_batch_size
-        if len(requests) > most:
+        body, (prepared, ignored) = await self._read(http, body_class, self._prepare)
+        self._log_ignored(ignored)
+        most_choices = self._scheduler.max_queue + self._engine.max_batch_size
+        if len(prepared) > most_choices:
             raise BadRequest(
-                f"{len(requests)} choices are more than this server ever holds, {most}", "n"
+                f"{len(prepared)} choices are more than this server ever holds, {most_choices}", "n"
             )
         changed = asyncio.Event()
-        wake = self._bell.make(changed)
-        jobs = [
+        notify = self._notifier.bind(changed)
+        choices = [
             Choice(
-                at, request, wake, has_output=asked.get("max_tokens") != 0,
-                is_echoed=bool(asked.get("echo")), starts=starts[at], parser=parsers[at],
+                index, choice.request, notify, has_output=body.max_tokens != 0,
+                is_echoed=body.is_echoed, starts=choice.starts, parser=choice.parser,
             )
-            for at, request in enumerate(requests)
+            for index, choice in enumerate(prepared)
         ]  # fmt: skip
-        answer = kind(asked, self._model, jobs, self._table)
-        self._scheduler.submit(jobs)
+        answer = answer_class(body, self._model, choices, self._table, ignored)
+        self._scheduler.submit(choices)
         deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
-        if asked.get("stream"):
-            return EventStream(_format_events(events, answer), jobs, self._scheduler)
+        if body.stream:
+            return EventStream(_format_events(events, answer), choices, self._scheduler)
         following = asyncio.ensure_future(_exhaust(events))
         leaving = asyncio.ensure_future(_wait_for_leave(http.receive))
         try:
@@ -188,37 +198,47 @@ class Front:
         finally:
             following.cancel()
             leaving.cancel()
-            cancel_all(self._scheduler, jobs)
+            cancel_all(self._scheduler, choices)
         return JSONResponse(answer.to_json())
 
-    def _prepare(self, asked: Asked) -> list[Prepared]:
-        """The requests, each with where its prompt's tokens begin if their log-probabilities are
-        wanted, and with what finds the parts of its answer.
-        """
-        if "input" in asked:
-            read_response(asked)
-        formats = self._formats if "messages" in asked else NO_FORMATS
-        calling = read_calling(asked, formats)
-        tells_starts = asked.get("echo") and asked.get("logprobs") is not None
+    def _log_ignored(self, paths: Sequence[str]) -> None:
+        """Log each parameter without effect once, up to a number of them."""
+        for path in set(paths) - self._logged_paths:
+            if len(self._logged_paths) < MAX_IGNORED:
+                self._logged_paths.add(path)
+                logger.info("parameter %s has no effect (said once)", ascii(path)[1:-1])
+
+    def _prepare(self, body: GenerationBody) -> tuple[list[PreparedChoice], list[str]]:
+        """Return a body's choices, and the paths of its parameters that have no effect."""
+        formats, calling = NO_FORMATS, None
+        if isinstance(body, ConversationBody):
+            formats = self._formats
+            calling = read_calling(body, formats)
+        has_starts = body.is_echoed and body.num_top_logprobs is not None
+        requests, ignored = make_requests(self._engine, body, formats, calling)
         prepared = [
-            (
+            PreparedChoice(
                 request,
-                find_starts(self._engine, request) if tells_starts else [],
+                find_starts(self._engine, request) if has_starts else [],
                 make_parser(calling, formats, request),
             )
-            for request in make_requests(self._engine, asked, formats, calling)
+            for request in requests
         ]
-        if "input" in asked and asked.get("logprobs") and prepared[0][-1] is not None:
+        if (
+            isinstance(body, ResponseBody)
+            and body.num_top_logprobs is not None
+            and prepared[0].parser is not None
+        ):
             raise BadRequest(
                 "log-probabilities are only told of answers without tools and reasoning",
-                "top_logprobs" if "top_logprobs" in asked else "include",
+                "top_logprobs" if body.top_logprobs is not None else "include",
             )
-        return prepared
+        return prepared, ignored
 
     async def _follow(
         self, answer: Answer, changed: asyncio.Event, deadline: float
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of an answer as they come; raises what ended one of its requests."""
+        """Yield the chunks of an answer as they come; raise what ended one of its requests."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline, changed.set)
         try:
@@ -238,40 +258,39 @@ class Front:
             timer.cancel()
 
     async def _tokenize(self, http: Request) -> Response:
-        _, ids = await self._read(http, TOKENIZE, self._find_tokens)
+        _, ids = await self._read(http, TokenizeBody, self._find_tokens)
         return JSONResponse(
             {"count": len(ids), "max_model_len": self._engine.max_seq_len, "tokens": ids}
         )
 
-    def _find_tokens(self, asked: Asked) -> list[int]:
-        if ("messages" in asked) == ("prompt" in asked):
+    def _find_tokens(self, body: TokenizeBody) -> list[int]:
+        if (body.messages is None) == (body.prompt is None):
             raise BadRequest("give exactly one of prompt and messages", "prompt")
-        if "messages" in asked:
-            chat = asked | {"max_tokens": 1}
-            calling = read_calling(asked, self._formats)
-            return make_requests(self._engine, chat, self._formats, calling)[0].input_ids
-        return list(
-            self._engine.tokenizer(
-                asked["prompt"],
-                add_special_tokens=asked.get("add_special_tokens", True),
-                verbose=False,
-            )["input_ids"]
+        if body.messages is not None:
+            chat = body.make_chat()
+            calling = read_calling(chat, self._formats)
+            requests, _ = make_requests(self._engine, chat, self._formats, calling)
+            return requests[0].input_ids
+        has_special = body.add_special_tokens is not False
+        encoding = self._engine.tokenizer(
+            body.prompt, add_special_tokens=has_special, verbose=False
         )
+        return list(encoding["input_ids"])
 
     async def _detokenize(self, http: Request) -> Response:
-        _, text = await self._read(http, DETOKENIZE, self._find_text, "tokens")
+        _, text = await self._read(http, DetokenizeBody, self._find_text)
         return JSONResponse({"prompt": text})
 
-    def _find_text(self, asked: Asked) -> str:
-        tokenizer, tokens = self._engine.tokenizer, asked["tokens"]
+    def _find_text(self, body: DetokenizeBody) -> str:
+        tokenizer, tokens = self._engine.tokenizer, body.tokens or []
         try:
             pieces = tokenizer.convert_ids_to_tokens(tokens)
             text = str(tokenizer.decode(tokens))
         except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
             raise BadRequest(f"the tokenizer cannot decode: {summarize(error)}", "tokens") from None
         if None in pieces:
-            unknown = tokens[pieces.index(None)]
-            raise BadRequest(f"the tokenizer has no token {unknown}", "tokens")
+            token = tokens[pieces.index(None)]
+            raise BadRequest(f"the tokenizer has no token {token}", "tokens")
         return text
 
     async def _list_models(self, http: Request) -> Response:
@@ -309,57 +328,56 @@ class Front:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     async def _read(
-        self, http: Request, parameters: Parameters, use: Callable[[Asked], Any],
-        needed: str | None = None,
-    ) -> tuple[Asked, Any]:  # fmt: skip
-        """Read and check a body, in another thread; return it, and what `use` makes of it."""
-        body = bytearray()
+        self, http: Request, body_class: type[B], prepare: Callable[[B], T]
+    ) -> tuple[B, T]:
+        """Read and check a body, in another thread; return it, and what `prepare` makes of it."""
+        content = bytearray()
 
-        def read() -> tuple[Any, Any]:
+        def read() -> tuple[B, T]:
             try:
-                document = parse_json(bytes(body))
+                document = parse_json(bytes(content))
             except ValueError as error:
                 raise BadRequest(f"the body is not JSON: {summarize(error)}") from None
-            asked = read_asked(parameters, document, needed)
-            check_model(asked.get("model"), self._model)
-            return asked, use(asked)
+            body = read_body(body_class, document)
+            check_model(body.model, self._model)
+            return body, prepare(body)
 
         try:
-            await asyncio.wait_for(self._receive(http, body), min(BODY_SECONDS, self._timeout))
-            readers = self._large_readers if len(body) > LARGE_BODY else self._readers
+            await asyncio.wait_for(self._receive(http, content), min(BODY_SECONDS, self._timeout))
+            readers = self._large_readers if len(content) > LARGE_BODY else self._readers
             return await asyncio.get_running_loop().run_in_executor(readers, read)
         except asyncio.TimeoutError:
             raise BadRequest("the body did not come in time", status=408) from None
         finally:
-            self._num_held -= len(body)
+            self._num_body_bytes -= len(content)
 
-    async def _receive(self, http: Request, body: bytearray) -> None:
-        """Take in a body, if it is one of JSON within the limits."""
+    async def _receive(self, http: Request, content: bytearray) -> None:
+        """Receive a body, if it is one of JSON within the limits."""
         # Without a kind it may be from a page of another site, which need not ask before sending.
-        sent = http.headers.get("content-type", "").split(";")[0].strip().lower()
-        if sent != "application/json":
+        content_type = http.headers.get("content-type", "").split(";")[0].strip().lower()
+        if content_type != "application/json":
             raise BadRequest(
-                f"Content-Type is {sent[:100]!r}, not 'application/json'", status=415
+                f"Content-Type is {content_type[:100]!r}, not 'application/json'", status=415
             )  # fmt: skip
-        packed = http.headers.get("content-encoding", "identity").strip().lower()
-        if packed != "identity":
-            raise BadRequest(f"Content-Encoding {packed[:100]!r} is not taken", status=415)
+        encoding = http.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise BadRequest(f"Content-Encoding {encoding[:100]!r} is not taken", status=415)
         limit = self._max_body_bytes
         too_large = BadRequest(f"the body has more than {limit} bytes", status=413)
         length = http.headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > limit):
             raise too_large
-        async for piece in http.stream():
-            body.extend(piece)
-            self._num_held += len(piece)
-            if len(body) > limit:
+        async for chunk in http.stream():
+            content.extend(chunk)
+            self._num_body_bytes += len(chunk)
+            if len(content) > limit:
                 raise too_large
-            if self._num_held > MAX_BODIES * limit:
+            if self._num_body_bytes > MAX_BODIES * limit:
                 raise BadRequest("too many bodies are being sent; try again", status=429)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until they end or the client leaves; a slow one makes them fewer."""
+    """Server-sent events, until they end or the client leaves; a slow client gets fewer."""
 
     def __init__(
         self, events: AsyncIterator[bytes], jobs: Sequence[Job], scheduler: Scheduler
@@ -386,13 +404,13 @@ def cancel_all(scheduler: Scheduler, jobs: Sequence[Job]) -> None:
 
 def _add_request_id(scope: Scope, send: Send) -> Send:
     """Let an answer have the client's own x-request-id, or a new one."""
-    given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
-    if not REQUEST_ID.fullmatch(given):
-        given = f"req_{secrets.token_hex(16)}".encode()
+    request_id = dict(scope.get("headers", ())).get(b"x-request-id", b"")
+    if not REQUEST_ID.fullmatch(request_id):
+        request_id = f"req_{secrets.token_hex(16)}".encode()
 
     async def add(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"x-request-id", given)]
+            message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
         await send(message)
 
     return add
@@ -407,7 +425,7 @@ def _take(job: Job) -> list[Event]:
     try:
         return job.take()
     except Exception as error:  # noqa: BLE001 - whatever it was
-        raise Failed(error) from None
+        raise FailedRequest(error) from None
 
 
 async def _exhaust(events: AsyncIterator[Any]) -> None:
@@ -418,7 +436,7 @@ async def _exhaust(events: AsyncIterator[Any]) -> None:
 async def _format_events(
     events: AsyncIterator[dict[str, Any]], answer: Answer
 ) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events; an error in between is one, too."""
+    """Yield chunks as server-sent events; an error in between is one, too."""
     for chunk in answer.open():
         yield _format(chunk)
     try:
@@ -427,10 +445,10 @@ async def _format_events(
         for chunk in answer.close():
             yield _format(chunk)
     except Exception as error:  # the status line is sent already
-        if not isinstance(error, (Failed, BadRequest)):
+        if not isinstance(error, (FailedRequest, BadRequest)):
             logger.exception("a stream failed")
-        told = json.loads(bytes(explain(error).body) or b'{"error": {}}')
-        yield _format(answer.fail(told["error"]))
+        document = json.loads(bytes(explain(error).body) or b'{"error": {}}')
+        yield _format(answer.fail(document["error"]))
     yield answer.ending
 
 
@@ -440,8 +458,8 @@ def _format(chunk: dict[str, Any]) -> bytes:
 
 
 def explain(error: Exception) -> Response:
-    """The answer to a request that an error ended."""
-    if isinstance(error, Failed):
+    """Return the answer to a request that an error ended."""
+    if isinstance(error, FailedRequest):
         error = error.cause
     if isinstance(error, BadRequest):
         return make_error(error.message, error.status, error.param, error.code, error.headers)
@@ -465,12 +483,14 @@ async def _answer_http(http: Request, error: Any) -> Response:
     return make_error(message, error.status_code, headers=error.headers)
 
 
-class Guard:
-    """Refuses requests without the key or, where there is none, with another name than loopback."""
+class AccessControl:
+    """Gate that refuses requests without the key or, where none is set, of another Host name."""
 
-    def __init__(self, front: Front, key: str | None, local_names: frozenset[str] | None) -> None:
+    def __init__(
+        self, endpoints: Endpoints, key: str | None, local_names: frozenset[str] | None
+    ) -> None:
         """local_names: what clients without a key may call the server; None is anything."""
-        self._app, self._local_names = front.make_app(), local_names
+        self._app, self._local_names = endpoints.make_app(), local_names
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -484,12 +504,12 @@ class Guard:
             return make_error(f"the headers have more than {MAX_HEADER_BYTES} bytes", 431)
         headers = dict(scope["headers"])
         if self._digest is not None and scope["path"] not in OPEN_PATHS:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            digest = hashlib.sha256(given.strip()).digest()
+            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+            digest = hashlib.sha256(key.strip()).digest()
             if not (hmac.compare_digest(digest, self._digest) and kind.lower() == b"bearer"):
-                lack = "the key is not this server's" if given else "a key is needed"
+                reason = "the key is not this server's" if key else "a key is needed"
                 return make_error(
-                    f"{lack}: Authorization: Bearer KEY", 401, code="invalid_api_key",
+                    f"{reason}: Authorization: Bearer KEY", 401, code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
         # A page from elsewhere whose name was made to lead here would send that name.

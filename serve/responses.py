@@ -1,7 +1,4 @@
-"""OpenAI's responses: their bodies, which are chats in other words, and their events.
-
-Nothing is stored: a conversation is sent whole each time.
-"""
+"""Answers of OpenAI's responses: lists of items, and the events that tell them in a stream."""
 
 from __future__ import annotations
 
@@ -10,140 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec import Event
-from specdec.errors import shorten
-from specdec.text.prompts import BOOL, OBJECT
 
-from .answers import Answer, Choice
-from .protocol import refuse
-from .schema import (
-    ANY,
-    ASKED,
-    FORMAT,
-    LIMIT,
-    NAMED_SCHEMA,
-    TEMPLATE_SETTINGS,
-    TEXT,
-    TOP,
-    Asked,
-    Parameters,
-)
+from .answers import ChatAnswer, Choice
+from .response_body import ECHOED
 
 Item = dict[str, Any]
-_STORED = (lambda v: False, "left out: nothing is stored, so send the whole conversation as input")
-_TOLD_AGAIN = ("prompt_cache_key", "user", "safety_identifier")
-RESPONSE: Parameters = {
-    name: rule for name, rule in ASKED.items()
-    if name not in ("n", "best_of", "max_tokens", "response_format", "prompt_logprobs")
-    and not name.startswith("return_")
-} | {
-    **TEMPLATE_SETTINGS,
-    "input": (
-        lambda v: isinstance(v, str) or (
-            isinstance(v, list) and bool(v) and all(isinstance(item, dict) for item in v)
-        ),
-        "a text or a list of items",
-    ),
-    "instructions": TEXT,
-    "max_output_tokens": LIMIT,
-    "top_logprobs": TOP,
-    "tools": ANY,
-    "tool_choice": ANY,
-    "parallel_tool_calls": BOOL,
-    "text": {"format": {"type": FORMAT, **NAMED_SCHEMA}, "*": None},
-    "reasoning": {"effort": TEXT, "*": None},
-    "include": (
-        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-        "a list of names",
-    ),
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _STORED),
-    "background": (lambda v: v is False, "false: answers come as soon as they are made"),
-    "truncation": (lambda v: v == "disabled", "disabled"),
-    "metadata": OBJECT,  # told again, as are the names of whom the answer is for
-    **dict.fromkeys(_TOLD_AGAIN, TEXT),
-    "max_tool_calls": None,  # of tools that a server calls itself
-    "stream_options": {"*": None},
-}  # fmt: skip
-LOGPROBS = "message.output_text.logprobs"  # what can be included
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-def read_response(asked: Asked) -> None:
-    """Add to a response's body what a chat has; BadRequest for what is not offered.
-
-    "places" has the names of the messages' places.
-    """
-    read = _read_input(asked["input"], asked.get("instructions"))
-    asked["places"], asked["messages"] = map(list, zip(*read, strict=True))
-    if "effort" in asked.get("reasoning", {}):
-        asked["reasoning_effort"] = asked["reasoning"]["effort"]
-    include = set(asked.get("include", ()))
-    asked["ignored"] += [f"include.{name[:100]}" for name in sorted(include - {LOGPROBS})]
-    if "top_logprobs" in asked or LOGPROBS in include:
-        asked["logprobs"] = True
-
-
-def _read_input(given: Any, instructions: str | None) -> list[tuple[str, Item]]:
-    """The messages that items mean, each with the place of its first item."""
-    read: list[tuple[str, Item]] = []
-    if instructions:
-        read.append(("instructions", {"role": "system", "content": instructions}))
-    if isinstance(given, str):
-        return [*read, ("input", {"role": "user", "content": given})]
-    thought: list[str] = []  # reasoning before the assistant's next message
-    for at, item in enumerate(given):
-        where = f"input.{at}"
-        kind = item.get("type", "message" if "role" in item else None)
-        if kind == "reasoning":
-            thought.append(_read_text(item.get("content") or item.get("summary") or [], where))
-            continue
-        if kind == "message":
-            text = _read_text(item.get("content"), where)
-            message = {"role": item.get("role"), "content": text}
-        elif kind == "function_call":
-            name = item.get("name")
-            if not isinstance(name, str):
-                raise refuse(f"{where}.name", f"is {shorten(name)}, not a text")
-            function = {"name": name, "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if read and read[-1][1]["role"] == "assistant":
-                read[-1][1].setdefault("tool_calls", []).append(call)
-                continue
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        elif kind == "function_call_output":
-            text = _read_text(item.get("output"), where)
-            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
-        else:
-            reason = "nothing is stored" if kind == "item_reference" else "it is not supported"
-            raise refuse(where, f"is of type {shorten(kind)}: {reason}")
-        if thought and message["role"] == "assistant":
-            message["reasoning_content"], thought = "\n".join(thought), []
-        read.append((where, message))
-    if not read:
-        raise refuse("input", "has no message")
-    return read
-
-
-def _read_text(content: Any, where: str) -> str:
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise refuse(where, f"has {shorten(content)} where a text belongs")
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind else None
-        if kind not in _TEXTS or not isinstance(text, str):
-            raise refuse(where, f"has {shorten(part)}: only texts are supported")
-        texts.append(text)
-    return "".join(texts)
-
-
-class ResponseAnswer(Answer):
-    """The answer to a response's body: a list of items, told event by event in a stream."""
+class ResponseAnswer(ChatAnswer):
+    """Answer to a response's body: a list of items, sent event by event in a stream."""
 
     ending = b""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._items: list[Item] = []
         self._is_open = False  # whether the last item goes on
@@ -151,15 +28,15 @@ class ResponseAnswer(Answer):
         self._is_limited = False  # by max_output_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """The whole answer, when it is over."""
-        body, is_over = self.asked, self._status != "in_progress"
-        same = ("instructions", "max_output_tokens", "metadata", *_TOLD_AGAIN)
+        """Return the whole answer, when it is over."""
+        body, is_over = self.body.list_given(), self._status != "in_progress"
+        echoed_names = ("instructions", "max_output_tokens", "metadata", *ECHOED)
         reasons = {"reason": "max_output_tokens"} if self._is_limited else None
         return {
             "id": self.id, "object": "response", "created_at": self.created,
             "status": self._status, "background": False, "error": None,
             "incomplete_details": reasons, "model": self.model, "output": self._items,
-            **{name: body.get(name) for name in same}, "previous_response_id": None,
+            **{name: body.get(name) for name in echoed_names}, "previous_response_id": None,
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "reasoning": {"effort": None, "summary": None} | body.get("reasoning", {}),
             "store": False, "temperature": body.get("temperature", 1.0),
@@ -167,44 +44,47 @@ class ResponseAnswer(Answer):
             "tool_choice": body.get("tool_choice", "auto"), "tools": body.get("tools") or [],
             "top_logprobs": body.get("top_logprobs", 0), "top_p": body.get("top_p", 1.0),
             "truncation": "disabled", "usage": self._response_usage if is_over else None,
-            **(self._told_last if is_over else {}),
+            **(self._last_fields if is_over else {}),
         }  # fmt: skip
 
     def open(self) -> Iterator[dict[str, Any]]:
-        """The events that a stream begins with."""
-        yield self._make("response.created", response=self.to_json())
-        yield self._make("response.in_progress", response=self.to_json())
+        """Yield the events that a stream begins with."""
+        yield self._make_event("response.created", response=self.to_json())
+        yield self._make_event("response.in_progress", response=self.to_json())
 
     def add(self, choice: Choice, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-        """The events of what the answer has gained."""
+        """Yield the events of what the answer has gained."""
         for chunk in super().add(choice, events):
-            (part,) = chunk["choices"]
-            yield from self._add_delta(part["delta"], part["logprobs"])
-            if part["finish_reason"] is not None:
+            (document,) = chunk["choices"]
+            yield from self._add_delta(document["delta"], document["logprobs"])
+            if document["finish_reason"] is not None:
                 is_cut = choice.parser is not None and choice.parser.is_call_cut
-                yield from self._finish(part["finish_reason"], is_cut)
+                yield from self._finish(document["finish_reason"], is_cut)
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """Nothing: the last event has the usage."""
+        """Yield nothing: the last event has the usage."""
         return iter(())
 
     def fail(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The event of an error that ends a stream."""
+        """Return the event of an error that ends a stream."""
         self._status = "failed"
-        told = {"code": error["code"] or "server_error", "message": error["message"]}
-        return self._make("response.failed", response=self.to_json() | {"error": told})
+        short_error = {"code": error["code"] or "server_error", "message": error["message"]}
+        return self._make_event("response.failed", response=self.to_json() | {"error": short_error})
 
     def _add_delta(self, delta: Item, logprobs: Any) -> Iterator[dict[str, Any]]:
         if text := delta.get("content"):
             yield from self._open_text("message", "output_text")
-            part, told = self._items[-1]["content"][0], logprobs["content"] if logprobs else []
-            part["text"] += text
-            part["logprobs"] += told
-            yield self._tell("response.output_text.delta", delta=text, logprobs=told)
+            token_logprobs = logprobs["content"] if logprobs else []
+            content = self._items[-1]["content"][0]
+            content["text"] += text
+            content["logprobs"] += token_logprobs
+            yield self._make_item_event(
+                "response.output_text.delta", delta=text, logprobs=token_logprobs
+            )
         elif text := delta.get("reasoning_content"):
             yield from self._open_text("reasoning", "reasoning_text")
             self._items[-1]["content"][0]["text"] += text
-            yield self._tell("response.reasoning_text.delta", delta=text)
+            yield self._make_item_event("response.reasoning_text.delta", delta=text)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
@@ -216,7 +96,7 @@ class ResponseAnswer(Answer):
                 )  # fmt: skip
             elif function["arguments"]:
                 self._items[-1]["arguments"] += function["arguments"]
-                yield self._tell(
+                yield self._make_item_event(
                     "response.function_call_arguments.delta", delta=function["arguments"]
                 )
 
@@ -224,37 +104,39 @@ class ResponseAnswer(Answer):
         yield from self._close_item()
         self._items.append(item | {"status": "in_progress"})
         self._is_open = True
-        yield self._tell("response.output_item.added", item=dict(self._items[-1]))
+        yield self._make_item_event("response.output_item.added", item=dict(self._items[-1]))
 
-    def _open_text(self, kind: str, part: str) -> Iterator[dict[str, Any]]:
-        """Let the last item be one of text."""
+    def _open_text(self, kind: str, content_type: str) -> Iterator[dict[str, Any]]:
+        """Begin an item of text, unless the last one is one of this kind and goes on."""
         if self._is_open and self._items[-1]["type"] == kind:
             return
-        more: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+        fields: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
         prefix = "msg" if kind == "message" else "rs"
         name = f"{prefix}_{secrets.token_hex(24)}"
-        yield from self._open({"id": name, "type": kind, "content": [], **more})
-        begun: Item = {"type": part, "text": ""}
-        begun |= {"annotations": [], "logprobs": []} if kind == "message" else {}
-        self._items[-1]["content"] = [begun]
-        yield self._tell("response.content_part.added", part=dict(begun))
+        yield from self._open({"id": name, "type": kind, "content": [], **fields})
+        content: Item = {"type": content_type, "text": ""}
+        content |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+        self._items[-1]["content"] = [content]
+        yield self._make_item_event("response.content_part.added", part=dict(content))
 
     def _close_item(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         if not self._is_open:
             return
         item = self._items[-1]
         if item["type"] == "function_call":
-            yield self._tell(
+            yield self._make_item_event(
                 "response.function_call_arguments.done", arguments=item["arguments"],
                 name=item["name"],
             )  # fmt: skip
         else:
-            (part,) = item["content"]
-            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            yield self._tell(f"response.{part['type']}.done", text=part["text"], **more)
-            yield self._tell("response.content_part.done", part=part)
+            (content,) = item["content"]
+            fields = {"logprobs": content["logprobs"]} if "logprobs" in content else {}
+            yield self._make_item_event(
+                f"response.{content['type']}.done", text=content["text"], **fields
+            )
+            yield self._make_item_event("response.content_part.done", part=content)
         item["status"], self._is_open = status, False
-        yield self._tell("response.output_item.done", item=item)
+        yield self._make_item_event("response.output_item.done", item=item)
 
     def _finish(self, reason: str, is_call_cut: bool) -> Iterator[dict[str, Any]]:
         self._is_limited = reason == "length"
@@ -263,19 +145,19 @@ class ResponseAnswer(Answer):
             yield from self._open_text("message", "output_text")
         is_whole_call = self._items[-1]["type"] == "function_call" and not is_call_cut
         yield from self._close_item("completed" if is_whole_call else self._status)
-        yield self._make(f"response.{self._status}", response=self.to_json())
+        yield self._make_event(f"response.{self._status}", response=self.to_json())
 
-    def _tell(self, kind: str, **told: Any) -> dict[str, Any]:
-        """An event of the last item."""
-        where: Item = {"output_index": len(self._items) - 1}
-        if "item" not in told:
-            where["item_id"] = self._items[-1]["id"]
-            where |= {} if "function_call" in kind else {"content_index": 0}
-        return self._make(kind, **where, **told)
+    def _make_item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the last item."""
+        indices: Item = {"output_index": len(self._items) - 1}
+        if "item" not in fields:
+            indices["item_id"] = self._items[-1]["id"]
+            indices |= {} if "function_call" in kind else {"content_index": 0}
+        return self._make_event(kind, **indices, **fields)
 
-    def _make(self, kind: str, **told: Any) -> dict[str, Any]:
+    def _make_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **told}
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     @property
     def _response_usage(self) -> dict[str, Any]:

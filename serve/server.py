@@ -25,7 +25,7 @@ from specdec.options import get_flags
 from specdec.system import logs
 from specdec.system.http_client import SERVER_KEY_VARIABLE, read_key
 
-from .app import MAX_HEADER_BYTES, Front, Guard
+from .app import MAX_HEADER_BYTES, AccessControl, Endpoints
 from .formats import ChatFormats
 from .metrics import Metrics
 from .protocol import Connection
@@ -123,7 +123,7 @@ class Server:
         self.scheduler = Scheduler(
             engine, max_queue=settings.max_queue, watcher=metrics, on_lost=self._end
         )
-        front = Front(
+        endpoints = Endpoints(
             engine, self.scheduler, metrics, model=model,
             max_body_bytes=int(settings.max_body_mb * 2**20),
             request_timeout=settings.request_timeout, formats=ChatFormats.choose(
@@ -133,7 +133,7 @@ class Server:
         names = None
         if key is None and is_loopback(settings.host):
             names = frozenset({"localhost", "127.0.0.1", "[::1]", settings.host})
-        self.app = Guard(front, key, names)
+        self.app = AccessControl(endpoints, key, names)
         self._model = model
         config = uvicorn.Config(
             self.app, log_config=None, access_log=False, lifespan="off", server_header=False,

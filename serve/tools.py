@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.decode.requests import Request
 from specdec.errors import shorten
@@ -21,6 +21,7 @@ from specdec.text.schemas import describe_faults, fit_schema
 from .formats import ChatFormats, ReasoningFormat, ToolFormat
 from .parsing import Parser
 from .protocol import BadRequest, refuse
+from .schema import ConversationBody
 
 NAME = re.compile(r"[\w.:/-]{1,200}")
 MAX_TOOLS = 1024
@@ -32,12 +33,12 @@ These are the functions, with the JSON schemas of their arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Calling:
-    """What a chat says of tools.
+    """Tools that an answer may call.
 
     tools: as the template has them. schemas: of the arguments of those that may be called, by name.
     is_forced: whether one must be. is_single: whether at most one may be. is_strict: whether a
-    grammar has to keep calls to the schemas. promised: the names of tools whose arguments must keep
-    to all of their schema. places: where the schemas stand in the body, by the tools' names.
+    grammar has to keep calls to the schemas. promised_names: tools whose arguments must keep to all
+    of their schema. schema_paths: where the schemas stand in the body, by the tools' names.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -45,35 +46,68 @@ class Calling:
     is_forced: bool = False
     is_single: bool = False
     is_strict: bool = False
-    promised: Set[str] = frozenset()
-    places: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    promised_names: Set[str] = frozenset()
+    schema_paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | None:
-    """What a body says of tools, None where none may be called; BadRequest if it is wrong."""
-    given, choice = asked.get("tools") or [], asked.get("tool_choice", "auto")
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise refuse("tools", f"is {shorten(given)}, not a list of at most {MAX_TOOLS}")
-    is_flat = "input" in asked  # as responses have it, without objects inside
-    schemas: dict[str, Mapping[str, Any]] = {}
-    tools, strict, places = list[Mapping[str, Any]](), dict[str, Any](), dict[str, str]()
-    for at, tool in enumerate(given):
-        function = _read_function(tool, f"tools.{at}", is_flat)
-        if function["name"] in schemas:
-            raise BadRequest(f"two tools are called {function['name']!r}", "tools")
-        empty = {"properties": {}, "additionalProperties": False}
-        schemas[function["name"]] = {"type": "object", **(function.get("parameters") or empty)}
-        strict[function["name"]] = function.get("strict")
-        places[function["name"]] = f"tools.{at}{'' if is_flat else '.function'}.parameters"
-        tools.append({"type": "function", "function": function} if is_flat else tool)
-    mode, names = _read_choice(choice, is_flat)
+class Tool(NamedTuple):
+    """Tool of a body: as the template has it, its arguments' schema and that schema's path."""
+
+    document: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    schema_path: str
+    strict: Any
+
+
+def read_calling(body: ConversationBody, formats: ChatFormats) -> Calling | None:
+    """Return the tools that an answer may call, None for none; BadRequest where they are wrong."""
+    tools = _read_tools(body.tools or [], body.has_flat_tools)
+    choice = "auto" if body.tool_choice is None else body.tool_choice
+    mode, names = _read_choice(choice, body.has_flat_tools)
     for name in names or ():
-        if not isinstance(name, str) or name not in schemas:
+        if not isinstance(name, str) or name not in tools:
             raise refuse("tool_choice", f"names {shorten(name)}, which is no tool")
     if mode == "required" and not tools:
         raise refuse("tool_choice", "asks for a call, and there are no tools")
     if not tools or mode == "none":
         return None
+    _check_formats(formats)
+    is_single = body.parallel_tool_calls is False
+    strict_names = {name for name, tool in tools.items() if tool.strict is True}
+    loose_names = {name for name, tool in tools.items() if tool.strict is False}
+    keeps_all = mode == "required" or names is not None
+    return Calling(
+        [tool.document for tool in tools.values()],
+        {name: tools[name].schema for name in (tools if names is None else names)},
+        is_forced=mode == "required",
+        is_single=is_single or (isinstance(choice, dict) and choice.get("type") == "function"),
+        is_strict=bool(strict_names) or is_single or names is not None,
+        promised_names=tools.keys() - loose_names if keeps_all else strict_names,
+        schema_paths={name: tool.schema_path for name, tool in tools.items()},
+    )
+
+
+def _read_tools(documents: Any, is_flat: bool) -> dict[str, Tool]:
+    """Return a body's tools by name; is_flat: whether functions stand in the tools themselves."""
+    if not isinstance(documents, list) or len(documents) > MAX_TOOLS:
+        raise refuse("tools", f"is {shorten(documents)}, not a list of at most {MAX_TOOLS}")
+    tools: dict[str, Tool] = {}
+    for i, document in enumerate(documents):
+        function = _read_function(document, f"tools.{i}", is_flat)
+        if function["name"] in tools:
+            raise BadRequest(f"two tools are called {function['name']!r}", "tools")
+        empty = {"properties": {}, "additionalProperties": False}
+        tools[function["name"]] = Tool(
+            {"type": "function", "function": function} if is_flat else document,
+            {"type": "object", **(function.get("parameters") or empty)},
+            f"tools.{i}{'' if is_flat else '.function'}.parameters",
+            function.get("strict"),
+        )
+    return tools
+
+
+def _check_formats(formats: ChatFormats) -> None:
+    """Raise BadRequest where the served model's way of writing calls is not known."""
     reason = None
     if formats.tools is None:
         reason = (
@@ -87,58 +121,49 @@ def read_calling(asked: Mapping[str, Any], formats: ChatFormats) -> Calling | No
         )
     if reason is not None:
         raise BadRequest(reason, "tools", code="unsupported_parameter")
-    is_single = asked.get("parallel_tool_calls") is False
-    keeps_all = mode == "required" or names is not None
-    strict_names = {name for name, one in strict.items() if one is True}
-    loose_names = {name for name, one in strict.items() if one is False}
-    return Calling(
-        tools,
-        schemas if names is None else {name: schemas[name] for name in names},
-        is_forced=mode == "required",
-        is_single=is_single or isinstance(choice, dict) and choice.get("type") == "function",
-        is_strict=bool(strict_names) or is_single or names is not None,
-        promised=schemas.keys() - loose_names if keeps_all else strict_names,
-        places=places,
-    )
 
 
-def _read_function(tool: Any, where: str, is_flat: bool) -> Mapping[str, Any]:
+def _read_function(tool: Any, path: str, is_flat: bool) -> Mapping[str, Any]:
+    """Return the function of a tool, its name and its parameters checked."""
     if not isinstance(tool, dict):
-        raise refuse(where, f"is {shorten(tool)}, not an object")
+        raise refuse(path, f"is {shorten(tool)}, not an object")
     if (kind := tool.get("type")) != "function":
         raise refuse(
-            f"{where}.type", f"is {shorten(kind)}: only tools of type function are supported"
+            f"{path}.type", f"is {shorten(kind)}: only tools of type function are supported"
         )
-    function = {k: v for k, v in tool.items() if k != "type"} if is_flat else tool.get("function")
-    where = where if is_flat else f"{where}.function"
+    if is_flat:
+        function: Any = {key: value for key, value in tool.items() if key != "type"}
+    else:
+        path, function = f"{path}.function", tool.get("function")
     if not isinstance(function, dict):
-        raise refuse(where, f"is {shorten(function)}, not an object")
+        raise refuse(path, f"is {shorten(function)}, not an object")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise refuse(f"{where}.name", f"is {shorten(name)}, not letters, digits and _.:/-")
+        raise refuse(f"{path}.name", f"is {shorten(name)}, not letters, digits and _.:/-")
     if parameters is not None and not isinstance(parameters, dict):
-        raise refuse(f"{where}.parameters", f"is {shorten(parameters)}, not an object")
+        raise refuse(f"{path}.parameters", f"is {shorten(parameters)}, not an object")
     if (kind := (parameters or {}).get("type", "object")) != "object":
-        raise refuse(f"{where}.parameters.type", f"is {shorten(kind)}, not 'object'")
+        raise refuse(f"{path}.parameters.type", f"is {shorten(kind)}, not 'object'")
     return function
 
 
 def _read_choice(choice: Any, is_flat: bool) -> tuple[str, list[Any] | None]:
-    """The mode of a tool_choice, and the names that it allows, None for all."""
+    """Return the mode of a tool_choice, and the names that it allows, None for all."""
 
-    def open_one(one: Any, kind: str) -> dict[str, Any]:
-        is_one = isinstance(one, dict) and one.get("type") == kind
-        found = (one if is_flat else one.get(kind)) if is_one else None
-        return found if isinstance(found, dict) else {}
+    def open_object(document: Any, kind: str) -> dict[str, Any]:
+        if not isinstance(document, dict) or document.get("type") != kind:
+            return {}
+        content = document if is_flat else document.get(kind)
+        return content if isinstance(content, dict) else {}
 
     if choice in ("none", "auto", "required"):
         return choice, None
-    if function := open_one(choice, "function"):
+    if function := open_object(choice, "function"):
         return "required", [function.get("name")]
-    allowed = open_one(choice, "allowed_tools")
-    tools, mode = allowed.get("tools"), allowed.get("mode")
+    subset = open_object(choice, "allowed_tools")
+    tools, mode = subset.get("tools"), subset.get("mode")
     if isinstance(tools, list) and tools and mode in ("auto", "required"):
-        return mode, [open_one(tool, "function").get("name") for tool in tools]
+        return mode, [open_object(tool, "function").get("name") for tool in tools]
     example = '"name": "..."' if is_flat else '"function": {"name": "..."}'
     raise refuse(
         "tool_choice",
@@ -150,52 +175,68 @@ def write_messages(
     messages: Sequence[Mapping[str, Any]], template: str, calling: Calling | None,
     formats: ChatFormats,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A conversation as the chat template can read it, without fields that are empty.
+    """Return a conversation as the chat template can read it, without fields that are empty.
 
     messages: as `read_messages` gives them. Where the template knows no tools, they and their calls
     become text of other messages.
     """
-    written: list[dict[str, Any]] = []
+    written_messages = [_clean_message(message, template) for message in messages]
+    if not formats.as_text:
+        return written_messages
+    written_messages = _write_calls_as_text(written_messages)
+    if calling is not None:
+        functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in calling.tools]
+        text = _INTRODUCTION + "\n".join(functions)
+        if written_messages[0]["role"] == "system":
+            text = f"{written_messages.pop(0)['content'] or ''}\n\n{text}"
+        written_messages.insert(0, {"role": "system", "content": text})
+    return written_messages
+
+
+def _clean_message(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Return a message without empty fields, of a role that the template knows."""
+    fields = {key: value for key, value in message.items() if value is not None and value != []}
+    fields.setdefault("content", None if "tool_calls" not in fields else "")
+    if fields["role"] == "developer" and "developer" not in template:
+        fields["role"] = "system"
+    return fields
+
+
+def _write_calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which calls are text, and the results behind a call one user's message."""
+    written_messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of called functions, by the ids of their calls
     result = None  # the message that holds the results so far
     for message in messages:
-        one = {key: value for key, value in message.items() if value is not None and value != []}
-        one.setdefault("content", None if "tool_calls" not in one else "")
-        if one["role"] == "developer" and "developer" not in template:
-            one["role"] = "system"
-        if formats.as_text and (calls := one.pop("tool_calls", None)):
+        if calls := message.pop("tool_calls", None):
             names |= {str(call.get("id")): call["function"]["name"] for call in calls}
-            one["content"] = one["content"] or _write_calls(calls)
-        if formats.as_text and one["role"] == "tool":
-            name = names.get(str(one.get("tool_call_id")), "the function")
-            text = f"Result of {name}: {one['content'] or ''}"
-            if result is not None:
-                result["content"] += f"\n{text}"
-                continue
-            one = result = {"role": "user", "content": text}
-        else:
+            message["content"] = message["content"] or _write_calls(calls)
+        if message["role"] != "tool":
             result = None
-        written.append(one)
-    if formats.as_text and calling is not None:
-        functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in calling.tools]
-        text = _INTRODUCTION + "\n".join(functions)
-        if written[0]["role"] == "system":
-            text = f"{written.pop(0)['content'] or ''}\n\n{text}"
-        written.insert(0, {"role": "system", "content": text})
-    return written
+            written_messages.append(message)
+            continue
+        name = names.get(str(message.get("tool_call_id")), "the function")
+        text = f"Result of {name}: {message['content'] or ''}"
+        if result is not None:
+            result["content"] += f"\n{text}"
+        else:
+            result = {"role": "user", "content": text}
+            written_messages.append(result)
+    return written_messages
 
 
 def _write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    told = []
+    """Return calls as the JSON list that the introduction asks for."""
+    texts = []
     for call in calls:
         arguments = call["function"].get("arguments") or "{}"
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        told.append(f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {text}}}')
-    return f"[{', '.join(told)}]"
+        texts.append(f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {text}}}')
+    return f"[{', '.join(texts)}]"
 
 
 def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
-    """Whether an answer begins with reasoning: True, None for perhaps, False."""
+    """Return whether an answer begins with reasoning: True, None for perhaps, False."""
     end = prompt.rstrip()
     if form is None or end.endswith(form.end):
         return False
@@ -203,7 +244,7 @@ def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
 
 
 def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:
-    """The parser of a request's answer, None where there is nothing to find in it."""
+    """Return the parser of a request's answer, None where there is nothing to find in it."""
     thinking = find_thinking(formats.reasoning, request.input_text)
     reasoning = None if thinking is False else formats.reasoning
     if calling is None and reasoning is None:
@@ -217,66 +258,73 @@ def make_parser(calling: Calling | None, formats: ChatFormats, request: Request)
 
 
 class GrammarWriter:
-    """Writes the Lark grammar of an answer."""
+    """Writer of the Lark grammar of an answer.
+
+    left_out: paths of keywords of schemas that no grammar keeps to.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._rules: dict[str, str] = {}
-        self.left_out: list[str] = []  # places of keywords of schemas that no grammar keeps to
+        self.left_out: list[str] = []
 
     def write(
         self,
         calling: Calling | None,
         formats: ChatFormats,
-        given: Mapping[str, Any] | None,
+        body_grammar: Mapping[str, Any] | None,
         prompt: str,
     ) -> Mapping[str, Any] | None:
-        """The grammar of an answer, in the form of a prompt's; None where it is free.
+        """Return the grammar of an answer, in the form of a prompt's; None where it is free.
 
-        given: what the content has to keep to. A Lark grammar is of the whole answer, reasoning and
-        calls included. Raises BadRequest for one beside required calls.
+        body_grammar: of the content, as the body asks for it. A Lark grammar is of the whole
+        answer, reasoning and calls included. Raises BadRequest for one beside required calls.
         """
-        needs_calls = calling is not None and (calling.is_forced or calling.is_strict)
         thinking = find_thinking(formats.reasoning, prompt)
-        if given is not None and "lark" in given:
+        if body_grammar is not None and "lark" in body_grammar:
             if calling is not None and calling.is_forced:
                 raise BadRequest("a grammar has no place beside required calls", "tool_choice")
-            return given
-        if not needs_calls and (given is None or (calling is None and thinking is False)):
-            return given
+            return body_grammar
+        needs_calls = calling is not None and (calling.is_forced or calling.is_strict)
+        has_more = body_grammar is not None and (calling is not None or thinking is not False)
+        if not needs_calls and not has_more:
+            return body_grammar
         self._rules = {"TEXT": r"/(.|\n)*/", "SPACE": r"/\s{1,4}/"}
-        main = self._write_body(given) if given is not None else ""
+        main = self._write_body(body_grammar) if body_grammar is not None else ""
         if calling is not None and formats.tools is not None:
             main = self._write_calls(calling, formats.tools, main)
-        form = formats.reasoning
-        if form is not None and thinking is not False:
-            self._rules["think"] = self._write_text_to(form.end)
-            begin = self._write_literal(form.begin)
-            main = f"({begin})? think SPACE? ({main})" if thinking else (
-                f"{begin} think SPACE? ({main}) | {main}"
-            )  # fmt: skip
+        if formats.reasoning is not None and thinking is not False:
+            main = self._write_reasoning(formats.reasoning, bool(thinking), main)
         self._rules = {"start": main, **self._rules}
         rules = (f"{name}: {rule}" for name, rule in self._rules.items())
         return {"lark": "%llguidance {}\n" + "\n".join(rules)}
 
-    def _write_body(self, given: Mapping[str, Any]) -> str:
-        """The rule of content that keeps to a JSON schema or a regular expression."""
-        ((kind, value),) = given.items()
+    def _write_reasoning(self, form: ReasoningFormat, is_thinking: bool, main: str) -> str:
+        """Return the rule of reasoning before `main`; is_thinking: whether it has to come."""
+        self._rules["think"] = self._write_text_to(form.end)
+        begin = self._write_literal(form.begin)
+        if is_thinking:
+            return f"({begin})? think SPACE? ({main})"
+        return f"{begin} think SPACE? ({main}) | {main}"
+
+    def _write_body(self, body_grammar: Mapping[str, Any]) -> str:
+        """Return the rule of content that keeps to a JSON schema or a regular expression."""
+        ((kind, value),) = body_grammar.items()
         self._rules["body"] = _write_json(value) if kind == "json_schema" else (
             "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
         )  # fmt: skip
         return "body"
 
     def _write_calls(self, calling: Calling, form: ToolFormat, body: str) -> str:
-        """The rule of an answer with calls, or with a body or free text where these are allowed."""
+        """Return the rule of an answer with calls, or with a body or text where these may be."""
         calls = []
-        for at, (name, schema) in enumerate(calling.schemas.items()):
-            self._rules[f"args_{at}"] = _write_json(self._fit(calling, name, schema))
-            calls.append(f"{self._write_literal(form.open(name))} args_{at}")
+        for i, (name, schema) in enumerate(calling.schemas.items()):
+            self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
+            calls.append(f"{self._write_literal(form.open(name))} args_{i}")
         self._rules["call"] = " | ".join(calls)
         between = "" if calling.is_single else f"({self._write_literal(form.between)} call)*"
-        behind = f"call {between} {self._write_literal(form.last)}"
-        self._rules["calls"] = f"{self._write_literal(form.first)} {behind}"
+        ending = f"call {between} {self._write_literal(form.last)}"
+        self._rules["calls"] = f"{self._write_literal(form.first)} {ending}"
         if calling.is_forced:
             return "calls"
         if body:
@@ -286,38 +334,37 @@ class GrammarWriter:
             return "calls | PLAIN"
         # What begins with the marker is a call; the marker is a token or is spelled.
         self._rules["trigger"] = self._write_text_to(form.begin)
-        self._rules["rest"] = f"{self._write_literal(form.first[len(form.begin) :])} {behind}"
+        self._rules["rest"] = f"{self._write_literal(form.first[len(form.begin) :])} {ending}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
 
     def _fit(self, calling: Calling, name: str, schema: Any) -> Any:
         """Return a tool's schema as a grammar keeps to it; BadRequest where more is promised."""
-        fitted = fit_schema(schema, keeps_all=name in calling.promised)
-        place = calling.places.get(name, name)
+        fitted = fit_schema(schema, keeps_all=name in calling.promised_names)
+        schema_path = calling.schema_paths.get(name, name)
         if fitted.faults:
             raise BadRequest(
-                f"{place} of the tool {name!r} is refused: {describe_faults(fitted)}. No grammar"
-                ' keeps to that: leave it out, or give the tool "strict": false',
+                f"{schema_path} of the tool {name!r} is refused: {describe_faults(fitted)}. No"
+                ' grammar keeps to that: leave it out, or give the tool "strict": false',
                 "tools", code="unsupported_parameter",
             )  # fmt: skip
-        self.left_out += [f"{place}.{path}".rstrip(".") for path in fitted.left_out]
+        self.left_out += [f"{schema_path}.{path}".rstrip(".") for path in fitted.left_out]
         return fitted.schema
 
     def _write_text_to(self, marker: str) -> str:
-        """The rule of any text up to a marker, which is a token of its own or is spelled."""
+        """Return the rule of any text up to a marker, which is a token of its own or is spelled."""
         self._rules[name := f"to_{len(self._rules)}[lazy]"] = f"TEXT {_quote(marker)}"
         token = self._write_literal(marker)
         rule = name.removesuffix("[lazy]")
         return rule if token == _quote(marker) else f"{rule} | TEXT {token}"
 
     def _write_literal(self, text: str) -> str:
-        """A text in Lark, in which a marker that is a token of its own is that token."""
-        markers = re.split(r"(\[[A-Z_/]+\]|</?\w+>|<\|\w+\|>)", text)
-        parts = []
-        for part in filter(None, markers):
-            token = self._tokenizer.convert_tokens_to_ids(part)
-            is_token = part in self._tokenizer.get_added_vocab()
-            parts.append(f"<[{token}]>" if is_token else _quote(part))
-        return " ".join(parts)
+        """Return a text in Lark, in which a marker that is a token of its own is that token."""
+        literals = []
+        for piece in filter(None, re.split(r"(\[[A-Z_/]+\]|</?\w+>|<\|\w+\|>)", text)):
+            token = self._tokenizer.convert_tokens_to_ids(piece)
+            is_token = piece in self._tokenizer.get_added_vocab()
+            literals.append(f"<[{token}]>" if is_token else _quote(piece))
+        return " ".join(literals)
 
 
 def _quote(text: str) -> str:

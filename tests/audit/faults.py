@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from specdec.decode import accept as rules
-from specdec.serve import app, schema
+from specdec.serve import app, requests
 from specdec.serve.answers import Answer
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -32,12 +32,12 @@ def mix_columns(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
 
 @contextlib.contextmanager
 def alter_answers(alter: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Alter each whole answer before it is sent: alter(what was asked, document)."""
+    """Alter each whole answer before it is sent: alter(body, document)."""
     original = Answer.to_json
 
     def write(answer: Answer) -> dict[str, Any]:
         document = copy.deepcopy(original(answer))
-        alter(answer.asked, document)
+        alter(answer.body, document)
         return document
 
     with mock.patch.object(Answer, "to_json", write):
@@ -51,58 +51,58 @@ def alter_streams(alter: Callable[[Any, list[Any]], list[Any]]) -> Iterator[None
 
     async def write(events: Any, answer: Answer) -> Any:
         sent = [event async for event in original(events, answer)]
-        for event in alter(answer.asked, sent):
+        for event in alter(answer.body, sent):
             yield event
 
     with mock.patch.object(app, "_format_events", write):
         yield
 
 
-def write_past_stops(asked: Any, document: dict[str, Any]) -> None:
+def write_past_stops(body: Any, document: dict[str, Any]) -> None:
     choice = document["choices"][0]
-    if asked.get("stop") and choice["finish_reason"] == "stop":
-        choice["text"] += asked["stop"][0] + " and"
+    if body.stop and choice["finish_reason"] == "stop":
+        choice["text"] += body.stop[0] + " and"
 
 
-def tell_ids_past_stops(asked: Any, document: dict[str, Any]) -> None:
-    if asked.get("stop") and (ids := document["choices"][0].get("token_ids")) is not None:
+def tell_ids_past_stops(body: Any, document: dict[str, Any]) -> None:
+    if body.stop and (ids := document["choices"][0].get("token_ids")) is not None:
         ids += ids[-1:] * 4
 
 
-def tell_logprobs_past_stops(asked: Any, document: dict[str, Any]) -> None:
+def tell_logprobs_past_stops(body: Any, document: dict[str, Any]) -> None:
     told = document["choices"][0].get("logprobs")
-    if asked.get("stop") and told:
+    if body.stop and told:
         for values in told.values():
             values += values[-1:] * 4
 
 
-def count_past_stops(asked: Any, document: dict[str, Any]) -> None:
-    if asked.get("stop"):
+def count_past_stops(body: Any, document: dict[str, Any]) -> None:
+    if body.stop:
         document["usage"]["completion_tokens"] += 4
         document["usage"]["total_tokens"] += 4
 
 
-def drop_text(asked: Any, document: dict[str, Any]) -> None:
+def drop_text(body: Any, document: dict[str, Any]) -> None:
     choice = document["choices"][0]
     if "text" in choice:
         choice["text"] = choice["text"][:4] + choice["text"][6:]
 
 
-def count_one_more(asked: Any, document: dict[str, Any]) -> None:
+def count_one_more(body: Any, document: dict[str, Any]) -> None:
     document["usage"]["completion_tokens"] += 1
     document["usage"]["total_tokens"] += 1
 
 
-def count_prompt_less(asked: Any, document: dict[str, Any]) -> None:
+def count_prompt_less(body: Any, document: dict[str, Any]) -> None:
     document["usage"]["prompt_tokens"] -= 1
     document["usage"]["total_tokens"] -= 1
 
 
-def add_wrongly(asked: Any, document: dict[str, Any]) -> None:
+def add_wrongly(body: Any, document: dict[str, Any]) -> None:
     document["usage"]["total_tokens"] += 2
 
 
-def lower_logprobs(asked: Any, document: dict[str, Any]) -> None:
+def lower_logprobs(body: Any, document: dict[str, Any]) -> None:
     told = document["choices"][0].get("logprobs")
     if told and "token_logprobs" in told and len(told["token_logprobs"]) > 9:
         told["token_logprobs"][9] -= 4
@@ -113,7 +113,7 @@ def change_now_and_then() -> contextlib.AbstractContextManager[Any]:
     """Now and then an answer has another text."""
     numbers = itertools.count(1)
 
-    def alter(asked: Any, document: dict[str, Any]) -> None:
+    def alter(body: Any, document: dict[str, Any]) -> None:
         choice = document["choices"][0]
         if next(numbers) % 3 == 0 and len(choice.get("text", "")) > 8:
             choice["text"] = choice["text"][:7] + "#" + choice["text"][8:]
@@ -122,19 +122,19 @@ def change_now_and_then() -> contextlib.AbstractContextManager[Any]:
 
 
 def replace(old: bytes, new: bytes) -> Callable[[Any, list[Any]], list[Any]]:
-    return lambda asked, sent: [event.replace(old, new) for event in sent]
+    return lambda _, sent: [event.replace(old, new) for event in sent]
 
 
-def end_twice(asked: Any, sent: list[Any]) -> list[Any]:
+def end_twice(body: Any, sent: list[Any]) -> list[Any]:
     last = next(event for event in sent if b'"finish_reason":"' in event)
     return [*sent[:-1], last, sent[-1]]
 
 
-def drop_an_event(asked: Any, sent: list[Any]) -> list[Any]:
+def drop_an_event(body: Any, sent: list[Any]) -> list[Any]:
     return sent[:3] + sent[4:] if len(sent) > 6 else sent
 
 
-def number_events(asked: Any, sent: list[Any]) -> list[Any]:
+def number_events(body: Any, sent: list[Any]) -> list[Any]:
     return [event.replace(b"mpl-", b"mpl-%d" % at, 1) for at, event in enumerate(sent)]
 
 
@@ -156,10 +156,11 @@ def take_wrong_drafts() -> Iterator[None]:
 @contextlib.contextmanager
 def change_requests(change: Callable[[Any], Any]) -> Iterator[None]:
     """Decode other requests than those that were asked for."""
-    original = schema.make_requests
+    original = requests.make_requests
 
-    def make(*args: Any) -> list[Any]:
-        return [change(request) for request in original(*args)]
+    def make(*args: Any) -> tuple[list[Any], list[str]]:
+        made, ignored = original(*args)
+        return [change(request) for request in made], ignored
 
     with mock.patch.object(app, "make_requests", make):
         yield

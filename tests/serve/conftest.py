@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.serve import schema
+from specdec.serve import requests
 from specdec.serve.server import Server
 from tests.serve.servers import make_served_engine, serve_here
 
@@ -35,5 +35,5 @@ def _seeds(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test asks for without a seed draws the same tokens in every run."""
     numbers = random.Random(request.node.nodeid)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "secrets", SimpleNamespace(randbits=numbers.getrandbits))
+        patch.setattr(requests, "secrets", SimpleNamespace(randbits=numbers.getrandbits))
         yield

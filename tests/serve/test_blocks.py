@@ -10,10 +10,12 @@ from transformers import AutoTokenizer
 
 from specdec import Event
 from specdec.decode.requests import Request
-from specdec.serve.answers import Answer, Choice
+from specdec.serve.answers import Answer, ChatAnswer, Choice
 from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS
 from specdec.serve.parsing import Parser
+from specdec.serve.response_body import ResponseBody
 from specdec.serve.responses import ResponseAnswer
+from specdec.serve.schema import ChatBody
 from specdec.serve.tokens import TokenTable
 from specdec.text.text_stream import TextStream
 from tests.conftest import ROOT
@@ -68,11 +70,11 @@ def tell(kind: type[Answer], name: str, tokenizer: Any, events: Any) -> tuple[An
     parser = Parser(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], schemas=SCHEMAS)
     request = Request(index=0, input_text="", input_ids=[1], max_output_len=9, end_ids=frozenset())
     choice = Choice(0, request, parser=parser)
-    asked: Any = {"messages": [], "return_token_ids": kind is Answer}
-    answer = kind(asked, "toy", [choice], TokenTable(tokenizer))
+    body = ChatBody(return_token_ids=True) if kind is ChatAnswer else ResponseBody(input="x")
+    answer = kind(body, "toy", [choice], TokenTable(tokenizer))
     told = [one for taken in events for one in answer.add(choice, taken)]
     whole: Any = answer.to_json()
-    if kind is Answer:
+    if kind is ChatAnswer:
         message = join(told, 0)
         assert without_ids(message) == without_ids(whole["choices"][0]["message"])
         ids = [token for one in told for token in one["choices"][0].get("token_ids", [])]
@@ -89,7 +91,7 @@ def tell(kind: type[Answer], name: str, tokenizer: Any, events: Any) -> tuple[An
 
 
 @pytest.mark.parametrize("stop", [[], ["}}"], ["f[", "🙂x", "} é"]], ids=["whole", "cut", "other"])
-@pytest.mark.parametrize("kind", [Answer, ResponseAnswer])
+@pytest.mark.parametrize("kind", [ChatAnswer, ResponseAnswer])
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_answer_does_not_depend_on_blocks(
     tokenizer: Any, name: str, kind: type[Answer], stop: list[str]
@@ -98,7 +100,7 @@ def test_an_answer_does_not_depend_on_blocks(
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     last = len(ids), True
     expected = tell(kind, name, tokenizer, make_events(tokenizer, ids, stop, [last]))
-    if not stop and kind is Answer:
+    if not stop and kind is ChatAnswer:
         assert [call["name"] for call in expected[0]["calls"]] == ["add", "f"]
         assert expected[0]["reasoning_content"] == "hm é🙂 <tool_call>"
     dice = random.Random(name)

@@ -24,9 +24,14 @@ from specdec.decode.loop import Batch
 from specdec.decode.requests import TokenLogprob
 from specdec.files.vocabulary import list_byte_letters
 from specdec.serve import app, protocol
-from specdec.serve.answers import Answer, Choice
-from specdec.serve.schema import CHAT as CHAT_PARAMETERS
-from specdec.serve.schema import COMPLETION, IDLE, NEUTRAL
+from specdec.serve.answers import Choice, CompletionAnswer
+from specdec.serve.schema import (
+    IGNORED,
+    ONLY_DEFAULTS,
+    ChatBody,
+    CompletionBody,
+    list_rules,
+)
 from specdec.serve.server import Server, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
@@ -248,8 +253,9 @@ def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
         counts.append(len(choice.tokens))
     assert shown == ["a", "a", "a€", "a€"]
     assert counts == [1, 2, 3, 4]
-    told_of = Answer({"prompt": "", "logprobs": 0}, MODEL, [choice], table)._describe(choice, 0, [])
-    assert told_of["logprobs"]["tokens"] == names
+    answer = CompletionAnswer(CompletionBody(prompt="", logprobs=0), MODEL, [choice], table)
+    details = answer._describe_tokens(choice.tokens, [])
+    assert details["logprobs"]["tokens"] == names
 
 
 def test_the_small_endpoints(url: str, expected: Any) -> None:
@@ -452,11 +458,17 @@ def test_structured_output(url: str) -> None:
 
 
 def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
-    nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
+    nothing = {name: values[0] for name, values in ONLY_DEFAULTS.items() if values}
     nothing |= {"top_k": -1, "response_format": {"type": "text"}, "logit_bias": {}, "stop": [""]}
     answer = post(url, "/v1/completions", prompt="x", max_tokens=1, **nothing)
     assert answer["specdec"] == {"ignored": []}
-    post(url, "/v1/completions", prompt="x", max_tokens=1, **dict.fromkeys((*NEUTRAL, *IDLE)))
+    post(
+        url,
+        "/v1/completions",
+        prompt="x",
+        max_tokens=1,
+        **dict.fromkeys((*ONLY_DEFAULTS, *IGNORED)),
+    )
     # As clients send back what they got.
     whole = post(url, "/v1/chat/completions", messages=CHAT, max_tokens=2)
     message = whole["choices"][0]["message"] | {"tool_calls": None, "annotations": []}
@@ -468,7 +480,7 @@ def test_parameters_without_effect_are_taken_and_told(
 ) -> None:
     """The answer is the one without them, and names them; the log names each once."""
     caplog.set_level("INFO")
-    idle: dict[str, Any] = dict.fromkeys(IDLE, {"a": ["b"]})
+    idle: dict[str, Any] = dict.fromkeys(IGNORED, {"a": ["b"]})
     body: Any = {"max_tokens": 8, "seed": 4, "max_completion_tokens": 8}
     content = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
     message = {"role": "user", "content": content, "typo": 1, "refusal": None}
@@ -479,7 +491,7 @@ def test_parameters_without_effect_are_taken_and_told(
     for _ in range(2):
         whole = post(url, "/v1/chat/completions", **more)
         assert whole["choices"] == plain["choices"]
-        told = {*IDLE, "messages.content.cache_control", "messages.typo"}
+        told = {*IGNORED, "messages.content.cache_control", "messages.typo"}
         assert {*whole["specdec"]["ignored"]} == {*told, "response_format.json_schema.x"}
     lines = [record.getMessage() for record in caplog.records]
     assert lines.count("parameter prediction has no effect (said once)") <= 1
@@ -638,7 +650,7 @@ ANY_JSON = st.recursive(
     ),
     max_leaves=8,
 )
-NAMES = sorted({*COMPLETION, *CHAT_PARAMETERS})
+NAMES = sorted({*list_rules(CompletionBody), *list_rules(ChatBody)})
 BODIES = (
     st.dictionaries(st.sampled_from(NAMES), ANY_JSON, max_size=4).map(
         lambda body: json.dumps({"prompt": "x", "max_tokens": 2, **body}).encode()

@@ -15,8 +15,9 @@ from pydantic import BaseModel, TypeAdapter
 
 from specdec.decode.loop import Batch
 from specdec.serve.formats import TOOL_FORMATS, ChatFormats
-from specdec.serve.responses import read_response
-from specdec.serve.schema import find_grammar
+from specdec.serve.grammars import find_grammar
+from specdec.serve.response_body import ResponseBody
+from specdec.serve.schema import read_body
 from specdec.serve.tools import read_calling
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
 from tests.serve.test_http import round_all
@@ -208,31 +209,32 @@ def test_items_become_messages() -> None:
         {"type": "function_call_output", "call_id": "2", "output": "p"},
     ]  # fmt: skip
     tool = {"type": "function", "name": "f", "parameters": {}}
-    read: Any = {
-        "input": items, "instructions": "i", "ignored": ["store"], "tools": [tool, SAY],
+    body = read_body(ResponseBody, {
+        "input": items, "instructions": "i", "store": True, "tools": [tool, SAY],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [tool]},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [1]}}},
-    }  # fmt: skip
-    read_response(read)
+    })  # fmt: skip
+    paths, messages = map(list, zip(*body.list_turns(), strict=True))
     calls = [
         {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
         for number, name in (("1", "f"), ("2", "g"))
     ]
-    assert read["messages"] == [
+    assert messages == [
         {"role": "system", "content": "i"}, {"role": "developer", "content": "d"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "o"},
         {"role": "tool", "tool_call_id": "2", "content": "p"},
     ]  # fmt: skip
-    assert read["places"] == ["instructions", *(f"input.{at}" for at in (0, 1, 3, 6, 7))]
-    calling = read_calling(read, ChatFormats(TOOL_FORMATS["hermes"], None, reads_tools=True))
+    assert paths == ["instructions", *(f"input.{at}" for at in (0, 1, 3, 6, 7))]
+    calling = read_calling(body, ChatFormats(TOOL_FORMATS["hermes"], None, reads_tools=True))
     assert calling is not None
     assert calling.tools[0] == {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert (calling.schemas.keys(), calling.is_forced) == ({"f"}, False)
-    (grammar,) = find_grammar(read).values()
-    assert grammar["json_schema"]["enum"] == [1]
-    assert read["ignored"] == ["store"]
+    param, grammar, _ = find_grammar(body)
+    assert grammar is not None
+    assert (param, grammar["json_schema"]["enum"]) == ("text", [1])
+    assert body.list_ignored() == ["store"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from specdec.serve.answers import Choice
 from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from specdec.serve.parsing import Parser
 from specdec.serve.protocol import BadRequest
+from specdec.serve.schema import ChatBody
 from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling, write_messages
 from specdec.text.encoding import encode_prompt
 from specdec.text.grammar import write_choice
@@ -372,7 +373,7 @@ def test_what_cannot_be_called_is_refused(
     body: dict[str, Any], formats: ChatFormats, param: str, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        read_calling(body, formats)
+        read_calling(ChatBody(**body), formats)
     assert caught.value.param == param
     assert message in caught.value.message
 
@@ -417,7 +418,7 @@ def test_the_format_follows_from_the_template(tokenizer_dir: Path) -> None:
 def test_tools_as_text() -> None:
     """For a chat template that reads none."""
     formats = ChatFormats(TOOL_FORMATS["json"])
-    calling = read_calling({"tools": [SAY]}, formats)
+    calling = read_calling(ChatBody(tools=[SAY]), formats)
     call = {"id": "1", "type": "function", "function": {"name": "say.it", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": "Be kind."}, *CHAT,
@@ -542,7 +543,7 @@ def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
 
 def test_markers_are_put_in_where_no_text_has_them() -> None:
     formats = ChatFormats(TOOL_FORMATS["mistral"], None, True, {1: "[TOOL_CALLS]"})
-    calling = read_calling({"tools": [ADD]}, formats)
+    calling = read_calling(ChatBody(tools=[ADD]), formats)
     request = Request(index=0, input_text="", input_ids=[1], max_output_len=9, end_ids=frozenset())
     shown = dataclasses.replace(request, form=TextForm(skips_special=False))
     for one, marks in ((request, {1: "[TOOL_CALLS]"}), (shown, {})):

@@ -1,0 +1,108 @@
+"""Conversations of bodies: their messages, checked, and what of them the chat template reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec import Prompt, SpecDecError
+from specdec.errors import shorten
+from specdec.text.chat import ChatError, join_parts, wrap_calls
+from specdec.text.encoding import render_chat
+
+from .protocol import BadRequest, refuse
+from .schema import FULL_TEXT, ConversationBody, Message, is_text
+
+MAX_FIELDS = 64  # of messages and for the template, which is rendered once for each
+TEXT_KEYS = ("type", "text")  # of a message's content that is given as a list of texts
+
+
+def read_messages(body: ConversationBody) -> tuple[list[Message], list[str]]:
+    """Return a conversation's messages, with texts as contents, and the paths that are ignored.
+
+    BadRequest for what is no message.
+    """
+    messages, ignored = list[Message](), list[str]()
+    for path, message in body.list_turns():
+        content, role = message.get("content"), message.get("role")
+        fields = {
+            name: value for name, value in message.items()
+            if name not in ("role", "content") and value is not None and value != []
+        }  # fmt: skip
+        if not FULL_TEXT[0](role):
+            reason = f"is {shorten(role)}, not a text" if "role" in message else "is missing"
+            raise refuse(f"{path}.role", reason)
+        if content is None and not fields:
+            raise refuse(f"{path}.content", "is missing")
+        if isinstance(content, list):
+            ignored += _check_texts(content, f"{path}.content")
+            content = join_parts(content)
+        elif content is not None and not is_text(content):
+            raise _refuse_content(content, f"{path}.content")
+        if "tool_calls" in fields:
+            try:
+                fields["tool_calls"] = wrap_calls(fields["tool_calls"], f"{path}.tool_calls")
+            except ChatError as error:
+                raise BadRequest(str(error), body.source) from None
+        messages.append({"role": role, "content": content, **fields})
+    return messages, ignored
+
+
+def _check_texts(content: list[Any], path: str) -> list[str]:
+    """Check a content that is a list of texts; return the paths of its keys that are ignored."""
+    if not all(isinstance(block, dict) for block in content):
+        raise _refuse_content(content, path)
+    for block in content:
+        if block.get("type") != "text" or not is_text(block.get("text")):
+            only = 'of parts only {"type": "text", "text": "..."} is supported'
+            raise refuse(path, f"is {shorten(content)}: {only}")
+    return [
+        f"messages.content.{key[:100]}" for block in content for key in block
+        if key not in TEXT_KEYS
+    ]  # fmt: skip
+
+
+def _refuse_content(content: Any, path: str) -> BadRequest:
+    return refuse(path, f"is {shorten(content)}: give a text, or a list of parts of text")
+
+
+def list_unread_fields(prompt: Mapping[str, Any], tokenizer: Any, source: str) -> list[str]:
+    """List the messages' fields and the template's variables that leave the prompt as it is.
+
+    prompt: a Prompt's fields of a chat. source: the parameter that has the conversation.
+    BadRequest for calls that the chat template does not show.
+    """
+
+    def render(**changes: Any) -> str:
+        chat = Prompt(**{**prompt, **changes})
+        return render_chat(chat, chat.messages, tokenizer)
+
+    reduced = _list_reduced(prompt, source)
+    if len(reduced) > MAX_FIELDS:
+        raise refuse(source, f"and the template's variables have {len(reduced)} names beside role"
+                     f" and content, at most {MAX_FIELDS} are read")  # fmt: skip
+    try:
+        full_text = render() if reduced else ""
+        unread_names = [name for name, changes in reduced.items() if render(**changes) == full_text]
+    except SpecDecError:  # what cannot be rendered is refused where the prompt is prepared
+        return []
+    for i, message in enumerate(prompt["messages"]):
+        for name in ("tools", "tool_calls", "function_call"):
+            if name in message and f"{source}.{name}" in unread_names:
+                raise BadRequest(f"the chat template does not read {source}.{i}.{name}", source)
+    return unread_names
+
+
+def _list_reduced(prompt: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    """Return the changes of a prompt that leave out one name each, by the names' paths."""
+    messages, variables = prompt["messages"], prompt["chat_template_kwargs"]
+    changes: dict[str, dict[str, Any]] = {}
+    for name in variables:
+        path = name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:100]}"
+        fewer_variables = {key: variables[key] for key in variables if key != name}
+        changes[path] = {"chat_template_kwargs": fewer_variables}
+    for name in dict.fromkeys(name for message in messages for name in message):
+        if name not in ("role", "content"):
+            reduced = [{key: m[key] for key in m if key != name} for m in messages]
+            changes[f"{source}.{name[:100]}"] = {"messages": reduced}
+    return changes

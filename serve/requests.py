@@ -1,0 +1,245 @@
+"""Requests that a body means: its prompts with their settings, tokenized and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from specdec import Engine, Prompt, PromptError, SpecDecError
+from specdec.decode.requests import Request
+from specdec.errors import summarize
+from specdec.text.prompts import ONLY, read_bias
+from specdec.text.text_stream import read_stream
+
+from .conversation import list_unread_fields, read_messages
+from .formats import ChatFormats
+from .grammars import find_grammar
+from .protocol import BadRequest
+from .schema import (
+    PROMPT,
+    TEMPLATE,
+    CompletionBody,
+    ConversationBody,
+    GenerationBody,
+    is_prompt,
+    is_text,
+)
+from .tools import Calling, GrammarWriter, write_messages
+
+MAX_CHOICES = 128  # of one HTTP request, over all its prompts
+STOPS = ("stop", "stop_token_ids")
+
+
+class BodyInputs(NamedTuple):
+    """Prompts of a body, and the settings that each endpoint names in its own way.
+
+    prompts: the fields that hold the input, of each Prompt. settings: fields that all share.
+    limit_param: the parameter that limits the output. ignored: paths of what has no effect.
+    """
+
+    prompts: list[dict[str, Any]]
+    settings: dict[str, Any]
+    limit_param: str
+    ignored: list[str]
+
+
+def make_requests(
+    engine: Engine, body: GenerationBody, formats: ChatFormats, calling: Calling | None = None
+) -> tuple[list[Request], list[str]]:
+    """Tokenize and check a body's prompts; return num_choices requests of each, and ignored paths.
+
+    The seeds of all choices are consecutive. formats: how the model writes what is no content.
+    calling: what a chat says of tools. BadRequest where the engine cannot take the requests.
+    """
+    _check_choices(body)
+    ignored = body.list_ignored()
+    if calling is not None:
+        ignored += _list_unused_stops(body, calling)
+        if calling.is_forced:
+            body = dataclasses.replace(body, stop=None, stop_token_ids=None)
+    if body.return_origins and not engine.tells_origins:
+        raise BadRequest("this engine does not tell how its tokens came", "return_origins")
+    inputs = _read_inputs(body, engine, formats, calling)
+    ignored += inputs.ignored
+    _check_number(len(inputs.prompts), body.num_choices)
+    if body.spaces_between_special_tokens is not None and getattr(
+        engine.tokenizer, "is_fast", False
+    ):
+        ignored.append("spaces_between_special_tokens")
+    param, grammar, ignored_keywords = find_grammar(body)
+    ignored += ignored_keywords
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    settings = _read_settings(body, engine, inputs.settings)
+    settings |= {"seed": seed % 2**64, "grammar": grammar}
+    # The parameters by the fields of a Prompt, where their names differ.
+    names = {
+        "text": body.source, "token_ids": body.source, "keep_trees": "return_trees",
+        "max_output_len": inputs.limit_param, "grammar": param or "grammar",
+    }  # fmt: skip
+    writer = GrammarWriter(engine.tokenizer)
+    requests: list[Request] = []
+    for i, prompt in enumerate(inputs.prompts):
+        fields = {**prompt, **settings, "index": i if len(inputs.prompts) > 1 else ONLY}
+        with _name_parameters(body.source, names):
+            request = _prepare(engine, **fields)
+            full_grammar = writer.write(calling, formats, grammar, request.input_text)
+            ignored += writer.left_out
+            if full_grammar is not grammar:
+                names["grammar"] = "tools" if calling is not None else names["grammar"]
+                request = _prepare(engine, **{**fields, "grammar": full_grammar})
+        for _ in range(body.num_choices):
+            sampling = dataclasses.replace(request.sampling, seed=(seed + len(requests)) % 2**64)
+            requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
+    return requests, ignored
+
+
+def _check_choices(body: GenerationBody) -> None:
+    """Raise BadRequest for contradicting numbers of choices, and what needs a stream or none."""
+    if body.best_of is not None and body.best_of < body.num_returned:
+        raise BadRequest(f"best_of is {body.best_of}, and n {body.num_returned}", "best_of")
+    for name, is_given, is_for_streams in (
+        ("stream_options", body.stream_options is not None, True),
+        ("return_trees", body.return_trees, True),
+        ("prompt_logprobs", body.prompt_logprobs is not None, False),
+        ("best_of", body.num_choices > body.num_returned, False),
+    ):
+        if is_given and bool(body.stream) != is_for_streams:
+            streams = "stream" if is_for_streams else "what is no stream"
+            raise BadRequest(f"{name} is only for {streams}", name)
+
+
+def _check_number(num_prompts: int, num_choices: int) -> None:
+    """Raise BadRequest for more choices than one HTTP request may ask for."""
+    if num_prompts * num_choices > MAX_CHOICES:
+        raise BadRequest(
+            f"{num_prompts} prompts with n {num_choices} are {num_prompts * num_choices} choices,"
+            f" at most {MAX_CHOICES} are allowed",
+            "n",
+        )
+
+
+def _list_unused_stops(body: GenerationBody, calling: Calling) -> list[str]:
+    """List the parameters that would end a required call before it is whole, and so are left out.
+
+    Raises BadRequest for a grammar of calls that no token may end.
+    """
+    if body.ignore_eos and (calling.is_forced or calling.is_strict):
+        reason = "ignore_eos has no place beside calls that are required, strict or not parallel"
+        raise BadRequest(reason, "ignore_eos")
+    return [name for name in STOPS if calling.is_forced and getattr(body, name)]
+
+
+def _read_inputs(
+    body: GenerationBody, engine: Engine, formats: ChatFormats, calling: Calling | None
+) -> BodyInputs:
+    """Return a body's prompts, and the settings that its endpoint names in its own way."""
+    if isinstance(body, ConversationBody):
+        return _read_conversation(body, engine, formats, calling)
+    assert isinstance(body, CompletionBody)
+    limit, num_top = 16 if body.max_tokens is None else body.max_tokens, body.logprobs
+    if limit == 0 and not body.echo:
+        raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
+    prompts = [body.prompt] if is_prompt(body.prompt) else body.prompt
+    settings = {
+        "max_output_len": limit or 1,  # the prompt's own pass makes a token
+        "logprobs": num_top, "prompt_logprobs": body.is_echoed and num_top is not None,
+    }  # fmt: skip
+    inputs = [{"text" if is_text(prompt) else "token_ids": prompt} for prompt in prompts]
+    return BodyInputs(inputs, settings, "max_tokens", [])
+
+
+def _read_conversation(
+    body: ConversationBody, engine: Engine, formats: ChatFormats, calling: Calling | None
+) -> BodyInputs:
+    """Return the prompt of a conversation, and what its body says in its own way."""
+    limit, limit_param = _read_limit(body)
+    if body.num_top_logprobs is None and body.top_logprobs:
+        raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
+    messages, ignored = read_messages(body)
+    template = str(engine.tokenizer.chat_template or "")
+    variables = dict(body.chat_template_kwargs or {})
+    if body.effort is not None:
+        variables["reasoning_effort"] = body.effort
+    prompt: dict[str, Any] = {
+        "messages": write_messages(messages, template, calling, formats),
+        **body.list_given(TEMPLATE),
+        "chat_template_kwargs": variables,
+    }
+    ignored += list_unread_fields(prompt, engine.tokenizer, body.source)
+    if calling is not None and formats.reads_tools:
+        variables["tools"] = list(calling.tools)
+    settings = {"max_output_len": limit, "logprobs": body.num_top_logprobs}
+    return BodyInputs([prompt], settings, limit_param, ignored)
+
+
+def _read_limit(body: ConversationBody) -> tuple[int | None, str]:
+    """Return the limit of an answer's tokens, None for none, and the parameter that says it."""
+    limit = getattr(body, body.limit_name)
+    if limit is None:
+        return body.max_tokens, "max_tokens"
+    if body.max_tokens not in (None, limit):
+        reason = f"max_tokens and {body.limit_name} are both given, and differ"
+        raise BadRequest(reason, body.limit_name)
+    return limit, body.limit_name
+
+
+def _read_settings(
+    body: GenerationBody, engine: Engine, endpoint_settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that all choices share, by the field of a Prompt."""
+    num_kept = body.truncate_prompt_tokens
+    if num_kept == -1:  # vLLM's for all that there is room for
+        room = engine.max_seq_len - (endpoint_settings["max_output_len"] or 1)
+        num_kept = max(1, min(engine.max_input_len, room))
+    words = [body.stop] if isinstance(body.stop, str) else body.stop or ()
+    settings = {"temperature": 1.0} | body.list_given(PROMPT) | {
+        "logit_bias": read_bias(body.logit_bias or {}) or None,
+        "stop": [word for word in words if word],
+        "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's for all
+        "truncate_prompt_tokens": num_kept,
+        "end_ids": () if body.ignore_eos else None,
+        "keep_trees": body.return_trees,
+        **endpoint_settings,
+    }  # fmt: skip
+    if body.prompt_logprobs is not None:
+        settings["prompt_logprobs"] = True
+        settings["logprobs"] = max(settings["logprobs"] or 0, body.prompt_logprobs)
+    elif body.num_choices > body.num_returned and settings["logprobs"] is None:
+        settings["logprobs"] = 0  # by which the best are chosen
+    return settings
+
+
+def _prepare(engine: Engine, *, index: int, **fields: Any) -> Request:
+    return engine.prepare(Prompt(**fields), max_output_len=None, index=index)
+
+
+@contextlib.contextmanager
+def _name_parameters(source: str, names: Mapping[str, str]) -> Iterator[None]:
+    """Raise BadRequest by the names of the parameters for the error of a prompt.
+
+    source: the parameter that has the input. names: parameters by the fields of a Prompt.
+    """
+    try:
+        yield
+    except SpecDecError as error:
+        raise _explain(error, source, names) from None
+
+
+def _explain(error: SpecDecError, source: str, names: Mapping[str, str]) -> BadRequest:
+    """Return the error of a prompt, by the names of the parameters."""
+    field = error.field if isinstance(error, PromptError) else None
+    param = source if field is None else names.get(field, field)
+    if isinstance(error, PromptError) and error.reason is not None:
+        return BadRequest(f"{param} {error.reason}", param)
+    return BadRequest(summarize(error), param)
+
+
+def find_starts(engine: Engine, request: Request) -> list[int]:
+    """Return the positions in a prompt's text at which its tokens begin."""
+    stream = read_stream(engine.tokenizer, request.input_ids)
+    # The text of a prompt of ids has special tokens as well.
+    prefix_length = max(0, request.input_text.find(stream.finish()))
+    return [0, *(prefix_length + end for end in stream.ends[:-1])]

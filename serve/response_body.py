@@ -1,0 +1,176 @@
+"""Body of OpenAI's responses: a chat in other words, whose messages are items.
+
+Nothing is stored: a conversation is sent whole each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import shorten
+from specdec.text.prompts import OBJECT, Check
+
+from .protocol import refuse
+from .schema import (
+    LIMIT,
+    TEXT,
+    ConversationBody,
+    Message,
+    Parameters,
+    ResponseFormat,
+    StreamOptions,
+    TextFormat,
+    Turns,
+    is_list,
+    is_object,
+    is_text,
+    parameter,
+)
+
+LOGPROBS = "message.output_text.logprobs"  # the value of `include` that has an effect
+ECHOED = ("prompt_cache_key", "user", "safety_identifier")  # names that an answer repeats
+TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+NOT_STORED: Check = (
+    lambda v: False, "left out: nothing is stored, so send the whole conversation as input"
+)  # fmt: skip
+INPUT: Check = (lambda v: is_text(v) or is_list(v, is_object), "a text or a list of items")
+NAMES: Check = (lambda v: isinstance(v, list) and all(map(is_text, v)), "a list of names")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseStreamOptions(StreamOptions):
+    """Options of a response's stream, none of which has an effect."""
+
+    not_offered = frozenset(("include_usage", "continuous_usage_stats"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions(Parameters):
+    """Options of a response's text."""
+
+    ignores_others = True
+
+    format: TextFormat | None = parameter(TextFormat)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReasoningOptions(Parameters):
+    """Options of a response's reasoning."""
+
+    ignores_others = True
+
+    effort: str | None = parameter(TEXT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseBody(ConversationBody):
+    """Body of /v1/responses."""
+
+    source = "input"
+    limit_name = "max_output_tokens"
+    has_flat_tools = True
+    ignored_names = (*ConversationBody.ignored_names, "max_tool_calls")
+    not_offered = frozenset((
+        "n", "best_of", "max_tokens", "response_format", "prompt_logprobs", "return_token_ids",
+        "return_origins", "return_trees",
+    ))  # fmt: skip
+
+    input: str | list[dict[str, Any]] | None = parameter(INPUT)
+    instructions: str | None = parameter(TEXT)
+    max_output_tokens: int | None = parameter(LIMIT)
+    text: TextOptions | None = parameter(TextOptions)
+    reasoning: ReasoningOptions | None = parameter(ReasoningOptions)
+    include: list[str] | None = parameter(NAMES)
+    previous_response_id: None = parameter(NOT_STORED)
+    conversation: None = parameter(NOT_STORED)
+    prompt: None = parameter(NOT_STORED)
+    background: bool | None = parameter(
+        (lambda v: v is False, "false: answers come as soon as they are made")
+    )
+    truncation: str | None = parameter((lambda v: v == "disabled", "disabled"))
+    stream_options: ResponseStreamOptions | None = parameter(ResponseStreamOptions)
+    metadata: Mapping[str, Any] | None = parameter(OBJECT)  # an answer repeats it
+    prompt_cache_key: str | None = parameter(TEXT)
+    user: str | None = parameter(TEXT)
+    safety_identifier: str | None = parameter(TEXT)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        is_included = LOGPROBS in (self.include or ())
+        return 0 if self.top_logprobs is None and is_included else self.top_logprobs
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning is not None else None
+
+    @property
+    def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
+        return "text.format", self.text.format if self.text is not None else None
+
+    def list_ignored(self) -> list[str]:
+        names = sorted(set(self.include or ()) - {LOGPROBS})
+        return [*self.ignored, *(f"include.{name[:100]}" for name in names)]
+
+    def list_turns(self) -> Turns:
+        return _read_items(self.input, self.instructions)
+
+
+def _read_items(items: Any, instructions: str | None) -> Turns:
+    """Return the messages that items mean, each behind the path of its first item."""
+    turns: Turns = []
+    if instructions:
+        turns.append(("instructions", {"role": "system", "content": instructions}))
+    if isinstance(items, str):
+        return [*turns, ("input", {"role": "user", "content": items})]
+    thoughts: list[str] = []  # reasoning before the assistant's next message
+    for i, item in enumerate(items):
+        path = f"input.{i}"
+        item_type = item.get("type", "message" if "role" in item else None)
+        if item_type == "reasoning":
+            thoughts.append(_read_text(item.get("content") or item.get("summary") or [], path))
+            continue
+        message = _read_item(item, item_type, path)
+        if item_type == "function_call" and turns and turns[-1][1]["role"] == "assistant":
+            turns[-1][1].setdefault("tool_calls", []).extend(message["tool_calls"])
+            continue
+        if thoughts and message["role"] == "assistant":
+            message["reasoning_content"], thoughts = "\n".join(thoughts), []
+        turns.append((path, message))
+    if not turns:
+        raise refuse("input", "has no message")
+    return turns
+
+
+def _read_item(item: Mapping[str, Any], item_type: Any, path: str) -> Message:
+    """Return the message that an item means by itself."""
+    if item_type == "message":
+        return {"role": item.get("role"), "content": _read_text(item.get("content"), path)}
+    if item_type == "function_call":
+        name = item.get("name")
+        if not isinstance(name, str):
+            raise refuse(f"{path}.name", f"is {shorten(name)}, not a text")
+        function = {"name": name, "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if item_type == "function_call_output":
+        text = _read_text(item.get("output"), path)
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+    reason = "nothing is stored" if item_type == "item_reference" else "it is not supported"
+    raise refuse(path, f"is of type {shorten(item_type)}: {reason}")
+
+
+def _read_text(content: Any, path: str) -> str:
+    """Return the text of an item's content, which may be a list of texts with types."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise refuse(path, f"has {shorten(content)} where a text belongs")
+    texts = []
+    for block in blocks:
+        block_type = block.get("type") if isinstance(block, dict) else None
+        text = block.get("refusal" if block_type == "refusal" else "text") if block_type else None
+        if block_type not in TEXT_TYPES or not isinstance(text, str):
+            raise refuse(path, f"has {shorten(block)}: only texts are supported")
+        texts.append(text)
+    return "".join(texts)
