@@ -45,7 +45,7 @@ from specdec.decode.drafters.lookahead import LookaheadProposer
 from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
 from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.files.reading import write_json
-from specdec.measure.engine import Bench, Pass, open_bench
+from specdec.measure.engine import Bench, BenchRun, open_bench
 from specdec.measure.measure import (
     Rounds,
     compare_texts,
@@ -54,7 +54,7 @@ from specdec.measure.measure import (
     list_results,
     summarize,
 )
-from specdec.measure.prompts import Prompt, read_prompt_set
+from specdec.measure.prompts import BenchPrompt, read_prompt_set
 from specdec.measure.repetition import is_looping
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import DEFAULT_NGRAM_SIZE, LookupOptions
@@ -97,7 +97,7 @@ def choose(engine_dir: Path, lines: list[str], max_output_len: int) -> list[str]
     return [line for line, text in zip(lines, texts, strict=True) if not is_looping(text)]
 
 
-def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> list[Prompt]:
+def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> list[BenchPrompt]:
     """Write those whose texts do not loop into a file, and read it."""
     lines = path.read_text(encoding="utf-8").splitlines()
     chosen = choose(engine_dir, lines, max(LEAST_LENGTH, args.max_output_len))
@@ -107,7 +107,7 @@ def choose_prompts(path: Path, engine_dir: Path, args: argparse.Namespace) -> li
     written = args.output_dir / "without-loops.jsonl"
     args.output_dir.mkdir(parents=True, exist_ok=True)
     written.write_text("".join(f"{line}\n" for line in chosen), encoding="utf-8")
-    found: list[Prompt] = read_prompt_set(written)
+    found: list[BenchPrompt] = read_prompt_set(written)
     return found
 
 
@@ -176,8 +176,8 @@ def join_pairs(rates: Sequence[float]) -> list[float]:
 
 
 def measure(
-    bench: Bench, settings: RunSettings, ways: Mapping[str, Drafter], prompts: Sequence[Prompt],
-    args: argparse.Namespace,
+    bench: Bench, settings: RunSettings, ways: Mapping[str, Drafter],
+    prompts: Sequence[BenchPrompt], args: argparse.Namespace,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """By method, a row for each batch size.
 
@@ -192,8 +192,8 @@ def measure(
     labels = list(dict.fromkeys(name.removesuffix(AUTO) for name in ways))
     for size in args.batch_sizes:
         bench.take_prompts(prompts[: max(size, LEAST_PROMPTS)], settings)
-        passes: dict[str, list[Pass]] = {name: [] for name in ways}
-        around: dict[str, list[Pass]] = {name: [] for name in ways}
+        passes: dict[str, list[BenchRun]] = {name: [] for name in ways}
+        around: dict[str, list[BenchRun]] = {name: [] for name in ways}
         for number in range(args.repeat):
             before = bench.run(bench.plain, size)
             for label in labels[:: -1 if number % 2 else 1]:

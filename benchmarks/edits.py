@@ -39,7 +39,7 @@ from specdec.decode.loop import Batch, Options
 from specdec.decode.requests import Request
 from specdec.decode.timing import Timing
 from specdec.files.reading import write_json
-from specdec.measure.engine import PARTS, Bench, open_bench
+from specdec.measure.engine import PHASES, Bench, open_bench
 from specdec.measure.measure import divide
 from specdec.measure.report import format_spread
 from specdec.methods.prompt_lookup import LookupOptions
@@ -92,7 +92,7 @@ def make_way(bench: Bench, name: str, proposer: Drafter, longest: int) -> Way:
         stats, after = active.stats, timing.list_seconds()
         if active.output_ids != bench.tokenizer(request.input_text)["input_ids"]:
             sys.exit(f"FAILED: {name}, line {request.index + 1}: not the reference")
-        took = {part: after[part] - before[part] for part in PARTS}
+        took = {part: after[part] - before[part] for part in PHASES}
         return active.output_ids, {
             "steps": stats.num_verify_steps, "drafted": stats.num_draft_tokens,
             "step_seconds": sum(took.values()), "draft_seconds": took["draft"],

@@ -1,4 +1,4 @@
-"""Why speculation is not faster: each cause with its evidence, and what removing it would bring.
+"""Causes why speculation is not faster, each with its evidence and the gain of its removal.
 
 All of it is arithmetic on measurements. With C the time of a speculative step, P that of a plain
 one and E the tokens that a speculative step emits, speculation is E P / C times as fast; E must
@@ -8,12 +8,13 @@ exceed C / P, the break-even. A cause's gain is that ratio without the cause ove
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 GOOD_RATE = 0.8  # of drafted tokens accepted where they are reached: what good drafters come to
-LEAST_GAIN = 1.05  # a cause that would bring less is not told
-LEAST_STEPS = 30  # of a range of context lengths, to be told apart from chance
+LEAST_GAIN = 1.05  # a cause whose removal would bring less is not reported
+LEAST_STEPS = 30  # of a range of context lengths; fewer may be chance
 FALL = 0.7  # of the best acceptance before it, that makes a range of contexts suspicious
 SATURATED = 0.9  # of the largest float16
 MAX_FLOAT16 = 65504.0
@@ -21,14 +22,16 @@ MAX_FLOAT16 = 65504.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What was measured for one batch size.
+    """Measurements of one batch size.
 
-    speculation, plain: milliseconds of a step by part, and `total`. step_ms: of a verify step by
-    tokens per request. tokens_per_step: verified a request. by_position: share of steps that accept
-    at least 1, 2, ... draft tokens. contexts: (tokens before a step, draft tokens it accepted).
-    ratio: of tokens per second, prompts included; step_ratio: without them. smallest: the ratio at
-    the smallest batch that was measured, and its size. is_trained: whether what drafts has weights.
-    in_use: remedies that the engine has already, by the names of `advise`.
+    speculation, plain: milliseconds of a step by phase, and `total`. step_ms: milliseconds of a
+    verify step by tokens per request. tokens_per_step: tokens that a step verifies for a request.
+    by_position: share of steps that accept at least 1, 2, ... draft tokens. contexts: (tokens
+    before a step, draft tokens it accepted). ratio: speculation's tokens per second over plain
+    decoding's, prompts included; step_ratio: without them. smallest_batch: size of the smallest
+    batch that was measured, and its ratio. prefill_share: share of plain decoding that reads
+    prompts. is_trained: the drafter has weights. in_use: remedies that the engine has already, by
+    the names of `advise`.
     """
 
     batch_size: int
@@ -41,22 +44,23 @@ class BatchFacts:
     contexts: Sequence[tuple[int, int]]
     ratio: float
     step_ratio: float
-    smallest: tuple[int, float]
+    smallest_batch: tuple[int, float]
     prefill_share: float
     is_trained: bool = True
     in_use: frozenset[str] = frozenset()
 
     @property
     def break_even(self) -> float:
-        """Tokens a step must emit to be as fast as plain decoding."""
+        """Number of tokens that a step must emit to be as fast as plain decoding."""
         return self.speculation["total"] / self.plain["total"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """A cause and what to do about it.
+    """Cause why speculation is not faster, and its remedy.
 
-    gain: None where nothing can be computed. is_certain: something is wrong, whatever it costs.
+    gain: times as fast without the cause; None where that cannot be computed. is_certain:
+    something is wrong, whatever it costs.
     """
 
     name: str
@@ -70,62 +74,68 @@ class Cause:
         return dataclasses.asdict(self) | {"gain": gain}
 
 
-def rank_causes(facts: BatchFacts, others: Sequence[Cause]) -> list[Cause]:
-    """What is certainly wrong first, then by gain, then what can only be suspected."""
-    found = [cause for find in FINDERS if (cause := find(facts)) is not None]
-    told = [c for c in found if c.gain is not None and c.gain >= LEAST_GAIN]
-    certain = [c for c in others if c.is_certain]
-    suspected = [c for c in others if not c.is_certain]
-    return [*certain, *sorted(told, key=lambda c: -(c.gain or 0.0)), *suspected]
+def rank_causes(facts: BatchFacts, suspects: Sequence[Cause]) -> list[Cause]:
+    """Return the certain causes, then those with a gain, by gain, then the suspected ones.
+
+    suspects: causes without a gain, certain or not.
+    """
+    causes = [cause for find_cause in FINDERS if (cause := find_cause(facts)) is not None]
+    costly = [c for c in causes if c.gain is not None and c.gain >= LEAST_GAIN]
+    certain = [c for c in suspects if c.is_certain]
+    uncertain = [c for c in suspects if not c.is_certain]
+    return [*certain, *sorted(costly, key=lambda c: -(c.gain or 0.0)), *uncertain]
 
 
-def advise(facts: BatchFacts, remedy: str, **more: str) -> str:
-    """Return a remedy, and those of `more` that the engine does not have already."""
-    return "; ".join([remedy, *(text for name, text in more.items() if name not in facts.in_use)])
+def advise(facts: BatchFacts, remedy: str, **remedies: str) -> str:
+    """Return a remedy, and those of `remedies` that the engine does not have already."""
+    texts = [text for name, text in remedies.items() if name not in facts.in_use]
+    return "; ".join([remedy, *texts])
 
 
 def find_low_acceptance(facts: BatchFacts) -> Cause | None:
-    """Fewer drafted tokens are right than those of a good drafter would be."""
+    """Find a drafter that is right less often than a good one would be."""
     if not facts.by_position:
         return None
-    good = sum(GOOD_RATE**n for n in range(len(facts.by_position) + 1))
+    good_length = sum(GOOD_RATE**n for n in range(len(facts.by_position) + 1))
     shares = ", ".join(f"{share:.0%}" for share in facts.by_position)
     return Cause(
         "few drafted tokens are accepted",
         f"a step emits {facts.acceptance_length:.2f} tokens and breaks even at"
         f" {facts.break_even:.2f}; steps that accept at least 1, 2, ...: {shares}; a drafter that"
-        f" is right {GOOD_RATE:.0%} of the time would emit {good:.2f}",
+        f" is right {GOOD_RATE:.0%} of the time would emit {good_length:.2f}",
         "train the drafter longer, on the target's own answers to prompts such as these"
         if facts.is_trained
         else "n-grams draft what a text repeats: for others, take a drafter with weights",
-        good / max(facts.acceptance_length, 1.0),
+        good_length / max(facts.acceptance_length, 1.0),
     )
 
 
 def find_long_draft(facts: BatchFacts) -> Cause | None:
-    """The last positions are accepted too seldom for what they cost."""
+    """Find last positions that are accepted too seldom for what they cost."""
     depth = len(facts.by_position)
     if depth < 2:
         return None
-    plain, extra = facts.plain["total"], facts.speculation["total"] - facts.plain["total"]
+    plain_ms = facts.plain["total"]
+    draft_ms = facts.speculation["total"] - plain_ms
     speeds = [
-        (1 + sum(facts.by_position[:n])) / (plain + extra * n / depth) for n in range(depth + 1)
+        (1 + sum(facts.by_position[:n])) / (plain_ms + draft_ms * n / depth)
+        for n in range(depth + 1)
     ]
-    best = max(range(depth + 1), key=speeds.__getitem__)
-    price = extra / depth / plain
-    advice = f"draft {best} tokens" if best else "decode without speculation"
+    best_depth = max(range(depth + 1), key=speeds.__getitem__)
+    price = draft_ms / depth / plain_ms
+    advice = f"draft {best_depth} tokens" if best_depth else "decode without speculation"
     return Cause(
         "the draft is too long",
         f"each of {depth} positions costs {price:.0%} of a plain step on average, and pays only"
         f" where at least as large a share of steps accepts it; the last is accepted in"
         f" {facts.by_position[-1]:.0%}",
         f"{advice}; specdec tune measures which",
-        speeds[best] / speeds[depth],
+        speeds[best_depth] / speeds[depth],
     )
 
 
 def find_slow_drafter(facts: BatchFacts) -> Cause | None:
-    """Drafting takes much of a step."""
+    """Find a drafter that takes much of a step."""
     total, draft = facts.speculation["total"], facts.speculation["draft"]
     return Cause(
         "the drafter takes long",
@@ -140,9 +150,9 @@ def find_slow_drafter(facts: BatchFacts) -> Cause | None:
 
 
 def find_costly_verification(facts: BatchFacts) -> Cause | None:
-    """A verify step over the tree costs far more than one over a token."""
+    """Find verify steps over a tree that cost far more than steps over one token."""
     total, verify = facts.speculation["total"], facts.speculation["verify"]
-    extra = verify - facts.plain["verify"]
+    tree_ms = verify - facts.plain["verify"]
     costs = ", ".join(f"{n}: {ms / facts.step_ms[1]:.2f}" for n, ms in facts.step_ms.items())
     return Cause(
         "verification is expensive on this machine",
@@ -154,25 +164,27 @@ def find_costly_verification(facts: BatchFacts) -> Cause | None:
             bfloat16="convert with --dtype bfloat16",
             kernels="build with --optimize native",
         ),
-        total / max(1e-9, total - max(0.0, extra)),
+        total / max(1e-9, total - max(0.0, tree_ms)),
     )
 
 
 def find_overhead(facts: BatchFacts) -> Cause | None:
-    """Accepting and bookkeeping take more of a step than those of plain decoding."""
+    """Find acceptance and bookkeeping that take longer than in plain decoding."""
     total = facts.speculation["total"]
-    ours, plain = (times["accept"] + times["other"] for times in (facts.speculation, facts.plain))
+    overhead, plain = (
+        times["accept"] + times["other"] for times in (facts.speculation, facts.plain)
+    )
     return Cause(
         "acceptance and bookkeeping take long",
-        f"they take {ours:.3f} of {total:.3f} ms a step, {plain:.3f} ms in a plain one",
+        f"they take {overhead:.3f} of {total:.3f} ms a step, {plain:.3f} ms in a plain one",
         "a larger target makes them small; for a small one, a smaller tree does",
-        total / max(1e-9, total - max(0.0, ours - plain)),
+        total / max(1e-9, total - max(0.0, overhead - plain)),
     )
 
 
 def find_large_batch(facts: BatchFacts) -> Cause | None:
-    """Speculation wins more in a smaller batch."""
-    size, ratio = facts.smallest
+    """Find a batch in which speculation wins less than in a smaller one."""
+    size, ratio = facts.smallest_batch
     if size == facts.batch_size:
         return None
     return Cause(
@@ -185,7 +197,7 @@ def find_large_batch(facts: BatchFacts) -> Cause | None:
 
 
 def find_long_prompts(facts: BatchFacts) -> Cause | None:
-    """The prompts' own passes, which nothing drafts, take much of the time."""
+    """Find prompts whose passes, in which nothing is drafted, take much of the time."""
     return Cause(
         "the prompts take much of the time",
         f"{facts.prefill_share:.0%} of plain decoding is the prompts' own passes; without them"
@@ -196,29 +208,29 @@ def find_long_prompts(facts: BatchFacts) -> Cause | None:
 
 
 def find_long_context(facts: BatchFacts) -> Cause | None:
-    """Acceptance falls where the text has grown long, of what was trained on shorter ones."""
+    """Find a trained drafter whose acceptance falls where the text has grown long."""
     if not facts.is_trained:
         return None
     ranges: dict[int, list[int]] = {}
     for length, accepted in facts.contexts:
         ranges.setdefault(length.bit_length(), []).append(accepted)
     means = {
-        bits: sum(found) / len(found)
-        for bits, found in sorted(ranges.items())
-        if len(found) >= LEAST_STEPS
+        bits: statistics.fmean(counts)
+        for bits, counts in sorted(ranges.items())
+        if len(counts) >= LEAST_STEPS
     }
-    best = 0.0
+    best_mean = 0.0
     for mean in means.values():
-        if mean < FALL * best:
-            overall = sum(accepted for _, accepted in facts.contexts) / len(facts.contexts)
-            told = ", ".join(f"from {1 << (b - 1)}: {m:.2f}" for b, m in means.items())
+        if mean < FALL * best_mean:
+            overall_mean = statistics.fmean(accepted for _, accepted in facts.contexts)
+            range_texts = ", ".join(f"from {1 << (b - 1)}: {m:.2f}" for b, m in means.items())
             return Cause(
                 "acceptance falls in long contexts",
-                f"draft tokens accepted a step, by tokens before it: {told}",
+                f"draft tokens accepted a step, by tokens before it: {range_texts}",
                 "train the drafter on sequences as long as these (--model-max-length)",
-                (1 + best) / (1 + overall),
+                (1 + best_mean) / (1 + overall_mean),
             )
-        best = max(best, mean)
+        best_mean = max(best_mean, mean)
     return None
 
 
@@ -228,20 +240,23 @@ FINDERS: tuple[Callable[[BatchFacts], Cause | None], ...] = (
 )  # fmt: skip
 
 
-def find_overflow(dtype: str, largest: float) -> Cause | None:
-    """Values of a float16 engine that overflow, or are about to. largest: nan, inf or finite."""
-    if dtype != "float16" or largest <= SATURATED * MAX_FLOAT16:
+def find_overflow(dtype: str, max_magnitude: float) -> Cause | None:
+    """Find values of a float16 engine that overflow, or are about to.
+
+    max_magnitude: largest magnitude of a hidden value or logit; it may be infinite.
+    """
+    if dtype != "float16" or max_magnitude <= SATURATED * MAX_FLOAT16:
         return None
     return Cause(
         "float16 overflows",
-        f"the largest hidden value or logit is {largest:g}, float16 ends at {MAX_FLOAT16:g}",
+        f"the largest hidden value or logit is {max_magnitude:g}, float16 ends at {MAX_FLOAT16:g}",
         "convert with --dtype bfloat16",
         is_certain=True,
     )
 
 
 def find_unused_template(has_template: bool, num_messages: int) -> Cause | None:
-    """Bare prompts for a model of chats."""
+    """Find bare prompts for a chat model. num_messages: prompts that are conversations."""
     if not has_template or num_messages:
         return None
     return Cause(
@@ -253,7 +268,7 @@ def find_unused_template(has_template: bool, num_messages: int) -> Cause | None:
 
 
 def find_missing_kernels(device: str, has_kernels: bool) -> Cause | None:
-    """An engine that runs on torch's own operators."""
+    """Find an engine that runs on torch's own operators."""
     if device != "cpu" or has_kernels:
         return None
     return Cause(

@@ -1,4 +1,4 @@
-"""specdec-bench and specdec diagnose."""
+"""Commands `specdec-bench` and `specdec diagnose`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine in this process, run with and without speculation on the same weights."""
+"""Engine in this process, run with and without speculation on the same weights."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 
 from .machine import LoadMeter, describe_load, describe_machine
-from .prompts import Prompt, group_requests
+from .prompts import BenchPrompt, group_requests
 
-PARTS = ("draft", "verify", "accept", "other")  # of a step
+PHASES = ("draft", "verify", "accept", "other")  # of a step
 Groups = Mapping[str, Sequence[Request]]  # requests by category
 
 
 @dataclasses.dataclass
-class Pass:
-    """One decoding of all requests, category after category."""
+class BenchRun:
+    """Result of decoding all requests once, category after category.
 
-    seconds: dict[str, float]  # by category
+    seconds, results: by category.
+    """
+
+    seconds: dict[str, float]
     results: dict[str, list[ActiveRequest]]
     timing: Timing
 
@@ -45,14 +48,14 @@ class Pass:
         """Tokens per second, prompts included."""
         return sum(map(len, self.texts)) / sum(self.seconds.values())
 
-    def take(self, category: str) -> Pass:
-        """The part of it that decoded one category; its timing is of all."""
-        own = {category: self.seconds[category]}
-        return Pass(own, {category: self.results[category]}, self.timing)
+    def take(self, category: str) -> BenchRun:
+        """Return the result for one category; the timing is of all categories."""
+        seconds = {category: self.seconds[category]}
+        return BenchRun(seconds, {category: self.results[category]}, self.timing)
 
 
 class Bench:
-    """An engine, its tokenizer, and the prompts as requests."""
+    """Engine with its tokenizer, and the prompts as requests."""
 
     def __init__(self, engine: TorchEngine, tokenizer: Any) -> None:
         self.engine, self.tokenizer = engine, tokenizer
@@ -65,10 +68,10 @@ class Bench:
 
     @property
     def requests(self) -> list[Request]:
-        """Those of all categories."""
+        """Requests of all categories."""
         return [request for group in self.groups.values() for request in group]
 
-    def take_prompts(self, prompts: Sequence[Prompt], settings: DecodeSettings) -> None:
+    def take_prompts(self, prompts: Sequence[BenchPrompt], settings: DecodeSettings) -> None:
         """Turn prompts into requests; raise SpecDecError where the engine has no room for them."""
 
         def answer(requests: Sequence[Request]) -> list[list[int]]:
@@ -84,18 +87,18 @@ class Bench:
         return int(self.engine.config.build.max_batch_size)
 
     def check_batch_sizes(self, sizes: Sequence[int]) -> None:
-        """Raise SpecDecError for a batch that the engine or the prompts are too few for."""
-        smallest = min(len(group) for group in self.groups.values())
+        """Raise SpecDecError for a batch that the engine cannot hold or the prompts cannot fill."""
+        min_prompts = min(len(group) for group in self.groups.values())
         for size in sizes:
             if size > self.max_batch_size:
                 raise SpecDecError(
                     f"batch size {size}: the engine's max_batch_size is {self.max_batch_size}",
                     f"build it with --max-batch-size {size}, or measure smaller batches",
                 )
-            if size > smallest:
+            if size > min_prompts:
                 raise SpecDecError(
-                    f"batch size {size}: a category has {smallest} prompts, so that the batch would"
-                    " never be full",
+                    f"batch size {size}: a category has {min_prompts} prompts, so that the batch"
+                    " would never be full",
                     "give more prompts, or measure smaller batches",
                 )
 
@@ -111,7 +114,7 @@ class Bench:
         return generate(self.engine.decoder, proposer, requests, options, timing)
 
     def read_states(self, tokens: Sequence[int]) -> Tensor:
-        """The target's last hidden states [T, D] after each token of a text, read at once."""
+        """Return the target's last hidden states [T, D] of a text, read in one forward pass."""
         decoder, size = self.engine.decoder, len(tokens)
         step = Step(
             rows=np.zeros(1, np.int64),
@@ -122,48 +125,48 @@ class Bench:
         states: Tensor = decoder.forward(step, decoder.make_cache(1, size))[0]
         return states
 
-    def run(self, proposer: Drafter, batch_size: int, most_tokens: int | None = None) -> Pass:
-        """Decode the requests of every category, to at most so many tokens each."""
-        done = Pass({}, {}, Timing(is_exact=True))
+    def run(self, proposer: Drafter, batch_size: int, max_tokens: int | None = None) -> BenchRun:
+        """Decode the requests of every category. max_tokens: of each output at most."""
+        run = BenchRun({}, {}, Timing(is_exact=True))
         for category, requests in self.groups.items():
-            if most_tokens is not None:
+            if max_tokens is not None:
                 requests = [
-                    dataclasses.replace(r, max_output_len=min(most_tokens, r.max_output_len))
+                    dataclasses.replace(r, max_output_len=min(max_tokens, r.max_output_len))
                     for r in requests
                 ]
-            began = time.perf_counter()
-            done.results[category] = self.decode(requests, proposer, batch_size, done.timing)
-            done.seconds[category] = time.perf_counter() - began
-        return done
+            start = time.perf_counter()
+            run.results[category] = self.decode(requests, proposer, batch_size, run.timing)
+            run.seconds[category] = time.perf_counter() - start
+        return run
 
 
 @contextlib.contextmanager
 def measure_engine(
-    run_settings: DecodeSettings, prompts: Sequence[Prompt], batch_sizes: Sequence[int]
+    run_settings: DecodeSettings, prompts: Sequence[BenchPrompt], batch_sizes: Sequence[int]
 ) -> Iterator[tuple[Bench, dict[str, Any]]]:
-    """An engine with its prompts, and a report, to which the end adds the head of all reports."""
+    """Open an engine with its prompts, and a report; at the end, add the head of all reports."""
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)
     bench.check_batch_sizes(batch_sizes)
     report: dict[str, Any] = {}
     yield bench, report
-    others = meter.measure()
+    used_processors = meter.measure()
     report |= {
         **describe_machine(),
-        "processors_used_by_others": others,
+        "processors_used_by_others": used_processors,
         "method": bench.engine.method,
         "device": str(bench.engine.device),
         "dtype": bench.dtype,
         "quantization": bench.engine.describe()["quantization"],
         "num_prompts": len(bench.requests),
         "max_output_len": run_settings.max_output_len,
-        "warnings": describe_load(others),
+        "warnings": describe_load(used_processors),
     }
 
 
 def open_bench(settings: DecodeSettings) -> Bench:
-    """Load what the flags of specdec-run say; raise SpecDecError where nothing drafts."""
+    """Load the engine that specdec-run's flags name; raise SpecDecError where nothing drafts."""
     engine = Engine.open(settings)
     core, tokenizer = engine.core, engine.tokenizer
     if core.method == "plain":

@@ -1,4 +1,4 @@
-"""The machine that figures come from, and what else it was doing at that time."""
+"""Description of the machine that figures come from, and of its other load at that time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.system.threads import count_usable_cores
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_TIMES = Path("/proc/stat")
 SELF_STATUS = Path("/proc/self/status")
-BUSY_SHARE = 0.1  # of the processors; more than this for others makes figures doubtful
+BUSY_SHARE = 0.1  # of the processors; if other programs use more, figures are doubtful
 
 
 def describe_machine() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def read_processor() -> str:
 
 
 def read_cpu_flags() -> set[str]:
-    """Return the names of the processor's instruction sets; empty where nobody tells."""
+    """Return the names of the processor's instruction sets; empty where they are not known."""
     lines = [*_read_cpu_info("flags"), *_read_cpu_info("Features")]
     return {word for line in lines for word in line.split()}
 
@@ -74,23 +74,24 @@ def measure_memory() -> dict[str, float | None]:
 
 
 class LoadMeter:
-    """How busy others keep the processors between its making and `measure`."""
+    """Meter of the processors that other programs use, from its creation until `measure`."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._busy, self._own = _read_busy_seconds(), sum(os.times()[:4])
+        self._start = time.monotonic()
+        self._busy_start, self._process_start = _read_busy_seconds(), sum(os.times()[:4])
 
     def measure(self) -> float | None:
-        """Return the processors that others used, on average; None where nobody tells."""
-        busy = _read_busy_seconds()
-        if busy is None or self._busy is None:
+        """Return the processors that others used, on average; None where that is not known."""
+        busy_end = _read_busy_seconds()
+        if busy_end is None or self._busy_start is None:
             return None
-        own = sum(os.times()[:4]) - self._own
-        return round(max(0.0, busy - self._busy - own) / (time.monotonic() - self._began), 2)
+        process_seconds = sum(os.times()[:4]) - self._process_start
+        other_seconds = max(0.0, busy_end - self._busy_start - process_seconds)
+        return round(other_seconds / (time.monotonic() - self._start), 2)
 
 
 def _read_busy_seconds() -> float | None:
-    """Seconds that all processors have worked since the machine started, for anyone."""
+    """Return the seconds that all processors have worked since the machine started."""
     if not CPU_TIMES.exists():
         return None
     # user, nice, system, idle, iowait, irq, softirq, steal
@@ -98,12 +99,12 @@ def _read_busy_seconds() -> float | None:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def describe_load(others: float | None) -> list[str]:
-    """Return a warning where others kept the machine busy while something was measured."""
+def describe_load(used_processors: float | None) -> list[str]:
+    """Return a warning where other programs kept the machine busy during a measurement."""
     cores = os.cpu_count() or 1
-    if others is None or others <= BUSY_SHARE * cores:
+    if used_processors is None or used_processors <= BUSY_SHARE * cores:
         return []
     return [
-        f"other programs kept {others:.1f} of {cores} processors busy meanwhile:"
+        f"other programs kept {used_processors:.1f} of {cores} processors busy meanwhile:"
         " the figures are doubtful"
     ]

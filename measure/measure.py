@@ -1,4 +1,4 @@
-"""Speculation on and off by turns: speed, its spread, where the time goes, what is accepted."""
+"""Measurements with and without speculation by turns: speed, spread, phases, acceptance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest, sum_stats
 from specdec.system import logs
 
-from .engine import PARTS, Bench, Pass
+from .engine import PHASES, Bench, BenchRun
 from .repetition import is_looping
 
 logger = logs.get_logger(__name__)
@@ -19,43 +19,46 @@ logger = logs.get_logger(__name__)
 
 @dataclasses.dataclass
 class Rounds:
-    """Passes of one way of decoding; the first, which warmed up, gives texts and no times."""
+    """Runs with one drafter; the first warms up and gives texts, the timed ones give times."""
 
-    warm_up: Pass
-    timed: list[Pass] = dataclasses.field(default_factory=list)
+    warm_up: BenchRun
+    timed: list[BenchRun] = dataclasses.field(default_factory=list)
 
     def take(self, category: str) -> Rounds:
-        """The part of each pass that decoded one category."""
-        return Rounds(self.warm_up.take(category), [done.take(category) for done in self.timed])
+        """Return the rounds of one category."""
+        return Rounds(self.warm_up.take(category), [run.take(category) for run in self.timed])
 
     def list_rates(self) -> list[float]:
-        """Tokens per second of each round, prompts included."""
-        return [done.rate for done in self.timed]
+        """Return the tokens per second of each round, prompts included."""
+        return [run.rate for run in self.timed]
 
     def list_step_rates(self) -> list[float]:
-        """Tokens per second of each round, without the prompts and the tokens that they yield."""
+        """Return the tokens per second of each round's steps.
+
+        The prompts' passes and the tokens that they yield do not count.
+        """
         return [
-            sum(len(text) - 1 for text in done.texts)
-            / max(1e-9, sum(getattr(done.timing, part) for part in PARTS))
-            for done in self.timed
+            sum(len(text) - 1 for text in run.texts)
+            / max(1e-9, sum(getattr(run.timing, phase) for phase in PHASES))
+            for run in self.timed
         ]
 
     def describe_step(self) -> dict[str, float]:
-        """Median milliseconds of a step, whole and by part."""
+        """Return the median milliseconds of a step, in total and by phase."""
         times = {
-            part: statistics.median(
-                1000 * getattr(done.timing, part) / max(1, done.timing.num_steps)
-                for done in self.timed
+            phase: statistics.median(
+                1000 * getattr(run.timing, phase) / max(1, run.timing.num_steps)
+                for run in self.timed
             )
-            for part in PARTS
+            for phase in PHASES
         }
-        return {part: round(value, 4) for part, value in times.items()} | {
+        return {phase: round(value, 4) for phase, value in times.items()} | {
             "total": round(sum(times.values()), 4)
         }
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Median and spread."""
+    """Return the median, the lowest and the highest value."""
     return {
         "median": round(statistics.median(values), 4),
         "lowest": round(min(values), 4),
@@ -63,9 +66,9 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def divide(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median and spread of the ratio within each round."""
-    return summarize([a / b for a, b in zip(over, under, strict=True)])
+def divide(rates: Sequence[float], plain_rates: Sequence[float]) -> dict[str, float]:
+    """Return the median and the spread of the ratio of two rates within each round."""
+    return summarize([a / b for a, b in zip(rates, plain_rates, strict=True)])
 
 
 def alternate(
@@ -93,45 +96,47 @@ def measure_batch(bench: Bench, batch_size: int, repeat: int) -> dict[str, Any]:
     rounds = alternate(
         bench, {"speculation": bench.engine.proposer, "plain": bench.plain}, batch_size, repeat
     )
-    ours, plain = rounds["speculation"], rounds["plain"]
+    speculation, plain = rounds["speculation"], rounds["plain"]
     return {
         "batch_size": batch_size,
-        **compare(ours, plain),
-        "step_ratio": divide(ours.list_step_rates(), plain.list_step_rates()),
-        **{
-            name: {
-                "tokens_per_second": summarize(done.list_rates()),
-                "step_tokens_per_second": summarize(done.list_step_rates()),
-                "prefill_seconds": summarize([d.timing.prefill for d in done.timed]),
-                "num_steps": done.warm_up.timing.num_steps,
-                "step_ms": done.describe_step(),
-            }
-            for name, done in rounds.items()
-        },
+        **compare(speculation, plain),
+        "step_ratio": divide(speculation.list_step_rates(), plain.list_step_rates()),
+        **{name: describe_rounds(group) for name, group in rounds.items()},
         "categories": {
-            name: {"num_prompts": len(group), **compare(ours.take(name), plain.take(name))}
+            name: {"num_prompts": len(group), **compare(speculation.take(name), plain.take(name))}
             for name, group in bench.groups.items()
         },
-        "looping": describe_loops(list_results(ours.warm_up)),
+        "looping": describe_loops(list_results(speculation.warm_up)),
     }
 
 
-def compare(ours: Rounds, plain: Rounds) -> dict[str, Any]:
-    """Speculation over plain decoding, for all prompts or for those of a category."""
+def describe_rounds(rounds: Rounds) -> dict[str, Any]:
+    """Return speeds, steps and milliseconds of a step of one drafter."""
     return {
-        "ratio": divide(ours.list_rates(), plain.list_rates()),
-        "acceptance": describe_acceptance(list_results(ours.warm_up)),
-        "texts": compare_texts(ours.warm_up.texts, plain.warm_up.texts),
+        "tokens_per_second": summarize(rounds.list_rates()),
+        "step_tokens_per_second": summarize(rounds.list_step_rates()),
+        "prefill_seconds": summarize([run.timing.prefill for run in rounds.timed]),
+        "num_steps": rounds.warm_up.timing.num_steps,
+        "step_ms": rounds.describe_step(),
     }
 
 
-def list_results(done: Pass) -> list[ActiveRequest]:
-    """Those of all categories."""
-    return [result for results in done.results.values() for result in results]
+def compare(speculation: Rounds, plain: Rounds) -> dict[str, Any]:
+    """Compare speculation with plain decoding, for all prompts or for those of a category."""
+    return {
+        "ratio": divide(speculation.list_rates(), plain.list_rates()),
+        "acceptance": describe_acceptance(list_results(speculation.warm_up)),
+        "texts": compare_texts(speculation.warm_up.texts, plain.warm_up.texts),
+    }
+
+
+def list_results(run: BenchRun) -> list[ActiveRequest]:
+    """Return the results of all categories."""
+    return [result for results in run.results.values() for result in results]
 
 
 def describe_acceptance(results: Sequence[ActiveRequest]) -> dict[str, Any]:
-    """Acceptance over all verify steps of some requests.
+    """Return acceptance over all verify steps of some requests.
 
     accepted_by_position[n]: the share of steps in which more than n draft tokens were accepted.
     """
@@ -154,17 +159,19 @@ def describe_acceptance(results: Sequence[ActiveRequest]) -> dict[str, Any]:
 
 
 def describe_loops(results: Sequence[ActiveRequest]) -> dict[str, Any]:
-    """How many texts run in circles, and what acceptance is over the others."""
-    others = [result for result in results if not is_looping(result.output_ids)]
-    length = sum_stats(others)["acceptance_length"] if others else None
+    """Return how many texts run in circles, and the acceptance length over the others."""
+    straight_results = [result for result in results if not is_looping(result.output_ids)]
+    length = sum_stats(straight_results)["acceptance_length"] if straight_results else None
     return {
-        "texts": len(results) - len(others),
+        "texts": len(results) - len(straight_results),
         "of": len(results),
         "acceptance_length_of_others": length,
     }
 
 
-def compare_texts(ours: Iterable[list[int]], plain: Iterable[list[int]]) -> dict[str, int]:
+def compare_texts(
+    texts: Iterable[list[int]], plain_texts: Iterable[list[int]]
+) -> dict[str, int]:  # fmt: skip
     """Count the texts that are the same with and without speculation."""
-    same = [a == b for a, b in zip(ours, plain, strict=True)]
-    return {"compared": len(same), "equal": sum(same)}
+    equalities = [a == b for a, b in zip(texts, plain_texts, strict=True)]
+    return {"compared": len(equalities), "equal": sum(equalities)}

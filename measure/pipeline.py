@@ -1,4 +1,4 @@
-"""Engine and prompts to a report: what speculation brings, and whether to believe it."""
+"""Pipeline from engine and prompts to a report of what speculation brings, with warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY_LOOPS = 0.25  # of the texts
 
 
 def run_bench(settings: BenchSettings) -> dict[str, Any]:
-    """Measure, and return the object that `--json` prints."""
+    """Measure an engine, and return the object that `--json` prints."""
     run_settings = settings.to_decode()
     require(run_settings, "tokenizer_dir")
     batch_sizes = read_counts("--batch-sizes", settings.batch_sizes)
@@ -51,27 +51,27 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
 
 
 def list_warnings(report: dict[str, Any], use_logits: bool) -> list[str]:
-    """Return what makes the figures less than they seem."""
+    """Return warnings of what makes the figures doubtful."""
     warnings = describe_load(report["processors_used_by_others"])
     for batch in report["batches"]:
-        where = f"batch size {batch['batch_size']}"
+        label = f"batch size {batch['batch_size']}"
         loops, texts = batch["looping"], batch["texts"]
         if loops["texts"] > MANY_LOOPS * loops["of"]:
             warnings.append(
-                f"{where}: {loops['texts']} of {loops['of']} texts run in circles, which are easy"
+                f"{label}: {loops['texts']} of {loops['of']} texts run in circles, which are easy"
                 f" to draft; acceptance length over the others:"
                 f" {loops['acceptance_length_of_others']}"
             )
         if texts["equal"] < texts["compared"] and not use_logits:
             warnings.append(
-                f"{where}: {texts['compared'] - texts['equal']} of {texts['compared']} texts differ"
+                f"{label}: {texts['compared'] - texts['equal']} of {texts['compared']} texts differ"
                 f" from those without speculation ({report['dtype']})"
             )
         for name in ("speculation", "plain"):
             rates = batch[name]["tokens_per_second"]
             if rates["highest"] > 1.3 * rates["lowest"]:
                 warnings.append(
-                    f"{where}: {name} ran at {rates['lowest']:.1f} to {rates['highest']:.1f}"
+                    f"{label}: {name} ran at {rates['lowest']:.1f} to {rates['highest']:.1f}"
                     " tokens/s: too unsteady for small differences"
                 )
     return warnings

@@ -6,13 +6,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from .engine import PARTS
+from .engine import PHASES
 
 Report = dict[str, Any]
 
 
 def has_matplotlib() -> bool:
-    """Whether plots can be drawn."""
+    """Return whether matplotlib is installed, which draws plots."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -25,13 +25,13 @@ def plot_report(report: Report, folder: Path) -> None:
 
 
 def draw_speedup(report: Report) -> Any:
-    """A bar for each batch size, and each category of it: the ratio, with its spread."""
+    """Draw the ratio, with its spread, as a bar for each batch size and each of its categories."""
     figure, axes = _start(report, "speculation / plain, tokens per second")
     bars = []
     for name, batch in _name_batches(report):
         bars.append((name, batch["ratio"]))
         if len(batch["categories"]) > 1:
-            bars += [(f"{name}\n{c}", found["ratio"]) for c, found in batch["categories"].items()]
+            bars += [(f"{name}\n{c}", group["ratio"]) for c, group in batch["categories"].items()]
     medians = [ratio["median"] for _, ratio in bars]
     spread = [
         [ratio["median"] - ratio["lowest"] for _, ratio in bars],
@@ -44,7 +44,7 @@ def draw_speedup(report: Report) -> Any:
 
 
 def draw_acceptance(report: Report) -> Any:
-    """A line for each batch size: the share of steps that accept a position."""
+    """Draw the share of steps that accept a position, as a line for each batch size."""
     figure, axes = _start(report, "share of steps that accept it")
     for name, batch in _name_batches(report):
         shares = batch["acceptance"]["accepted_by_position"]
@@ -56,7 +56,7 @@ def draw_acceptance(report: Report) -> Any:
 
 
 def draw_step(report: Report) -> Any:
-    """Bars of a plain and a speculative step for each batch size, by part from below."""
+    """Draw a plain and a speculative step for each batch size as bars, by phase from below."""
     figure, axes = _start(report, "milliseconds a step")
     columns = [
         (f"{name}\n{kind}", batch[kind]["step_ms"])
@@ -64,9 +64,9 @@ def draw_step(report: Report) -> Any:
         for kind in ("plain", "speculation")
     ]
     bottom = [0.0] * len(columns)
-    for part in PARTS:
-        heights = [times[part] for _, times in columns]
-        axes.bar(range(len(columns)), heights, bottom=bottom, label=part)
+    for phase in PHASES:
+        heights = [times[phase] for _, times in columns]
+        axes.bar(range(len(columns)), heights, bottom=bottom, label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(columns)), [name for name, _ in columns], fontsize=7)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # alongside the bars, not over them

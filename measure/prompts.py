@@ -1,4 +1,4 @@
-"""Prompt sets by category, in the style of Spec-Bench, and requests made of them."""
+"""Sets of prompts by category, in the style of Spec-Bench, and requests made of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from specdec.decode.prompt_requests import make_requests
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError
-from specdec.text.prompts import Line, read_prompts
-from specdec.text.prompts import Prompt as Asked
+from specdec.text.prompts import Line, Prompt, read_prompts
 
 # Keys of a line besides those of specdec-run; Spec-Bench's files have the first three and `turns`.
 OWN_KEYS = ("question_id", "category", "reference", "turns")
@@ -39,55 +38,56 @@ BUILT_IN = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One entry of a set: a prompt of specdec-run, or the user's turns of a conversation."""
+class BenchPrompt:
+    """Entry of a set: a prompt of specdec-run, or the user's turns of a conversation."""
 
     category: str
-    asked: Asked
+    prompt: Prompt
     turns: tuple[str, ...] = ()
 
 
 def read_prompt_set(
     path: Path | None, batch_size: int = 1, num_each: int | None = None
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Read a file or a benchmark's prompts, or take the built-in ones.
 
-    path: a file, or the name of a benchmark, a colon and where it lies. batch_size: the largest;
+    path: a file, or a benchmark's name, a colon and the benchmark's path. batch_size: the largest;
     built-in prompts are one category where it needs more than each has. num_each: prompts of each
     category, None for all; they stand at even distances in the file.
     """
     if path is None:
         counts = collections.Counter(category for category, _ in BUILT_IN)
         is_enough = batch_size <= min(num_each or len(BUILT_IN), *counts.values())
-        found = [
-            Prompt(category if is_enough else ONLY_CATEGORY, Asked(text=text))
+        entries = [
+            BenchPrompt(category if is_enough else ONLY_CATEGORY, Prompt(text=text))
             for category, text in BUILT_IN
         ]
     else:
-        benchmark, _, place = str(path).partition(":")
-        read = BENCHMARKS.get(benchmark) if place else None
-        found = _read_file(path) if read is None else read(Path(place))
-    return found if num_each is None else _thin(found, num_each)
+        benchmark, _, benchmark_path = str(path).partition(":")
+        read = BENCHMARKS.get(benchmark) if benchmark_path else None
+        entries = _read_file(path) if read is None else read(Path(benchmark_path))
+    return entries if num_each is None else _sample_evenly(entries, num_each)
 
 
-def _thin(prompts: Sequence[Prompt], num_each: int) -> list[Prompt]:
+def _sample_evenly(entries: Sequence[BenchPrompt], num_each: int) -> list[BenchPrompt]:
+    """Return so many entries of each category, at even distances."""
     by_category: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_category.setdefault(prompt.category, []).append(index)
-    kept = {
-        own[number * len(own) // num_each] if num_each < len(own) else own[number]
-        for own in by_category.values()
-        for number in range(min(num_each, len(own)))
+    for index, entry in enumerate(entries):
+        by_category.setdefault(entry.category, []).append(index)
+    sample = {
+        indices[number * len(indices) // min(num_each, len(indices))]
+        for indices in by_category.values()
+        for number in range(min(num_each, len(indices)))
     }
-    return [prompts[index] for index in sorted(kept)]
+    return [entries[index] for index in sorted(sample)]
 
 
-def _read_file(path: Path) -> list[Prompt]:
+def _read_file(path: Path) -> list[BenchPrompt]:
     return [_make_prompt(line) for line in read_prompts(path, "--prompts", OWN_KEYS)]
 
 
-def read_spec_bench(folder: Path) -> list[Prompt]:
-    """The questions of a clone of https://github.com/hemingkx/Spec-Bench, by its six tasks."""
+def read_spec_bench(folder: Path) -> list[BenchPrompt]:
+    """Read the questions of a clone of https://github.com/hemingkx/Spec-Bench, by its tasks."""
     path = next((p for p in (folder / name for name in SPEC_BENCH_FILES) if p.is_file()), None)
     if path is None:
         raise SpecDecError(
@@ -100,8 +100,8 @@ def read_spec_bench(folder: Path) -> list[Prompt]:
     ]
 
 
-def read_human_eval(path: Path) -> list[Prompt]:
-    """The beginnings of functions of https://github.com/openai/human-eval, each a user's turn."""
+def read_human_eval(path: Path) -> list[BenchPrompt]:
+    """Read the functions' heads of https://github.com/openai/human-eval, each as a user's turn."""
     lines = read_prompts(path, "--prompts", HUMAN_EVAL_KEYS)
     for line in lines:
         if line.prompt.text is None or "task_id" not in line.others:
@@ -109,64 +109,66 @@ def read_human_eval(path: Path) -> list[Prompt]:
                 f'{line.where} has no "task_id" or no "prompt"',
                 "name HumanEval.jsonl or HumanEval.jsonl.gz",
             )
-    return [Prompt(HUMAN_EVAL, Asked(), (str(line.prompt.text),)) for line in lines]
+    return [BenchPrompt(HUMAN_EVAL, Prompt(), (str(line.prompt.text),)) for line in lines]
 
 
 SPEC_BENCH_FILES = ("data/spec_bench/question.jsonl", "question.jsonl")
 BENCHMARKS = {"spec-bench": read_spec_bench, "humaneval": read_human_eval}
 
 
-def _make_prompt(line: Line) -> Prompt:
-    where = line.where
+def _make_prompt(line: Line) -> BenchPrompt:
+    source = line.where
     category, turns = line.others.get("category", ONLY_CATEGORY), line.others.get("turns")
     if not isinstance(category, str) or not category:
-        raise SpecDecError(f"{where}: category is {category!r}, not a text", "correct category")
+        raise SpecDecError(f"{source}: category is {category!r}, not a text", "correct category")
     if turns is None:
-        return Prompt(category, line.prompt)
+        return BenchPrompt(category, line.prompt)
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise SpecDecError(f"{where}: turns is {turns!r}, not a list of texts", "correct turns")
-    return Prompt(category, line.prompt, tuple(turns))
+        raise SpecDecError(f"{source}: turns is {turns!r}, not a list of texts", "correct turns")
+    return BenchPrompt(category, line.prompt, tuple(turns))
 
 
 def group_requests(
-    prompts: Sequence[Prompt],
+    entries: Sequence[BenchPrompt],
     settings: DecodeSettings,
     tokenizer: Any,
     answer: Callable[[Sequence[Request]], list[list[int]]],
 ) -> dict[str, list[Request]]:
-    """Make requests, by category; `answer` decodes what a later turn is asked after.
+    """Make requests of a set of prompts, by category.
 
-    Every turn is a request of its own, with the conversation so far in its prompt.
+    Every turn is a request of its own, with the conversation so far in its prompt; `answer`
+    decodes the requests of earlier turns, whose answers later turns follow.
     """
-    grouped: dict[str, list[Request]] = {prompt.category: [] for prompt in prompts}
-    talks: list[list[str]] = [[] for _ in prompts]
-    last: dict[int, Request] = {}  # of each prompt
+    groups: dict[str, list[Request]] = {entry.category: [] for entry in entries}
+    talks: list[list[str]] = [[] for _ in entries]
+    requests: dict[int, Request] = {}  # of the latest turn, by the entry's index
     numbers = itertools.count()
-    for turn in range(max((max(1, len(prompt.turns)) for prompt in prompts), default=0)):
-        going_on = [index for index, p in enumerate(prompts) if turn < max(1, len(p.turns))]
+    lengths = [max(1, len(entry.turns)) for entry in entries]
+    for turn in range(max(lengths, default=0)):
+        indices = [index for index, length in enumerate(lengths) if turn < length]
         if turn:
-            answers = answer([last[index] for index in going_on])
-            for index, ids in zip(going_on, answers, strict=True):
+            answers = answer([requests[index] for index in indices])
+            for index, ids in zip(indices, answers, strict=True):
                 talks[index].append(tokenizer.decode(ids, skip_special_tokens=True))
-        entries = []
-        for index in going_on:
-            asked = prompts[index].asked
-            if prompts[index].turns:
-                talks[index].append(prompts[index].turns[turn])
-                asked = _join_talk(asked, talks[index], tokenizer)
-            entries.append(asked)
-        made = make_requests(entries, settings, tokenizer)
-        for index, request in zip(going_on, made, strict=True):
-            last[index] = request
-            own = dataclasses.replace(request, index=next(numbers))
-            grouped[prompts[index].category].append(own)
-    return grouped
+        prompts = []
+        for index in indices:
+            prompt = entries[index].prompt
+            if entries[index].turns:
+                talks[index].append(entries[index].turns[turn])
+                prompt = _join_talk(prompt, talks[index], tokenizer)
+            prompts.append(prompt)
+        turn_requests = make_requests(prompts, settings, tokenizer)
+        for index, request in zip(indices, turn_requests, strict=True):
+            requests[index] = request
+            numbered_request = dataclasses.replace(request, index=next(numbers))
+            groups[entries[index].category].append(numbered_request)
+    return groups
 
 
-def _join_talk(prompt: Asked, talk: Sequence[str], tokenizer: Any) -> Asked:
-    """Return a prompt of a conversation, the user's turn first and last."""
+def _join_talk(prompt: Prompt, talk: Sequence[str], tokenizer: Any) -> Prompt:
+    """Return the prompt of a conversation, whose first and last turn are the user's."""
     if tokenizer is None or not tokenizer.chat_template:
         return dataclasses.replace(prompt, text="\n".join(talk))
     roles = ("user", "assistant")
-    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(talk)]
+    messages = [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(talk)]
     return dataclasses.replace(prompt, messages=messages)

@@ -1,4 +1,4 @@
-"""Texts that run in circles: easy to draft, so acceptance over them flatters a drafter."""
+"""Repetition in texts: those that run in circles are easy to draft, and flatter a drafter."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def measure_distinct(ids: Sequence[int]) -> float:
 
 
 def is_looping(ids: Sequence[int]) -> bool:
-    """Whether less than 60 % of a text's 4-grams are distinct."""
+    """Return whether less than 60 % of a text's 4-grams are distinct."""
     return measure_distinct(ids) < LEAST_DISTINCT

@@ -1,4 +1,4 @@
-"""A report as text for people, and as files."""
+"""Reports as text for people, and as files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.files.reading import write_json
 from specdec.files.staging import stage_folder
 from specdec.system import logs
 
-from .engine import PARTS
+from .engine import PHASES
 
 logger = logs.get_logger(__name__)
 
@@ -30,7 +30,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 
 def format_spread(values: dict[str, float], digits: int = 2) -> str:
-    """Median, and lowest to highest."""
+    """Return the median, and the lowest and the highest value behind it, as text."""
     return (
         f"{values['median']:.{digits}f}"
         f" ({values['lowest']:.{digits}f}-{values['highest']:.{digits}f})"
@@ -38,8 +38,8 @@ def format_spread(values: dict[str, float], digits: int = 2) -> str:
 
 
 def format_head(report: dict[str, Any], source: str = "engine_dir") -> list[str]:
-    """What ran where. source: the key of what was measured."""
-    others, quantization = report["processors_used_by_others"], report.get("quantization")
+    """Return lines on the engine, the machine and its load. source: the key of the engine."""
+    quantization, load = report.get("quantization"), report["processors_used_by_others"]
     weights = f" with {quantization} weights" if quantization else ""
     return [
         f"{report[source]}: {report['method']} in {report['dtype']}{weights} on {report['device']}",
@@ -47,7 +47,7 @@ def format_head(report: dict[str, Any], source: str = "engine_dir") -> list[str]
         f" {count(report['threads'], 'thread')}, {report.get('gpu', 'no GPU')},"
         f" torch {report['torch']}, {report['date']}",
         f"load average {report['load_average']}, processors used by others meanwhile:"
-        f" {'unknown' if others is None else others}",
+        f" {'unknown' if load is None else load}",
     ]
 
 
@@ -80,12 +80,12 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def format_batch(batch: dict[str, Any]) -> list[str]:
-    """Where the time of a step goes, what is accepted where, and the categories."""
+    """Return tables of a step's phases, of acceptance by position, and of the categories."""
     rows = [
-        [name, *(f"{batch[name]['step_ms'][part]:.3f}" for part in (*PARTS, "total"))]
+        [name, *(f"{batch[name]['step_ms'][phase]:.3f}" for phase in (*PHASES, "total"))]
         for name in ("plain", "speculation")
     ]
-    lines = format_table([f"batch {batch['batch_size']}, ms a step", *PARTS, "total"], rows)
+    lines = format_table([f"batch {batch['batch_size']}, ms a step", *PHASES, "total"], rows)
     shares = batch["acceptance"]["accepted_by_position"]
     lines.append(
         "steps that accept at least 1, 2, ... draft tokens: "
@@ -97,12 +97,12 @@ def format_batch(batch: dict[str, Any]) -> list[str]:
             [
                 [
                     name,
-                    str(found["num_prompts"]),
-                    format_spread(found["ratio"]),
-                    f"{found['acceptance']['acceptance_length']:.2f}",
-                    f"{found['texts']['equal']} of {found['texts']['compared']}",
+                    str(category["num_prompts"]),
+                    format_spread(category["ratio"]),
+                    f"{category['acceptance']['acceptance_length']:.2f}",
+                    f"{category['texts']['equal']} of {category['texts']['compared']}",
                 ]
-                for name, found in batch["categories"].items()
+                for name, category in batch["categories"].items()
             ],
         )
     return lines
@@ -110,39 +110,39 @@ def format_batch(batch: dict[str, Any]) -> list[str]:
 
 def format_sweep(report: dict[str, Any]) -> str:
     """Return a report of --sweep as a table, with the best options at its end."""
-    rows = []
-    for row in report["sweep"]:
-        name = ", ".join(f"{name} {value}" for name, value in row["options"].items())
-        if "error" in row:
-            rows.append([name, "-", "-", "-", "-"])
-            continue
-        rows += [
-            [
-                name,
-                str(batch["batch_size"]),
-                format_spread(batch["speculation"]["tokens_per_second"], 1),
-                format_spread(batch["ratio"]),
-                f"{batch['acceptance']['acceptance_length']:.2f}",
-            ]
-            for batch in row["report"]["batches"]
-        ]
+    cells = [line for row in report["sweep"] for line in list_sweep_cells(row)]
     reports = [row["report"] for row in report["sweep"] if "report" in row]
     lines = [
         *format_head(reports[-1]),
-        *format_table(["options", "batch", "tokens/s", "times plain", "tokens a step"], rows),
+        *format_table(["options", "batch", "tokens/s", "times plain", "tokens a step"], cells),
         *(f"{row['options']}: error: {row['error']}" for row in report["sweep"] if "error" in row),
     ]
-    lines += [
-        f"best at batch size {best['batch_size']}: "
-        + (" ".join(best["flags"]) if best["flags"] else "plain decoding, --no-speculation")
-        for best in report["best"]
-    ]
-    warnings = {text: None for part in reports for text in part["warnings"]}
+    for choice in report["best"]:
+        options = " ".join(choice["flags"]) or "plain decoding, --no-speculation"
+        lines.append(f"best at batch size {choice['batch_size']}: {options}")
+    warnings = dict.fromkeys(text for result in reports for text in result["warnings"])
     return "\n".join([*lines, *(f"warning: {text}" for text in warnings)])
 
 
+def list_sweep_cells(row: dict[str, Any]) -> list[list[str]]:
+    """Return the table's cells for one combination of options, a line for each batch size."""
+    name = ", ".join(f"{name} {value}" for name, value in row["options"].items())
+    if "error" in row:
+        return [[name, "-", "-", "-", "-"]]
+    return [
+        [
+            name,
+            str(batch["batch_size"]),
+            format_spread(batch["speculation"]["tokens_per_second"], 1),
+            format_spread(batch["ratio"]),
+            f"{batch['acceptance']['acceptance_length']:.2f}",
+        ]
+        for batch in row["report"]["batches"]
+    ]
+
+
 def format_diagnosis(report: dict[str, Any]) -> str:
-    """Causes by batch size, each with its evidence and remedy."""
+    """Return the causes by batch size, each with its evidence and remedy, as text."""
     lines = format_head(report)
     if experts := report["experts"]:
         lines.append(

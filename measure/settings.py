@@ -18,7 +18,7 @@ OUTPUT = option_group("Output")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """What every command here runs."""
+    """Settings of prompts and rounds, which every command here has."""
 
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
     prompts: Path | None = ENGINE_PROMPTS(
@@ -48,25 +48,25 @@ class PromptSettings:
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings(PromptSettings):
-    """What is measured on a finished engine."""
+    """Settings of an engine to measure, and of how it drafts."""
 
     engine_dir: Path = like(DecodeSettings, "engine_dir")
 
     def to_decode(self) -> DecodeSettings:
-        """Return what loads the same engine as specdec-run would; --engine-dir is required."""
+        """Return specdec-run's settings of the same engine; --engine-dir is required."""
         from specdec.text.tokenizer import find_tokenizer
 
         require(self)
-        shared = {name: getattr(self, name) for name in name_options("draft")}
+        draft_options = {name: getattr(self, name) for name in name_options("draft")}
         return DecodeSettings(
             engine_dir=self.engine_dir, device=self.device, max_output_len=self.max_output_len,
-            tokenizer_dir=find_tokenizer(self.engine_dir, self.tokenizer_dir), **shared,
+            tokenizer_dir=find_tokenizer(self.engine_dir, self.tokenizer_dir), **draft_options,
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchSettings(EngineSettings):
-    """One field is one flag of specdec-bench."""
+    """Settings of specdec-bench; each field is one flag."""
 
     output: Path | None = OUTPUT(
         metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
@@ -82,15 +82,15 @@ class BenchSettings(EngineSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnoseSettings(EngineSettings):
-    """One field is one flag of specdec diagnose."""
+    """Settings of specdec diagnose; each field is one flag."""
 
 
 def read_counts(flag: str, text: str) -> list[int]:
     """Read a flag that lists whole numbers above 0; raise UsageError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
         raise UsageError(f"{flag} is {text!r}", "give whole numbers above 0, as 1,4,16")
-    counts = [int(part) for part in parts]
+    counts = [int(word) for word in words]
     if len(set(counts)) < len(counts):
         raise UsageError(f"{flag} is {text!r}, with a number given twice", "give each once")
     return counts

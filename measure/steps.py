@@ -1,4 +1,4 @@
-"""What a step of the target costs, by its tokens and requests."""
+"""Costs of a step of the target by its tokens and requests, measured."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.ranking import find_best
 from specdec.engine.step import Step
 
-WARM_UPS = 2
-# Written into a cache first: memory that nothing was written to is read faster than any other.
-FILLING = 0.01
+WARM_UPS = 2  # rounds that are not timed
+FILLING = 0.01  # is written into a cache first: unwritten memory is read faster than any other
 
 
-def list_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, ... and the largest size itself."""
+def list_sizes(max_size: int) -> list[int]:
+    """Return 1, 2, 4, 8, ... and the largest size itself."""
     sizes = [1]
-    while sizes[-1] * 2 < largest:
+    while sizes[-1] * 2 < max_size:
         sizes.append(sizes[-1] * 2)
-    return [*sizes, largest] if largest > 1 else sizes
+    return [*sizes, max_size] if max_size > 1 else sizes
 
 
 def make_step(past_len: int, size: int, batch_size: int = 1) -> Step:
-    """A step over a chain of `size` tokens in every row, behind `past_len` others."""
+    """Make a step over a chain of `size` tokens in every row, behind `past_len` cached ones."""
     causal = np.tril(np.ones((size, size), np.bool_))
     return Step(
         rows=np.arange(batch_size),
@@ -43,10 +42,10 @@ def make_step(past_len: int, size: int, batch_size: int = 1) -> Step:
 def time_steps(
     decoder: Decoder, sizes: Sequence[int], *, past_len: int, repeat: int, batch_size: int = 1
 ) -> dict[int, float]:
-    """Median seconds of a forward with logits and the choice of tokens, by tokens per request.
+    """Return the median seconds of a verify step by tokens per request.
 
-    Sizes take turns, after rounds that are not timed, each with other tokens: of a mixture they
-    choose other experts.
+    A step computes logits and chooses tokens. Sizes take turns, after rounds that are not timed.
+    Each step has other tokens, so that they choose other experts of a mixture.
     """
     cache = decoder.make_cache(batch_size, past_len + max(sizes))
     cache.blocks.fill_(FILLING)
@@ -61,7 +60,7 @@ def time_steps(
 
 
 def draw_steps(decoder: Decoder, past_len: int, size: int, batch_size: int) -> Iterator[Step]:
-    """`make_step` over and over, with random tokens."""
+    """Yield the steps of `make_step` without end, each with random tokens."""
     step, generator = make_step(past_len, size, batch_size), np.random.default_rng(size)
     while True:
         tokens = generator.integers(decoder.model.vocab_size, size=step.tokens.shape)
@@ -69,12 +68,12 @@ def draw_steps(decoder: Decoder, past_len: int, size: int, batch_size: int) -> I
 
 
 def take_turns(calls: dict[int, Callable[[], object]], repeat: int) -> dict[int, float]:
-    """Median seconds of each call, made in turn after rounds that are not timed."""
+    """Return the median seconds of each call; calls take turns, after rounds that warm up."""
     times: dict[int, list[float]] = {key: [] for key in calls}
     for index in range(repeat + WARM_UPS):
         for key, call in calls.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             call()
             if index >= WARM_UPS:
-                times[key].append(time.perf_counter() - began)
+                times[key].append(time.perf_counter() - start)
     return {key: statistics.median(values) for key, values in times.items()}

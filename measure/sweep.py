@@ -26,7 +26,7 @@ def read_sweep(settings: BenchSettings) -> list[dict[str, Any]]:
 
     Raises UsageError for an option that does not say how drafts are made, and for a wrong value.
     """
-    offered = [*name_options("draft"), "max_output_len"]
+    options = [*name_options("draft"), "max_output_len"]
     flags = get_flags(type(settings))
     axes: dict[str, list[Any]] = {}
     for text in settings.sweep:
@@ -36,9 +36,9 @@ def read_sweep(settings: BenchSettings) -> list[dict[str, Any]]:
             raise UsageError(
                 f"--sweep is {text!r}", "give OPTION=VALUE,VALUE, as eagle_tree_tokens=8,16"
             )
-        if name not in offered:
+        if name not in options:
             raise UsageError(
-                f"--sweep has no option {option!r}{suggest(name, offered)}",
+                f"--sweep has no option {option!r}{suggest(name, options)}",
                 "it takes the options of drafting, which `specdec help METHOD` explains",
             )
         if name in axes:
@@ -72,9 +72,9 @@ def run_sweep(settings: BenchSettings) -> dict[str, Any]:
     for options in combinations:
         label = name_combination(options)
         logger.info("%s: %d of %d", label, len(rows) + 1, len(combinations))
-        alone = dataclasses.replace(settings, sweep=[], output=None, **options)
+        row_settings = dataclasses.replace(settings, sweep=[], output=None, **options)
         try:
-            report = run_bench(alone)
+            report = run_bench(row_settings)
         except SpecDecError as error:
             logger.warning("%s is left out: %s; %s", label, error.message, error.hint)
             rows.append({"options": options, "error": error.message, "hint": error.hint})
@@ -84,12 +84,12 @@ def run_sweep(settings: BenchSettings) -> dict[str, Any]:
         logger.info("%s: %.2f times plain decoding", label, ratio)
         if settings.output is not None:
             write_report(report, settings.output / label, force=settings.force)
-    measured = [row for row in rows if "report" in row]
-    if not measured:
+    measured_rows = [row for row in rows if "report" in row]
+    if not measured_rows:
         raise SpecDecError(
             f"no value of --sweep can be measured: {rows[0]['error']}", rows[0]["hint"]
         )
-    return {"sweep": rows, "best": list_best(measured)}
+    return {"sweep": rows, "best": list_fastest(measured_rows)}
 
 
 def name_combination(options: dict[str, Any]) -> str:
@@ -98,17 +98,17 @@ def name_combination(options: dict[str, Any]) -> str:
     return re.sub(r"[^\w=,.\[\]-]", "_", text)
 
 
-def list_best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def list_fastest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the fastest combination at each number of requests; `options` is None for none.
 
     A combination counts as faster than plain decoding where its median does.
     """
-    best: dict[int, tuple[float, dict[str, Any] | None]] = {}
+    fastest: dict[int, tuple[float, dict[str, Any] | None]] = {}  # ratio and options, by batch size
     for row in rows:
         for batch in row["report"]["batches"]:
             size, ratio = batch["batch_size"], batch["ratio"]["median"]
-            if ratio > best.setdefault(size, (1.0, None))[0]:
-                best[size] = ratio, row["options"]
+            if ratio > fastest.setdefault(size, (1.0, None))[0]:
+                fastest[size] = ratio, row["options"]
     return [
         {
             "batch_size": size,
@@ -116,5 +116,5 @@ def list_best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "options": options,
             "flags": [f"{name_flag(name)} {value}" for name, value in (options or {}).items()],
         }
-        for size, (ratio, options) in best.items()
+        for size, (ratio, options) in fastest.items()
     ]

@@ -11,7 +11,7 @@ import pytest
 from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError, UsageError
 from specdec.measure import machine, plots
-from specdec.measure.engine import Pass, open_bench
+from specdec.measure.engine import BenchRun, open_bench
 from specdec.measure.measure import alternate, divide, summarize
 from specdec.measure.pipeline import find_error, list_warnings, run_bench
 from specdec.measure.prompts import read_prompt_set
@@ -72,9 +72,9 @@ def test_rounds_go_there_and_back() -> None:
     seen: list[str] = []
 
     class FakeBench:
-        def run(self, proposer: str, batch_size: int) -> Pass:
+        def run(self, proposer: str, batch_size: int) -> BenchRun:
             seen.append(proposer)
-            return Pass({"all": 1.0}, {"all": []}, Timing())
+            return BenchRun({"all": 1.0}, {"all": []}, Timing())
 
     proposers: dict[str, Any] = {"speculation": "s", "plain": "p"}
     bench: Any = FakeBench()

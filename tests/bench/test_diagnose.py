@@ -24,7 +24,7 @@ from specdec.measure.causes import (
     find_unused_template,
     rank_causes,
 )
-from specdec.measure.diagnose import diagnose, find_largest, list_remedies_in_use, observe_run
+from specdec.measure.diagnose import diagnose, find_max_magnitude, list_remedies_in_use, observe_run
 from specdec.measure.engine import open_bench
 from specdec.measure.prompts import read_prompt_set
 from specdec.measure.report import format_diagnosis
@@ -49,7 +49,7 @@ def make_facts(**changes: Any) -> BatchFacts:
         contexts=[(100, 2)] * 100,
         ratio=2.8,
         step_ratio=2.84,
-        smallest=(1, 2.8),
+        smallest_batch=(1, 2.8),
         prefill_share=0.05,
     )
     return dataclasses.replace(healthy, **changes)
@@ -84,7 +84,7 @@ def with_step(**parts: float) -> dict[str, float]:
         ({"speculation": with_step(verify=1.8)}, "verification is expensive on this machine"),
         ({"speculation": with_step(other=0.3)}, "acceptance and bookkeeping take long"),
         ({"batch_size": 8, "ratio": 1.1}, "the batch is large"),
-        ({"ratio": 2.0, "smallest": (1, 2.0)}, "the prompts take much of the time"),
+        ({"ratio": 2.0, "smallest_batch": (1, 2.0)}, "the prompts take much of the time"),
         (
             {"contexts": [(100, 3)] * 50 + [(1000, 1)] * 50},
             "acceptance falls in long contexts",
@@ -184,9 +184,9 @@ def test_suspects() -> None:
 
 
 def test_what_is_no_number_counts_as_infinite() -> None:
-    assert find_largest(3.0, torch.tensor([1.0, -9.0])) == 9.0
-    assert find_largest(3.0, torch.tensor([math.nan, 1.0])) == math.inf
-    assert find_largest(3.0, torch.tensor([-math.inf])) == math.inf
+    assert find_max_magnitude(3.0, torch.tensor([1.0, -9.0])) == 9.0
+    assert find_max_magnitude(3.0, torch.tensor([math.nan, 1.0])) == math.inf
+    assert find_max_magnitude(3.0, torch.tensor([-math.inf])) == math.inf
 
 
 def run_diagnose(engine: Path, folder: Path, tokenizer: Path, **flags: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from specdec.errors import SpecDecError, UsageError
 from specdec.measure.report import format_sweep
 from specdec.measure.settings import BenchSettings
-from specdec.measure.sweep import list_best, name_combination, read_sweep, run_sweep
+from specdec.measure.sweep import list_fastest, name_combination, read_sweep, run_sweep
 from tests.engines import run_cli_here
 
 
@@ -100,7 +100,7 @@ def test_best_of_each_batch() -> None:
         ]
         return {"options": {"draft_len": number}, "report": {"batches": batches}}
 
-    best = list_best([make_row(2, 1.2, 0.9), make_row(4, 1.5, 0.8)])
+    best = list_fastest([make_row(2, 1.2, 0.9), make_row(4, 1.5, 0.8)])
     assert best == [
         {"batch_size": 1, "ratio": 1.5, "options": {"draft_len": 4}, "flags": ["--draft-len 4"]},
         {"batch_size": 4, "ratio": 1.0, "options": None, "flags": []},

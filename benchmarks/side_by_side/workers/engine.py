@@ -14,7 +14,7 @@ from benchmarks.proposers import list_lengths, list_searches, list_trees, put_su
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import Request, sum_stats
 from specdec.decode.timing import Timing
-from specdec.measure.engine import PARTS, open_bench
+from specdec.measure.engine import PHASES, open_bench
 from specdec.run.settings import RunSettings
 
 from ..ways import SearchShape, name_chain
@@ -74,7 +74,7 @@ class Engine:
         return describe_texts([result.output_ids for result in results], 0, seconds, end_id) | {
             "acceptance_length": sum_stats(results)["acceptance_length"],
             "step_ms": {
-                part: 1000 * getattr(timing, part) / max(1, timing.num_steps) for part in PARTS
+                part: 1000 * getattr(timing, part) / max(1, timing.num_steps) for part in PHASES
             },
         }
 
