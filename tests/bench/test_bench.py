@@ -235,7 +235,7 @@ def test_prompt_sets_without_a_file_or_categories(tmp_path: Path) -> None:
     assert [prompt.category for prompt in read_prompt_set(None, 4)] == ["all"] * 8
     path = tmp_path / "prompts.txt"
     path.write_text("a\n\nb\n")
-    assert [(p.category, p.asked.text) for p in read_prompt_set(path)] == [
+    assert [(p.category, p.prompt.text) for p in read_prompt_set(path)] == [
         ("all", "a"), ("all", "b"),
     ]  # fmt: skip
 
