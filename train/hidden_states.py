@@ -46,7 +46,7 @@ from .state import refuse_changes
 from .target import FrozenTarget, LiveTarget, RowBatch, get_name, join_rows, make_batch, make_head
 
 KIND = "hidden-states"  # in the manifest
-ANEW = "name another folder, or remove this one: it is then made again"
+REMAKE_HINT = "name another folder, or remove this one: it is then made again"
 SHARD_BYTES = 1 << 28  # about the most of a file, which is in memory before it is written
 MAX_OPEN_FILES = 64  # mapped at a time
 TARGET_FILE = "target.safetensors"
@@ -300,7 +300,7 @@ class StoredTarget(FrozenTarget):
             raise SpecDecError(
                 f"{folder} lacks the outputs of the target's layers"
                 f" {', '.join(map(str, missing_layers))}, which this drafter reads",
-                ANEW,
+                REMAKE_HINT,
             )
         self.folder = folder
         self.plan = dataclasses.replace(plan, layers=tuple(manifest["layers"]))
@@ -330,7 +330,7 @@ class StoredTarget(FrozenTarget):
         if kind == "none":
             raise SpecDecError(
                 f"{self.folder} lacks the target's output layer, which this drafter reads",
-                ANEW,
+                REMAKE_HINT,
             )
         weight = weights["head" if kind == "own" else "embedding"]
         return table, make_head(setup.config, weight, weights.get("head_bias"))
@@ -340,7 +340,7 @@ class StoredTarget(FrozenTarget):
         if file.tensors != self.plan.list_tensors(shard):
             raise SpecDecError(
                 f"{file.path} does not hold the rows that manifest.json says",
-                ANEW,
+                REMAKE_HINT,
             )
         return file
 
@@ -394,4 +394,4 @@ def check_states(folder: Path, plan: StatesPlan) -> None:
         raise SpecDecError(
             f"{folder} holds no hidden states", "name the folder of an earlier training"
         )
-    refuse_changes(f"{folder} is not of the same", manifest["facts"], plan.facts, hint=ANEW)
+    refuse_changes(f"{folder} is not of the same", manifest["facts"], plan.facts, hint=REMAKE_HINT)

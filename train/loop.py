@@ -152,8 +152,8 @@ class Loop:
             self._seed(step, i)
             features = self.target.read(batch)
             # Processes add up gradients at the step's last batch alone.
-            waits = i < len(batches) - 1
-            with accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
+            accumulates = i < len(batches) - 1
+            with accelerator.no_sync(self.model) if accumulates else contextlib.nullcontext():
                 loss, packed = self.model(features, batch.mask, num_labels, measure)
                 accelerator.backward(loss)
             sums = sums + packed.detach()

@@ -54,12 +54,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         layer = _OutputLayer(weights, x.dtype)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
         ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
-        needs = [ctx.needs_input_grad[1], ctx.needs_input_grad[6]][: len(weights)]
-        needs_grad = ctx.needs_input_grad[0] or any(needs)
+        needs_weight_grads = [ctx.needs_input_grad[1], ctx.needs_input_grad[6]][: len(weights)]
+        needs_grad = ctx.needs_input_grad[0] or any(needs_weight_grads)
         grad_x = torch.empty_like(x) if needs_grad else None  # [N, E + R]
         grad_weights = [
             torch.zeros_like(matrix, dtype=torch.float32) if needs_sum else None
-            for matrix, needs_sum in zip(weights, needs, strict=True)
+            for matrix, needs_sum in zip(weights, needs_weight_grads, strict=True)
         ]
         budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
         size = max(1, budget // len(weight))
@@ -271,10 +271,10 @@ def measure_positions(
     hits = torch.stack(
         [torch.stack([(r < k).sum() for k in range(1, max_k + 1)]) for r in position_ranks]
     ).float()  # [P, K]
-    measured = not (ranks == NOT_MEASURED).any()
+    is_measured = not (ranks == NOT_MEASURED).any()
     chain, num_chains = zeros, zeros
     width = label_masks[-1].shape[1]
-    if measured and width:
+    if is_measured and width:
         is_unbroken = torch.stack([m[:, :width] for m in label_masks]).all(0)  # [B, width]
         num_chains = is_unbroken.sum().float()
         for mask, rank in zip(label_masks, position_ranks, strict=True):
@@ -287,7 +287,7 @@ def measure_positions(
             [position_losses.sum() for position_losses in torch.split(losses, counts)]
         ),
         num_labels=losses.new_tensor(counts),
-        hits=hits if measured else torch.zeros_like(hits),
+        hits=hits if is_measured else torch.zeros_like(hits),
         chain=chain,
         num_chains=num_chains,
     )

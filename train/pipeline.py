@@ -110,7 +110,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         output = stage_folder(
             settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT
         )
-    with name_resume(settings), output as folder:
+    with name_unfinished(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
         try:
             loop = start_loop(job)
@@ -145,7 +145,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def name_resume(settings: TrainSettings) -> Iterator[None]:
+def name_unfinished(settings: TrainSettings) -> Iterator[None]:
     """Let Ctrl-C name the folder from which --resume goes on."""
     from .state import TrainingState
 

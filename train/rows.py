@@ -140,10 +140,10 @@ class RowBuilder:
         texts, are_cut = zip(*self._texts, strict=True)
         tokenized = self.tokenizer(list(texts), verbose=False)["input_ids"]
         for ids, is_cut in zip(tokenized, are_cut, strict=True):
-            closing = [] if end is None or ids[-1:] == [end] else [end]
-            self._stream.append(np.asarray([*ids, *closing], self.dtype))
+            end_tokens = [] if end is None or ids[-1:] == [end] else [end]
+            self._stream.append(np.asarray([*ids, *end_tokens], self.dtype))
             self._is_learned.append(np.ones(len(self._stream[-1]), bool))
-            if closing:
+            if end_tokens:
                 self._is_learned[-1][-1] = not is_cut
         self._texts.clear()
 

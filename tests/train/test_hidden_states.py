@@ -124,7 +124,7 @@ def test_other_torn_and_poor_states_are_refused(
     ):
         done = run_train(*options, *change, ends=1)
         assert done.last_lines[0].startswith(f"error: {states} {words}")
-        assert done.last_lines[1] == f"hint: {hidden_states.ANEW}"
+        assert done.last_lines[1] == f"hint: {hidden_states.REMAKE_HINT}"
 
     path = states / "train-00001.safetensors"
     whole = path.read_bytes()

@@ -36,13 +36,13 @@ from .settings import DataSettings
 
 MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
 FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
-MAX_WAIT = 60.0
-MAX_RETRY_AFTER = 3600.0  # longest wait that a server may ask for
+MAX_WAIT = 60.0  # seconds
+MAX_RETRY_AFTER = 3600.0  # seconds, the longest wait that a server may ask for
 BYTES_PER_TOKEN = 256  # most bytes of an answer for each of its tokens
 OTHER_BYTES = 2**20  # most bytes of an answer beside its tokens
 KEY_VARIABLE = "OPENAI_API_KEY"
 TRANSIENT_STATUSES = (408, 409, 425, 429)  # and all from 500 on
-# Another row would be refused too; as are redirects, which are not followed.
+# Statuses that refuse every row, with hints; so do redirects, which are not followed.
 FATAL_HINTS = {
     401: f"put the key into {KEY_VARIABLE}",
     402: "check --base-url and the server",

@@ -184,7 +184,7 @@ class Dialogue:
             with name_line(
                 Path(source.name), row.number, "messages, conversations, prompt or text"
             ):
-                value = self._parse(row, source)
+                value = self._parse_row(row, source)
                 json.dumps(value, ensure_ascii=False, default=str).encode()  # or it is no text
                 prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
                 if not settings.completion and (chat := _find_chat(value, prompt)) is not None:
@@ -203,7 +203,7 @@ class Dialogue:
             return [{"role": "assistant", "content": ""}]
         return _plan_answers([{"role": "user", "content": prompt}], settings.system_prompt)
 
-    def _parse(self, row: Row, source: DataSource) -> dict[str, Any]:
+    def _parse_row(self, row: Row, source: DataSource) -> dict[str, Any]:
         """Return the object of a row, and note its id."""
         value = row.value
         if row.line is not None and source.path is not None and source.path.suffix == ".txt":
@@ -226,8 +226,8 @@ def _find_chat(value: dict[str, Any], prompt: Any) -> dict[str, Any] | None:
 
 def _list_calls(message: Message) -> list[Any]:
     """Return the functions that a message calls, with their arguments."""
-    (plain,) = convert_arguments([message], to_text=False)
-    calls = [call["function"] for call in plain.get("tool_calls", [])]
+    (plain_message,) = convert_arguments([message], to_text=False)
+    calls = [call["function"] for call in plain_message.get("tool_calls", [])]
     return [(call["name"], call["arguments"]) for call in calls]
 
 

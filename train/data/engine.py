@@ -47,14 +47,14 @@ class DialogueEngine:
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
         """Yield each dialogue when it ends, with the error where it failed."""
         remaining_dialogues = iter(dialogues)
-        ready: list[Dialogue] = []  # have a turn that the engine can answer
+        ready_dialogues: list[Dialogue] = []  # have a turn that the engine can answer
         streams: list[tuple[Dialogue, Stream]] = []  # turns that the engine answers
         while True:
-            num_free_rows = self._engine.max_batch_size - len(streams) - len(ready)
-            ready += islice(remaining_dialogues, num_free_rows)
-            if not ready and not streams:
+            num_free_rows = self._engine.max_batch_size - len(streams) - len(ready_dialogues)
+            ready_dialogues += islice(remaining_dialogues, num_free_rows)
+            if not ready_dialogues and not streams:
                 return
-            for dialogue in ready:
+            for dialogue in ready_dialogues:
                 try:
                     prompt = self._make_prompt(dialogue)
                 except RowError as error:
@@ -65,7 +65,7 @@ class DialogueEngine:
                 else:
                     streams.append((dialogue, self._engine.stream(prompt)))
             self._engine.step()
-            ready, running_streams, streams = [], streams, []
+            ready_dialogues, running_streams, streams = [], streams, []
             for dialogue, stream in running_streams:
                 event = stream.take()
                 if event is None or event.finish_reason is None:
@@ -73,7 +73,7 @@ class DialogueEngine:
                 elif text := stream.output.text:
                     is_truncated = event.finish_reason == "length"
                     dialogue.add({"content": text}, is_truncated=is_truncated)
-                    ready.append(dialogue)
+                    ready_dialogues.append(dialogue)
                 else:
                     yield dialogue, RowError("the answer is empty")
 
@@ -91,14 +91,14 @@ class DialogueEngine:
             except ValueError as error:
                 raise RowError(str(error)) from None
             ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        room = engine.max_seq_len - len(ids)
-        if len(ids) > engine.max_input_len or room < 1:
+        num_free_tokens = engine.max_seq_len - len(ids)
+        if len(ids) > engine.max_input_len or num_free_tokens < 1:
             raise RowError(
                 f"turn {dialogue.num_answers + 1} asks with {len(ids)} tokens, the engine's"
                 f" max_input_len is {engine.max_input_len} and its max_seq_len {engine.max_seq_len}"
             )
         return Prompt(
-            token_ids=ids, max_output_len=min(settings.max_tokens, room),
+            token_ids=ids, max_output_len=min(settings.max_tokens, num_free_tokens),
             temperature=settings.temperature, top_p=settings.top_p,
             seed=(settings.seed or 0) + dialogue.row.index,
             # As <think> and <tool_call> are in some tokenizers: the target writes them, too.

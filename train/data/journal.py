@@ -45,12 +45,12 @@ class Journal:
             self._lock()
             if force and not resume:
                 self._file.truncate(0)
-            if not self._read():
-                self._append({"facts": self.facts})
+            if not self._read_lines():
+                self._append_line({"facts": self.facts})
         except BaseException:
             if not exists:
                 self.path.unlink(missing_ok=True)
-            self._end()
+            self._close_file()
             raise
 
     def __contains__(self, index: int) -> bool:
@@ -61,13 +61,13 @@ class Journal:
 
     def add_row(self, index: int, row: dict[str, Any]) -> None:
         """Record an answered row."""
-        self._offsets[index] = self._append({"index": index, "row": row})
+        self._offsets[index] = self._append_line({"index": index, "row": row})
         self.num_truncated += bool(row.get("truncated"))
 
     def add_failure(self, index: int, failure: dict[str, Any]) -> None:
         """Record a row that failed; another run tries it again."""
         self.failures[index] = failure
-        self._append({"index": index, "failure": failure})
+        self._append_line({"index": index, "failure": failure})
 
     def write_output(self) -> None:
         """Write the rows in the input's order, under the output's name once all are written."""
@@ -91,10 +91,10 @@ class Journal:
             if self._made_folder:
                 with contextlib.suppress(OSError):  # it holds something else by now
                     self.path.parent.rmdir()
-        self._end()
+        self._close_file()
 
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which `_append` has reported
+    def _close_file(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which `_append_line` has reported
             self._file.close()
 
     def remove(self) -> None:
@@ -110,7 +110,7 @@ class Journal:
                 f"another process is writing {self.output}", "wait for it, or name another output"
             ) from None
 
-    def _append(self, entry: Mapping[str, Any]) -> int:
+    def _append_line(self, entry: Mapping[str, Any]) -> int:
         """Write a line, which survives the end of this process; return its offset in the file."""
         offset = self._file.seek(0, os.SEEK_END)
         try:
@@ -123,7 +123,7 @@ class Journal:
             ) from None
         return offset
 
-    def _read(self) -> bool:
+    def _read_lines(self) -> bool:
         """Read the lines of an earlier run; return whether there are any."""
         self._file.seek(0)
         offset = 0
@@ -131,16 +131,16 @@ class Journal:
             if not line.endswith(b"\n"):
                 self._file.truncate(offset)
                 break
-            entry = self._parse(line)
+            entry = self._parse_line(line)
             if offset == 0:
-                self._compare(entry.get("facts"))
+                self._compare_facts(entry.get("facts"))
             elif "row" in entry:
                 self._offsets[entry["index"]] = offset
                 self.num_truncated += bool(entry["row"].get("truncated"))
             offset += len(line)
         return offset > 0
 
-    def _parse(self, line: bytes) -> dict[str, Any]:
+    def _parse_line(self, line: bytes) -> dict[str, Any]:
         try:
             entry = json.loads(line)
             if isinstance(entry, dict) and ("facts" in entry or type(entry["index"]) is int):
@@ -151,13 +151,13 @@ class Journal:
             f"{self.path} is damaged: one of its lines is not a row", "start over with --force"
         )
 
-    def _compare(self, facts: Any) -> None:
+    def _compare_facts(self, facts: Any) -> None:
         journal_facts = facts if isinstance(facts, dict) else {}
-        different = sorted(k for k in journal_facts.keys() | self.facts.keys()
+        changed_names = sorted(k for k in journal_facts.keys() | self.facts.keys()
                            if journal_facts.get(k) != self.facts.get(k))  # fmt: skip
-        if different:
+        if changed_names:
             changes = ", ".join(f"{k} was {journal_facts.get(k)!r}, is {self.facts.get(k)!r}"
-                              for k in different[:3])  # fmt: skip
+                              for k in changed_names[:3])  # fmt: skip
             raise SpecDecError(
                 f"{self.path} was made otherwise: {changes}",
                 "resume with the same input and options, or start over with --force",

@@ -30,7 +30,7 @@ from .settings import DataSettings
 SERVER_FLAGS = ("base_url", "model")
 ENGINE_FLAGS = ("engine_dir", "tokenizer_dir")
 # Settings that the answers depend on; a resumed run must have equal ones.
-FACTS = (
+FACT_SETTINGS = (
     "model", "completion", "max_tokens", "temperature", "top_p", "seed", "system_prompt",
     "max_rows", "drop_truncated",
 )  # fmt: skip
@@ -47,7 +47,9 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
     """Let the target answer every row of the input; write the output and return the counts."""
     check_settings(settings)
     source = open_source(settings)
-    facts = {name: getattr(settings, name) for name in FACTS} | {"input": source.facts["sha256"]}
+    facts = {name: getattr(settings, name) for name in FACT_SETTINGS} | {
+        "input": source.facts["sha256"]
+    }
     if settings.engine_dir is not None:
         facts["engine"] = describe_file(settings.engine_dir / "config.json")["sha256"]
     journal = Journal(settings.output, facts, resume=settings.resume, force=settings.force)
@@ -123,7 +125,7 @@ def make_rows(settings: DataSettings, source: DataSource, journal: Journal) -> N
     num_remaining = source.num_rows - len(journal)
     remaining_rows = (row for row in source.read() if row.index not in journal)
     num_lost = 0  # rows in succession that the server did not answer
-    most_lost = max(MIN_LOST_ROWS, settings.concurrency)
+    max_lost = max(MIN_LOST_ROWS, settings.concurrency)
     with logs.track("rows", total=num_remaining) as advance:
         for index, row_number, result in answer_rows(settings, source, remaining_rows):
             if isinstance(result, RowError):
@@ -134,7 +136,7 @@ def make_rows(settings: DataSettings, source: DataSource, journal: Journal) -> N
                 journal.add_row(index, result)
             advance(1)
             num_lost = num_lost + 1 if isinstance(result, RowError) and result.is_transient else 0
-            if num_lost >= most_lost:
+            if num_lost >= max_lost:
                 assert isinstance(result, RowError)
                 raise SpecDecError(
                     f"{num_lost} rows in succession got no answer, the last one: {result.reason}",

@@ -41,7 +41,7 @@ from ..target import FrozenTarget
 from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
 
-GOLDEN = 0.6180339887  # multiples of it, without their whole parts, spread evenly
+GOLDEN_RATIO = 0.6180339887  # multiples of it, without their whole parts, spread evenly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ class DFlash(TrainableDrafter):
         if self.training:
             priorities = torch.rand(has_label.shape, device=mask.device)
         else:
-            priorities = (torch.arange(num_places, device=mask.device) * GOLDEN % 1).expand(
+            priorities = (torch.arange(num_places, device=mask.device) * GOLDEN_RATIO % 1).expand(
                 has_label.shape
             )
         num_anchors = min(self.options.dflash_num_anchors, num_places)

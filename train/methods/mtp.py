@@ -39,14 +39,14 @@ def make_layer(target: FrozenTarget) -> Any:
         config.layer_types = ["full_attention"]
     config.vocab_size, config.pad_token_id = 2, None  # embedding and head are the target's
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    base = pretrained.find_base(model.float())
-    if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb")):
+    base_model = pretrained.find_base(model.float())
+    if not all(hasattr(base_model, name) for name in ("layers", "norm", "rotary_emb")):
         raise SpecDecError(
             f"{target.name} has learned positions, or is built otherwise than a Llama, and no head"
             " for multi-token prediction is known for it",
             "train a drafter of another --method",
         )
-    return base
+    return base_model
 
 
 class Mtp(PairDrafter):
@@ -58,15 +58,15 @@ class Mtp(PairDrafter):
             settings, num_positions=self.options.mtp_num_steps,
             loss_decay=self.options.mtp_loss_decay, vocab_size=target.shape.vocab_size,
         )  # fmt: skip
-        base, width = make_layer(target), target.shape.hidden_size
-        self._rotary, self._scale = [base.rotary_emb], target.shape.embedding_scale
+        base_model, width = make_layer(target), target.shape.hidden_size
+        self._rotary, self._scale = [base_model.rotary_emb], target.shape.embedding_scale
         norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # by Qwen's names
         self.mtp = torch.nn.ModuleDict({
             "fc": make_linear(2 * width, width),
-            **{name: copy.deepcopy(base.norm) for name in norms},
-            "layers": base.layers,
+            **{name: copy.deepcopy(base_model.norm) for name in norms},
+            "layers": base_model.layers,
         })  # fmt: skip
-        layer_parameters = inspect.signature(base.layers[0].forward).parameters
+        layer_parameters = inspect.signature(base_model.layers[0].forward).parameters
         self._cache_name = "cache" if "cache" in layer_parameters else "past_key_values"
 
     def make_history(self) -> Any:
