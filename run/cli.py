@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -42,32 +43,46 @@ def command(settings: RunSettings) -> None:
     report = run_engine(settings, write)
     if report is None:  # another process has written it
         return None
-    if settings.json and settings.streaming and not settings.dry_run:
-        rest = {key: value for key, value in report.items() if key != "outputs"}
-        for document in (*({"output": output} for output in report["outputs"]), rest):
-            write(json.dumps(document) + "\n")
-        text = "".join(pieces).removesuffix("\n")
-    else:
-        text = json.dumps(report) if settings.json else format_report(report)
-        in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        if not settings.streaming or settings.dry_run:
-            click.echo(format_report(report, in_colour=True) if in_colour else text)
+    text = show_report(report, settings, write, pieces)
     if settings.output_file is not None and not settings.dry_run:
         write_whole(settings.output_file, text + "\n", force=settings.force)
     if not settings.json and not settings.dry_run:
         click.echo(format_stats(report["stats"]), err=True)
     if report.get("interrupted"):
-        outputs = report["outputs"]
-        finished = sum(output["finish_reason"] is not None for output in outputs)
-        raise SpecDecError(
-            f"interrupted: {finished} of {len(outputs)} prompts were finished",
-            "what was done is shown; a finish_reason of null marks what was not",
-        )
+        raise describe_interruption(report["outputs"])
     end_ranks(is_done=True)
 
 
+def show_report(
+    report: dict[str, Any], settings: RunSettings, write: Callable[[str], None], pieces: list[str]
+) -> str:
+    """Write what streaming has not written yet; return the whole text, for --output-file.
+
+    write: writes a piece, and adds it to `pieces`.
+    """
+    if settings.json and settings.streaming and not settings.dry_run:
+        statistics = {key: value for key, value in report.items() if key != "outputs"}
+        for document in (*({"output": output} for output in report["outputs"]), statistics):
+            write(json.dumps(document) + "\n")
+        return "".join(pieces).removesuffix("\n")
+    text = json.dumps(report) if settings.json else format_report(report)
+    if not settings.streaming or settings.dry_run:
+        in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        click.echo(format_report(report, in_colour=True) if in_colour else text)
+    return text
+
+
+def describe_interruption(outputs: Sequence[dict[str, Any]]) -> SpecDecError:
+    """Return the error of a run that Ctrl-C ended."""
+    num_finished = sum(output["finish_reason"] is not None for output in outputs)
+    return SpecDecError(
+        f"interrupted: {num_finished} of {len(outputs)} prompts were finished",
+        "what was done is shown; a finish_reason of null marks what was not",
+    )
+
+
 def format_report(report: dict[str, Any], *, in_colour: bool = False) -> str:
-    """The text form: one Input and one Output line a prompt.
+    """Return the text form: one Input and one Output line a prompt.
 
     in_colour: how --show-drafts tells its tokens apart.
     """
@@ -89,7 +104,7 @@ def format_report(report: dict[str, Any], *, in_colour: bool = False) -> str:
 
 
 def format_stats(stats: dict[str, Any]) -> str:
-    """A line for people, on stderr."""
+    """Return the line of statistics that goes to stderr."""
     weights = f", {stats['quantization']} weights" if stats.get("quantization") else ""
     line = (
         f"{stats['method']} on {stats['device']} ({stats['dtype']}{weights}):"
@@ -103,6 +118,10 @@ def format_stats(stats: dict[str, Any]) -> str:
     if is_told and steps - drafted >= max(1, steps * WORTH_SAYING):
         line += f", nothing drafted in {steps - drafted} of {steps}"
     if profile := stats.get("profile_seconds"):
-        told = [f"{name} {value:.2f} s" for name, value in profile.items() if value is not None]
-        line += "; " + (", ".join(told) or "the runtime does not report the times of its parts")
+        part_times = [
+            f"{name} {value:.2f} s" for name, value in profile.items() if value is not None
+        ]
+        line += "; " + (
+            ", ".join(part_times) or "the runtime does not report the times of its parts"
+        )
     return line

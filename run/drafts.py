@@ -36,42 +36,42 @@ def split_pieces(result: ActiveRequest, text: str, tokenizer: Any) -> list[Piece
     Their texts without the rejected ones make up `text`. A character of several tokens stands with
     the last of them.
     """
-    ids, pieces, left = result.output_ids, list[Piece](), len(text)
-    for at, (origin, token_text) in enumerate(
+    ids, pieces, num_left = result.output_ids, list[Piece](), len(text)
+    for index, (origin, token_text) in enumerate(
         zip(result.origins, split_text(tokenizer, ids), strict=True)
     ):
-        if at in result.rejected:
-            before = ids[max(0, at - CONTEXT) : at]
-            whole = decode_text(tokenizer, [*before, *result.rejected[at]])
-            rejected = whole[len(decode_text(tokenizer, before)) :]
+        if index in result.rejected:
+            context = ids[max(0, index - CONTEXT) : index]
+            context_and_rejected = decode_text(tokenizer, [*context, *result.rejected[index]])
+            rejected = context_and_rejected[len(decode_text(tokenizer, context)) :]
             # The text is to be read with its own line ends alone.
             pieces.append((REJECTED, [rejected.replace("\n", "\\n")]))
-        shown, left = token_text[:left], left - len(token_text[:left])
+        visible_text, num_left = token_text[:num_left], num_left - len(token_text[:num_left])
         if origin == "draft" and pieces and pieces[-1][0] == "draft":
-            pieces[-1][1].append(shown)
+            pieces[-1][1].append(visible_text)
         else:
-            pieces.append((origin, [shown]))
+            pieces.append((origin, [visible_text]))
     return [(kind, texts) for kind, texts in pieces if any(texts)]
 
 
 def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to a text."""
+    """Return the text that each token adds."""
     stream = read_stream(tokenizer, ids)
     text = stream.finish()
     return [text[start:end] for start, end in itertools.pairwise([0, *stream.ends])]
 
 
 def format_pieces(pieces: Sequence[Piece], *, in_colour: bool) -> str:
-    """The text with its marks; the accepted tokens of a step are told apart by bars."""
+    """Return the text with its marks; bars divide the accepted tokens of a step."""
     styles = COLOURS if in_colour else MARKS
-    parts = []
+    texts_with_marks = []
     for kind, texts in pieces:
-        before, behind = styles[kind]
-        parts.append(before + ("" if in_colour else "|").join(texts) + behind)
-    return "".join(parts)
+        opening, closing = styles[kind]
+        texts_with_marks.append(opening + ("" if in_colour else "|").join(texts) + closing)
+    return "".join(texts_with_marks)
 
 
 def format_legend(*, in_colour: bool) -> str:
-    """A line that says what the marks mean."""
+    """Return the line that explains the marks."""
     styles = COLOURS if in_colour else MARKS
     return "Drafts: " + ", ".join(name.join(styles[kind]) for kind, name in NAMES.items())

@@ -77,15 +77,15 @@ def run_engine(
         check_counts_drafts(core, about["method"])
     core.check_requests(requests)
     if settings.dry_run:
-        longest = max(len(r.input_ids) for r in requests)
-        return {"dry_run": True, **about, "num_prompts": len(prompts), "longest": longest}
+        longest_prompt = max(len(r.input_ids) for r in requests)
+        return {"dry_run": True, **about, "num_prompts": len(prompts), "longest": longest_prompt}
     if core is engine:  # TensorRT-LLM's, which was only described so far
         core.load()
     logger.info("generating for %s", count(len(prompts), "prompt"))
-    began = time.perf_counter()
+    start = time.perf_counter()
     counts = AcceptanceCounts() if settings.acceptance_output is not None else None
     results, is_interrupted = generate(engine, requests, settings, write, counts)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     report: dict[str, Any] = {
         "outputs": [describe_result(r, tokenizer, settings) for r in choose_best(results)],
         "stats": {**about, **describe_stats(core, results, seconds, settings)},
@@ -131,11 +131,8 @@ def write_acceptance(
 
 
 def follows_ranks(settings: RunSettings) -> bool:
-    """Whether other processes, the ranks of a TensorRT-LLM engine, run it instead of this one."""
-    if read_backend(settings.engine_dir) != TENSORRT_LLM:
-        return False
-
-    if settings.dry_run:
+    """Return whether other processes, a TensorRT-LLM engine's ranks, run it instead of this one."""
+    if read_backend(settings.engine_dir) != TENSORRT_LLM or settings.dry_run:
         return False
     from .backends.tensorrt_ranks import run_ranks
 
@@ -181,7 +178,7 @@ def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer
 def load_any_engine(
     settings: RunSettings, options: DraftOptions | None, tokenizer: Any
 ) -> tuple[Engine | TensorRTEngine, Core]:
-    """Return what executes the engine folder, and what describes it."""
+    """Return the object that runs the engine folder, and the one that describes it."""
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
         from .backends.tensorrt_llm import TensorRTEngine
 
@@ -217,7 +214,7 @@ def generate(
 
     from .streaming import JsonPrinter, StreamPrinter
 
-    kept: dict[str, Any] = {
+    loop_options: dict[str, Any] = {
         "keep_logits": settings.writes_logits, "keep_rejected": settings.show_drafts,
         "counts": counts,
     }  # fmt: skip
@@ -226,7 +223,7 @@ def generate(
             printer = JsonPrinter(write) if settings.json else StreamPrinter(write, requests)
             try:
                 options = {"follow_text": True, "on_progress": printer.show}
-                return engine.run(requests, **options, **kept), False
+                return engine.run(requests, **options, **loop_options), False
             except Interrupted:
                 printer.close()
                 raise
@@ -236,7 +233,7 @@ def generate(
                 advance(sum(r.finish_reason is not None for r in active))
 
             options = {"follow_text": False, "on_progress": count_finished}
-            return engine.run(requests, **options, **kept), False
+            return engine.run(requests, **options, **loop_options), False
     except Interrupted as interrupted:
         return interrupted.results, True
 
@@ -244,7 +241,7 @@ def generate(
 def describe_stats(
     core: Core, results: Sequence[ActiveRequest], seconds: float, settings: RunSettings
 ) -> dict[str, Any]:
-    """The counts and times of `stats`."""
+    """Return the counts and times of `stats`."""
     from specdec.decode.requests import sum_stats
 
     totals = sum_stats(results)
@@ -276,16 +273,18 @@ def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings
     text = result.text
     if text is None:
         text = decode_text(tokenizer, result.output_ids) if tokenizer else ""
-    shown: dict[str, Any] = {}
+    more_fields: dict[str, Any] = {}
     if settings.show_drafts:
-        shown["origins"] = result.origins
+        more_fields["origins"] = result.origins
         if not settings.json:
-            shown["pieces"] = split_pieces(result, text, tokenizer)
+            more_fields["pieces"] = split_pieces(result, text, tokenizer)
     if result.request.num_logprobs is not None:
-        shown["logprobs"] = [dataclasses.asdict(one) for one in result.logprobs]
+        more_fields["logprobs"] = [dataclasses.asdict(logprob) for logprob in result.logprobs]
     if result.request.wants_prompt_logprobs:
-        told = result.prompt_logprobs
-        shown["prompt_logprobs"] = [one and dataclasses.asdict(one) for one in told]
+        prompt_logprobs = result.prompt_logprobs
+        more_fields["prompt_logprobs"] = [
+            logprob and dataclasses.asdict(logprob) for logprob in prompt_logprobs
+        ]
     return {
         "index": result.request.index,
         "input_text": result.request.input_text,
@@ -293,13 +292,13 @@ def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings
         "output_ids": result.output_ids,
         "output_text": text,
         "finish_reason": result.finish_reason,
-        **shown,
+        **more_fields,
         "stats": result.stats.to_json(),
     }
 
 
 def name_logits(output_file: Path) -> Path:
-    """The file that the logits of --output-generation-logits go into."""
+    """Return the file of the logits that --output-generation-logits asks for."""
     return output_file.with_suffix(".logits.safetensors")
 
 
@@ -311,8 +310,10 @@ def write_logits(
     from specdec.files.torch_tensors import to_array
 
     path = name_logits(need(settings.output_file))
-    kept = {f"output.{r.request.index}": r.logits for r in results}
-    tensors = {name: to_array(logits) for name, logits in kept.items() if logits is not None}
+    logits_by_name = {f"output.{r.request.index}": r.logits for r in results}
+    tensors = {
+        name: to_array(logits) for name, logits in logits_by_name.items() if logits is not None
+    }
     infos = {name: TensorInfo("float32", array.shape) for name, array in tensors.items()}
     partial = Path(f"{path}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)

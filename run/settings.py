@@ -86,7 +86,7 @@ class RunSettings(DecodeSettings, PromptSettings):
 
     @property
     def writes_logits(self) -> bool:
-        """Whether tokens' logits go into a file; a draft-target run may merely compare them."""
+        """Return whether logits go into a file; a draft-target run may merely compare them."""
         return self.output_generation_logits and self.output_file is not None
 
     def refuse_contradictions(self) -> None:

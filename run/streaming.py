@@ -10,37 +10,37 @@ from specdec.text.text_stream import TextStream
 
 
 class StreamPrinter:
-    """Writes outputs in the order of the requests: one live, later ones when their turn comes."""
+    """Printer of outputs as text, in the order of the requests: the first that runs is live."""
 
     def __init__(self, write: Callable[[str], None], requests: Sequence[Request]) -> None:
         self._write, self._requests = write, requests
         self._turn = 0
         self._has_header = False
         self._texts: dict[int, TextStream] = {}  # by index, of those that have begun
-        self._finished: set[int] = set()
+        self._finished_indices: set[int] = set()
 
     def show(self, requests: Sequence[ActiveRequest]) -> None:
-        """Take what a step has added to these requests."""
+        """Take the tokens that a step has added to these requests."""
         for request in requests:
             assert request.text_stream is not None
             self._texts[request.request.index] = request.text_stream
             if request.finish_reason is not None:
                 request.text_stream.finish()
-                self._finished.add(request.request.index)
+                self._finished_indices.add(request.request.index)
         self._write_turns()
 
     def close(self) -> None:
         """Write what has been held back of every request: no more of them will be shown."""
         for text in self._texts.values():
             text.finish()
-        self._finished = {request.index for request in self._requests}
+        self._finished_indices = {request.index for request in self._requests}
         self._write_turns()
 
     def _write_turns(self) -> None:
         while self._turn < len(self._requests):
             request = self._requests[self._turn]
             index, text = request.index, self._texts.get(request.index)
-            if text is None and index not in self._finished:
+            if text is None and index not in self._finished_indices:
                 return
             if not self._has_header:
                 self._write(
@@ -49,7 +49,7 @@ class StreamPrinter:
                 self._has_header = True
             if text is not None and (piece := text.take()):
                 self._write(piece)
-            if index not in self._finished:
+            if index not in self._finished_indices:
                 return
             self._write('"\n')
             self._turn += 1
@@ -57,26 +57,26 @@ class StreamPrinter:
 
 
 class JsonPrinter:
-    """Writes one object per line: what a step has added to a request."""
+    """Printer of one object per line: the tokens that a step has added to a request."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._num_shown: dict[int, int] = {}  # by index: tokens written
-        self._ended: set[int] = set()
+        self._ended_indices: set[int] = set()
 
     def show(self, requests: Sequence[ActiveRequest]) -> None:
-        """Take what a step has added to these requests."""
+        """Take the tokens that a step has added to these requests."""
         for request in requests:
             assert request.text_stream is not None
             index = request.request.index
-            if index in self._ended:
+            if index in self._ended_indices:
                 continue
             if request.finish_reason is not None:
                 request.text_stream.finish()
-                self._ended.add(index)
-            at = self._num_shown.get(index, 0)
-            tokens, origins = request.output_ids[at:], request.origins[at:]
-            self._num_shown[index] = at + len(tokens)
+                self._ended_indices.add(index)
+            num_shown = self._num_shown.get(index, 0)
+            tokens, origins = request.output_ids[num_shown:], request.origins[num_shown:]
+            self._num_shown[index] = num_shown + len(tokens)
             event = {
                 "index": index,
                 "text": request.text_stream.take(),
@@ -87,4 +87,4 @@ class JsonPrinter:
             self._write(json.dumps(event) + "\n")
 
     def close(self) -> None:
-        """Nothing is held back: what is not complete is told with the outputs."""
+        """Do nothing: incomplete texts are written with the outputs."""

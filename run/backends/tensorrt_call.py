@@ -19,20 +19,20 @@ from specdec.trtllm.runner import RowOutput, TensorRTRunner
 def group_requests(
     requests: Sequence[Request], is_external: bool, max_batch_size: int
 ) -> Iterator[list[int]]:
-    """Yield the places of requests that one call can take.
+    """Yield the indices of requests that one call can take.
 
     A call has one setting of sampling for all of its requests; one that runs them to their end
     has one length as well, and holds at most a batch.
     """
 
-    def get_key(place: int) -> tuple[Any, ...]:
-        request = requests[place]
+    def get_key(index: int) -> tuple[Any, ...]:
+        request = requests[index]
         params = request.sampling
         sampling = () if params.is_greedy else dataclasses.astuple(params)
         return (sampling, sorted(request.end_ids), 0 if is_external else request.max_output_len)
 
-    for _, places in itertools.groupby(sorted(range(len(requests)), key=get_key), key=get_key):
-        group = list(places)
+    for _, indices in itertools.groupby(sorted(range(len(requests)), key=get_key), key=get_key):
+        group = list(indices)
         if is_external:
             yield group
             continue
@@ -43,17 +43,17 @@ def group_requests(
 def fill_results(
     requests: Sequence[Request], results: Mapping[int, ActiveRequest]
 ) -> list[ActiveRequest]:
-    """Results in the order of the requests; those that never ran have no tokens."""
+    """Return results in the order of the requests; those that never ran have no tokens."""
     return [
-        results[place]
-        if place in results
+        results[index]
+        if index in results
         else ActiveRequest(request, 0, max_depth=0, text_stream=None)
-        for place, request in enumerate(requests)
+        for index, request in enumerate(requests)
     ]
 
 
 class Call:
-    """Requests of one setting, which the runtime runs to their end by itself."""
+    """Batch of requests of one setting, which the runtime runs to their end by itself."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Call:
         options: Options,
     ) -> None:
         self._runner, self._options = runner, options
-        self._followed = [
+        self._followers = [
             Followed(request, row, folder, options.tokenizer, follows_text=options.follow_text)
             for row, request in enumerate(requests)
         ]
@@ -71,8 +71,8 @@ class Call:
             "max_new_tokens": requests[0].max_output_len,
             "sampling": requests[0].sampling,
             "seed": requests[0].sampling.seed,
-            "end_id": self._followed[0].end_id,
-            "stop_ids": [followed.stop_ids for followed in self._followed],
+            "end_id": self._followers[0].end_id,
+            "stop_ids": [follower.stop_ids for follower in self._followers],
         }
         self._texts = [request.input_ids for request in requests]
 
@@ -81,18 +81,18 @@ class Call:
         outputs = self._runner.generate(
             self._texts, keep_logits=self._options.keep_logits, **self._arguments
         )
-        for followed, output in zip(self._followed, outputs, strict=True):
-            followed.take(output.tokens)
+        for follower, output in zip(self._followers, outputs, strict=True):
+            follower.take(output.tokens)
         return self._end(outputs)
 
     def stream(self) -> list[ActiveRequest]:
         """Report tokens as they come, then return the results."""
-        tokens: list[list[int]] = [[] for _ in self._followed]
+        tokens: list[list[int]] = [[] for _ in self._followers]
         for tokens in self._runner.stream(self._texts, **self._arguments):
             moved = [
-                followed.active
-                for followed, row in zip(self._followed, tokens, strict=True)
-                if followed.take(row)
+                follower.active
+                for follower, row in zip(self._followers, tokens, strict=True)
+                if follower.take(row)
             ]
             if moved and self._options.on_progress is not None:
                 self._options.on_progress(moved)
@@ -104,14 +104,14 @@ class Call:
 
     def _end(self, outputs: Sequence[RowOutput]) -> list[ActiveRequest]:
         """Settle how each request ended, and what is known of its steps."""
-        ended = []
-        for followed, output in zip(self._followed, outputs, strict=True):
-            if followed.end(output.tokens, output.num_iterations):
-                ended.append(followed.active)
+        ended_requests = []
+        for follower, output in zip(self._followers, outputs, strict=True):
+            if follower.end(output.tokens, output.num_iterations):
+                ended_requests.append(follower.active)
             if output.logits is not None:
-                self._keep_logits(followed.active, output)
-        active = [followed.active for followed in self._followed]
-        reported = ended if self._options.follow_text else active
+                self._keep_logits(follower.active, output)
+        active = [follower.active for follower in self._followers]
+        reported = ended_requests if self._options.follow_text else active
         if reported and self._options.on_progress is not None:
             self._options.on_progress(reported)
         return active

@@ -1,4 +1,4 @@
-"""Drafts from outside of a TensorRT-LLM engine: the loop is ours, accepting is the runtime's.
+"""Loop with external drafts for a TensorRT-LLM engine, whose runtime accepts them.
 
 An engine with external drafts ends every request after one step, so each step is a call that is
 given the whole text, whose keys and values the runtime takes from its cache by block reuse. Such a
@@ -39,10 +39,10 @@ TEXT_TOKENS = 8  # of the texts that are timed
 
 
 class EngineDrafter(Drafter):
-    """A second engine drafts, at most up to the token before each request's limit.
+    """Drafter by a second engine, up to the token before each request's limit.
 
-    pace: what chooses the length; None drafts `max_draft_tokens` always. The `draft_probs` of what
-    it proposes are logits, of which the runtime makes probabilities itself.
+    pace: the policy that chooses the length; None drafts `max_draft_tokens` always. The
+    `draft_probs` of a proposal are logits, of which the runtime makes probabilities itself.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class EngineDrafter(Drafter):
         texts = [get_text(request) for request in requests]
         remaining = [request.remaining for request in requests]
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
-        planned = self.max_draft_tokens
+        num_planned = self.max_draft_tokens
         if self.pace is not None:
-            planned = self.pace.max_levels if self.pace.plan(remaining) else 0
+            num_planned = self.pace.max_levels if self.pace.plan(remaining) else 0
         counts = [
-            min(planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
+            min(num_planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
             for room, text in zip(remaining, texts, strict=True)
         ]
         drafts = list_roots(requests)
@@ -84,10 +84,10 @@ class EngineDrafter(Drafter):
         )
         for row, output in zip(rows, outputs, strict=True):
             # Up to what the target's vocabulary does not have.
-            known = itertools.takewhile(
+            shared_tokens = itertools.takewhile(
                 lambda t: t < self._vocab_size, output.tokens[: counts[row]]
             )
-            if tokens := [*known]:
+            if tokens := [*shared_tokens]:
                 tree = pack_beams(requests[row].output_ids[-1], np.array([tokens]))
                 logits = None if output.logits is None else [*output.logits[: len(tokens)]]
                 drafts[row] = Candidates(tree, logits)
@@ -95,10 +95,10 @@ class EngineDrafter(Drafter):
 
 
 def measure_costs(
-    target: TensorRTRunner, draft: TensorRTRunner, longest: int, num_rows: int
+    target: TensorRTRunner, draft: TensorRTRunner, max_draft_len: int, num_rows: int
 ) -> CostTable:
     """Time calls of both engines, for one text and for as many as they take at once."""
-    sizes = sorted({*(2**n for n in range(longest.bit_length())), longest})
+    sizes = sorted({*(2**n for n in range(max_draft_len.bit_length())), max_draft_len})
     steps, drafts = [], []
     for rows in dict.fromkeys((1, num_rows)):
         call: dict[str, Any] = {"sampling": SamplingParams(), "seed": 0, "keep_logits": False}
@@ -117,17 +117,17 @@ def measure_costs(
 
 
 def _time_calls(call: Callable[[int], None], sizes: Sequence[int]) -> Curve:
-    least = dict.fromkeys(sizes, math.inf)
+    fastest = dict.fromkeys(sizes, math.inf)
     for _ in range(TURNS):
         for size in sizes:
-            began = time.perf_counter()
+            start = time.perf_counter()
             call(size)
-            least[size] = min(least[size], time.perf_counter() - began)
-    return smooth(least)
+            fastest[size] = min(fastest[size], time.perf_counter() - start)
+    return smooth(fastest)
 
 
 def get_text(request: ActiveRequest) -> list[int]:
-    """A request's prompt and what was emitted."""
+    """Return a request's prompt and its emitted tokens."""
     return [*request.request.input_ids, *request.output_ids]
 
 
@@ -137,7 +137,7 @@ def derive_seed(seed: int, call: int, stream: int) -> int:
 
 
 class ExternalLoop:
-    """Requests of one sampling setting, decoded step by step, a finished one's row refilled."""
+    """Loop over requests of one sampling setting; a finished one's row is filled again."""
 
     def __init__(
         self,
@@ -151,46 +151,48 @@ class ExternalLoop:
         self._timing = timing
         self._requests = requests
         self._sampling: SamplingParams = requests[0].sampling
-        self._waiting = deque(enumerate(requests))
-        self._active: dict[int, ActiveRequest] = {}  # by place in `requests`
-        self._begun: dict[int, ActiveRequest] = {}  # the same, with those that are over
+        self._waiting_requests = deque(enumerate(requests))
+        self._active: dict[int, ActiveRequest] = {}  # by index in `requests`
+        self._started_requests: dict[
+            int, ActiveRequest
+        ] = {}  # by index, those that are over included
         self._num_calls = 0
 
     def run(self) -> list[ActiveRequest]:
         """Return the results in the order of the requests; Interrupted on Ctrl-C."""
         try:
-            while self._waiting or self._active:
+            while self._waiting_requests or self._active:
                 self._admit()
                 self._step()
         except KeyboardInterrupt as error:
-            raise Interrupted(fill_results(self._requests, self._begun)) from error
-        return fill_results(self._requests, self._begun)
+            raise Interrupted(fill_results(self._requests, self._started_requests)) from error
+        return fill_results(self._requests, self._started_requests)
 
     def _admit(self) -> None:
         """Give free rows to waiting requests and run their prompts, which yield a token each."""
-        free = (self._options.max_batch_size or len(self._requests)) - len(self._active)
-        count = min(free, len(self._waiting))
+        num_free_rows = (self._options.max_batch_size or len(self._requests)) - len(self._active)
+        count = min(num_free_rows, len(self._waiting_requests))
         if count < 1:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         admitted = {}
-        taken = {active.row for active in self._active.values()}
-        rows = (row for row in range(len(self._requests)) if row not in taken)
+        used_rows = {active.row for active in self._active.values()}
+        rows = (row for row in range(len(self._requests)) if row not in used_rows)
         for _ in range(count):
-            place, request = self._waiting.popleft()
+            index, request = self._waiting_requests.popleft()
             options = self._options
             text = request.make_text(options.tokenizer, is_followed=options.follow_text)
-            admitted[place] = ActiveRequest(
+            admitted[index] = ActiveRequest(
                 request, next(rows), max_depth=self._drafter.max_draft_tokens, text_stream=text
             )
         started = list(admitted.values())
         self._active |= admitted
-        self._begun |= admitted
+        self._started_requests |= admitted
         self._drafter.start(started)
         for active, output in zip(started, self._verify(started, None), strict=True):
             self._emit(active, output, [])
         self._finish(started)
-        self._timing.prefill += time.perf_counter() - began
+        self._timing.prefill += time.perf_counter() - start
 
     def _step(self) -> None:
         """Draft for every active request, let the target verify, emit."""
@@ -198,79 +200,91 @@ class ExternalLoop:
         if not requests:
             return
         clock = time.perf_counter
-        began = clock()
+        start = clock()
         self._drafter.seed = self._next_seed(DRAFT)
-        found = self._drafter.propose(requests) or list_roots(requests)
-        drafts = [candidates.tree.tokens[1:].tolist() for candidates in found]
+        candidates = self._drafter.propose(requests) or list_roots(requests)
+        drafts = [proposal.tree.tokens[1:].tolist() for proposal in candidates]
         drafted = clock()
-        outputs: dict[int, RowOutput] = {}
-        # The runtime refuses empty drafts, and a call has drafts for all of its rows or for none.
-        for has_draft in (True, False):
-            rows = [at for at, draft in enumerate(drafts) if bool(draft) == has_draft]
-            if rows:
-                chosen = [drafts[at] for at in rows] if has_draft else None
-                drawn = [found[at].draft_probs for at in rows]
-                logits = [torch.stack([*each]) for each in drawn if each is not None]
-                emitted = self._verify([requests[at] for at in rows], chosen, logits)
-                outputs |= zip(rows, emitted, strict=True)
+        outputs = self._verify_drafts(requests, candidates, drafts)
         verified = clock()
         num_accepted = []
-        for at, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
-            output = outputs[at]
+        for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            output = outputs[row]
             num_accepted.append(len(output.tokens) - 1)
-            taken = self._emit(request, output, draft)
+            num_emitted = self._emit(request, output, draft)
             request.stats.count_step(
                 num_draft_tokens=len(draft),
                 depth=len(draft),
-                num_accepted=min(taken, num_accepted[-1]),
+                num_accepted=min(num_emitted, num_accepted[-1]),
             )
         length = max(map(len, drafts))
         if (pace := self._drafter.pace) is not None and length:
             pace.record(length + 1, [n + 1 for n in num_accepted], [(0, len(drafts), length)])
         self._finish(requests)
-        self._timing.draft += drafted - began
+        self._timing.draft += drafted - start
         self._timing.verify += verified - drafted
         self._timing.other += clock() - verified
+
+    def _verify_drafts(
+        self, requests: Sequence[ActiveRequest], candidates: Sequence[Candidates],
+        drafts: Sequence[list[int]],
+    ) -> dict[int, RowOutput]:  # fmt: skip
+        """Verify drafts, by row, in a call for the rows with one and a call for those without.
+
+        The runtime refuses empty drafts, and a call has drafts for all of its rows or for none.
+        """
+        outputs: dict[int, RowOutput] = {}
+        for has_draft in (True, False):
+            rows = [row for row, draft in enumerate(drafts) if bool(draft) == has_draft]
+            if rows:
+                row_drafts = [drafts[row] for row in rows] if has_draft else None
+                draft_probs = [candidates[row].draft_probs for row in rows]
+                logits = [torch.stack([*probs]) for probs in draft_probs if probs is not None]
+                emitted = self._verify([requests[row] for row in rows], row_drafts, logits)
+                outputs |= zip(rows, emitted, strict=True)
+        return outputs
 
     def _verify(
         self, requests: Sequence[ActiveRequest], drafts: Sequence[list[int]] | None,
         logits: Sequence[Tensor] = (),
     ) -> list[RowOutput]:  # fmt: skip
-        """Return what the target emits for each request; a draft's agreeing part comes first.
+        """Return the tokens that the target emits for each request, accepted drafts first.
 
         logits: [tokens, V], that each draft was drawn from, where it was.
         """
-        longest = max(map(len, drafts), default=0) if drafts else 0
+        longest_draft = max(map(len, drafts), default=0) if drafts else 0
         outputs = self._target.generate(
             [get_text(request) for request in requests],
             drafts=drafts,
             draft_logits=logits or None,
             keep_logits=self._options.keep_logits,
-            max_new_tokens=longest + 1,
+            max_new_tokens=longest_draft + 1,
             sampling=self._sampling,
             seed=self._next_seed(TARGET),
             # Without an end id the runtime counts every token; where a text ends is decided here.
         )
-        for at, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            check_step(request.request.index, drafts[at] if drafts else [], output.tokens)
+        for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+            check_step(request.request.index, drafts[row] if drafts else [], output.tokens)
         return outputs
 
     def _emit(self, request: ActiveRequest, output: RowOutput, draft: Sequence[int]) -> int:
         num_accepted = len(output.tokens) - 1
         origins = [*[DRAFTED] * num_accepted, BONUS if draft else PLAIN]
-        taken = request.emit(output.tokens, origins)
-        if self._options.keep_rejected and taken > num_accepted:
+        num_emitted = request.emit(output.tokens, origins)
+        if self._options.keep_rejected and num_emitted > num_accepted:
             request.note_rejected(list(draft[num_accepted:]))
         if output.logits is not None:
-            request.kept_logits.append(self._target.widen(output.logits[:taken]))
-        return taken
+            request.kept_logits.append(self._target.widen(output.logits[:num_emitted]))
+        return num_emitted
 
     def _finish(self, moved: Sequence[ActiveRequest]) -> None:
         """Report progress, and let finished requests leave."""
         if self._options.on_progress is not None:
             self._options.on_progress(moved)
         running = self._active.items()
-        self._active = {place: one for place, one in running if one.finish_reason is None}
+        self._active = {
+            index: request for index, request in running if request.finish_reason is None
+        }
 
     def _next_seed(self, stream: int) -> int:
         self._num_calls += 1

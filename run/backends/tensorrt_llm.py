@@ -106,7 +106,7 @@ class TensorRTEngine:
 
     @property
     def tells_origins(self) -> bool:
-        """Whether it is known of each token how it came: where the runtime does not draft."""
+        """Return whether each token's origin is known: where the runtime does not draft."""
         return self.folder.mode in (None, EXTERNAL)
 
     def describe(self) -> dict[str, Any]:
@@ -133,10 +133,10 @@ class TensorRTEngine:
         """Load the engine, and the one that drafts for it."""
         if self._runner is not None:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         runtime = import_runtime()
         folder, draft, settings = self.folder, self.draft, self._settings
-        shared = make_shared_options(settings.kv_cache_free_gpu_memory_fraction)
+        shared_options = make_shared_options(settings.kv_cache_free_gpu_memory_fraction)
         rank, size = find_rank()
         placement: list[dict[str, Any]] = [{"rank": rank}, {"rank": rank}]
         if draft is None:
@@ -158,15 +158,15 @@ class TensorRTEngine:
         self._runner = TensorRTRunner(
             folder,
             {
-                **shared, **placement[0], **self._method_options, **gathers,
+                **shared_options, **placement[0], **self._method_options, **gathers,
                 "kv_cache_enable_block_reuse": reuses,
             },
         )  # fmt: skip
         if folder.mode == EXTERNAL:
-            self._drafter = self._make_drafter(shared | placement[1] | gathers)
-        self.load_seconds = time.perf_counter() - began
+            self._drafter = self._make_drafter(shared_options | placement[1] | gathers)
+        self.load_seconds = time.perf_counter() - start
 
-    def run(self, requests: Sequence[Request], **kept: Any) -> list[ActiveRequest]:
+    def run(self, requests: Sequence[Request], **loop_options: Any) -> list[ActiveRequest]:
         """Decode all requests, those of equal settings together: a call takes one setting.
 
         kept: fields of the loop's `Options`.
@@ -175,7 +175,7 @@ class TensorRTEngine:
         self.load()
         assert self._runner is not None
         limits = [self.folder.max_batch_size] + ([self.draft.max_batch_size] if self.draft else [])
-        options = Options(max_batch_size=min(limits), tokenizer=self._tokenizer, **kept)
+        options = Options(max_batch_size=min(limits), tokenizer=self._tokenizer, **loop_options)
         results: dict[int, ActiveRequest] = {}
         groups = list(group_requests(requests, self.folder.mode == EXTERNAL, min(limits)))
         if len(groups) > 1:
@@ -185,11 +185,11 @@ class TensorRTEngine:
                 "" if self.folder.mode == EXTERNAL else " and length",
             )  # fmt: skip
         try:
-            for places in groups:
-                found = self._run([requests[place] for place in places], options)
-                results |= zip(places, found, strict=True)
+            for indices in groups:
+                group_results = self._run([requests[index] for index in indices], options)
+                results |= zip(indices, group_results, strict=True)
         except Interrupted as interrupted:
-            results |= zip(places, interrupted.results, strict=True)
+            results |= zip(indices, interrupted.results, strict=True)
             raise Interrupted(fill_results(requests, results)) from None
         except KeyboardInterrupt as error:
             raise Interrupted(fill_results(requests, results)) from error
@@ -207,17 +207,17 @@ class TensorRTEngine:
             return PromptLookupProposer(self._lookup)
         if self.draft is None:
             return Drafter()
-        pair, longest = need(self._options), self.folder.max_draft_len
+        pair, max_draft_len = need(self._options), self.folder.max_draft_len
         runner = TensorRTRunner(self.draft, {**options, "kv_cache_enable_block_reuse": True})
         pace = None
         if pair.draft_len is None:
             assert self._runner is not None
             num_rows = min(self.folder.max_batch_size, self.draft.max_batch_size)
-            costs = measure_costs(self._runner, runner, longest, num_rows)
-            pace = Pace(longest, costs, is_planned=True)
+            costs = measure_costs(self._runner, runner, max_draft_len, num_rows)
+            pace = Pace(max_draft_len, costs, is_planned=True)
         return EngineDrafter(
             runner,
-            pair.draft_len or longest,
+            pair.draft_len or max_draft_len,
             pace,
             use_logits=pair.use_logits,
             target_vocab_size=self.folder.vocab_size,

@@ -27,7 +27,7 @@ LABELS = ("error: ", "hint: ")
 
 
 def run_ranks(settings: RunSettings) -> bool:
-    """Whether the work is, or is being, done by other processes than this one.
+    """Return whether other processes than this one do, or have done, the work.
 
     Without a launcher, all ranks are started and waited for; under one, ranks other than 0 join in
     until rank 0 is done.
@@ -86,23 +86,23 @@ def start_ranks(settings: RunSettings, size: int) -> None:
         encoding="utf-8", errors="replace",
     )  # fmt: skip
     assert child.stderr is not None
-    told: dict[str, str] = {}
+    messages: dict[str, str] = {}
     try:
         for line in child.stderr:
             label = next((label for label in LABELS if line.startswith(label)), None)
             if label is None:
                 sys.stderr.write(line)
             else:
-                told.setdefault(label, line.removeprefix(label).rstrip("\n"))
+                messages.setdefault(label, line.removeprefix(label).rstrip("\n"))
         status = child.wait()
     except BaseException:
         end_family(child, first=signal.SIGTERM)  # mpirun then ends its ranks, unless it is stuck
         raise
     if status == 0:
         return
-    if len(told) == len(LABELS):
+    if len(messages) == len(LABELS):
         kind = UsageError if status == 2 else SpecDecError
-        message, hint = (told[label] for label in LABELS)
+        message, hint = (messages[label] for label in LABELS)
         raise kind(message, hint)
     raise SpecDecError(
         f"mpirun ended with status {status}", "what the ranks and mpirun said is above"

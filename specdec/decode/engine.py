@@ -42,8 +42,8 @@ from specdec.engine.layout import (
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
-from specdec.files.backends import find_backend
-from specdec.files.folders import TORCH, read_backend
+from specdec.files.backends import BACKENDS
+from specdec.files.folders import TENSORRT, read_backend
 from specdec.model.tensors import EMBEDDING
 from specdec.system import logs
 
@@ -305,7 +305,8 @@ def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
 
 def open_engine(folder: Path, **options: Any) -> TorchEngine:
     """Load an engine of torch or of TensorRT; the options are those that both have."""
-    if read_backend(folder) == TORCH:
+    backend = BACKENDS.get(read_backend(folder))
+    if backend is None or backend.name != TENSORRT:  # which TorchEngine refuses by name
         return TorchEngine(folder, **options)
-    engine: TorchEngine = find_backend(folder).load_module().open_engine(folder, **options)
+    engine: TorchEngine = backend.load_module().open_engine(folder, **options)
     return engine
