@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @stage_command("convert", ConvertSettings)
 def command(settings: ConvertSettings) -> None:
     """Turn a Hugging Face model, and its drafter, into a checkpoint folder."""
-    from .pipeline import convert_model, format_report
+    from .pipeline import convert_model
+    from .report import format_report
 
     show_report(convert_model(settings), settings, format_report if settings.dry_run else None)
 

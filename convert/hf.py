@@ -10,20 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
+from specdec.errors import Problems, SpecDecError, join_names, shorten
 from specdec.files.folders import (
     INDEX_SUFFIX,
-    MEDUSA,
-    MEDUSA_FILES,
-    MODEL,
-    MTP,
     UNFINISHED,
     WEIGHT_NAMES,
     WEIGHT_SUFFIXES,
-    expect_folder,
-    find_gguf,
-    is_hub_id,
-    refuse_absent,
     refuse_unfinished,
 )
 from specdec.files.reading import Array, is_inside, read_json
@@ -215,7 +207,7 @@ class GgufFolder(HfFolder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class TargetTensors:
     """A Hugging Face target as its tensors are planned from it.
 
     specs: its tensors; source_rows: the rows of the folder's tensors that make each.
@@ -288,25 +280,3 @@ def refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
         f"{rename}give the folder that holds the model's weights; other formats are first loaded"
         f" with transformers and saved with save_pretrained, which writes {WEIGHT_NAMES[0]}",
     )
-
-
-def open_model(name: str, flag: str, kind: str | None = MODEL) -> HfFolder:
-    """Open a local folder, a GGUF file, or a Hub id whose files are fetched or already cached.
-
-    kind: what the folder has to be, of those in specdec/files/folders.py; None: any drafter's.
-    """
-    if not name:
-        raise UsageError(f"{flag} is empty", "give a folder or Hub id")
-    path = Path(name)
-    if kind in (MODEL, MTP) and (file := find_gguf(path)) is not None:
-        return GgufFolder(file)
-    weight_files = MEDUSA_FILES if kind in (MEDUSA, None) else ()
-    if path.is_dir():
-        if kind is not None:
-            expect_folder(path, kind, flag)
-        return HfFolder(path, weight_files=weight_files)
-    if path.exists() or not is_hub_id(name):
-        raise refuse_absent(path, f"{flag} {name}")
-    from .hub import fetch_model
-
-    return HfFolder(fetch_model(name, flag, weight_files), weight_files=weight_files)

@@ -32,7 +32,7 @@ from specdec.model.sharding import Block
 from specdec.model.tensors import Shard, TensorSpec, list_linears
 from specdec.system import logs
 
-from ..hf import HfFolder, Target
+from ..hf import HfFolder, TargetTensors
 from ..plan import (
     OUTPUT_BLOCK_BYTES,
     ComputedTensors,
@@ -214,7 +214,7 @@ class _Module:
 
 
 def plan_held(
-    target: Target, held: Held, kv_scales: Sequence[str]
+    target: TargetTensors, held: Held, kv_scales: Sequence[str]
 ) -> tuple[list[RankPlan], dict[str, Any]]:
     """Plan a target of which a checkpoint holds the numbers.
 
@@ -245,7 +245,7 @@ def plan_held(
 
 
 def _plan_modules(
-    target: Target, held: Held, quantized: Sequence[str]
+    target: TargetTensors, held: Held, quantized: Sequence[str]
 ) -> tuple[list[list[RankPlan]], dict[str, Any]]:
     """Plan the linears that are made of matrices, and what config.json says of them."""
     modules = []
@@ -276,7 +276,7 @@ def _plan_modules(
 
 
 def _describe(
-    target: Target, scheme: Scheme, modules: Sequence[_Module]
+    target: TargetTensors, scheme: Scheme, modules: Sequence[_Module]
 ) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
     """Return what tells the kinds of tensors of a linear, and what config.json says of them."""
     if scheme.kept != INT4:
@@ -359,7 +359,7 @@ def _refuse_split(matrix: Matrix, tp_size: int, reason: str) -> SpecDecError:
     )
 
 
-def _plan_module(target: Target, module: _Module, kinds: _Kinds) -> list[RankPlan]:
+def _plan_module(target: TargetTensors, module: _Module, kinds: _Kinds) -> list[RankPlan]:
     """Plan what a checkpoint holds of one linear, on every rank."""
     tp_size = target.model.tp_size
     planned: list[list[RankPlan]] = []

@@ -35,7 +35,7 @@ from specdec.model.tensors import list_linears
 from specdec.system import logs
 from specdec.system.threads import Pool
 
-from ..hf import Target
+from ..hf import TargetTensors
 from ..plan import PlannedTensor, RankPlan
 from .calibration import Observations, Watch
 from .float8 import find_amax
@@ -187,7 +187,7 @@ def name_kv_scales(version: str) -> tuple[str, ...]:
 
 
 def plan_quantizer(
-    target: Target, format_: Format, ranks: Sequence[RankPlan], whole: RankPlan, *,
+    target: TargetTensors, format_: Format, ranks: Sequence[RankPlan], whole: RankPlan, *,
     group_size: int, kv_scales: Sequence[str], **calls: Any,
 ) -> tuple[list[RankPlan], Quantizer]:  # fmt: skip
     """Replace every linear's weight by a rounded one with its scales, on every rank.
@@ -256,7 +256,7 @@ def _plan_matrix(
 
 
 def _list_watches(
-    target: Target, *, has_inputs: bool, has_kv_scales: bool, group_size: int | None
+    target: TargetTensors, *, has_inputs: bool, has_kv_scales: bool, group_size: int | None
 ) -> Iterator[Watch]:
     """The model's linears to watch; one that makes two of ours is watched once for each."""
     model = target.model

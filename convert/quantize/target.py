@@ -19,7 +19,7 @@ from specdec.model.sharding import list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
 from specdec.system import logs
 
-from ..hf import HfFolder, Target
+from ..hf import HfFolder, TargetTensors
 from ..plan import RankPlan
 from ..settings import ConvertSettings
 from . import calibration
@@ -33,7 +33,7 @@ MEASURED_SIZE = 32  # rows to measure on, at most
 
 
 def quantize_target(
-    settings: ConvertSettings, target: Target, ranks: Sequence[RankPlan]
+    settings: ConvertSettings, target: TargetTensors, ranks: Sequence[RankPlan]
 ) -> tuple[list[RankPlan], dict[str, Any], Quantizer]:
     """Plan a target's quantized form.
 

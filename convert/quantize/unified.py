@@ -21,7 +21,7 @@ from specdec.model.quantization import ACTIVATION_SCALE, FLOAT8, KV_SCALES, WEIG
 from specdec.model.tensors import TensorSpec
 from specdec.system import logs
 
-from ..hf import HfFolder, Target
+from ..hf import HfFolder, TargetTensors
 from ..plan import RankPlan, report_missing
 from .float8 import E8M0, to_float32
 from .rounded import Float8Tensor, Scales
@@ -47,7 +47,10 @@ def find_stored(folder: HfFolder) -> set[str]:
 
 
 def plan_fp8(
-    target: Target, weights: Mapping[str, TensorSpec], reader: ScaleReader, stored: Collection[str]
+    target: TargetTensors,
+    weights: Mapping[str, TensorSpec],
+    reader: ScaleReader,
+    stored: Collection[str],
 ) -> list[RankPlan]:
     """Plan the weights of quantized linears and their scales. stored: of `find_stored`."""
     folder, parts = target.folder, target.source_rows
@@ -84,7 +87,7 @@ def plan_fp8(
 
 
 def sort_linears(
-    target: Target, linears: Sequence[str], stored: Collection[str]
+    target: TargetTensors, linears: Sequence[str], stored: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Return the linears that are quantized, and the tensors of the target that are plain.
 
@@ -122,7 +125,7 @@ def sort_linears(
 
 
 def plan_kv_scales(
-    target: Target, linears: Sequence[str], kv_scales: Sequence[str], reader: ScaleReader
+    target: TargetTensors, linears: Sequence[str], kv_scales: Sequence[str], reader: ScaleReader
 ) -> tuple[RankPlan, bool]:
     """Plan the K/V scales of every layer; return them and whether the folder has any."""
     attentions = {}

@@ -1,0 +1,113 @@
+"""Report of a conversion: the plan as JSON-ready values, and as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.checkpoint.config import CheckpointConfig
+from specdec.files.tensor_file import measure_tensor_file
+from specdec.model.quantization import EXECUTED
+from specdec.system.threads import count_usable_cores
+from specdec.trtllm.lacks import find_lack, find_layout_problems
+
+from . import stream
+from .plan import ConversionPlan, get_infos
+from .settings import ConvertSettings
+
+MAX_WORKERS = 16  # threads where --workers is not given: each of them has buffers
+
+
+def count_workers(settings: ConvertSettings) -> int:
+    """Return the number of threads that write, and of as many that hash."""
+    if settings.workers is not None:
+        return settings.workers
+    return min(count_usable_cores(), MAX_WORKERS)
+
+
+def describe_ranks(report: Mapping[str, Any]) -> str:
+    """Return the number of ranks, and of pipeline stages where there are several, as text."""
+    stages = f", pp_size {report['pp_size']}" if report["pp_size"] > 1 else ""
+    return f"tp_size {report['tp_size']}{stages}"
+
+
+def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, Any]:
+    """Return the plan as JSON-ready values: files, bytes, dtype, configuration, memory."""
+    files = [
+        {
+            "path": stream.name_rank(rank),
+            "bytes": measure_tensor_file(get_infos(tensors), stream.METADATA),
+        }
+        for rank, tensors in enumerate(plan.ranks)
+    ]
+    total = sum(int(str(file["bytes"])) for file in files)
+    checkpoint = plan.checkpoint
+    model = checkpoint.model
+    label = settings.trtllm_version
+    lacks = [find_lack(label, plan.config, model.architecture)]
+    lacks += find_layout_problems(label, checkpoint.quantization, model)
+    lack = next(filter(None, lacks), None)
+    summary: dict[str, Any] = {
+        name: getattr(model, name)
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_size", "intermediate_size", "max_position_embeddings",
+            "use_parallel_embedding", "embedding_sharding_dim",
+        )
+    }  # fmt: skip
+    if checkpoint.drafter is not None:
+        summary |= checkpoint.drafter.to_checkpoint()
+    return {
+        "output_dir": str(settings.output_dir),
+        "architecture": plan.config["architecture"],
+        "method": checkpoint.method.name if checkpoint.method else "plain",
+        "trtllm_version": settings.trtllm_version,
+        "backends": list_backends(checkpoint, is_lacking=lack is not None),
+        "lack": lack[0] if lack is not None else None,
+        "dtype": plan.dtype,
+        "quant_algo": checkpoint.quantization.quant_algo,
+        "kv_cache_quant_algo": checkpoint.quantization.kv_cache_quant_algo,
+        "tp_size": model.tp_size,
+        "pp_size": model.pp_size,
+        "num_tensors": len(plan.ranks[0]),
+        "files": [*files, {"path": "config.json"}, {"path": "manifest.json"}],
+        "total_bytes": total,
+        "buffer_bytes": stream.measure_buffers(plan, count_workers(settings)),
+        "sources": [str(path) for path in plan.source_files],
+        "config": summary,
+    }
+
+
+def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str]:
+    """Return the backends of specdec-build that take a checkpoint; tensorrt's build decides itself.
+
+    is_lacking: TensorRT-LLM has no class for the checkpoint, or does not load its matrices.
+    """
+    is_executed = checkpoint.quantization.quant_algo in EXECUTED
+    backends = ["torch"] if checkpoint.model.pp_size == 1 and is_executed else []
+    return backends if is_lacking else [*backends, "tensorrt-llm"]
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return a dry run's plan as lines of text."""
+    algorithms = {"linears": report["quant_algo"], "K/V cache": report["kv_cache_quant_algo"]}
+    quantized = "".join(f", {use} {name}" for use, name in algorithms.items() if name)
+    lines = [
+        f"{report['architecture']} ({report['method']}) for TensorRT-LLM"
+        f" {report['trtllm_version']} -> {report['output_dir']}",
+        f"backends that take it: {', '.join(report['backends'])}"
+        + (f" ({report['lack']})" if report["lack"] else ""),
+        f"dtype {report['dtype']}{quantized}, {describe_ranks(report)},"
+        f" {report['num_tensors']} tensors a rank",
+    ]
+    lines += [f"warning: {warning}" for warning in report.get("warnings", ())]
+    lines += [f"  read  {path}" for path in report["sources"]]
+    for file in report["files"]:
+        size = f"{file['bytes']:>16,} bytes" if "bytes" in file else ""
+        lines.append(f"  write {file['path']:<22}{size}")
+    lines.append(
+        f"total {report['total_bytes'] / 1e6:,.1f} MB; buffers up to"
+        f" {report['buffer_bytes'] / 1e6:,.0f} MB; at least {report['hash_seconds']:,.1f} s, the"
+        " hashes alone at this machine's speed; nothing was written"
+    )
+    return "\n".join(lines)
