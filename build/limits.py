@@ -33,7 +33,7 @@ def resolve_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
     remedy = "" if drafter else (
         f", or add --speculative-decoding-mode {METHODS['draft_target'].mode}"
     )  # fmt: skip
-    Problems.where(
+    Problems.from_table(
         (mode not in (None, checkpoint.mode) and not is_external,
          f"--speculative-decoding-mode {mode} does not fit {holds}",
          "leave the flag out, or convert the checkpoint with the drafter of that mode"),

@@ -116,7 +116,7 @@ def refuse_foreign(settings: BuildSettings, backend: str) -> None:
     from specdec.trtllm.facts import list_lines_with
 
     flags, remedy = get_flags(BuildSettings), "leave {} out, or give --backend {}"
-    for name, other in settings.others.items() if backend != TENSORRT_LLM else ():
+    for name, other in settings.unknown_options.items() if backend != TENSORRT_LLM else ():
         if not list_lines_with(name):
             raise make_unknown_error(BuildSettings, "build", name, other)
         shown = name_flag(name)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.command.settings import Other
+from specdec.command.settings import UnknownOption
 from specdec.methods import list_modes
 from specdec.model.bounds import MAX_DRAFT_TOKENS, MAX_SIZE
 from specdec.options import option_group, setting
@@ -149,4 +149,4 @@ class BuildSettings:
     force: bool = setting(False, help="Replace an existing engine folder.")
     json: bool = setting(False, help="Print one JSON object on stdout.")
     # Further flags of trtllm-build, by name; the torch backend has none.
-    others: Mapping[str, Other] = dataclasses.field(default_factory=dict)
+    unknown_options: Mapping[str, UnknownOption] = dataclasses.field(default_factory=dict)

@@ -149,7 +149,7 @@ def read_templates(settings: BuildSettings) -> dict[str, str]:
     for model, variables in found.items():
         lacking = [name for name in NEEDED[model] if name not in variables]
         foreign = sorted(variables - set(KNOWN[model]) - set(chosen))
-        problems += Problems.where(
+        problems += Problems.from_table(
             (lacking, f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
              "give the templates unfilled, of a release up to TensorRT-LLM 1.2"),
             (foreign, f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
@@ -241,7 +241,7 @@ def find_engine_problems(
     """List what keeps these engines from being served as they are asked to be."""
     lacking = [name for name in CHOSEN.get(target.mode or "", ()) if name not in chosen]
     ours, theirs = chosen.get("gpu_device_ids"), of_draft.get("gpu_device_ids")
-    problems = Problems.where(
+    problems = Problems.from_table(
         *((not is_fraction(values.get(FRACTION, "1")),
            f"{name} is {values.get(FRACTION)!r}", "give a number above 0, at most 1")
           for name, values in ((FRACTION, chosen), (f"draft.{FRACTION}", of_draft))),
@@ -261,7 +261,7 @@ def find_engine_problems(
     if draft is None:
         return problems
     shares = set((ours or "0").split(",")) & set((theirs or "0").split(","))
-    return Problems([*problems, *Problems.where(
+    return Problems([*problems, *Problems.from_table(
         *((name in {*chosen, *of_draft},
            f"--triton-parameters {name} with a draft engine: {reason}", "leave it out")
           for name, reason in sorted(FIXED_FOR_PAIRS.items())),
@@ -301,7 +301,7 @@ def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> Pro
     sizes = [chosen[name] for name in names]
     are_good = all(size.isdecimal() and int(size) > 0 for size in sizes)
     count = count_lookahead_tokens(*map(int, sizes)) if are_good else 0
-    return Problems.where(
+    return Problems.from_table(
         (not are_good,
          f"{join_names(names)} are {', '.join(sizes)}", "give three whole numbers"),
         (are_good and count != target.max_draft_len,

@@ -130,7 +130,7 @@ class CheckpointFolder:
             return None
         head = TensorSpec(spec.shape, Shard.VOCAB)
         shape = get_rank_shape(head, self.model)
-        if spec.shard is Shard.WHOLE:
+        if spec.shard is Shard.REPLICATED:
             blocks = list_blocks(head, self.model, rank)
         elif spec.shard is Shard.VOCAB:
             blocks = [Block(0, shape[0])]

@@ -35,7 +35,7 @@ OUTPUT_BLOCK_BYTES = 4 << 20  # read, computed and written at once
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 
 
-class TensorSource(int4.Source, Protocol):
+class TensorSource(int4.MatrixSource, Protocol):
     """A folder or file that tensors are read from."""
 
     @property

@@ -117,7 +117,7 @@ def _check_tensorrt_llm(
     notes += [f"{fact}: {remedy}" for fact, remedy in warnings]
     mode = list_mode_names().get(document["build_config"].get("speculative_decoding_mode"))
     notes += list_defects(str(document.get("version")), mode, checkpoint.raw)
-    problems += Problems.where(
+    problems += Problems.from_table(
         (num_ranks > 1 and not can_start_ranks(machine["mpi"]["launchers"]),
          f"the engine has {num_ranks} ranks and no mpirun is found", "install OpenMPI"),
         (environment.tensorrt_llm is not None and machine["packages"].get("mpi4py") is None,
@@ -145,7 +145,7 @@ def _check_networks(
     _, networks = read_network_config(folder)
     problems = find_network_problems(folder, checkpoint)
     trt_facts, ranks, gpus = machine["tensorrt"], checkpoint.model.tp_size, environment.gpus
-    problems += Problems.where(
+    problems += Problems.from_table(
         (0 < len(gpus) < ranks,
          f"its {ranks} ranks need a GPU each, {len(gpus)} visible", "use more GPUs"),
         (not gpus, "it runs on a GPU, and none is visible", "use a machine with a GPU"),
@@ -165,4 +165,4 @@ def _check_memory(weight_bytes: int, memory_bytes: int, device: str) -> Problems
     """Return a problem where the weights do not fit; memory of 0 bytes is not known."""
     fact = f"the weights take {weight_bytes / 1e9:.1f} GB, {device} has {memory_bytes / 1e9:.1f} GB"
     remedy = "use a machine with more memory, more ranks or a quantized model"
-    return Problems.where((0 < memory_bytes < weight_bytes, fact, remedy))
+    return Problems.from_table((0 < memory_bytes < weight_bytes, fact, remedy))

@@ -17,7 +17,7 @@ from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import read_json
 from specdec.files.vocabulary import SPACE
 from specdec.gguf.special import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from specdec.gguf.tokenizer import OWN
+from specdec.gguf.tokenizer import BYTE_LEVEL_SPLIT
 from specdec.gguf.tokenizer import SPLITS as SPLITS_BY_NAME
 from specdec.text.tokenizer import list_templates
 
@@ -142,7 +142,7 @@ def find_split(document: Mapping[str, Any]) -> tuple[str, ...] | str:
             return json.dumps(document)
     if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
         return json.dumps(document)
-    return (*patterns, OWN) if byte_level.get("use_regex", True) else tuple(patterns)
+    return (*patterns, BYTE_LEVEL_SPLIT) if byte_level.get("use_regex", True) else tuple(patterns)
 
 
 # ---- SentencePiece.

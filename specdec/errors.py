@@ -27,7 +27,7 @@ class SpecDecError(Exception):
 DISTRIBUTION = "specdec-toolchain"  # `specdec` on the package index is another project
 
 
-def name_extra(extra: str) -> str:
+def name_extra(extra_name: str) -> str:
     """Return the command that installs what an optional feature needs, for a hint.
 
     It names the packages: specdec itself is on no package index.
@@ -36,14 +36,18 @@ def name_extra(extra: str) -> str:
     from importlib import metadata
 
     try:
-        needed = metadata.requires(DISTRIBUTION) or []
+        requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed
-        needed = []
-    marked = [re.split(r"\s*;\s*(?=.*extra *==)", each) for each in needed]
-    own = re.compile(rf"extra *== *['\"]{re.escape(extra)}['\"]")
-    packages = [each[0] for each in marked if len(each) > 1 and own.search(each[1])]
-    wanted = " ".join(f"'{package}'" for package in packages)
-    return f"pip install {wanted}" if wanted else f"pip install '.[{extra}]' in the checkout"
+        requirements = []
+    entries = [re.split(r"\s*;\s*(?=.*extra *==)", line) for line in requirements]
+    marker = re.compile(rf"extra *== *['\"]{re.escape(extra_name)}['\"]")
+    packages = [entry[0] for entry in entries if len(entry) > 1 and marker.search(entry[1])]
+    package_words = " ".join(f"'{package}'" for package in packages)
+    return (
+        f"pip install {package_words}"
+        if package_words
+        else f"pip install '.[{extra_name}]' in the checkout"
+    )
 
 
 class UsageError(SpecDecError):
@@ -62,18 +66,18 @@ class PromptError(SpecDecError):
         field: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message, hint, problems=problems)
-        fault = next((p for p in self.problems if isinstance(p, Fault)), None)
+        fault = next((p for p in self.problems if isinstance(p, FieldProblem)), None)
         self.field = field if fault is None else fault.field
         self.reason = None if fault is None else fault.reason
 
 
-class Fault(tuple[str, str]):
+class FieldProblem(tuple[str, str]):
     """A pair of `Problems` that is about a field of a prompt; see `PromptError`."""
 
     field: str
     reason: str | None
 
-    def __new__(cls, fact: str, remedy: str, field: str, reason: str | None = None) -> Fault:
+    def __new__(cls, fact: str, remedy: str, field: str, reason: str | None = None) -> FieldProblem:
         fault = super().__new__(cls, (fact, remedy))
         fault.field, fault.reason = field, reason
         return fault
@@ -109,11 +113,11 @@ class Problems(list[tuple[str, str]]):
         self, fact: str, remedy: str, field: str | None = None, reason: str | None = None
     ) -> Problems:
         """Note one more; return them all. field, reason: see `PromptError`."""
-        self.append((fact, remedy) if field is None else Fault(fact, remedy, field, reason))
+        self.append((fact, remedy) if field is None else FieldProblem(fact, remedy, field, reason))
         return self
 
     @classmethod
-    def where(cls, *rows: tuple[object, str, str] | tuple[object, str, str, str]) -> Problems:
+    def from_table(cls, *rows: tuple[object, str, str] | tuple[object, str, str, str]) -> Problems:
         """The wrong ones of a table's rows: is wrong, fact, remedy, and a field where one is."""
         problems = cls()
         for is_wrong, *row in rows:
@@ -124,23 +128,24 @@ class Problems(list[tuple[str, str]]):
     def raise_all(self) -> None:
         """Raise one error that lists every pair once; do nothing where there is none.
 
-        A remedy that several share is told once. With a Fault among them it is a PromptError.
+        A remedy that several share is told once. With a FieldProblem among them it is a
+        PromptError.
         """
         different = list(dict.fromkeys(self))
         if not different:
             return
-        is_prompt = any(isinstance(problem, Fault) for problem in different)
+        is_prompt = any(isinstance(problem, FieldProblem) for problem in different)
         kind = PromptError if is_prompt else SpecDecError
         if len(different) == 1:
             raise kind(*different[0], problems=different)
-        shown = different[:MAX_PROBLEMS]
-        facts = [f"({i}) {fact}" for i, (fact, _) in enumerate(shown, 1)]
-        if len(different) > len(shown):
-            facts.append(f"and {len(different) - len(shown)} more")
+        listed_problems = different[:MAX_PROBLEMS]
+        facts = [f"({i}) {fact}" for i, (fact, _) in enumerate(listed_problems, 1)]
+        if len(different) > len(listed_problems):
+            facts.append(f"and {len(different) - len(listed_problems)} more")
         numbers: dict[str, list[str]] = {}
-        for i, (_, remedy) in enumerate(shown, 1):
+        for i, (_, remedy) in enumerate(listed_problems, 1):
             numbers.setdefault(remedy, []).append(str(i))
-        remedies = [f"({', '.join(which)}) {remedy}" for remedy, which in numbers.items()]
+        remedies = [f"({', '.join(indices)}) {remedy}" for remedy, indices in numbers.items()]
         if len(remedies) == 1:
             remedies = list(numbers)
         raise kind(
@@ -176,48 +181,48 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def find_nearest(name: str, known: Sequence[str]) -> str | None:
+def find_nearest(name: str, known_names: Sequence[str]) -> str | None:
     """Return the known name that is meant by `name`: its alias, or a near miss; None for neither.
 
     A near miss has one letter in four wrong at most, or one of a short name; or the names begin
     alike to the end of one of them; or the several words of one are all in the other.
     """
-    if meant := [alias for alias in ALIASES.get(name, ()) if alias in known]:
+    if meant := [alias for alias in ALIASES.get(name, ()) if alias in known_names]:
         return meant[0]
-    misses = [(_count_edits(name, other), other) for other in known]
+    misses = [(_count_edits(name, candidate), candidate) for candidate in known_names]
     near = [
-        (edits, other) for edits, other in misses
-        if edits <= max(1, max(len(name), len(other)) // 4) or _shares_words(name, other)
+        (edits, candidate) for edits, candidate in misses
+        if edits <= max(1, max(len(name), len(candidate)) // 4) or _shares_words(name, candidate)
     ]  # fmt: skip
     return min(near)[1] if near and name else None
 
 
-def _count_edits(name: str, other: str) -> int:
+def _count_edits(name: str, candidate: str) -> int:
     """Count the letters to insert, remove, change or swap with a neighbour, name to other."""
     two_above: list[int] = []
-    row = list(range(len(other) + 1))
+    row = list(range(len(candidate) + 1))
     for i, letter in enumerate(name, 1):
         above, row = row, [i]
-        for j, wanted in enumerate(other, 1):
-            edits = [above[j] + 1, row[j - 1] + 1, above[j - 1] + (letter != wanted)]
-            if i > 1 and j > 1 and (letter, name[i - 2]) == (other[j - 2], wanted):
+        for j, candidate_letter in enumerate(candidate, 1):
+            edits = [above[j] + 1, row[j - 1] + 1, above[j - 1] + (letter != candidate_letter)]
+            if i > 1 and j > 1 and (letter, name[i - 2]) == (candidate[j - 2], candidate_letter):
                 edits.append(two_above[j - 2] + 1)
             row.append(min(edits))
         two_above = above
     return row[-1]
 
 
-def _shares_words(name: str, other: str) -> bool:
-    short, long = sorted((name.replace("-", "_"), other.replace("-", "_")), key=len)
+def _shares_words(name: str, candidate: str) -> bool:
+    short, long = sorted((name.replace("-", "_"), candidate.replace("-", "_")), key=len)
     words = short.split("_")
     is_within = len(words) > 1 and set(words) <= set(long.split("_"))
     return len(short) > 2 and (long.startswith(short) or is_within)
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known_names: Sequence[str]) -> str:
     """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
-    found = find_nearest(name, known)
-    return f" (did you mean {found}?)" if found else ""
+    nearest = find_nearest(name, known_names)
+    return f" (did you mean {nearest}?)" if nearest else ""
 
 
 def summarize(error: BaseException) -> str:
@@ -230,9 +235,9 @@ def cut_middle(text: str, limit: int) -> str:
     """Return a text of at most about `limit` characters: its start and its end."""
     if len(text) <= limit:
         return text
-    first = 2 * limit // 3
-    last = limit - first
-    return f"{text[:first]} ... [{len(text) - limit} characters] ... {text[-last:]}"
+    head_length = 2 * limit // 3
+    tail_length = limit - head_length
+    return f"{text[:head_length]} ... [{len(text) - limit} characters] ... {text[-tail_length:]}"
 
 
 MAX_NAMES = 10  # in one message
@@ -240,8 +245,8 @@ MAX_NAMES = 10  # in one message
 
 def join_names(names: Sequence[str]) -> str:
     """Return the names as one text, the first few and how many more there are."""
-    shown = ", ".join(names[:MAX_NAMES])
-    return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
+    text = ", ".join(names[:MAX_NAMES])
+    return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
 
 
 def count(number: int, noun: str) -> str:

@@ -82,8 +82,8 @@ def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
             default = field.default
             if field.default_factory is not dataclasses.MISSING:
                 default = field.default_factory()
-            written = str(field.type)
-            kind = KINDS.get(written) or KINDS[written.removesuffix(" | None")]
+            type_name = str(field.type)
+            kind = KINDS.get(type_name) or KINDS[type_name.removesuffix(" | None")]
             flag = dataclasses.replace(field.metadata["flag"], kind=kind)
             flags[field.name] = (flag, default)
     return flags
@@ -95,11 +95,14 @@ def add_options(*kinds: type) -> Callable[[type[T]], type[T]]:
     A type checker sees only the class's own fields; `as_options` gives the others their types.
     """
 
-    def decorate(own: type[T]) -> type[T]:
-        namespace = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    def decorate(settings_class: type[T]) -> type[T]:
+        namespace = {
+            name: getattr(settings_class, name)
+            for name in ("__module__", "__qualname__", "__doc__")
+        }
         return dataclasses.make_dataclass(
-            own.__name__, [], bases=(*reversed(kinds), own), namespace=namespace,
-            frozen=True, kw_only=True,
+            settings_class.__name__, [], bases=(*reversed(kinds), settings_class),
+            namespace=namespace, frozen=True, kw_only=True,
         )  # fmt: skip
 
     return decorate
@@ -130,8 +133,8 @@ Contradiction = tuple[Callable[[Any], object], str, str]
 def refuse_contradictions(settings: object, rules: Iterable[Contradiction]) -> None:
     """Raise UsageError for the first of the rules that settings break."""
     for find, fact, hint in rules:
-        if found := find(settings):
-            values = {**vars(settings), "found": found}
+        if offender := find(settings):
+            values = {**vars(settings), "found": offender}
             raise UsageError(fact.format_map(values), hint.format_map(values))
 
 
@@ -159,20 +162,20 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     if str(value).startswith("~/") and (flag.kind == "path" or name.endswith("dir")):
         value = os.path.expanduser(value)  # as no shell does in a recipe and in --model-dir=~/m
     try:
-        found = None if value is None else read(value, flag)
+        parsed = None if value is None else read(value, flag)
     except _Unexpected as error:
         fact = f"{name}: expected {error}, got {shorten(value, 200)}"
         raise UsageError(fact, f"give {name} {error}") from None
-    if not isinstance(found, str):
-        return found
+    if not isinstance(parsed, str):
+        return parsed
     choices = ", ".join(flag.choices)
-    if found in flag.elsewhere:
-        fact = f"{name}: {found} is not one of {choices}: another command makes it"
-        raise UsageError(fact, f"{found}: {flag.elsewhere[found]}")
-    if flag.choices and found not in flag.choices:
-        fact = f"{name}: {found!r} is not one of {choices}{suggest(found, flag.choices)}"
+    if parsed in flag.elsewhere:
+        fact = f"{name}: {parsed} is not one of {choices}: another command makes it"
+        raise UsageError(fact, f"{parsed}: {flag.elsewhere[parsed]}")
+    if flag.choices and parsed not in flag.choices:
+        fact = f"{name}: {parsed!r} is not one of {choices}{suggest(parsed, flag.choices)}"
         raise UsageError(fact, f"choose one of {choices}")
-    return found
+    return parsed
 
 
 class _Unexpected(ValueError):
@@ -225,8 +228,8 @@ def _read_text(value: Any, flag: Flag) -> str | Path:
         raise _Unexpected("a path")  # Path("") would be the current folder
     if is_path and _leads_in_circles(text):
         raise _Unexpected("a path without a circle of links")
-    same = {choice.replace("_", "-"): choice for choice in flag.choices}
-    return Path(text) if is_path else same.get(text.replace("_", "-"), text)
+    choices = {choice.replace("_", "-"): choice for choice in flag.choices}
+    return Path(text) if is_path else choices.get(text.replace("_", "-"), text)
 
 
 def is_whole(text: str) -> bool:

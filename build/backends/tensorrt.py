@@ -148,7 +148,7 @@ def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: An
         (is_fp8, "the checkpoint is FP8, which TensorRT has", 8.9),
         (model.dtype == "bfloat16", "dtype=bfloat16: TensorRT has it", 8.0),
     )
-    return Problems.where(
+    return Problems.from_table(
         (model.tp_size != 1 and not can_meet_ranks(trt),
          f"{split} {describe_library(trt).name} has no layer that sums over ranks",
          "convert it with --tp-size 1, or install tensorrt_rtx 1.7.1 or newer"),
@@ -172,7 +172,7 @@ def find_plan_problems(plan: TorchPlan) -> Problems:
     kind = found[0].rpartition(".")[2] if found else ""
     largest = max(sum(info.num_bytes for info in file.values()) for file in plan.files.values())
     needed, room = MEMORY_FACTOR * largest, read_memory("MemAvailable")
-    return Problems.where(
+    return Problems.from_table(
         (found, f"{len(found)} matrices of the checkpoint have {kind}, which TensorRT's dequantize"
          " layers do not take", "use --backend torch, or convert the model with --dequantize"),
         (room is not None and room < needed,

@@ -227,7 +227,7 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
     ours = f"the {TENSORRT if settings.backend == TENSORRT else TORCH} backend"
     model, wanted, size = checkpoint.model, settings.quantization, settings.group_size
     quantization, algorithm = checkpoint.quantization, checkpoint.quantization.quant_algo
-    return Problems.where(
+    return Problems.from_table(
         (settings.kv_cache_type == "paged",
          f"{ours} has a continuous KV cache only", "leave --kv-cache-type out"),
         (model.pp_size != 1,
@@ -694,9 +694,9 @@ class EngineReader:
         if shard is Shard.COLUMNS:
             sources = self._plan.sources
         elif shard is Shard.EXPERT_COLUMNS and experts is not None:
-            same = experts.list_own(self._rank)
+            same = experts.list_rank_experts(self._rank)
             ranked = enumerate(self._plan.sources)
-            sources = [source for rank, source in ranked if experts.list_own(rank) == same]
+            sources = [source for rank, source in ranked if experts.list_rank_experts(rank) == same]
         largest = [
             torch.stack([int8.find_largest(w) for w in self._view_matrices(self._stack(name, s))])
             for s in sources

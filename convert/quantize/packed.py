@@ -315,8 +315,8 @@ def _describe(
 def _list_kinds(algorithm: Algorithm, module: _Module) -> _Kinds:
     """Any format but four-bit integers."""
     spec = module.spec
-    rows = Shard.WHOLE if spec.shard is Shard.COLUMNS else spec.shard
-    shards = {"matrix": Shard.WHOLE, "row": rows}
+    rows = Shard.REPLICATED if spec.shard is Shard.COLUMNS else spec.shard
+    shards = {"matrix": Shard.REPLICATED, "row": rows}
     infos = algorithm.describe((spec.shape[0], spec.shape[1]), "float32", NVFP4_GROUP_SIZE)
     return {
         kind: (TensorSpec(info.shape, shards.get(each, spec.shard), spec.owner), info.dtype)
@@ -332,14 +332,14 @@ def _list_int4(
     """Four bits: see specdec/model/int4.py."""
     spec, num_groups = module.spec, matrices[0].num_groups
     scales = TensorSpec((spec.shape[0], num_groups), spec.shard, spec.owner)
-    vector = TensorSpec(spec.shape[1:], Shard.WHOLE)
+    vector = TensorSpec(spec.shape[1:], Shard.REPLICATED)
     if spec.shard is Shard.COLUMNS and tp_size > 1:
         if has_order:
             reason = "its columns are in an order of their own (act-order)"
             raise _refuse_split(matrices[0], tp_size, reason)
         vector = TensorSpec(spec.shape[1:], Shard.ROWS)
         if num_groups == 1:
-            scales = TensorSpec(scales.shape, Shard.WHOLE)
+            scales = TensorSpec(scales.shape, Shard.REPLICATED)
     dtypes = {matrix.dtype for matrix in matrices}
     scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     kinds = {"weight": (spec, "uint8"), WEIGHT_SCALE: (scales, scale_dtype)}

@@ -96,7 +96,9 @@ def start_ranks(settings: RunSettings, size: int) -> None:
                 messages.setdefault(label, line.removeprefix(label).rstrip("\n"))
         status = child.wait()
     except BaseException:
-        end_family(child, first=signal.SIGTERM)  # mpirun then ends its ranks, unless it is stuck
+        end_family(
+            child, first_signal=signal.SIGTERM
+        )  # mpirun then ends its ranks, unless it is stuck
         raise
     if status == 0:
         return

@@ -118,7 +118,7 @@ def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Prob
     producer = config.get("producer")
     is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
     lacks_base = arithmetic.positions == "rotary" and config.get("rotary_base") is None
-    return Problems.where(
+    return Problems.from_table(
         (lacks_window,
          "checkpoint config: sliding_window is missing, as TensorRT-LLM's own converter leaves it"
          " out, and which tokens a layer sees is not known",

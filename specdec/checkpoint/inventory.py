@@ -209,7 +209,7 @@ def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Pa
     wanted = [f"rank{rank}.safetensors" for rank in range(min(num_ranks, len(present) + 10))]
     absent = [name for name in wanted if name not in present]
     surplus = sorted(present - set(wanted))
-    problems = Problems.where(
+    problems = Problems.from_table(
         (absent, f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again"),
         (surplus, f"{folder} has {because} but also holds {join_names(surplus)}",
          "its config.json belongs to another conversion: copy the folder again"),

@@ -18,7 +18,7 @@ from specdec.methods import METHODS, Method
 from specdec.options import Flag, get_flags
 
 GENERAL = "General"
-LAST = ("dry_run", "force", "json", "config", "debug", "version", "help")  # of that group
+LAST_OPTIONS = ("dry_run", "force", "json", "config", "debug", "version", "help")  # of that group
 # Examples of each command, each a line to be copied.
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "generate": (
@@ -78,10 +78,10 @@ def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[cl
     for name, flag in _list_flags(command).items():
         if flag.group and (option := options.pop(name, None)) and (is_long or not flag.rare):
             sections.setdefault(flag.group, []).append(option)
-    own = list_method_options()
-    others = [name for name in options if name not in own]
-    others.sort(key=lambda name: LAST.index(name) if name in LAST else -1)
-    return {**sections, GENERAL: [options[name] for name in others]}
+    method_options = list_method_options()
+    general_names = [name for name in options if name not in method_options]
+    general_names.sort(key=lambda name: LAST_OPTIONS.index(name) if name in LAST_OPTIONS else -1)
+    return {**sections, GENERAL: [options[name] for name in general_names]}
 
 
 def name_option(option: click.Parameter) -> str:
@@ -91,12 +91,12 @@ def name_option(option: click.Parameter) -> str:
 
 def list_method_options() -> dict[str, list[Method]]:
     """The options of methods, whatever the command, and whose each is."""
-    found: dict[str, list[Method]] = {}
+    methods_by_option: dict[str, list[Method]] = {}
     for method in METHODS.values():
         for kind in method.options.values():
             for name in get_flags(kind):
-                found.setdefault(name, []).append(method)
-    return found
+                methods_by_option.setdefault(name, []).append(method)
+    return methods_by_option
 
 
 def _list_flags(command: click.Command) -> dict[str, Flag]:
@@ -113,12 +113,12 @@ def write_options(
     for title, options in list_sections(command, is_long=is_long).items():
         _write_section(title, options, ctx, formatter)
     methods = list_method_options()
-    listed = {m.name: None for flag in _list_flags(command) for m in methods.get(flag, ())}
+    method_names = {m.name: None for flag in _list_flags(command) for m in methods.get(flag, ())}
     formatter.write_paragraph()
     if not is_long:
         formatter.write_text(f"All options: specdec {name} --all.")
-    if listed:
-        formatter.write_text(f"Those of a drafting method: specdec help {'|'.join(listed)}.")
+    if method_names:
+        formatter.write_text(f"Those of a drafting method: specdec help {'|'.join(method_names)}.")
     if name in EXAMPLES:
         formatter.write_text(f"The page: specdec docs {PAGES.get(name, name)}")
 
@@ -133,8 +133,8 @@ def write_method(
         for name in get_flags(kind):
             having = [
                 (command, option)
-                for command, each in commands.items() if name in _list_flags(each)
-                for option in each.params if option.name == name
+                for command, click_command in commands.items() if name in _list_flags(click_command)
+                for option in click_command.params if option.name == name
             ]  # fmt: skip
             if having:
                 sections.setdefault(tuple(n for n, _ in having), []).append(having[0][1])
@@ -165,7 +165,7 @@ def write_examples(name: str, formatter: click.HelpFormatter) -> None:
 
 def find_pages() -> dict[str, Path]:
     """The pages of the documentation by their names, `run` or `methods/eagle`: a wheel's too."""
-    folders = [Path(place) / "docs" for place in specdec.__path__]
+    folders = [Path(root) / "docs" for root in specdec.__path__]
     folder = next(folder for folder in folders if folder.is_dir())
     return {
         path.relative_to(folder).with_suffix("").as_posix(): path

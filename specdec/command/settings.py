@@ -19,36 +19,38 @@ SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "benc
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Other:
+class UnknownOption:
     """What was given for an option that no settings field has, and the recipe it came from."""
 
     words: tuple[str, ...]
     recipe: Path | None = None  # None: the command line
 
 
-def suggest_option(name: str, known: Iterable[str]) -> str:
+def suggest_option(name: str, known_options: Iterable[str]) -> str:
     """Return ` (did you mean --X?)` for an option that is not known, or an empty string.
 
     name, known: options with or without their dashes.
     """
-    names = [option.lstrip("-").replace("-", "_") for option in known]
-    found = find_nearest(name.lstrip("-").replace("-", "_"), names)
-    return f" (did you mean {name_flag(found)}?)" if found else ""
+    names = [option.lstrip("-").replace("-", "_") for option in known_options]
+    nearest = find_nearest(name.lstrip("-").replace("-", "_"), names)
+    return f" (did you mean {name_flag(nearest)}?)" if nearest else ""
 
 
-def takes_others(settings_class: type) -> bool:
-    """Whether a settings class has a field `others`, for options that a backend may know."""
-    return any(field.name == "others" for field in dataclasses.fields(settings_class))
+def takes_unknown_options(settings_class: type) -> bool:
+    """Return whether a settings class has a field for options that only a backend may know."""
+    return any(field.name == "unknown_options" for field in dataclasses.fields(settings_class))
 
 
-def make_unknown_error(settings_class: type, section: str, name: str, other: Other) -> UsageError:
+def make_unknown_error(
+    settings_class: type, section: str, name: str, option: UnknownOption
+) -> UsageError:
     """Return the error for an option that nobody knows."""
-    known = list(get_flags(settings_class))
-    if other.recipe is not None:
-        fact = f"recipe {other.recipe}: unknown key {name!r} in section {section}"
+    known_names = list(get_flags(settings_class))
+    if option.recipe is not None:
+        fact = f"recipe {option.recipe}: unknown key {name!r} in section {section}"
         hint = f"`specdec {section} --help` lists the keys"
-        return UsageError(fact + suggest(name, known), hint)
-    fact = f"no such option {name_flag(name)}{suggest_option(name, known)}"
+        return UsageError(fact + suggest(name, known_names), hint)
+    fact = f"no such option {name_flag(name)}{suggest_option(name, known_names)}"
     return UsageError(fact, OPTION_HINT)
 
 
@@ -58,11 +60,11 @@ def _refuse_twins(mapping: Any) -> None:
 
     if not isinstance(mapping, yaml.MappingNode):
         return
-    seen: set[str] = set()
+    seen_keys: set[str] = set()
     for key, value in mapping.value:
-        if str(key.value) in seen:
+        if str(key.value) in seen_keys:
             raise ValueError(f"{key.value} is there twice, again on line {key.start_mark.line + 1}")
-        seen.add(str(key.value))
+        seen_keys.add(str(key.value))
         _refuse_twins(value)
 
 
@@ -104,7 +106,7 @@ def resolve_settings(
     section: str,
     typed: Mapping[str, Any],
     recipe: Path | None,
-    others: Mapping[str, Sequence[str]] | None = None,
+    unknown_words: Mapping[str, Sequence[str]] | None = None,
 ) -> T:
     """Combine defaults, a recipe's section and the flags actually typed, in rising precedence.
 
@@ -113,15 +115,15 @@ def resolve_settings(
     """
     flags = get_flags(settings_class)
     values: dict[str, Any] = {}
-    unknown: dict[str, Other] = {}
+    unknown_options: dict[str, UnknownOption] = {}
     if recipe is not None:
         for key, value in read_recipe(recipe, section).items():
             name = str(key).replace("-", "_")
             if name not in flags:
-                other = Other(words=_list_words(name, value), recipe=recipe)
-                if not takes_others(settings_class):
-                    raise make_unknown_error(settings_class, section, str(key), other)
-                unknown[name] = other
+                option = UnknownOption(words=_list_words(name, value), recipe=recipe)
+                if not takes_unknown_options(settings_class):
+                    raise make_unknown_error(settings_class, section, str(key), option)
+                unknown_options[name] = option
             elif name in values:
                 fact = f"recipe {recipe}: {name} is given twice in section {section}"
                 raise UsageError(fact, "keep one")
@@ -129,9 +131,11 @@ def resolve_settings(
                 values[name] = check_value(name, value, flags[name][0])
     for name, value in typed.items():
         values[name] = check_value(name_flag(name), value, flags[name][0])
-    unknown |= {name: Other(words=tuple(words)) for name, words in (others or {}).items()}
-    if takes_others(settings_class):
-        values["others"] = unknown
+    unknown_options |= {
+        name: UnknownOption(words=tuple(words)) for name, words in (unknown_words or {}).items()
+    }
+    if takes_unknown_options(settings_class):
+        values["unknown_options"] = unknown_options
     return settings_class(**values)
 
 
@@ -151,9 +155,11 @@ def require(settings: Any, *names: str) -> None:
     exclude one another are a table: `refuse_contradictions` in specdec/options.py.
     """
     required = [name for name, (flag, _) in get_flags(type(settings)).items() if flag.required]
-    asked = dict.fromkeys((*names, *required))
-    if missing := [name for name in asked if getattr(settings, name) in (None, [], "")]:
-        flags = ", ".join(map(name_flag, missing))
+    required_names = dict.fromkeys((*names, *required))
+    if missing_names := [
+        name for name in required_names if getattr(settings, name) in (None, [], "")
+    ]:
+        flags = ", ".join(map(name_flag, missing_names))
         raise UsageError(f"missing {flags}", "give it on the command line or in a --config recipe")
 
 
@@ -169,8 +175,8 @@ def to_plain(settings: Any) -> dict[str, Any]:
     for name in get_flags(type(settings)):
         value = getattr(settings, name)
         plain[name] = str(value) if isinstance(value, Path) else value
-    if takes_others(type(settings)):
-        plain |= {name: list(other.words) for name, other in settings.others.items()}
+    if takes_unknown_options(type(settings)):
+        plain |= {name: list(option.words) for name, option in settings.unknown_options.items()}
     return plain
 
 

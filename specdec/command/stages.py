@@ -24,7 +24,7 @@ from specdec.command.settings import (
     SECTIONS,
     resolve_settings,
     suggest_option,
-    takes_others,
+    takes_unknown_options,
 )
 from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
 from specdec.methods import METHODS
@@ -32,7 +32,7 @@ from specdec.options import Flag, get_flags, name_flag
 from specdec.system import logs
 from specdec.system.threads import calm_threads
 
-ALL = "--all"  # with --help or without
+ALL_FLAG = "--all"  # with --help or without
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -63,25 +63,27 @@ class StageCommand(click.Command):
         help.write_examples(self.stage, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        help.write_options(self.stage, ctx, formatter, is_long=ALL in ctx.meta)
+        help.write_options(self.stage, ctx, formatter, is_long=ALL_FLAG in ctx.meta)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None,
-        **extra: Any,
+        **context_options: Any,
     ) -> click.Context:  # fmt: skip
         if args and args[0] in self.subcommands:
             subcommand = self.subcommands[args[0]]
-            return subcommand.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
+            return subcommand.make_context(
+                f"{info_name} {args[0]}", args[1:], parent, **context_options
+            )
+        return super().make_context(info_name, args, parent, **context_options)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that the context was made for."""
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        before = args[: args.index("--")] if "--" in args else args
-        if ALL in before and not ctx.resilient_parsing:
-            ctx.meta[ALL] = True
+        options = args[: args.index("--")] if "--" in args else args
+        if ALL_FLAG in options and not ctx.resilient_parsing:
+            ctx.meta[ALL_FLAG] = True
             args = ["--help"]
         return super().parse_args(ctx, self._repeat_list_options(ctx, args))
 
@@ -177,7 +179,7 @@ def stage_command(
             params.append(click.Option(["--config"], metavar="FILE", help=text))
         text = "Show tracebacks and debug messages."
         params += [click.Option(["--debug"], is_flag=True, help=text), _make_version_option()]
-        passes_on = takes_others(settings_class)
+        passes_on = takes_unknown_options(settings_class)
         command = StageCommand(
             f"specdec-{name}", params=params, callback=callback, help=work.__doc__,
             context_settings=CONTEXT
@@ -232,7 +234,7 @@ def _group_others(ctx: click.Context) -> dict[str, list[str]]:
         elif word.startswith("-") and not word[1:2].isdigit():
             raise click.NoSuchOption(word, ctx=ctx)
         elif current is None:
-            raise click.UsageError(f"{_EXTRA} ({word})", ctx=ctx)
+            raise click.UsageError(f"{_EXTRA_WORD} ({word})", ctx=ctx)
         else:
             current.append(word)
     return grouped
@@ -313,11 +315,11 @@ def take_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, make_handler(Terminated))
+    earlier_handler = signal.signal(signal.SIGTERM, make_handler(Terminated))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, earlier_handler)
 
 
 def _is_launched() -> bool:
@@ -347,7 +349,7 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         known = [option for param in command.params for option in param.opts] if command else []
         nearest = suggest_option(error.option_name, known)
         return 2, f"no such option {error.option_name}{nearest}", OPTION_HINT
-    if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA):
+    if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA_WORD):
         words = error.message.partition("(")[2].removesuffix(")")
         name = getattr(error.ctx and error.ctx.command, "stage", "")
         example = f", as in: {help.EXAMPLES[name][0]}" if name in help.EXAMPLES else ""
@@ -386,7 +388,7 @@ _AGAIN_HINT = "nothing half-written was left behind; run it again"
 # error that lists several problems has so many for each, up to MAX_LISTED.
 MAX_LINE, MAX_WORD, MAX_LISTED = 1000, 300, 4
 _HELP_HINT = "--help lists the options"
-_EXTRA = "Got unexpected extra argument"  # how click begins
+_EXTRA_WORD = "Got unexpected extra argument"  # how click begins
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
 
 
@@ -396,8 +398,8 @@ def print_error(message: str, hint: str, num_problems: int = 1) -> None:
         words = " ".join(cut_middle(word, MAX_WORD) for word in text.split())
         line = cut_middle(words, MAX_LINE * min(num_problems, MAX_LISTED))
         # Names out of a damaged or hostile file may not steer the terminal.
-        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-        click.echo(f"{label}: {shown}", err=True)
+        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        click.echo(f"{label}: {printable}", err=True)
 
 
 def _end_hanging(error: SpecDecError, status: int, clean_up: Callable[[], None]) -> None:
@@ -501,9 +503,9 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
             raise click.UsageError(f"specdec {name} has no subcommand {word!r}")
         name, command = f"{name} {word}", command.subcommands[word]
         assert isinstance(command, StageCommand)
-    own = click.Context(command, parent=parent, info_name=name)
-    own.meta[ALL] = True
-    click.echo(command.get_help(own))
+    help_context = click.Context(command, parent=parent, info_name=name)
+    help_context.meta[ALL_FLAG] = True
+    click.echo(command.get_help(help_context))
 
 
 @click.command("docs", context_settings=dict(CONTEXT))
@@ -519,14 +521,14 @@ def docs_command(page: str | None) -> None:
             title = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
             click.echo(f"{name:<{width}}  {title}")
         return
-    wanted = page.partition("#")[0].removeprefix("docs/").removesuffix(".md")
-    found = [name for name in pages if wanted in (name, name.rpartition("/")[2])]
-    if not found:
+    page_name = page.partition("#")[0].removeprefix("docs/").removesuffix(".md")
+    matches = [name for name in pages if page_name in (name, name.rpartition("/")[2])]
+    if not matches:
         raise UsageError(
-            f"there is no page {page!r}{suggest(wanted, list(pages))}",
+            f"there is no page {page!r}{suggest(page_name, list(pages))}",
             "`specdec docs` lists the pages",
         )
-    click.echo(pages[found[0]].read_text(encoding="utf-8"), nl=False)
+    click.echo(pages[matches[0]].read_text(encoding="utf-8"), nl=False)
 
 
 group = StageGroup(

@@ -14,17 +14,17 @@ def claim_stdout() -> None:
     Libraries write to descriptor 1 from C++, some of them while the process ends, so this is not
     undone. Nothing changes where sys.stdout is something else: closed, or replaced by a test.
     """
-    old = sys.stdout
-    if find_stdout() != 1 or not isinstance(old, io.TextIOWrapper):
+    stream = sys.stdout
+    if find_stdout() != 1 or not isinstance(stream, io.TextIOWrapper):
         return
-    old.flush()
-    kept = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
+    stream.flush()
+    descriptor = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
     sys.stdout = io.TextIOWrapper(
-        open(kept, "wb", 0 if old.write_through else -1),
-        encoding=old.encoding,
-        errors=old.errors,
-        line_buffering=old.line_buffering,
-        write_through=old.write_through,
+        open(descriptor, "wb", 0 if stream.write_through else -1),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
     try:
         os.dup2(2, 1)

@@ -37,7 +37,7 @@ class ExpertLayer:
         shared: tuple[Linear, Linear, Tensor] | None,
         kernels: NativeKernels | None,
     ) -> None:
-        self.sizes, self.own = sizes, sizes.list_own(rank)
+        self.sizes, self.own = sizes, sizes.list_rank_experts(rank)
         self.router, self.up, self.down, self.shared = router, up, down, shared
         self.seen = np.zeros(3, np.int64)
         self._activate = ACTIVATIONS[activation]

@@ -19,7 +19,7 @@ from specdec.files.manifest import (
     BLOCK_BYTES,
     CHANGED_HINT,
     NAME,
-    Entry,
+    ManifestEntry,
     list_block_sums,
     read_manifest,
 )
@@ -77,7 +77,7 @@ class Verification:
             if self._problem is not None or self._is_ending.is_set():
                 return
 
-    def _compare(self, path: Path, entry: Entry) -> None:
+    def _compare(self, path: Path, entry: ManifestEntry) -> None:
         began, key = time.time(), _name_state(path, entry)
         size = path.stat().st_size
         if size != entry.num_bytes:
@@ -100,7 +100,7 @@ class Verification:
             _remember(key)
 
 
-def _list_entries(folder: Path) -> list[Entry]:
+def _list_entries(folder: Path) -> list[ManifestEntry]:
     """The files that can be compared; says where an engine has none, as older ones."""
     outputs = read_manifest(folder, "engine").outputs if (folder / NAME).exists() else ()
     # What config.json says is checked, and people may change it, such as the kernels' compiler.
@@ -114,7 +114,7 @@ def _list_entries(folder: Path) -> list[Entry]:
     return entries
 
 
-def _name_state(path: Path, entry: Entry) -> str:
+def _name_state(path: Path, entry: ManifestEntry) -> str:
     """What a file with these sums in its present state is remembered by."""
     status = path.stat()
     state = [
@@ -124,7 +124,7 @@ def _name_state(path: Path, entry: Entry) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
 
 
-def _is_remembered(path: Path, entry: Entry) -> bool:
+def _is_remembered(path: Path, entry: ManifestEntry) -> bool:
     cache = find_cache()
     if cache is None or entry.num_bytes < REMEMBERED_BYTES:
         return False

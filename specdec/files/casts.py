@@ -36,39 +36,42 @@ def cast(array: Array, source: str, target: str) -> Array:
     # Blocks that stay in the processor's cache: every one is passed over several times.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, flat.size, CAST_ITEMS):
-            block, wanted = flat[start : start + CAST_ITEMS], result[start : start + CAST_ITEMS]
+            block, block_result = (
+                flat[start : start + CAST_ITEMS],
+                result[start : start + CAST_ITEMS],
+            )
             # torch goes from float64 to 16 bits by way of float32, rounding twice.
-            room = wanted if target == "float32" else singles[: block.size]
-            _narrow(_widen(block, source, room), target, wanted, bits[: block.size])
+            room = block_result if target == "float32" else singles[: block.size]
+            _narrow(_widen(block, source, room), target, block_result, bits[: block.size])
     return result.reshape(np.shape(array))
 
 
-def _widen(block: Array, source: str, single: Array) -> Array:
+def _widen(block: Array, source: str, singles: Array) -> Array:
     """Return the values as float32, in `single` unless they are that already."""
     if source == "float32":
         return block
     if source == "bfloat16":
-        np.left_shift(block, np.uint32(16), out=single.view(np.uint32), dtype=np.uint32)
+        np.left_shift(block, np.uint32(16), out=singles.view(np.uint32), dtype=np.uint32)
     else:
-        np.copyto(single, block, casting="same_kind")
-    return single
+        np.copyto(singles, block, casting="same_kind")
+    return singles
 
 
-def _narrow(single: Array, target: str, result: Array, rounded: Array) -> None:
+def _narrow(singles: Array, target: str, result: Array, rounded: Array) -> None:
     """Round float32 values into `result`; `rounded` is room for as many uint32."""
     if target != "bfloat16":
-        if single is not result:
-            np.copyto(result, single, casting="same_kind")
+        if singles is not result:
+            np.copyto(result, singles, casting="same_kind")
         return
-    bits = single.view(np.uint32)
+    bits = singles.view(np.uint32)
     np.right_shift(bits, np.uint32(16), out=rounded)
     np.bitwise_and(rounded, np.uint32(1), out=rounded)
     np.add(rounded, np.uint32(0x7FFF), out=rounded)
     np.add(rounded, bits, out=rounded)
     np.right_shift(rounded, np.uint32(16), out=rounded)
     np.copyto(result, rounded, casting="unsafe")
-    if np.isnan(single.sum()):  # cheap, and also where infinities of both signs meet
-        result[np.isnan(single)] = 0x7FC0
+    if np.isnan(singles.sum()):  # cheap, and also where infinities of both signs meet
+        result[np.isnan(singles)] = 0x7FC0
 
 
 @functools.cache

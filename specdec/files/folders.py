@@ -139,10 +139,10 @@ def find_gguf(name: str | Path) -> Path | None:
         return path if path.suffix.lower() == ".gguf" or _has_magic(path) else None
     if not path.is_dir() or any((path / weights).exists() for weights in WEIGHT_NAMES):
         return None
-    found = sorted(p for p in path.iterdir() if p.suffix.lower() == ".gguf")
-    splits = {p: _SPLIT.fullmatch(p.name) for p in found}
-    first = [p for p, split in splits.items() if split is None or int(split.group(2)) == 1]
-    models = [p for p in first if not p.name.lower().startswith("mmproj")]
+    gguf_files = sorted(p for p in path.iterdir() if p.suffix.lower() == ".gguf")
+    splits = {p: _SPLIT.fullmatch(p.name) for p in gguf_files}
+    first_files = [p for p, split in splits.items() if split is None or int(split.group(2)) == 1]
+    models = [p for p in first_files if not p.name.lower().startswith("mmproj")]
     if len(models) > 1:
         raise SpecDecError(
             f"{path} holds {len(models)} GGUF models: {join_names([p.name for p in models])}",
@@ -172,7 +172,8 @@ def list_parts(path: Path) -> list[Path]:
         )
     suffix = path.suffix
     return [
-        path.with_name(f"{stem}-{part:05d}-of-{total}{suffix}") for part in range(1, int(total) + 1)
+        path.with_name(f"{stem}-{index:05d}-of-{total}{suffix}")
+        for index in range(1, int(total) + 1)
     ]
 
 
@@ -314,40 +315,40 @@ def recognize_drafter(folder: Path, flag: str) -> str:
     )
 
 
-def refuse_foreign(look: Look, shown: str) -> None:
+def refuse_foreign(look: Look, folder_label: str) -> None:
     """Raise SpecDecError for a drafter of a kind that is known, and not supported.
 
     shown: how the message names the folder.
     """
     names = sorted({*look.tensors, *look.names, *look.config})
-    for what, pattern in FOREIGN.items():
+    for description, pattern in FOREIGN.items():
         sign = next((name for name in names if re.match(pattern, name)), None)
         if sign is not None:
             raise SpecDecError(
-                f"{shown} holds {what} ({sign}), which specdec does not read",
+                f"{folder_label} holds {description} ({sign}), which specdec does not read",
                 f"give a drafter that has {'; or '.join(NEEDS.values())}",
             )
 
 
 def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
     """Names of the tensors of a folder's weights, empty where there are none to be read."""
-    first = next((name for name in WEIGHT_NAMES if name in names), None)
+    weights_name = next((name for name in WEIGHT_NAMES if name in names), None)
     try:
-        if first is None:
+        if weights_name is None:
             return ()
-        if first.endswith(INDEX_SUFFIX):
-            listed = read_json(folder / first).get("weight_map")
-            return listed if isinstance(listed, dict) else ()
-        if first.endswith(".safetensors"):
-            return TensorFile(folder / first).tensors
-        return _list_pickled(folder / first)
+        if weights_name.endswith(INDEX_SUFFIX):
+            weight_map = read_json(folder / weights_name).get("weight_map")
+            return weight_map if isinstance(weight_map, dict) else ()
+        if weights_name.endswith(".safetensors"):
+            return TensorFile(folder / weights_name).tensors
+        return _list_pickled(folder / weights_name)
     except (OSError, SpecDecError):
         return ()
 
 
 def _list_pickled(path: Path) -> Collection[str]:
     """Names of the tensors in a file of torch.save, without torch: nothing in it is executed."""
-    found = []
+    texts = []
     try:
         with path.open("rb") as file:
             number = 4  # before torch 1.6: a magic number, a version and a system come first
@@ -360,10 +361,10 @@ def _list_pickled(path: Path) -> Collection[str]:
                 stream, number = archive.open(inner), 1
             file.seek(0)
             for _ in range(number):
-                found = [a for _, a, _ in pickletools.genops(stream) if isinstance(a, str)]
+                texts = [a for _, a, _ in pickletools.genops(stream) if isinstance(a, str)]
     except (OSError, ValueError, EOFError, KeyError, struct.error, zipfile.BadZipFile):
         return ()
-    return [name for name in found if _TENSOR.fullmatch(name)]
+    return [name for name in texts if _TENSOR.fullmatch(name)]
 
 
 def refuse_unfinished(paths: Iterable[Path]) -> None:
@@ -378,14 +379,14 @@ def refuse_unfinished(paths: Iterable[Path]) -> None:
                 )
 
 
-def refuse_adapter(folder: Path, shown: str, remedy: str) -> None:
+def refuse_adapter(folder: Path, folder_label: str, remedy: str) -> None:
     """Raise SpecDecError where a LoRA adapter lies beside a whole model.
 
     transformers loads it, other readers do not. shown: how the message names the folder.
     """
     if (folder / ADAPTER_CONFIG).exists():
         raise SpecDecError(
-            f"{shown} holds a LoRA adapter beside its weights ({ADAPTER_CONFIG}), which"
+            f"{folder_label} holds a LoRA adapter beside its weights ({ADAPTER_CONFIG}), which"
             " transformers would add to them",
             f"{remedy}; for the weights alone move {ADAPTER_CONFIG} elsewhere",
         )
@@ -424,12 +425,14 @@ def read_backend(folder: Path) -> str:
     return str(read_json(folder / "config.json").get("backend", TENSORRT_LLM))
 
 
-def refuse_absent(folder: Path, shown: str, advice: str = "") -> SpecDecError:
+def refuse_absent(folder: Path, folder_label: str, advice: str = "") -> SpecDecError:
     """The error for a path that is no folder; `shown` is how the message names it."""
     if folder.exists():
-        return SpecDecError(f"{shown} is a file", "give the folder that holds it")
-    missing = _find_missing(folder)
-    fact = f"{shown} does not exist" + (f", nor does {missing}" if missing != folder else "")
+        return SpecDecError(f"{folder_label} is a file", "give the folder that holds it")
+    missing_folder = _find_missing(folder)
+    fact = f"{folder_label} does not exist" + (
+        f", nor does {missing_folder}" if missing_folder != folder else ""
+    )
     return SpecDecError(fact + suggest_folder(folder), f"check the path{advice}")
 
 
@@ -442,12 +445,18 @@ def _find_missing(folder: Path) -> Path:
 
 def suggest_folder(folder: Path) -> str:
     """Return ` (did you mean X?)` for a path that is no folder, or an empty string."""
-    missing = _find_missing(folder)
+    missing_folder = _find_missing(folder)
     try:
-        others = sorted(path.name for path in missing.parent.iterdir() if path.is_dir())
+        siblings = sorted(path.name for path in missing_folder.parent.iterdir() if path.is_dir())
     except OSError:
         return ""
-    rest = folder.relative_to(missing)
-    whole = [name for name in others if (missing.parent / name / rest).is_dir()]
-    found = suggest(missing.name, whole or others)
-    return found.replace("?)", f"/{rest}?)") if whole and rest.parts else found
+    inner_path = folder.relative_to(missing_folder)
+    matching_siblings = [
+        name for name in siblings if (missing_folder.parent / name / inner_path).is_dir()
+    ]
+    suggestion = suggest(missing_folder.name, matching_siblings or siblings)
+    return (
+        suggestion.replace("?)", f"/{inner_path}?)")
+        if matching_siblings and inner_path.parts
+        else suggestion
+    )

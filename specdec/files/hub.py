@@ -25,12 +25,12 @@ def explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
     """Return the error for a model that the Hub does not give, from what its library raised."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     near = suggest_folder(Path(hub_id))
-    absent = f"{flag} {hub_id} is not a local folder{near}"
+    absence = f"{flag} {hub_id} is not a local folder{near}"
     for name, fact, remedy in REFUSALS:
         if name in kinds:
-            return SpecDecError(f"{absent}, and at the Hub {fact}", remedy)
+            return SpecDecError(f"{absence}, and at the Hub {fact}", remedy)
     return SpecDecError(
-        f"{absent}, and the Hugging Face Hub {describe_answer(error)}",
+        f"{absence}, and the Hugging Face Hub {describe_answer(error)}",
         "check the spelling and the network and run it again, which goes on where it stopped;"
         " or download the model and give its folder",
     )

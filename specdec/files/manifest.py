@@ -27,12 +27,12 @@ NAME = "manifest.json"
 FORMAT_VERSION = 1
 BLOCK_BYTES = 1 << 26  # of a file, that have a checksum of their own
 CHANGED_HINT = "the folder is not what was built: copy it again, or build the engine again"
-MISSING = "is missing"
+MISSING_FACT = "is missing"
 _AGAIN = "copy the folder again, or make it again"
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """A file as a manifest describes it; sha256 None where it was not hashed.
 
     block_sums: of `list_block_sums`, which an engine's files have.
@@ -50,22 +50,22 @@ class Manifest:
 
     tool: str
     tool_version: str
-    sources: tuple[Entry, ...]
-    outputs: tuple[Entry, ...]
+    sources: tuple[ManifestEntry, ...]
+    outputs: tuple[ManifestEntry, ...]
 
 
 def read_manifest(folder: Path, kind: str) -> Manifest:
     """Read manifest.json; raise SpecDecError where it is none that this version can check."""
     path = folder / NAME
     document = read_json(path)
-    version, own = document.get("format_version"), document.get("kind")
+    version, folder_kind = document.get("format_version"), document.get("kind")
     if version != FORMAT_VERSION:
         raise SpecDecError(
             f"{path} has format_version {shorten(version)}, this specdec reads {FORMAT_VERSION}",
             "check it with the version of specdec that wrote it",
         )
-    if own != kind:
-        fact = f"{path} describes a folder of kind {shorten(own)}, not {kind!r}"
+    if folder_kind != kind:
+        fact = f"{path} describes a folder of kind {shorten(folder_kind)}, not {kind!r}"
         raise SpecDecError(fact, f"give the folder of a {kind}")
     outputs = _read_entries(path, document, "outputs")
     if outside := [entry.path for entry in outputs if not is_inside(entry.path)]:
@@ -76,12 +76,14 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
     )  # fmt: skip
 
 
-def _read_entries(path: Path, document: dict[str, Any], key: str) -> tuple[Entry, ...]:
+def _read_entries(path: Path, document: dict[str, Any], key: str) -> tuple[ManifestEntry, ...]:
     values = document.get(key)
     if not isinstance(values, list) or not all(_is_entry(value) for value in values):
         raise SpecDecError(f"{path}: {key} is not a list of files with bytes and sha256", _AGAIN)
     return tuple(
-        Entry(v["path"], v["bytes"], v["sha256"], tuple(v["crc32"]) if "crc32" in v else None)
+        ManifestEntry(
+            v["path"], v["bytes"], v["sha256"], tuple(v["crc32"]) if "crc32" in v else None
+        )
         for v in values
     )
 
@@ -98,15 +100,15 @@ def _is_entry(value: Any) -> bool:
 
 
 def find_differences(
-    places: Iterable[tuple[Path, Entry]], *, workers: int, label: str
+    files: Iterable[tuple[Path, ManifestEntry]], *, workers: int, label: str
 ) -> list[str | None]:
     """Return, for every file, in what it differs from its entry; None where it does not."""
-    calls = [functools.partial(_find_difference, *place) for place in places]
+    calls = [functools.partial(_find_difference, *file) for file in files]
     with Pool(workers) as pool:
         return list(pool.gather(dict(enumerate(calls)), label).values())
 
 
-def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> str | None:
+def _find_difference(path: Path, entry: ManifestEntry, is_ending: threading.Event) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -116,7 +118,7 @@ def _find_difference(path: Path, entry: Entry, is_ending: threading.Event) -> st
         if entry.sha256 is not None and (sha256 := hash_file(path, is_ending)) != entry.sha256:
             return f"has sha256 {sha256[:16]}..., not {entry.sha256[:16]}..."
     except (FileNotFoundError, NotADirectoryError):
-        return MISSING
+        return MISSING_FACT
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
@@ -126,8 +128,8 @@ def check_hashes(folder: Path) -> None:
     """Raise SpecDecError where a byte of an engine folder is not what its manifest says."""
     changes, lacks = find_changes(folder)
     if problems := lacks + changes:
-        more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
-        raise SpecDecError(f"{problems[0]}{more}", CHANGED_HINT)
+        summary = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        raise SpecDecError(f"{problems[0]}{summary}", CHANGED_HINT)
 
 
 def find_changes(folder: Path) -> tuple[list[str], list[str]]:
@@ -136,47 +138,47 @@ def find_changes(folder: Path) -> tuple[list[str], list[str]]:
     Absent are files that the manifest knows, and sums of weight files in the manifest.
     """
     manifest = read_manifest(folder, "engine")
-    places = [(folder / entry.path, entry) for entry in manifest.outputs]
-    summed = {path for path, entry in places if entry.sha256 is not None}
+    files = [(folder / entry.path, entry) for entry in manifest.outputs]
+    summed = {path for path, entry in files if entry.sha256 is not None}
     weights = [*folder.rglob("*.safetensors"), *folder.glob("*.engine"), folder / "config.json"]
     lacks = [f"{path} has no sha256 in {NAME}" for path in sorted(weights) if path not in summed]
-    logger.info("comparing %d files of %s with their sha256", len(places), folder)
-    differences = find_differences(places, workers=count_usable_cores(), label="hashing")
+    logger.info("comparing %d files of %s with their sha256", len(files), folder)
+    differences = find_differences(files, workers=count_usable_cores(), label="hashing")
     changes: list[str] = []
-    for (path, _), difference in zip(places, differences, strict=True):
+    for (path, _), difference in zip(files, differences, strict=True):
         if difference is not None:
-            (lacks if difference == MISSING else changes).append(f"{path} {difference}")
+            (lacks if difference == MISSING_FACT else changes).append(f"{path} {difference}")
     return changes, lacks
 
 
-def check_sources(described: Iterable[Mapping[str, Any]]) -> None:
+def check_sources(sources: Iterable[Mapping[str, Any]]) -> None:
     """Raise SpecDecError for weights that differ from the manifest which specdec wrote with them.
 
     described: of `describe_file`. What lies in folders of other tools is not judged.
     """
     manifests: dict[Path, dict[str, str | None]] = {}
-    for source in described:
+    for source in sources:
         path = Path(source["path"])
         if path.parent not in manifests:
-            own = path.parent / NAME
-            document = read_json(own) if own.is_file() else {}
+            manifest_path = path.parent / NAME
+            document = read_json(manifest_path) if manifest_path.is_file() else {}
             is_own = document.get("tool") == "specdec"
-            entries = _read_entries(own, document, "outputs") if is_own else ()
+            entries = _read_entries(manifest_path, document, "outputs") if is_own else ()
             manifests[path.parent] = {entry.path: entry.sha256 for entry in entries}
-        wanted = manifests[path.parent].get(path.name)
-        if path.suffix == ".safetensors" and wanted not in (None, source["sha256"]):
+        expected_sha256 = manifests[path.parent].get(path.name)
+        if path.suffix == ".safetensors" and expected_sha256 not in (None, source["sha256"]):
             raise SpecDecError(
                 f"{path} has sha256 {source['sha256'][:16]}..., the {NAME} beside it says"
-                f" {str(wanted)[:16]}...",
+                f" {str(expected_sha256)[:16]}...",
                 f"the file is damaged: {_AGAIN}; if it was changed on purpose, remove {NAME}",
             )
 
 
 def list_surplus(folder: Path, manifest: Manifest) -> list[str]:
     """Files in the folder that its manifest does not know."""
-    known = {NAME, *(str(PurePosixPath(entry.path)) for entry in manifest.outputs)}
+    known_names = {NAME, *(str(PurePosixPath(entry.path)) for entry in manifest.outputs)}
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted({path.relative_to(folder).as_posix() for path in files} - known)
+    return sorted({path.relative_to(folder).as_posix() for path in files} - known_names)
 
 
 def describe_file(path: Path, sha256: str | None = None) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def list_versions() -> dict[str, str]:
 
 def write_manifest(
     folder: Path, *, kind: str, settings: Mapping[str, Any], sources: list[dict[str, Any]],
-    hashes: Mapping[str, str] | None = None, **extra: Any,
+    hashes: Mapping[str, str] | None = None, **further_fields: Any,
 ) -> None:  # fmt: skip
     """Write `manifest.json` over the files in `folder`: what it is, from what, by which command.
 
@@ -232,5 +234,5 @@ def write_manifest(
     write_json(folder / NAME, {
         "format_version": FORMAT_VERSION, "kind": kind, "tool": "specdec",
         "tool_version": __version__, "libraries": list_versions(), "command": sys.argv,
-        "settings": dict(settings), **extra, "sources": sources, "outputs": outputs,
+        "settings": dict(settings), **further_fields, "sources": sources, "outputs": outputs,
     })  # fmt: skip

@@ -31,9 +31,9 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
     if output_dir.exists() and not output_dir.is_dir():
         raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
     output = output_dir.resolve()
-    for kept in (Path.cwd(), *(path.resolve() for path in inputs)):
-        if output == kept or output in kept.parents:
-            fact = f"{output_dir} is or holds {kept}, which it would replace"
+    for protected_path in (Path.cwd(), *(path.resolve() for path in inputs)):
+        if output == protected_path or output in protected_path.parents:
+            fact = f"{output_dir} is or holds {protected_path}, which it would replace"
             raise SpecDecError(fact, "choose another folder for the output")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
         remedy = "choose another folder, or replace it with --force"
@@ -101,25 +101,25 @@ def measure_free_space(output_dir: Path) -> tuple[Path, int]:
 
 def find_existing(path: Path) -> Path:
     """Return the path, or the nearest of its folders that is there."""
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
-def check_free_space(output_dir: Path, num_bytes: int, taken: str) -> None:
+def check_free_space(output_dir: Path, num_bytes: int, subject: str) -> None:
     """Raise SpecDecError where a disk cannot hold an output; taken: as "the checkpoint takes"."""
-    folder, free = measure_free_space(output_dir)
+    folder, free_bytes = measure_free_space(output_dir)
     # What an interrupted run has written is gone on with, or removed first.
     partial = get_partial(output_dir)
-    free += sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
-    if free < num_bytes:
+    free_bytes += sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
+    if free_bytes < num_bytes:
         raise SpecDecError(
-            f"{taken} {num_bytes / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB free",
+            f"{subject} {num_bytes / 1e6:.1f} MB, {folder} has {free_bytes / 1e6:.1f} MB free",
             "free some space, or choose another folder",
         )
 
 
-def list_local(*given: Path | str | None) -> list[Path]:
+def list_local(*inputs: Path | str | None) -> list[Path]:
     """Those of some inputs that are files or folders here; hub ids and absent ones are not."""
-    return [Path(path) for path in given if path is not None and Path(path).exists()]
+    return [Path(path) for path in inputs if path is not None and Path(path).exists()]
 
 
 def get_partial(output_dir: Path) -> Path:
@@ -133,7 +133,7 @@ def name_final(path: Path) -> Path:
 
     `specdec generate` lets other stages write into such a folder.
     """
-    return Path(*(re.sub(r"\.(.+)\.partial", r"\1", part) for part in path.parts))
+    return Path(*(re.sub(r"\.(.+)\.partial", r"\1", name) for name in path.parts))
 
 
 @contextlib.contextmanager
@@ -167,11 +167,11 @@ def stage_folder(
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)
-    old = output_dir.parent / f".{output_dir.name}.old"
+    backup = output_dir.parent / f".{output_dir.name}.old"
     with _hold_lock(output_dir):
         try:
-            if old.exists() and not output_dir.exists():
-                old.rename(output_dir)  # a process was killed between the two renames
+            if backup.exists() and not output_dir.exists():
+                backup.rename(output_dir)  # a process was killed between the two renames
             check_output_dir(output_dir, force=force, inputs=inputs)
             if partial.exists() and not resume:
                 shutil.rmtree(partial)
@@ -185,7 +185,7 @@ def stage_folder(
                 raise _refuse_newcomer(output_dir)
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             _sync_tree(partial)
-            _place_folder(partial, output_dir, old, force=force)
+            _place_folder(partial, output_dir, backup, force=force)
             _sync(output_dir.parent)
         finally:
             if not resume:
@@ -238,20 +238,20 @@ def _refuse_newcomer(output: Path) -> SpecDecError:
     )
 
 
-def _place_folder(partial: Path, output_dir: Path, old: Path, *, force: bool) -> None:
+def _place_folder(partial: Path, output_dir: Path, backup: Path, *, force: bool) -> None:
     if force and output_dir.is_dir():
-        if old.exists():
-            shutil.rmtree(old)
-        output_dir.rename(old)
+        if backup.exists():
+            shutil.rmtree(backup)
+        output_dir.rename(backup)
     try:
         partial.rename(output_dir)  # an empty folder gives way, nothing else does
     except OSError as error:
-        if old.exists() and not output_dir.exists():
-            old.rename(output_dir)
+        if backup.exists() and not output_dir.exists():
+            backup.rename(output_dir)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise _refuse_newcomer(output_dir) from None
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
 def place_file(partial: Path, output: Path, *, force: bool) -> None:

@@ -156,9 +156,9 @@ class TensorFile:
             f"store it as one of {', '.join(header for header, _ in DTYPES.values())}",
         )
 
-    def _damaged(self, what: str) -> SpecDecError:
+    def _damaged(self, fact: str) -> SpecDecError:
         return SpecDecError(
-            f"{self.path} {what}", "the file is truncated or damaged: copy or download it again"
+            f"{self.path} {fact}", "the file is truncated or damaged: copy or download it again"
         )
 
     def hash_header(self) -> str:
@@ -205,19 +205,19 @@ class TensorFile:
             array = np.empty((stop - start, *info.row_shape), storage)
             read_into(self._file.fileno(), array, offset + start * row_bytes, self.path)
             return array
-        first, last = columns
-        array = np.empty((stop - start, last - first), storage)
-        if row_bytes - array.itemsize * (last - first) > SPARSE_READ_BYTES:
-            offset += first * storage.itemsize
+        first_column, stop_column = columns
+        array = np.empty((stop - start, stop_column - first_column), storage)
+        if row_bytes - array.itemsize * (stop_column - first_column) > SPARSE_READ_BYTES:
+            offset += first_column * storage.itemsize
             for index, row in enumerate(range(start, stop)):
                 read_into(self._file.fileno(), array[index], offset + row * row_bytes, self.path)
             return array
         height = max(1, BLOCK_BYTES // max(1, row_bytes))
         rows = np.empty((min(height, stop - start), row_items), storage)
         for top in range(start, stop, height):
-            part = rows[: min(height, stop - top)]
-            read_into(self._file.fileno(), part, offset + top * row_bytes, self.path)
-            array[top - start : top - start + len(part)] = part[:, first:last]
+            block = rows[: min(height, stop - top)]
+            read_into(self._file.fileno(), block, offset + top * row_bytes, self.path)
+            array[top - start : top - start + len(block)] = block[:, first_column:stop_column]
         return array
 
     def release(self) -> None:

@@ -29,22 +29,22 @@ NUM_WORDS = 48  # tokens of a vocabulary that are joined to texts: the longest, 
 MAX_SHOWN = 12  # ids of a text that a message shows
 
 
-class Difference(NamedTuple):
+class ReadingDifference(NamedTuple):
     """The first text that two tokenizers read differently, with the ids of each."""
 
     text: str
     ids: tuple[list[int], list[int]]
 
-    def describe(self, first: str, second: str) -> str:
+    def describe(self, first_owner: str, second_owner: str) -> str:
         """Name the text and both lists of ids. first, second: whose they are."""
-        one, other = (show_ids(ids) for ids in self.ids)
-        return f"{shorten(self.text)} is {one} {first}, {other} {second}"
+        first_ids, second_ids = (show_ids(ids) for ids in self.ids)
+        return f"{shorten(self.text)} is {first_ids} {first_owner}, {second_ids} {second_owner}"
 
 
 def show_ids(ids: list[int]) -> str:
     """Return ids as a list, cut where it is long."""
-    more = ", ..." if len(ids) > MAX_SHOWN else ""
-    return f"[{', '.join(map(str, ids[:MAX_SHOWN]))}{more}]"
+    ellipsis = ", ..." if len(ids) > MAX_SHOWN else ""
+    return f"[{', '.join(map(str, ids[:MAX_SHOWN]))}{ellipsis}]"
 
 
 def list_texts(special_tokens: Iterable[str]) -> list[str]:
@@ -54,13 +54,15 @@ def list_texts(special_tokens: Iterable[str]) -> list[str]:
 
 
 def find_difference(
-    first: Callable[[str], list[int]], second: Callable[[str], list[int]], texts: Iterable[str]
-) -> Difference | None:
+    read_first: Callable[[str], list[int]],
+    read_second: Callable[[str], list[int]],
+    texts: Iterable[str],
+) -> ReadingDifference | None:
     """Find the first text that two tokenizers read differently. first, second: text to ids."""
     for text in texts:
-        ids = list(first(text)), list(second(text))
+        ids = list(read_first(text)), list(read_second(text))
         if ids[0] != ids[1]:
-            return Difference(text, ids)
+            return ReadingDifference(text, ids)
     return None
 
 
@@ -104,8 +106,10 @@ def read_plainly(backend: Any, text: str) -> list[int]:
 def _join_tokens(backend: Any) -> list[str]:
     """List texts of a tokenizer's own tokens, which are merged only where nothing splits them."""
     vocab = backend.get_vocab(with_added_tokens=False)
-    longest = heapq.nlargest(NUM_WORDS, vocab.items(), key=lambda item: (len(item[0]), -item[1]))
-    ids = [number for _, number in longest]
+    longest_tokens = heapq.nlargest(
+        NUM_WORDS, vocab.items(), key=lambda item: (len(item[0]), -item[1])
+    )
+    ids = [number for _, number in longest_tokens]
     ids += range(0, len(vocab), max(1, len(vocab) // NUM_WORDS))
     words = [backend.decode([number], skip_special_tokens=False) for number in ids]
     return [between.join(words) for between in ("", " ", "  ", "\n", "7", ".")]

@@ -80,8 +80,8 @@ def add_texts(
     """
     try:
         with _hold(path.parent):
-            known = read_texts(path, vocabulary, max_tokens)
-            _replace(path, _take_newest([*known, *texts], max_tokens), vocabulary)
+            earlier_texts = read_texts(path, vocabulary, max_tokens)
+            _replace(path, _take_newest([*earlier_texts, *texts], max_tokens), vocabulary)
     except OSError as error:
         raise SpecDecError(
             f"{path} cannot be written: {error.strerror}", "check the folder and its permissions"
@@ -90,19 +90,19 @@ def add_texts(
 
 def _split(tokens: Array) -> list[list[int]]:
     ends = np.flatnonzero(tokens == END)
-    return [part[:-1].tolist() for part in np.split(tokens, ends + 1)[:-1]]
+    return [text[:-1].tolist() for text in np.split(tokens, ends + 1)[:-1]]
 
 
 def _take_newest(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """The last texts of at most so many tokens, their ends counted; of one too long, its end."""
-    taken: list[list[int]] = []
+    newest_texts: list[list[int]] = []
     room = max_tokens
     for text in reversed(texts):
-        if taken and len(text) + 1 > room:
+        if newest_texts and len(text) + 1 > room:
             break
-        taken.append(list(text[max(0, len(text) - room + 1) :]))
-        room -= len(taken[-1]) + 1
-    return taken[::-1]
+        newest_texts.append(list(text[max(0, len(text) - room + 1) :]))
+        room -= len(newest_texts[-1]) + 1
+    return newest_texts[::-1]
 
 
 def _replace(path: Path, texts: Sequence[Sequence[int]], vocabulary: dict[str, Any]) -> None:

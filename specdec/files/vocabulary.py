@@ -48,19 +48,29 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
         return None
     pairs = sorted((number, token) for token, number in tokens.items())
     text = json.dumps(pairs, ensure_ascii=True, separators=(",", ":"))
-    found = {"num_tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return found if reading is None else {**found, READING_KEY: reading}
+    vocabulary = {"num_tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return vocabulary if reading is None else {**vocabulary, READING_KEY: reading}
 
 
-def list_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def list_differences(
+    first_vocabulary: Mapping[str, Any], second_vocabulary: Mapping[str, Any]
+) -> list[str]:
     """List the keys by which two vocabularies differ, of those that both have."""
     keys = (*TOKEN_KEYS, READING_KEY)
-    return [key for key in keys if key in first and key in second and first[key] != second[key]]
+    return [
+        key
+        for key in keys
+        if key in first_vocabulary
+        and key in second_vocabulary
+        and first_vocabulary[key] != second_vocabulary[key]
+    ]
 
 
-def has_same_tokens(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+def has_same_tokens(
+    first_vocabulary: Mapping[str, Any], second_vocabulary: Mapping[str, Any]
+) -> bool:
     """Return whether token ids mean the same in two vocabularies, however text becomes ids."""
-    return not set(list_differences(first, second)) & set(TOKEN_KEYS)
+    return not set(list_differences(first_vocabulary, second_vocabulary)) & set(TOKEN_KEYS)
 
 
 def keep_tokens(vocabulary: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -80,8 +90,8 @@ def read_recorded(folder: Path) -> dict[str, Any] | None:
     path = folder / "manifest.json"
     if not path.is_file():
         return None
-    recorded = read_json(path).get(KEY)
-    return recorded if isinstance(recorded, dict) else None
+    vocabulary = read_json(path).get(KEY)
+    return vocabulary if isinstance(vocabulary, dict) else None
 
 
 def read_piece(piece: str, letters: Mapping[str, int] | None) -> bytes:
@@ -91,8 +101,8 @@ def read_piece(piece: str, letters: Mapping[str, int] | None) -> bytes:
     """
     if letters is not None and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece)
-    if letters is None and (found := BYTE_TOKEN.fullmatch(piece)):
-        return bytes([int(found[1], 16)])
+    if letters is None and (byte_match := BYTE_TOKEN.fullmatch(piece)):
+        return bytes([int(byte_match[1], 16)])
     text = piece if letters is not None else piece.replace(SPACE, " ")
     return text.encode("utf-8", "surrogatepass")
 
@@ -104,7 +114,7 @@ def list_byte_letters() -> dict[str, int]:
     GPT-2's table: printable bytes are themselves, the others follow from U+0100 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + at): byte for at, byte in enumerate(others)
+        chr(256 + index): byte for index, byte in enumerate(unprintable)
     }

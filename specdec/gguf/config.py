@@ -20,12 +20,12 @@ from specdec.model.bounds import MAX_MODULES, MAX_SIZE
 from specdec.model.config import FULL, LINEAR, SLIDING, list_layer_types
 from specdec.model.rotary_scaling import find_scaling_problems
 
-from .file import PLAIN, Stored, decode
-from .names import MISTRAL, MIXTRAL, READ, Architecture
+from .file import PLAIN, StoredTensor, decode
+from .names import MISTRAL, MIXTRAL, READ, GgufArchitecture
 
 TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
 # Keys that change nothing in the models that are read; None: whatever they say.
-NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+IGNORED_KEYS: dict[str, tuple[Any, ...] | None] = {
     "vocab_size": None, "tensor_data_layout": None, "rope.scaling.finetuned": None,
     "rope.scaling.original_context_length": None, "attention.causal": (True,),
     "expert_count": (0,), "expert_used_count": (0,), "rope.scaling.attn_factor": (1.0,),
@@ -44,20 +44,20 @@ class Metadata:
 
     path: Path
     values: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
-    used: set[str] = dataclasses.field(default_factory=set)
+    tensors: Mapping[str, StoredTensor]
+    used_keys: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def name(self) -> str:
         return str(self.values.get("general.architecture"))
 
-    def get(self, key: str, default: Any = None, *, whole: bool = False) -> Any:
+    def get(self, key: str, default: Any = None, *, all_layers: bool = False) -> Any:
         """Return a value; of a list the one that all layers have, unless it is wanted whole."""
-        self.used.add(key)
+        self.used_keys.add(key)
         value = self.values.get(f"{self.name}.{key}", default)
-        if whole or not isinstance(value, list):
+        if all_layers or not isinstance(value, list):
             return value
-        if not value or any(one != value[0] for one in value):
+        if not value or any(element != value[0] for element in value):
             self.refuse(f"{key} differs from layer to layer: {shorten(value)}")
         return value[0]
 
@@ -68,12 +68,12 @@ class Metadata:
             self.refuse(f"the key {self.name}.{key} is missing")
         return value
 
-    def count(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+    def count(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
         """Return a whole number from 1 to `most`; without a default it must be there."""
         value = self.need(key) if default is None else self.get(key, default)
-        if type(value) is not int or not 1 <= value <= most:
+        if type(value) is not int or not 1 <= value <= maximum:
             self.refuse(
-                f"{self.name}.{key} is {shorten(value)}, not a whole number from 1 to {most}"
+                f"{self.name}.{key} is {shorten(value)}, not a whole number from 1 to {maximum}"
             )
         return int(value)
 
@@ -92,18 +92,18 @@ class Metadata:
 
     def check_rest(self) -> None:
         """Raise SpecDecError for keys that nobody has read."""
-        known = NEUTRAL | dict.fromkeys(self.used)
-        rest = [
+        known_keys = IGNORED_KEYS | dict.fromkeys(self.used_keys)
+        unread_keys = [
             f"{key} {shorten(value)}" for key, value in self.values.items()
             if key.startswith(prefix := f"{self.name}.")
-            and (allowed := known.get(key.removeprefix(prefix), ())) is not None
-            and value not in allowed
+            and (allowed_values := known_keys.get(key.removeprefix(prefix), ())) is not None
+            and value not in allowed_values
         ]  # fmt: skip
-        if rest:
-            self.refuse(f"it may compute otherwise than is known here: {join_names(rest)}")
+        if unread_keys:
+            self.refuse(f"it may compute otherwise than is known here: {join_names(unread_keys)}")
 
 
-def find_architecture(data: Metadata) -> Architecture:
+def find_architecture(data: Metadata) -> GgufArchitecture:
     """What a file's model is in transformers; raises SpecDecError for one that is not read."""
     kind = data.values.get("general.type", "model")
     if kind != "model":
@@ -124,7 +124,7 @@ def find_architecture(data: Metadata) -> Architecture:
     return READ[data.name]
 
 
-def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
+def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any]:
     """Return a config.json without the ids of special tokens."""
     embedding = data.tensors.get("token_embd.weight")
     if embedding is None:
@@ -140,7 +140,7 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": data.count("block_count", most=MAX_MODULES),
+        "num_hidden_layers": data.count("block_count", maximum=MAX_MODULES),
         "num_attention_heads": num_heads,
         "num_key_value_heads": data.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -160,13 +160,13 @@ def read_config(data: Metadata, architecture: Architecture) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotated / head_dim
     if scaling := read_scaling(data, config, rotated):
         config["rope_scaling"] = scaling
-    if (own := OWN.get(architecture.model_type)) is not None:
-        config |= own(data, config)
+    if (read_extra := EXTRA_READERS.get(architecture.model_type)) is not None:
+        config |= read_extra(data, config)
     data.check_rest()
     return config
 
 
-def choose_dtype(tensors: Mapping[str, Stored]) -> str:
+def choose_dtype(tensors: Mapping[str, StoredTensor]) -> str:
     """The type that most numbers have; bfloat16 where most are in blocks."""
     sizes = collections.Counter[str]()
     for stored in tensors.values():
@@ -181,26 +181,26 @@ def read_scaling(data: Metadata, config: Mapping[str, Any], rotated: int) -> dic
     """The scaling of rotary frequencies as transformers has it, None where there is none."""
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 0.0)) or 1.0
-    found: list[dict[str, Any]] = []
+    scalings: list[dict[str, Any]] = []
     if "rope_freqs.weight" in data.tensors:
-        found += _fit_factors(data, config["rope_theta"], rotated)
+        scalings += _fit_factors(data, config["rope_theta"], rotated)
     if "rope_factors_long.weight" in data.tensors:
-        found.append(_read_longrope(data, config))
+        scalings.append(_read_longrope(data, config))
     elif kind == "yarn":
-        found.append({"rope_type": "yarn", "factor": factor} | {
-            own: data.get(key) for own, key in {
+        scalings.append({"rope_type": "yarn", "factor": factor} | {
+            field: data.get(key) for field, key in {
                 "original_max_position_embeddings": "rope.scaling.original_context_length",
                 "beta_fast": "rope.scaling.yarn_beta_fast",
                 "beta_slow": "rope.scaling.yarn_beta_slow",
             }.items() if data.get(key) is not None
         })  # fmt: skip
     elif kind == "linear" and factor != 1:
-        found.append({"rope_type": "linear", "factor": factor})
+        scalings.append({"rope_type": "linear", "factor": factor})
     elif kind not in ("linear", "none"):
         data.refuse(f"rope.scaling.type is {shorten(kind)}")
-    if len(found) > 1:
-        data.refuse(f"it scales rotary frequencies in {len(found)} ways: {shorten(found)}")
-    return found[0] if found else None
+    if len(scalings) > 1:
+        data.refuse(f"it scales rotary frequencies in {len(scalings)} ways: {shorten(scalings)}")
+    return scalings[0] if scalings else None
 
 
 def _read_factors(data: Metadata, name: str) -> Any:
@@ -216,10 +216,14 @@ def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     for kind in ("short", "long"):
         factors = _read_factors(data, f"rope_factors_{kind}.weight").astype(np.float32)
         scaling[f"{kind}_factor"] = [float(str(factor)) for factor in factors]
-    told = data.positive("rope.scaling.attn_factor", 1.0)
+    attention_factor = data.positive("rope.scaling.attn_factor", 1.0)
     ratio = config["max_position_embeddings"] / original
-    usual = math.sqrt(1 + math.log(ratio) / math.log(max(2, original))) if ratio > 1 else 1.0
-    return scaling if abs(told - usual) < 1e-6 * usual else scaling | {"attention_factor": told}
+    usual_factor = math.sqrt(1 + math.log(ratio) / math.log(max(2, original))) if ratio > 1 else 1.0
+    return (
+        scaling
+        if abs(attention_factor - usual_factor) < 1e-6 * usual_factor
+        else scaling | {"attention_factor": attention_factor}
+    )
 
 
 def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, Any]]:
@@ -234,18 +238,18 @@ def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, An
         return []
     lengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
     factor = factors.max()
-    inside = (factors > 1 + TOLERANCE) & (factors < factor * (1 - TOLERANCE))
-    if inside.sum() < 2:
+    is_between = (factors > 1 + TOLERANCE) & (factors < factor * (1 - TOLERANCE))
+    if is_between.sum() < 2:
         data.refuse("rope_freqs has fewer than two factors between 1 and the largest")
-    places = (1 / factors[inside] - 1 / factor) / (1 - 1 / factor)
-    slope, offset = np.polyfit(1 / lengths[inside], places, 1)
+    fractions = (1 / factors[is_between] - 1 / factor) / (1 - 1 / factor)
+    slope, offset = np.polyfit(1 / lengths[is_between], fractions, 1)
     original, high = round(-slope / offset), round((1 - 1 / offset) * 1e4) / 1e4
     scaling = {
         "rope_type": "llama3", "factor": round(float(factor), 4), "low_freq_factor": 1.0,
         "high_freq_factor": float(high), "original_max_position_embeddings": int(original),
     }  # fmt: skip
-    place = np.clip((original / lengths - 1.0) / (high - 1.0), 0, 1)
-    computed = 1 / ((1 - place) / scaling["factor"] + place)
+    fraction = np.clip((original / lengths - 1.0) / (high - 1.0), 0, 1)
+    computed = 1 / ((1 - fraction) / scaling["factor"] + fraction)
     if find_scaling_problems(scaling, rotary_size=rotated, rotary_base=base, max_positions=1 << 30):
         data.refuse("rope_freqs is no scaling that is known")
     if not np.allclose(computed, factors, rtol=TOLERANCE, atol=0):
@@ -255,7 +259,7 @@ def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, An
 
 # ---- What an architecture has besides.
 
-Own = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
+ExtraReader = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 
 def _has_bias(data: Metadata, module: str) -> bool:
@@ -274,47 +278,51 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     inner = data.count(
         "expert_feed_forward_length", max(1, config.get("intermediate_size", 1) // top)
     )
-    own = {
+    fields = {
         "num_experts": count, "num_experts_per_tok": top, "moe_intermediate_size": inner,
         "norm_topk_prob": data.name != "qwen2moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     if data.name != "qwen3moe":
         size = data.get("expert_shared_feed_forward_length", config.get("intermediate_size"))
-        return own | {"shared_expert_intermediate_size": size}
-    return own | {"attention_bias": _has_bias(data, "attn_q")}
+        return fields | {"shared_expert_intermediate_size": size}
+    return fields | {"attention_bias": _has_bias(data, "attn_q")}
 
 
 def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[str, Any]:
     """Which layers have the window: all but one of `period`, if nothing else is said."""
-    told = data.get("attention.sliding_window_pattern", period, whole=True)
+    pattern = data.get("attention.sliding_window_pattern", period, all_layers=True)
     layers = range(config["num_hidden_layers"])
-    if not isinstance(told, list) and (type(told) is not int or told < 0):
-        data.refuse(f"attention.sliding_window_pattern is {shorten(told)}")
+    if not isinstance(pattern, list) and (type(pattern) is not int or pattern < 0):
+        data.refuse(f"attention.sliding_window_pattern is {shorten(pattern)}")
     # All layers have it where the pattern is 0.
-    slides = told if isinstance(told, list) else [not told or (at + 1) % told for at in layers]
-    return {"layer_types": [SLIDING if one else FULL for one in slides]}
+    slides = (
+        pattern
+        if isinstance(pattern, list)
+        else [not pattern or (layer + 1) % pattern for layer in layers]
+    )
+    return {"layer_types": [SLIDING if is_sliding else FULL for is_sliding in slides]}
 
 
 def _read_gemma(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    own = {
+    fields = {
         "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
         "tie_word_embeddings": True,
     }  # fmt: skip
     if data.name == "gemma":
-        return own | {"hidden_act": "gelu_pytorch_tanh"}
+        return fields | {"hidden_act": "gelu_pytorch_tanh"}
     # llama.cpp takes the hidden size over the heads in the models of 27B alone.
     is_largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[data.name]
     over_heads = config["hidden_size"] // config["num_attention_heads"]
-    own["query_pre_attn_scalar"] = over_heads if is_largest else config["head_dim"]
+    fields["query_pre_attn_scalar"] = over_heads if is_largest else config["head_dim"]
     if data.name == "gemma2":
-        return own | _read_pattern(data, config, 2) | {
+        return fields | _read_pattern(data, config, 2) | {
             "attn_logit_softcapping": data.get("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": data.get("final_logit_softcapping", 30.0),
             "sliding_window": data.get("attention.sliding_window", 4096),
         }  # fmt: skip
     if not (window := data.get("attention.sliding_window")):
         data.refuse("a Gemma 3 without a window is not read")
-    return own | _read_pattern(data, config, 6) | {
+    return fields | _read_pattern(data, config, 6) | {
         "final_logit_softcapping": data.get("final_logit_softcapping"),
         "rope_local_base_freq": data.get("rope.freq_base_swa", 10000.0), "sliding_window": window,
     }  # fmt: skip
@@ -348,11 +356,11 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     drafting = data.get("nextn_predict_layers", 0) and data.count("nextn_predict_layers")
     num_layers = config["num_hidden_layers"] - drafting
     interval = data.count("full_attention_interval", 4)
-    told = data.get("attention.recurrent_layers", whole=True)
+    recurrent_layers = data.get("attention.recurrent_layers", all_layers=True)
     types = [*list_layer_types(num_layers, interval, kind=LINEAR)]
-    if isinstance(told, list):
-        types = [LINEAR if one else FULL for one in told[:num_layers]]
-    own = {
+    if isinstance(recurrent_layers, list):
+        types = [LINEAR if is_recurrent else FULL for is_recurrent in recurrent_layers[:num_layers]]
+    fields = {
         "num_hidden_layers": num_layers, "layer_types": types, "mtp_num_hidden_layers": drafting,
         "attention_bias": False,
         "linear_conv_kernel_dim": data.count("ssm.conv_kernel"),
@@ -360,19 +368,19 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "linear_value_head_dim": data.count("ssm.inner_size") // heads,
         "linear_num_key_heads": key_heads, "linear_num_value_heads": heads,
     }  # fmt: skip
-    return own if data.name == "qwen35" else own | _read_experts(data, config)
+    return fields if data.name == "qwen35" else fields | _read_experts(data, config)
 
 
 def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
     # llama.cpp looks for the norm; its converter writes `true` where config.json does not say.
-    data.used.add("use_parallel_residual")
+    data.used_keys.add("use_parallel_residual")
     return {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in data.tensors,
         "use_qkv_bias": _has_bias(data, "attn_q"),
     }
 
 
-OWN: dict[str, Own] = {
+EXTRA_READERS: dict[str, ExtraReader] = {
     "llama": _read_biases,
     "mistral": lambda data, _: {"sliding_window": data.get("attention.sliding_window")},
     "mixtral": lambda data, config: _read_experts(data, config) | {

@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file. shape: the slowest dimension first; kind: ggml's type by its name.
 
     A row is one of the last dimension, in whole blocks; a vector's rows are its elements.
@@ -70,8 +70,8 @@ class GgufFile:
         self.descriptor = self._opened.fileno()
         self.size = os.fstat(self.descriptor).st_size
         self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, Stored] = {}
-        self._at = 0
+        self.tensors: dict[str, StoredTensor] = {}
+        self._position = 0
         try:
             infos = self._read_header()
         except (struct.error, UnicodeDecodeError) as error:
@@ -79,18 +79,18 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"has an alignment of {shorten(alignment)}")
-        begin = -(-self._at // alignment) * alignment
+        begin = -(-self._position // alignment) * alignment
         for name, shape, kind, offset in infos:
             self._add(name, shape, kind, begin + offset)
 
-    def _damaged(self, what: str) -> SpecDecError:
+    def _damaged(self, fact: str) -> SpecDecError:
         return SpecDecError(
-            f"{self.path} {what}", "the file is truncated or damaged: copy or download it again"
+            f"{self.path} {fact}", "the file is truncated or damaged: copy or download it again"
         )
 
     def _take(self, num_bytes: int) -> bytes:
-        self._at += num_bytes
-        if self._at > min(self.size, MAX_HEADER_BYTES):
+        self._position += num_bytes
+        if self._position > min(self.size, MAX_HEADER_BYTES):
             raise self._damaged(f"ends within its header, at byte {self.size}")
         return self._opened.read(num_bytes)
 
@@ -158,7 +158,7 @@ class GgufFile:
         if is_matrix and shape[-1] % block or not is_matrix and block > 1 or 0 in shape:
             raise self._damaged(f"gives {name} of type {kind} the shape {list(shape)}")
         row_bytes = shape[-1] // block * block_bytes if is_matrix else block_bytes
-        stored = Stored(self, name, kind, shape, offset, row_bytes)
+        stored = StoredTensor(self, name, kind, shape, offset, row_bytes)
         if offset + stored.num_rows * row_bytes > self.size:
             raise self._damaged(
                 f"has {self.size} bytes, and {name} ends at byte"
@@ -167,30 +167,30 @@ class GgufFile:
         self.tensors[name] = stored
 
 
-def open_parts(path: Path) -> tuple[list[GgufFile], dict[str, Stored]]:
+def open_parts(path: Path) -> tuple[list[GgufFile], dict[str, StoredTensor]]:
     """Open a file, or all of which the first is given; return their tensors, too.
 
     Raises SpecDecError unless they belong together.
     """
     files: list[GgufFile] = []
-    tensors: dict[str, Stored] = {}
-    for number, part in enumerate(paths := list_parts(path)):
-        if not part.is_file():
+    tensors: dict[str, StoredTensor] = {}
+    for number, part_path in enumerate(paths := list_parts(path)):
+        if not part_path.is_file():
             raise SpecDecError(
-                f"{path} is the first of {len(paths)} files, and {part.name} is not there",
+                f"{path} is the first of {len(paths)} files, and {part_path.name} is not there",
                 "finish the download of all of them into one folder",
             )
-        file = GgufFile(part)
-        told = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0) or 1
-        if told != (number, len(paths)):
+        file = GgufFile(part_path)
+        position = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0) or 1
+        if position != (number, len(paths)):
             raise SpecDecError(
-                f"{part} says that split.no, counted from 0, is {shorten(told[0])} of"
-                f" {shorten(told[1])}, and its name says part {number + 1} of {len(paths)}",
+                f"{part_path} says that split.no, counted from 0, is {shorten(position[0])} of"
+                f" {shorten(position[1])}, and its name says part {number + 1} of {len(paths)}",
                 "give the files the names that gguf-split gave them, NAME-00001-of-0000N.gguf",
             )
         if twins := tensors.keys() & file.tensors.keys():
             raise SpecDecError(
-                f"{part} holds tensors of another part: {join_names(sorted(twins))}",
+                f"{part_path} holds tensors of another part: {join_names(sorted(twins))}",
                 "download all parts again",
             )
         files.append(file)

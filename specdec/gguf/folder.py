@@ -31,9 +31,9 @@ def localize(name: str | Path) -> str:
     if path is None:
         return str(name)
     digest = hashlib.sha256()
-    for part in (part for part in list_parts(path) if part.exists()):
-        stat = part.stat()
-        facts = (str(part.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    for part_path in (part_path for part_path in list_parts(path) if part_path.exists()):
+        stat = part_path.stat()
+        facts = (str(part_path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         digest.update(repr(facts).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

@@ -17,7 +17,7 @@ from specdec.files.tensor_file import TensorInfo
 from specdec.system.libraries import import_gguf
 
 from .config import Metadata, find_architecture, read_config
-from .file import PLAIN, Stored, decode, open_parts
+from .file import PLAIN, StoredTensor, decode, open_parts
 from .names import MTP_NAMES, NAMES, order_turned
 from .special import LISTS, PREFIX, read_special
 
@@ -27,14 +27,14 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class GgufTensor:
     """A tensor under Hugging Face's name: some rows of a stored one.
 
     start: the first row. order, columns: where each row and column lies, if they are put back.
     change: what is computed of every value, in float32.
     """
 
-    stored: Stored
+    stored: StoredTensor
     shape: tuple[int, ...]
     start: int = 0
     order: Array | None = None
@@ -51,9 +51,9 @@ class Entry:
         if self.order is None or stop == start:
             return self.stored.read(self.start + start, self.start + stop)
         order = self.order[start:stop]
-        first, last = int(order.min()), int(order.max())
-        rows = self.stored.read(self.start + first, self.start + last + 1)
-        sorted_rows: Array = rows[order - first]
+        first_row, last_row = int(order.min()), int(order.max())
+        rows = self.stored.read(self.start + first_row, self.start + last_row + 1)
+        sorted_rows: Array = rows[order - first_row]
         return sorted_rows
 
 
@@ -63,16 +63,16 @@ class RawRows:
     order: where each byte of a row lies, None where all are in their places.
     """
 
-    def __init__(self, entry: Entry, order: Array | None = None) -> None:
+    def __init__(self, entry: GgufTensor, order: Array | None = None) -> None:
         self._entry, self._order = entry, order
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> Array:
         rows, *columns = key if isinstance(key, tuple) else (key,)
         start, stop, _ = rows.indices(self._entry.info.num_rows)
-        found = self._entry.read_rows(start, stop)
+        blocks = self._entry.read_rows(start, stop)
         if self._order is not None:
-            found = found[:, self._order]
-        return found[(slice(None), *columns)]
+            blocks = blocks[:, self._order]
+        return blocks[(slice(None), *columns)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self[:].astype(dtype or np.uint8, copy=False)
@@ -86,59 +86,64 @@ class GgufModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        parts, stored = open_parts(path)
-        self.files = [part.path for part in parts]
-        self.metadata = parts[0].metadata
+        files, stored = open_parts(path)
+        self.files = [file.path for file in files]
+        self.metadata = files[0].metadata
         data = Metadata(path, self.metadata, stored)
         for key, kind in LISTS.items():
             value = self.metadata.get(PREFIX + key, [])
-            if not isinstance(value, list) or not all(type(one) is kind for one in value[:1]):
+            if not isinstance(value, list) or not all(
+                type(element) is kind for element in value[:1]
+            ):
                 data.refuse(f"{PREFIX}{key} is {shorten(value)}, not a list of {kind.__name__}")
         self.architecture = find_architecture(data)
         self.config = read_config(data, self.architecture) | read_special(self.metadata)
-        self.entries: dict[str, Entry] = {}
-        unknown = []
+        self.entries: dict[str, GgufTensor] = {}
+        unknown_names = []
         for name, tensor in stored.items():
             entries = dict(self._name(name, tensor))
             self.entries |= entries
             if not entries and name not in FACTORS:
-                unknown.append(name)
-        if unknown:
+                unknown_names.append(name)
+        if unknown_names:
             raise SpecDecError(
-                f"{path} holds {len(unknown)} tensors that are not known in a model of architecture"
-                f" {data.name}: {join_names(unknown)}",
+                f"{path} holds {len(unknown_names)} tensors that are not known in a model of"
+                f" architecture {data.name}: {join_names(unknown_names)}",
                 "take the Hugging Face folder that it was made from",
             )
         self.tensors = {name: entry.info for name, entry in self.entries.items()}
 
-    def _name(self, name: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
+    def _name(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
         """The names of what a tensor holds, with their parts of it."""
         match = LAYER.fullmatch(name)
         if match is None:
             module, _, kind = name.rpartition(".")
-            for theirs, ours in NAMES.items():
-                if ours == module and theirs.startswith(("model.", "lm_head")):
-                    change = self._find_change(theirs)
-                    yield f"{theirs}.{kind}", Entry(stored, stored.shape, change=change)
+            for hf_module, gguf_module in NAMES.items():
+                if gguf_module == module and hf_module.startswith(("model.", "lm_head")):
+                    change = self._find_change(hf_module)
+                    yield f"{hf_module}.{kind}", GgufTensor(stored, stored.shape, change=change)
             return
         layer, module, kind = match.groups()
         config, num_layers = self.config, self.config["num_hidden_layers"]
         prefix = f"model.layers.{layer}"
         if int(layer) >= num_layers and config.get("mtp_num_hidden_layers"):
             prefix = f"mtp.layers.{int(layer) - num_layers}"
-            if (theirs := MTP_NAMES.get(module, "")) and int(layer) == num_layers:
-                yield theirs + kind, Entry(stored, stored.shape, change=self._find_change(theirs))
+            if (hf_module := MTP_NAMES.get(module, "")) and int(layer) == num_layers:
+                yield (
+                    hf_module + kind,
+                    GgufTensor(stored, stored.shape, change=self._find_change(hf_module)),
+                )
                 return
-        for found, entry in self._name_part(module, stored):
-            bare = found.endswith(("A_log", "dt_bias"))
-            yield f"{prefix}.{found}{'' if bare else kind}", entry
+        for inner_module, entry in self._name_part(module, stored):
+            bare = inner_module.endswith(("A_log", "dt_bias"))
+            yield f"{prefix}.{inner_module}{'' if bare else kind}", entry
 
-    def _name_part(self, module: str, stored: Stored) -> Iterator[tuple[str, Entry]]:
+    def _name_part(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
         """The modules of a layer that a tensor holds, with their parts of it."""
         own, found = self.architecture, self.architecture.modules.get(module)
         if found is not None and "{expert}" in found:
             for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
-                entry = Entry(stored, stored.shape[1:], start=expert * stored.shape[1])
+                entry = GgufTensor(stored, stored.shape[1:], start=expert * stored.shape[1])
                 yield found.format(expert=expert), entry
         elif found is not None and not (own.interleaves and module in ("attn_q", "attn_k")):
             yield found, self._open(found, stored)
@@ -158,29 +163,31 @@ class GgufModel:
                 shape = (count * size, *stored.shape[1:])
                 is_turned = own.interleaves and part != "attn_v"
                 order = order_turned(shape[0], count) if is_turned else None
-                yield own.modules[part], Entry(stored, shape, start=start, order=order)
+                yield own.modules[part], GgufTensor(stored, shape, start=start, order=order)
                 start += shape[0]
         elif module == "ssm_ba":  # of each key head the rows of b, then those of a
             key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
             turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
             for part, order in zip("ba", turns, strict=True):
                 shape = (count, *stored.shape[1:])
-                yield f"linear_attn.in_proj_{part}", Entry(stored, shape, order=order)
+                yield f"linear_attn.in_proj_{part}", GgufTensor(stored, shape, order=order)
 
-    def _open(self, found: str, stored: Stored) -> Entry:
+    def _open(self, hf_module: str, stored: StoredTensor) -> GgufTensor:
         """What a whole tensor is under Hugging Face's name of its module."""
         shape = stored.shape
-        if found == "mlp.shared_expert_gate" and len(shape) == 1:
+        if hf_module == "mlp.shared_expert_gate" and len(shape) == 1:
             shape = (1, *shape)  # a vector is a matrix of one row
             stored = dataclasses.replace(
                 stored, shape=shape, row_bytes=stored.row_bytes * shape[-1]
             )
-        elif found == "linear_attn.conv1d":
+        elif hf_module == "linear_attn.conv1d":
             shape = (shape[0], 1, *shape[1:])
         order, columns = None, None
         if self.architecture.deals_heads:
-            order, columns = order_values(found, self.config)
-        return Entry(stored, shape, order=order, columns=columns, change=self._find_change(found))
+            order, columns = order_values(hf_module, self.config)
+        return GgufTensor(
+            stored, shape, order=order, columns=columns, change=self._find_change(hf_module)
+        )
 
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:
         """What makes Hugging Face's values of a module's."""
@@ -231,7 +238,7 @@ class GgufModel:
         """Return where a tensor's bytes lie as they are read, None where they are computed."""
         entry = self.entries[name]
         stored, moved = entry.stored, (entry.order, entry.columns, entry.change)
-        if stored.kind not in PLAIN or any(each is not None for each in moved):
+        if stored.kind not in PLAIN or any(change is not None for change in moved):
             return None
         return stored.file.path, stored.offset + entry.start * stored.row_bytes
 
@@ -245,14 +252,14 @@ def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Arr
     Hugging Face has the value heads of one key head together, a file one of each key head.
     """
     num, count = (config.get(f"linear_num_{kind}_heads", 0) for kind in ("key", "value"))
-    part = module.removeprefix("linear_attn.")
-    if num == count or part == module or part == "norm":
+    projection = module.removeprefix("linear_attn.")
+    if num == count or projection == module or projection == "norm":
         return None, None
-    size = config["linear_value_head_dim"] if part in SIZED else 1
+    size = config["linear_value_head_dim"] if projection in SIZED else 1
     order = np.arange(count * size).reshape(count // num, num, size).swapaxes(0, 1).reshape(-1)
-    if part == "out_proj":
+    if projection == "out_proj":
         return None, order
-    if part in ("in_proj_qkv", "conv1d"):
-        before = 2 * num * config["linear_key_head_dim"]
-        order = np.concatenate([np.arange(before), before + order])
+    if projection in ("in_proj_qkv", "conv1d"):
+        num_qk_rows = 2 * num * config["linear_key_head_dim"]
+        order = np.concatenate([np.arange(num_qk_rows), num_qk_rows + order])
     return order, None

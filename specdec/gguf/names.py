@@ -60,7 +60,7 @@ MTP_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """One of llama.cpp's, as transformers has it.
 
     interleaves: rows of q and k lie in the order of `order_turned`. shift: what the file's norms
@@ -78,34 +78,34 @@ class Architecture:
     @functools.cached_property
     def modules(self) -> dict[str, str]:
         """Hugging Face's name of a layer's module by GGUF's; of several the last."""
-        return {theirs: ours for ours, theirs in self.layer.items()}
+        return {gguf_module: hf_module for hf_module, gguf_module in self.layer.items()}
 
 
 READ = {
-    "llama": Architecture("LlamaForCausalLM", "llama", interleaves=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_NAMES),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_NAMES),
-    "gemma": Architecture("GemmaForCausalLM", "gemma", shift=1.0),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", SANDWICH_NAMES, shift=1.0),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", SANDWICH_NAMES, shift=1.0),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", PHI3_NAMES),
-    "granite": Architecture("GraniteForCausalLM", "granite", interleaves=True),
-    "stablelm": Architecture("StableLmForCausalLM", "stablelm"),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaves=True),
-    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES),
-    "qwen35": Architecture(
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", interleaves=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": GgufArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_NAMES),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_NAMES),
+    "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", shift=1.0),
+    "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", SANDWICH_NAMES, shift=1.0),
+    "gemma3": GgufArchitecture("Gemma3ForCausalLM", "gemma3_text", SANDWICH_NAMES, shift=1.0),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", "phi3", PHI3_NAMES),
+    "granite": GgufArchitecture("GraniteForCausalLM", "granite", interleaves=True),
+    "stablelm": GgufArchitecture("StableLmForCausalLM", "stablelm"),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", interleaves=True),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES),
+    "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),
-    "qwen35moe": Architecture(
+    "qwen35moe": GgufArchitecture(
         "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_NAMES | HYBRID_NAMES, shift=1.0,
         deals_heads=True,
     ),
 }  # fmt: skip
 # What `llama` also is: with a window, and with experts.
-MISTRAL = Architecture("MistralForCausalLM", "mistral", interleaves=True)
-MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True)
+MISTRAL = GgufArchitecture("MistralForCausalLM", "mistral", interleaves=True)
+MIXTRAL = GgufArchitecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True)
 # Hugging Face's architecture -> llama.cpp's.
 ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
     own.architecture: "llama" for own in (MISTRAL, MIXTRAL)

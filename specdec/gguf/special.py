@@ -13,7 +13,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 LISTS: dict[str, type] = {"tokens": str, "token_type": int, "scores": float, "merges": str}
 NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # Of a SentencePiece tokenizer, where the file names none.
-USUAL = {"bos": 1, "eos": 2, "unk": 0}
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}
 # Tokens that end a text wherever a vocabulary has them, as in llama.cpp (src/llama-vocab.cpp).
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -25,9 +25,9 @@ ENDS = (
 
 def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of the tokens that begin and end a text, and so on, by NAMES."""
-    usual = USUAL if metadata.get(PREFIX + "model") == "llama" else {}
+    default_ids = SENTENCEPIECE_IDS if metadata.get(PREFIX + "model") == "llama" else {}
     numbers = {
-        name: metadata.get(f"{PREFIX}{key}_token_id", usual.get(name))
+        name: metadata.get(f"{PREFIX}{key}_token_id", default_ids.get(name))
         for name, key in NAMES.items()
     }  # fmt: skip
     size = len(metadata.get(PREFIX + "tokens", ()))

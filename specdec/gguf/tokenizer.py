@@ -35,22 +35,23 @@ from .special import (
 
 logger = logs.get_logger(__name__)
 
-# How a byte-level tokenizer splits a text into words: patterns of which each match is a word by
-# itself, one after the other. OWN: what the ByteLevel of the package `tokenizers` does by itself.
-OWN = ""
+# Stands for the split that the ByteLevel of the package `tokenizers` makes by itself. All others
+# are patterns by which a byte-level tokenizer splits a text: each match is a word by itself.
+BYTE_LEVEL_SPLIT = ""
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NON_LETTERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = "|".join(
     rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
 )
-LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _REST
-QWEN2 = _LETTERS + r"\p{N}" + _REST
-DIGITS = (r"\p{N}", OWN)
+LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _NON_LETTERS
+QWEN2 = _LETTERS + r"\p{N}" + _NON_LETTERS
+DIGITS = (r"\p{N}", BYTE_LEVEL_SPLIT)
 # llama.cpp's name -> patterns. The first of equal ones is what is written.
 SPLITS: dict[str, tuple[str, ...]] = {
-    "gpt-2": (OWN,), "phi-2": (OWN,), "mpt": (OWN,), "olmo": (OWN,),
+    "gpt-2": (BYTE_LEVEL_SPLIT,), "phi-2": (BYTE_LEVEL_SPLIT,), "mpt": (BYTE_LEVEL_SPLIT,),
+    "olmo": (BYTE_LEVEL_SPLIT,),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "falcon3": (LLAMA3,),
     "pixtral": (LLAMA3,), "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "stablelm2": (QWEN2,), "hunyuan": (QWEN2,),
@@ -58,16 +59,16 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN + r"|\p{N}" + _SLASHES,),
     "seed-coder": (_LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
 }  # fmt: skip
-# Those that take a word which is a token whole, and those that begin a text with a token.
-WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-BEGUN = WHOLE
+# Splits whose words are not divided where they are tokens, and those that begin a text with one.
+WHOLE_WORD_SPLITS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+BOS_SPLITS = WHOLE_WORD_SPLITS
 # Keys by which a tokenizer would do what it does not do here -> the value of each that says so.
 PLAIN: dict[str, Any] = {
     "remove_extra_whitespaces": False, "escape_whitespaces": True, "add_sep_token": False,
     "normalizer.lowercase": False, "normalizer.strip_accents": False,
 }  # fmt: skip
-# Keys that tell of single tokens, or that llama.cpp does not read for these kinds.
-KNOWN = (
+# Keys that are read elsewhere, or that llama.cpp does not read for these kinds.
+READ_KEYS = (
     "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token",
     "add_space_prefix", "token_type_count", "precompiled_charsmap",
 )  # fmt: skip
@@ -98,10 +99,10 @@ class TokenizerMaker:
                 f"the pre-tokenizer {shorten(self.pre)}; these are: {join_names(list(SPLITS))}"
             )
         for key, value in self.metadata.items():
-            own = key.removeprefix(PREFIX)
-            if own == key or own in KNOWN or own.endswith(("_token_id", "_token_ids")):
+            name = key.removeprefix(PREFIX)
+            if name == key or name in READ_KEYS or name.endswith(("_token_id", "_token_ids")):
                 continue
-            if own not in PLAIN or value != PLAIN[own]:
+            if name not in PLAIN or value != PLAIN[name]:
                 self.refuse(f"the key {key} {shorten(value)}")
         if len(self.kinds) != len(self.tokens) or not self.tokens:
             self.refuse(f"{len(self.tokens)} tokens with {len(self.kinds)} kinds")
@@ -140,14 +141,14 @@ class TokenizerMaker:
     def make(self) -> Tokenizer:
         """Return the tokenizer that tokenizer.json holds."""
         try:
-            made = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
-            made.add_tokens(self._list_added())
-            self._surround(made)
+            tokenizer = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
+            tokenizer.add_tokens(self._list_added())
+            self._surround(tokenizer)
         except SpecDecError:
             raise
         except Exception as error:  # noqa: BLE001 - the package raises no other kind
             self.refuse(f"a tokenizer of which the package tokenizers says: {summarize(error)}")
-        return made
+        return tokenizer
 
     def describe(self, max_length: int) -> dict[str, Any]:
         """Return tokenizer_config.json, which holds the chat template too."""
@@ -164,14 +165,15 @@ class TokenizerMaker:
             },
         }  # fmt: skip
         key, template = "tokenizer.chat_template", self.metadata.get("tokenizer.chat_template")
-        named = {} if template is None else {"default": template}
-        named |= {
-            own.removeprefix(f"{key}."): text for own, text in self.metadata.items()
-            if own.startswith(f"{key}.")
+        templates = {} if template is None else {"default": template}
+        templates |= {
+            template_key.removeprefix(f"{key}."): text
+            for template_key, text in self.metadata.items()
+            if template_key.startswith(f"{key}.")
         }  # fmt: skip
-        if named:
-            config["chat_template"] = template if list(named) == ["default"] else [
-                {"name": name, "template": text} for name, text in named.items()
+        if templates:
+            config["chat_template"] = template if list(templates) == ["default"] else [
+                {"name": name, "template": text} for name, text in templates.items()
             ]  # fmt: skip
         return config
 
@@ -187,53 +189,61 @@ class TokenizerMaker:
             if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text
         ]  # fmt: skip
 
-    def _surround(self, made: Tokenizer) -> None:
+    def _surround(self, tokenizer: Tokenizer) -> None:
         """Let it put tokens around a text."""
-        begins = self.kind == "llama" or self.pre in BEGUN
-        pieces, used = ["$A:0"], []
-        for name, asked, at in (("bos", begins, 0), ("eos", False, 2)):
-            if self.metadata.get(f"{PREFIX}add_{name}_token", asked) and name in self.special:
+        begins = self.kind == "llama" or self.pre in BOS_SPLITS
+        pieces, special_tokens = ["$A:0"], []
+        for name, default, index in (("bos", begins, 0), ("eos", False, 2)):
+            if self.metadata.get(f"{PREFIX}add_{name}_token", default) and name in self.special:
                 number = self.special[name]
-                pieces.insert(at, self.tokens[number])
-                used.append((self.tokens[number], number))
-        if used:
-            made.post_processor = TemplateProcessing(pieces, [*pieces, "$B:1"], used)
+                pieces.insert(index, self.tokens[number])
+                special_tokens.append((self.tokens[number], number))
+        if special_tokens:
+            tokenizer.post_processor = TemplateProcessing(pieces, [*pieces, "$B:1"], special_tokens)
 
     def _make_bytes(self) -> Tokenizer:
         """A byte-level BPE."""
         patterns = SPLITS[self.pre]
         merges = [self._split_merge(m) for m in self.metadata.get(PREFIX + "merges") or []]
-        made = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE))
-        splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns if p != OWN]
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OWN in patterns)
-        made.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
-        made.decoder = decoders.ByteLevel()
-        return made
+        tokenizer = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE_WORD_SPLITS))
+        splits = [
+            pre_tokenizers.Split(Regex(p), "isolated") for p in patterns if p != BYTE_LEVEL_SPLIT
+        ]
+        level = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=BYTE_LEVEL_SPLIT in patterns
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
 
     def _split_merge(self, merge: str) -> tuple[str, str]:
         """Return the two tokens that a merge makes a third of."""
-        left, _, right = merge.partition(" ")
-        absent = [text for text in (left, right, left + right) if text not in self.vocab]
-        if absent:
-            self.refuse(f"the merge {shorten(merge)}, and {shorten(absent[0])} is no token")
-        return left, right
+        left_token, _, right_token = merge.partition(" ")
+        missing_tokens = [
+            text
+            for text in (left_token, right_token, left_token + right_token)
+            if text not in self.vocab
+        ]
+        if missing_tokens:
+            self.refuse(f"the merge {shorten(merge)}, and {shorten(missing_tokens[0])} is no token")
+        return left_token, right_token
 
     def _make_sentencepiece(self) -> Tokenizer:
         """A SentencePiece BPE, which llama.cpp computes from scores."""
         prefixes = self.metadata.get(PREFIX + "add_space_prefix", True)
-        unknown = self.special.get("unk")
-        made = Tokenizer(BPE(
+        unknown_id = self.special.get("unk")
+        tokenizer = Tokenizer(BPE(
             self.vocab, self._list_merges(), fuse_unk=True, byte_fallback=True,
-            unk_token=None if unknown is None else self.tokens[unknown],
+            unk_token=None if unknown_id is None else self.tokens[unknown_id],
         ))  # fmt: skip
-        made.normalizer = normalizers.Sequence(
+        tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend(SPACE)] * prefixes + [normalizers.Replace(" ", SPACE)]
         )
-        made.decoder = decoders.Sequence([
+        tokenizer.decoder = decoders.Sequence([
             decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
             *[decoders.Strip(" ", 1, 0)] * prefixes,
         ])  # fmt: skip
-        return made
+        return tokenizer
 
     def _list_merges(self) -> list[tuple[str, str]]:
         """Every way to make a token of two others, that of the highest score first."""
@@ -242,10 +252,11 @@ class TokenizerMaker:
             self.refuse(f"{len(self.tokens)} tokens with {len(scores)} scores")
         vocab = {t for t, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE}
         # Of equal scores the longer left half first, as Hugging Face's converter has it.
-        found = [
-            (-score, -at, token[:at], token[at:])
+        merges = [
+            (-score, -length, token[:length], token[length:])
             for token, score in zip(self.tokens, scores, strict=True) if token in vocab
-            for at in range(1, len(token)) if token[:at] in vocab and token[at:] in vocab
+            for length in range(1, len(token))
+            if token[:length] in vocab and token[length:] in vocab
         ]  # fmt: skip
-        found.sort(key=lambda merge: merge[:2])
-        return [(left, right) for _, _, left, right in found]
+        merges.sort(key=lambda merge: merge[:2])
+        return [(left_token, right_token) for _, _, left_token, right_token in merges]

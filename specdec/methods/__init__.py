@@ -55,8 +55,8 @@ def list_options(*uses: str) -> tuple[type, ...]:
 
     What says how methods draft together, and how much, is with those of every command that decodes.
     """
-    shared = (ChainDraft, BudgetDraft) if "draft" in uses else ()
-    return shared + tuple(
+    shared_options = (ChainDraft, BudgetDraft) if "draft" in uses else ()
+    return shared_options + tuple(
         method.options[use] for method in METHODS.values() for use in uses if use in method.options
     )
 

@@ -36,12 +36,12 @@ class Rule(NamedTuple):
     bounds: tuple[int, int] | None = None
 
 
-def whole(least: int, most: int) -> Rule:
+def whole_number(minimum: int, maximum: int) -> Rule:
     """A whole number within these bounds."""
     return Rule(
-        f"a whole number from {least} to {most}",
-        lambda value: type(value) is int and least <= value <= most,
-        (least, most),
+        f"a whole number from {minimum} to {maximum}",
+        lambda value: type(value) is int and minimum <= value <= maximum,
+        (minimum, maximum),
     )
 
 
@@ -67,16 +67,16 @@ OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 LAYERS = Rule("a rising list of layers", _are_layers)
 
 
-def count(least: int, most: int, **more: Any) -> Any:
+def count(minimum: int, maximum: int, **field_options: Any) -> Any:
     """A field of a drafter's parameters: a whole number within these bounds."""
-    return dataclasses.field(metadata={"rule": whole(least, most)}, **more)
+    return dataclasses.field(metadata={"rule": whole_number(minimum, maximum)}, **field_options)
 
 
 def bounds(kind: type, name: str) -> dict[str, int]:
     """Return the bounds of a field made by `count`, as an option declares them."""
     (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
-    least, most = field.metadata["rule"].bounds
-    return {"minimum": least, "maximum": most}
+    minimum, maximum = field.metadata["rule"].bounds
+    return {"minimum": minimum, "maximum": maximum}
 
 
 def read_length(flag: str, text: str | None) -> int | None:
@@ -110,7 +110,7 @@ def read_fields(
     if key:
         check(key, config, OBJECT)
     assert isinstance(config, Mapping)
-    hints, found = get_type_hints(kind), {}
+    hints, values = get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
         name = (names or {}).get(field.name, field.name)
         by_type = {bool: FLAG, tuple[int, ...]: LAYERS}.get(hints[field.name])
@@ -119,8 +119,8 @@ def read_fields(
             continue
         value: Any = config.get(name)
         check(f"{key}.{name}" if key else name, value, rule)
-        found[field.name] = tuple(value) if rule is LAYERS else value
-    return found
+        values[field.name] = tuple(value) if rule is LAYERS else value
+    return values
 
 
 P = TypeVar("P", bound="DrafterParams")
@@ -232,22 +232,22 @@ def check_product(what: str, number: int, most: int) -> None:
         )
 
 
-def check_unknown(keys: Iterable[str], known: set[str]) -> None:
+def check_unknown(keys: Iterable[str], known_keys: set[str]) -> None:
     """Raise SpecDecError for keys that the method does not know."""
-    unknown = sorted(set(keys) - known)
-    if unknown:
+    unknown_keys = sorted(set(keys) - known_keys)
+    if unknown_keys:
         raise SpecDecError(
-            f"checkpoint config: unknown keys {', '.join(unknown)}",
-            f"the known ones are {', '.join(sorted(known))}",
+            f"checkpoint config: unknown keys {', '.join(unknown_keys)}",
+            f"the known ones are {', '.join(sorted(known_keys))}",
         )
 
 
-def add_uneven(problems: Problems, whose: str, sizes: Mapping[str, int], tp_size: int) -> None:
+def add_uneven(problems: Problems, owner: str, sizes: Mapping[str, int], tp_size: int) -> None:
     """Add those of a drafter's sizes that do not split over so many ranks."""
     uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
     if uneven:
         problems.add(
-            f"{whose} {', '.join(uneven)} do not split over tp_size={tp_size}",
+            f"{owner} {', '.join(uneven)} do not split over tp_size={tp_size}",
             "use a tp_size that divides them",
         )
 
@@ -275,14 +275,14 @@ def parse_paths(text: str | Sequence[Any], flag: str) -> Choices:
     """Read an option, a list of paths or its JSON; raise UsageError for anything else."""
     hint = "give a JSON list of paths of ranks, such as '[[0], [0, 0], [1]]'"
     try:
-        listed = json.loads(text) if isinstance(text, str) else text
+        paths = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} is not JSON: {error}", hint) from None
-    if not isinstance(listed, (list, tuple)) or not listed:
+    if not isinstance(paths, (list, tuple)) or not paths:
         raise UsageError(f"{flag} is {str(text)[:80]}, not a list of paths", hint)
-    for path in listed:
+    for path in paths:
         is_path = isinstance(path, (list, tuple)) and bool(path)
         if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
-            shown = json.dumps(path) if isinstance(text, str) else repr(path)
-            raise UsageError(f"{flag}: {shown[:80]} is not a path", hint)
-    return tuple(tuple(path) for path in listed)
+            path_text = json.dumps(path) if isinstance(text, str) else repr(path)
+            raise UsageError(f"{flag}: {path_text[:80]} is not a path", hint)
+    return tuple(tuple(path) for path in paths)

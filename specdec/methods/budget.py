@@ -47,8 +47,8 @@ def read_budget(settings: Any) -> DraftBudget:
     if mode == "fixed" and auto:
         raise UsageError(f"--draft-budget fixed and {auto[0]} are both given", "give one")
     if mode == "fixed" and pair.draft_engine_dir is not None:
-        given = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
-        if all(length is None for length in given):
+        draft_sizes = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
+        if all(length is None for length in draft_sizes):
             raise UsageError("--draft-budget fixed without --draft-len", "give --draft-len N")
     if mode is not None:
         return DraftBudget(mode, f"--draft-budget {mode}")

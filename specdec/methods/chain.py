@@ -39,11 +39,15 @@ def read_chain(settings: Any, names: Container[str]) -> Chain | None:
     refuse_contradictions(settings, [no_speculation("draft_chain")])
     chain = tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
     members = [name for group in chain for name in group]
-    unknown = [name for name in members if name not in names]
-    if unknown or len(members) < 2:
+    unknown_names = [name for name in members if name not in names]
+    if unknown_names or len(members) < 2:
         raise UsageError(
             f"--draft-chain is {text!r}"
-            + (f": {unknown[0]!r} is no method that can be in a chain" if unknown else ""),
+            + (
+                f": {unknown_names[0]!r} is no method that can be in a chain"
+                if unknown_names
+                else ""
+            ),
             f"name two or more methods, as {FORM}",
         )
     if len(set(members)) < len(members):

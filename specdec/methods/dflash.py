@@ -34,14 +34,14 @@ from .base import (
     or_null,
     read_fields,
     share,
-    whole,
+    whole_number,
 )
 from .net import NET_RULES, NetParams
 
 ARCHITECTURE = "SpecDecDFlashForCausalLM"
 RULES = NET_RULES | {
     "attn_bias": FLAG,
-    "sliding_window": or_null(whole(1, MAX_SIZE), whole(1, MAX_SIZE).words),
+    "sliding_window": or_null(whole_number(1, MAX_SIZE), whole_number(1, MAX_SIZE).words),
     "layer_types": Rule("a list or null", lambda value: value is None or isinstance(value, list)),
     "embedding_multiplier": POSITIVE,
 }
@@ -86,13 +86,13 @@ class DFlashParams(NetParams):
 
     def find_problems(self, *, hidden_size: int, vocab_size: int, tp_size: int) -> Problems:
         problems = self.compare_sizes(vocab_size=vocab_size, hidden_size=hidden_size)
-        for name, own, most in (
+        for name, value, limit in (
             ("mask_token_id", self.mask_token_id, vocab_size - 1),
             ("draft_vocab_size", self.draft_vocab_size, vocab_size),
         ):
-            if own > most and self.net.vocab_size == vocab_size:
+            if value > limit and self.net.vocab_size == vocab_size:
                 problems.add(
-                    f"the DFlash drafter's {name} is {own}, the target's vocab_size {vocab_size}",
+                    f"the DFlash drafter's {name} is {value}, the target's vocab_size {vocab_size}",
                     self.remedy,
                 )
         return self.add_uneven(problems, tp_size)
@@ -103,33 +103,33 @@ class DFlashParams(NetParams):
         if model.arithmetic.head_bias and self.draft_vocab_size >= model.vocab_size:
             tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
         if rank := self.markov_rank:
-            tensors[MARKOV_EMBEDDING] = TensorSpec((model.vocab_size, rank), Shard.WHOLE)
+            tensors[MARKOV_EMBEDDING] = TensorSpec((model.vocab_size, rank), Shard.REPLICATED)
             tensors[MARKOV_HEAD] = TensorSpec((self.draft_vocab_size, rank), Shard.VOCAB)
         return {f"{DFLASH_NET}{name}": spec for name, spec in tensors.items()}
 
     def to_checkpoint(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del own["net"]
-        most = own.pop("max_draft_len")
-        own["aux_layers"] = list(self.aux_layers)
+        section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del section["net"]
+        max_draft_len = section.pop("max_draft_len")
+        section["aux_layers"] = list(self.aux_layers)
         if not self.markov_rank:
-            del own["markov_rank"]
-        return {self.KEY: own, self.NET: self.describe_net(), "max_draft_len": most}
+            del section["markov_rank"]
+        return {self.KEY: section, self.NET: self.describe_net(), "max_draft_len": max_draft_len}
 
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any]) -> DFlashParams:
-        key, own = cls.KEY, config.get(cls.KEY)
-        check(key, own, OBJECT)
-        assert isinstance(own, dict)
+        key, section = cls.KEY, config.get(cls.KEY)
+        check(key, section, OBJECT)
+        assert isinstance(section, dict)
         check_unknown((k for k in config if "dflash" in k), {cls.KEY, cls.NET})
-        check_unknown(own, {f.name for f in dataclasses.fields(cls)} - {"net", "max_draft_len"})
-        check("max_draft_len", config.get("max_draft_len"), whole(1, MAX_DRAFT_TOKENS))
-        values = read_fields(cls, own | {"max_draft_len": config["max_draft_len"]}, key=key)
+        check_unknown(section, {f.name for f in dataclasses.fields(cls)} - {"net", "max_draft_len"})
+        check("max_draft_len", config.get("max_draft_len"), whole_number(1, MAX_DRAFT_TOKENS))
+        values = read_fields(cls, section | {"max_draft_len": config["max_draft_len"]}, key=key)
         net = cls.read_net(config)
         Problems((f"{cls.NET}: {fact}", hint) for fact, hint in net.find_problems()).raise_all()
         params = cls(net=net, **values)
-        least = 1 + (params.num_positions < params.block_size)
-        check(f"{key}.block_size", params.block_size, whole(least, MAX_DRAFT_TOKENS))
+        minimum = 1 + (params.num_positions < params.block_size)
+        check(f"{key}.block_size", params.block_size, whole_number(minimum, MAX_DRAFT_TOKENS))
         return params
 
 

@@ -104,26 +104,28 @@ class DraftOptions:
 def read_options(settings: Any) -> DraftOptions | None:
     """Return the options of a draft-target run, None of any other; raise UsageError."""
     pair = as_options(settings, DraftTargetDraft)
-    joined = pair.draft_target_model_config
-    given = [name for name in OPTIONS if getattr(pair, name)]
-    names = ", ".join(name_flag(name) for name in given)
+    combined_text = pair.draft_target_model_config
+    given_options = [name for name in OPTIONS if getattr(pair, name)]
+    names = ", ".join(name_flag(name) for name in given_options)
     if pair.draft_engine_dir is None:
         if adapts_drafts(settings):
-            given, names = given[1:], names.partition(", ")[2]
+            given_options, names = given_options[1:], names.partition(", ")[2]
         if pair.draft_tokenizer_dir is not None:
-            given, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
+            given_options, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
         if pair.draft_vocabulary != "same":
-            given, names = ["draft_vocabulary"], "--draft-vocabulary"
+            given_options, names = ["draft_vocabulary"], "--draft-vocabulary"
         if pair.draft_tree_tokens is not None:
-            given, names = ["draft_tree_tokens"], "--draft-tree-tokens"
-        if joined is not None or given:
+            given_options, names = ["draft_tree_tokens"], "--draft-tree-tokens"
+        if combined_text is not None or given_options:
             raise UsageError(
                 f"{names or '--draft-target-model-config'} without --draft-engine-dir",
                 "give the draft model's engine",
             )
         return None
     refuse_contradictions(settings, [no_speculation("draft_engine_dir")])
-    options = _read_pair(pair) if joined is None else _read_joined(joined, names, pair)
+    options = (
+        _read_pair(pair) if combined_text is None else _read_joined(combined_text, names, pair)
+    )
     if options.use_logits and options.tree_tokens is not None:
         raise UsageError(
             "--draft-tree-tokens with --use-logits: the tokens of a tree are not drawn from the"
@@ -154,11 +156,11 @@ def adapts_drafts(settings: Any) -> bool:
     return pair.draft_engine_dir is None and pair.draft_len == "auto"
 
 
-def _read_joined(text: str, others: str, pair: DraftTargetDraft) -> DraftOptions:
+def _read_joined(text: str, other_flags: str, pair: DraftTargetDraft) -> DraftOptions:
     """The options with four of them in TensorRT-LLM's form; others: those given alongside it."""
     flag = "--draft-target-model-config"
-    if others:
-        raise UsageError(f"{flag} and {others} are both given", "use one way or the other")
+    if other_flags:
+        raise UsageError(f"{flag} and {other_flags} are both given", "use one way or the other")
     draft_len, draft_devices, target_devices, use_logits = read_literal(flag, text, FORM, length=4)
     is_good = is_device_list(draft_devices) and is_device_list(target_devices)
     if not is_good or type(draft_len) is not int or draft_len < 1 or type(use_logits) is not bool:
@@ -175,10 +177,10 @@ def _read_joined(text: str, others: str, pair: DraftTargetDraft) -> DraftOptions
 def _read_devices(flag: str, text: str | Sequence[int] | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = text.strip("[]").split(",") if isinstance(text, str) else list(map(str, text))
-    if not parts or not all(part.strip().isdecimal() for part in parts):
+    entries = text.strip("[]").split(",") if isinstance(text, str) else list(map(str, text))
+    if not entries or not all(entry.strip().isdecimal() for entry in entries):
         raise UsageError(f"{flag} is {text!r}", "give device numbers, as 0 or 0,1")
-    return tuple(int(part) for part in parts)
+    return tuple(int(entry) for entry in entries)
 
 
 METHOD = Method(

@@ -75,7 +75,7 @@ class Eagle3Params:
         if self.norm_before_fc:
             return ["input_norm.weight"]
         num_parts = len(self.aux_layers) if self.fc_norm else 0
-        return [f"fc_norm.{part}.weight" for part in range(num_parts)]
+        return [f"fc_norm.{layer}.weight" for layer in range(num_parts)]
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the keys of the object in a checkpoint's config.json."""
@@ -174,11 +174,11 @@ class EagleParams(NetParams):
         feature. That of EAGLE-3 reads both side by side, each normed.
         """
         eagle3, hidden = self.eagle3, self.net.hidden_size
-        first = "drafter.layers.0."
+        first_layer = "drafter.layers.0."
         if eagle3 is None:
             tensors = self.list_net_tensors(model, 2 * hidden)
             tensors["drafter.fc.bias"] = TensorSpec((hidden,), Shard.ROWS)
-            left_out = (f"{first}input_layernorm.", "drafter.ln_f.")
+            left_out = (f"{first_layer}input_layernorm.", "drafter.ln_f.")
             tensors = {n: spec for n, spec in tensors.items() if not n.startswith(left_out)}
             if model.arithmetic.head_bias:  # its head is the target's
                 tensors[HEAD_BIAS] = TensorSpec((self.draft_vocab_size,), Shard.VOCAB)
@@ -186,13 +186,13 @@ class EagleParams(NetParams):
             width = len(eagle3.aux_layers) * model.hidden_size
             tensors = self.list_net_tensors(model, width)
             for name in (norms := eagle3.list_read_norms()):
-                tensors[f"drafter.{name}"] = TensorSpec((width // len(norms),), Shard.WHOLE)
+                tensors[f"drafter.{name}"] = TensorSpec((width // len(norms),), Shard.REPLICATED)
             if eagle3.mask_token_id is not None:
-                tensors[MASK_HIDDEN] = TensorSpec((1, 1, width), Shard.WHOLE)
+                tensors[MASK_HIDDEN] = TensorSpec((1, 1, width), Shard.REPLICATED)
             for name, spec in tensors.items():
-                if spec.shard is Shard.QKV and name.startswith(first):
+                if spec.shard is Shard.QKV and name.startswith(first_layer):
                     tensors[name] = dataclasses.replace(spec, shape=(spec.shape[0], 2 * hidden))
-            tensors |= list_norm(self.make_net_model(model), f"{first}hidden_norm")
+            tensors |= list_norm(self.make_net_model(model), f"{first_layer}hidden_norm")
         return {
             f"eagle_nets.{index}.{name}": spec
             for index in range(self.num_nets)
@@ -220,8 +220,8 @@ class EagleParams(NetParams):
         check(cls.EAGLE3, config.get(cls.EAGLE3), rule)
         net = cls.read_net(config)
         if not is_third:
-            what = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
-            check_product(what, depth * net.num_hidden_layers, MAX_MODULES)
+            description = f"{depth} EAGLE nets of {net.num_hidden_layers} layers"
+            check_product(description, depth * net.num_hidden_layers, MAX_MODULES)
         eagle3 = Eagle3Params.from_checkpoint(cls.EAGLE3, config[cls.EAGLE3]) if is_third else None
         return cls(net=net, eagle3=eagle3, **numbers)
 
@@ -333,16 +333,17 @@ class EagleOptions:
 
 def read_options(settings: Any) -> EagleOptions | None:
     """Return the trees that are asked for, None where none are; raise UsageError."""
-    tree, given = as_options(settings, EagleDraft), list_given(settings, EagleDraft)
-    if not given:
+    tree, given_options = as_options(settings, EagleDraft), list_given(settings, EagleDraft)
+    if not given_options:
         return None
     if tree.eagle_choices is None:
         return EagleOptions(
             top_k=tree.eagle_dynamic_tree_max_top_k, num_tokens=tree.eagle_tree_tokens
         )
-    if len(given) > 1:
+    if len(given_options) > 1:
         raise UsageError(
-            f"{name_flag(given[0])} gives a static tree, {name_flag(given[1])} a dynamic one",
+            f"{name_flag(given_options[0])} gives a static tree,"
+            f" {name_flag(given_options[1])} a dynamic one",
             "leave one of them out",
         )
     return EagleOptions(choices=parse_paths(tree.eagle_choices, "--eagle-choices"))

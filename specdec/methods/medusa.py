@@ -71,8 +71,8 @@ class MedusaParams(DrafterParams):
         return tensors
 
     def check_product(self) -> None:
-        what = f"{self.num_heads} Medusa heads of {self.num_layers} layers"
-        check_product(what, self.num_heads * self.num_layers, MAX_MODULES)
+        description = f"{self.num_heads} Medusa heads of {self.num_layers} layers"
+        check_product(description, self.num_heads * self.num_layers, MAX_MODULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,19 +18,19 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
-from .base import OBJECT, POSITIVE, DrafterParams, Rule, add_uneven, check, or_null, whole
+from .base import OBJECT, POSITIVE, DrafterParams, Rule, add_uneven, check, or_null, whole_number
 
 # What a checkpoint says of the layers that draft, in a Llama's field names.
 NET_RULES = {
     **{
-        name: whole(*BOUNDS[name])
+        name: whole_number(*BOUNDS[name])
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_size", "intermediate_size",
         )
     },
     "norm_epsilon": POSITIVE,
-    "max_position_embeddings": whole(*BOUNDS["max_position_embeddings"]),
+    "max_position_embeddings": whole_number(*BOUNDS["max_position_embeddings"]),
     "rotary_base": POSITIVE,
     "rotary_scaling": or_null(OBJECT, "an object or null"),
     "hidden_act": Rule("'silu'", lambda value: value == "silu"),
@@ -72,8 +72,8 @@ class NetParams(DrafterParams):
         assert isinstance(values, dict)
         for name, rule in cls.RULES.items():
             check(f"{key}.{name}", values.get(name), rule)
-        own = {name: values.get(name) for name in cls.RULES}
-        net = cls.make_net(own, config.get("dtype", "float32"))
+        fields = {name: values.get(name) for name in cls.RULES}
+        net = cls.make_net(fields, config.get("dtype", "float32"))
         heads = net.num_attention_heads
         words = f"a divisor of {key}.num_attention_heads={heads}"
         check(
@@ -87,7 +87,7 @@ class NetParams(DrafterParams):
     def describe_net(self) -> dict[str, Any]:
         """What `read_net` reads."""
         values = {name: getattr(self.net, name) for name in self.RULES}
-        lists = {name: list(each) for name, each in values.items() if isinstance(each, tuple)}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         return values | lists
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:
@@ -100,8 +100,8 @@ class NetParams(DrafterParams):
         """List the sizes that the net has otherwise than the target."""
         problems = Problems()
         for name, size in targets.items():
-            if (own := getattr(self.net, name)) != size:
-                fact = f"the {self.TITLE} drafter's {name} is {own}, the target's {size}"
+            if (net_size := getattr(self.net, name)) != size:
+                fact = f"the {self.TITLE} drafter's {name} is {net_size}, the target's {size}"
                 problems.add(fact, self.remedy)
         return problems
 
@@ -122,7 +122,7 @@ class NetParams(DrafterParams):
     def list_net_tensors(self, model: ModelConfig, width: int) -> dict[str, TensorSpec]:
         """The tensors that all these drafters have. width: of what `fc` reads."""
         net = self.make_net_model(model)
-        hidden, own = net.hidden_size, net.vocab_size
+        hidden, vocab_size = net.hidden_size, net.vocab_size
         shard = list_target_tensors(model)[EMBEDDING].shard
         tensors = {
             "drafter.vocab_embedding.weight": TensorSpec((model.vocab_size, hidden), shard),
@@ -134,7 +134,7 @@ class NetParams(DrafterParams):
                     spec = dataclasses.replace(spec, owner=net)
                 tensors[f"drafter.layers.{layer}.{name}"] = spec
         tensors |= list_norm(net, "drafter.ln_f")
-        tensors[HEAD] = TensorSpec((own, hidden), Shard.VOCAB)
-        if own < model.vocab_size:
-            tensors["d2t"] = TensorSpec((own,), Shard.WHOLE)
+        tensors[HEAD] = TensorSpec((vocab_size, hidden), Shard.VOCAB)
+        if vocab_size < model.vocab_size:
+            tensors["d2t"] = TensorSpec((vocab_size,), Shard.REPLICATED)
         return tensors

@@ -78,14 +78,15 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 def read_options(settings: Any) -> LookupOptions | None:
     """Return the options of a prompt-lookup run, None of any other; raise UsageError."""
     options = as_options(settings, PromptLookupDraft)
-    if (given := find_given(settings, *LOOKUP_OPTIONS, "prompt_lookup_config")) is None:
+    if (given_flag := find_given(settings, *LOOKUP_OPTIONS, "prompt_lookup_config")) is None:
         return None
     refuse_contradictions(settings, CONTRADICTIONS)
     if options.prompt_lookup_config is not None:
         return _read_joined(options.prompt_lookup_config)
     if options.prompt_lookup_num_tokens is None:
         raise UsageError(
-            f"{given} without --prompt-lookup-num-tokens", "say how many tokens to draft a step"
+            f"{given_flag} without --prompt-lookup-num-tokens",
+            "say how many tokens to draft a step",
         )
     size = options.max_matching_ngram_size or DEFAULT_NGRAM_SIZE
     return LookupOptions(num_tokens=options.prompt_lookup_num_tokens, max_ngram_size=size)

@@ -102,8 +102,8 @@ class ReDrafterParams(DrafterParams):
         return tensors
 
     def check_product(self) -> None:
-        what = f"{self.num_beams} beams of {self.draft_len_per_beam} draft tokens"
-        check_product(what, self.max_draft_tokens, MAX_DRAFT_TOKENS)
+        description = f"{self.num_beams} beams of {self.draft_len_per_beam} draft tokens"
+        check_product(description, self.max_draft_tokens, MAX_DRAFT_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

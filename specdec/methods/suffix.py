@@ -88,13 +88,13 @@ class SuffixOptions:
 def read_options(settings: Any) -> SuffixOptions | None:
     """Return the options of a suffix run, None of any other; raise UsageError."""
     options = as_options(settings, SuffixDraft)
-    given = [name_flag(name) for name in list_given(settings, SuffixDraft)]
-    if not given:
+    given_flags = [name_flag(name) for name in list_given(settings, SuffixDraft)]
+    if not given_flags:
         return None
     refuse_contradictions(settings, [no_speculation(*get_flags(SuffixDraft))])
     if options.suffix_max_tokens is None:
         raise UsageError(
-            f"{given[0]} without --suffix-max-tokens", "say how many tokens to draft a step"
+            f"{given_flags[0]} without --suffix-max-tokens", "say how many tokens to draft a step"
         )
     shares = options.suffix_share_requests or options.suffix_cache is not None
     if options.suffix_max_cached_tokens is not None and not shares:

@@ -1,4 +1,4 @@
-"""What a target computes besides its sizes: flags that the decoder and the list of tensors read.
+"""Arithmetic of a target: flags that the decoder and the list of tensors read.
 
 A model family is a file of names in `convert/families/`, never a model file of its own. What it
 computes is told by the `architecture` of its checkpoint where TensorRT-LLM has that name, and by
@@ -17,7 +17,9 @@ from specdec.errors import SpecDecError, join_names, shorten
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How a target computes. The defaults are a Llama's; checkpoints leave them out, so they stay.
+    """Flags of a target's arithmetic, by default a Llama's.
+
+    Checkpoints leave the defaults out, so these never change.
 
     norm: root-mean-square, or layer norm with a bias.
     positions: rotary embedding, or a learned table added to the token embedding.
@@ -62,7 +64,7 @@ class Architecture:
 
     @property
     def norm_offset(self) -> float:
-        """What is added to the norms' weights."""
+        """Return the number that is added to the norms' weights."""
         return 1.0 if self.adds_one else 0.0
 
 
@@ -109,7 +111,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # The key of a checkpoint's config.json with the flags of any other architecture.
 KEY = "arithmetic"
-_ACTIVATIONS = {name for known in ARCHITECTURES.values() for name in known.activations}
+_ACTIVATIONS = {name for entry in ARCHITECTURES.values() for name in entry.activations}
 
 
 def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architecture | None:
@@ -117,22 +119,22 @@ def find_arithmetic(config: Mapping[str, Any], architecture: str) -> Architectur
 
     Raises SpecDecError for flags that this release does not know, or that contradict the name.
     """
-    known = ARCHITECTURES.get(architecture)
-    if known is not None and config.get("do_layer_norm_before") is False:  # OPT-350m
-        known = dataclasses.replace(known, is_post_norm=True)
+    named_architecture = ARCHITECTURES.get(architecture)
+    if named_architecture is not None and config.get("do_layer_norm_before") is False:  # OPT-350m
+        named_architecture = dataclasses.replace(named_architecture, is_post_norm=True)
     if config.get(KEY) is None:
-        return known
-    told = _read_flags(config[KEY])
-    if known not in (None, told):
+        return named_architecture
+    flagged_architecture = _read_flags(config[KEY])
+    if named_architecture not in (None, flagged_architecture):
         raise SpecDecError(
             f"checkpoint config: {KEY} {shorten(config[KEY])} is not what {architecture} computes",
             f"remove {KEY}, or give the architecture another name",
         )
-    return told
+    return flagged_architecture
 
 
 def list_flags(arithmetic: Architecture) -> dict[str, Any]:
-    """The flags that are not the default, as `find_arithmetic` reads them."""
+    """List the flags that are not the default, as `find_arithmetic` reads them."""
     default = dataclasses.asdict(Architecture())
     return {
         name: list(value) if isinstance(value, tuple) else value
@@ -145,31 +147,31 @@ def _read_flags(flags: Any) -> Architecture:
     if not isinstance(flags, dict):
         fact = f"checkpoint config: {KEY} is {shorten(flags)}, not an object"
         raise SpecDecError(fact, "convert it again")
-    if unknown := sorted(set(flags) - set(kinds)):
+    if unknown_flags := sorted(set(flags) - set(kinds)):
         raise SpecDecError(
-            f"checkpoint config: {KEY} has {join_names(unknown)}, which this release does not"
+            f"checkpoint config: {KEY} has {join_names(unknown_flags)}, which this release does not"
             " compute",
             f"use the release that wrote it; this one knows {', '.join(kinds)}",
         )
-    wrong = [
+    wrong_flags = [
         f"{KEY}.{name} is {shorten(value)}"
         for name, value in flags.items()
         if not _fits(value, kinds[name])
         or (name == "activations" and not set(value) <= _ACTIVATIONS)
     ]
-    if wrong:
-        raise SpecDecError(f"checkpoint config: {', '.join(wrong)}", "convert it again")
+    if wrong_flags:
+        raise SpecDecError(f"checkpoint config: {', '.join(wrong_flags)}", "convert it again")
     lists = {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
     return Architecture(**flags | lists)
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a field's type."""
+    """Return whether a value from JSON is of a field's type."""
     inner = get_args(kind)
     if get_origin(kind) is Literal:
         return value in inner
     if get_origin(kind) is tuple:
-        return isinstance(value, list) and all(type(each) is inner[0] for each in value)
+        return isinstance(value, list) and all(type(item) is inner[0] for item in value)
     if get_origin(kind) in (Union, types.UnionType):
-        return any(_fits(value, each) for each in inner)
+        return any(_fits(value, alternative) for alternative in inner)
     return type(value) is kind

@@ -32,7 +32,10 @@ BLOCK_TYPES = "ggml_types"
 
 @dataclasses.dataclass(frozen=True)
 class BlockType:
-    """size: weights of a block of `num_bytes`; halves: the columns of its float16 numbers."""
+    """A block type of GGML's.
+
+    size: weights of a block of `num_bytes`. halves: the columns of its float16 numbers.
+    """
 
     name: str
     num_bytes: int
@@ -40,7 +43,7 @@ class BlockType:
     halves: tuple[int, ...]
 
     def count_bytes(self, num_inputs: int) -> int:
-        """Bytes of a row of so many weights."""
+        """Return the bytes of a row of so many weights."""
         return num_inputs // self.size * self.num_bytes
 
 
@@ -54,39 +57,39 @@ TYPES = {
 
 
 def is_blocks(module: str, tensors: Mapping[str, object]) -> bool:
-    """Whether a module's matrix is stored in blocks."""
+    """Return whether a module's matrix is stored in blocks."""
     return f"{module}.{BLOCK_TYPES}" in tensors
 
 
 def describe_blocks(
     shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """What a file must hold for all matrices that it holds in blocks, by name.
+    """Return the tensors that a file must hold for its matrices in blocks, by name.
 
-    shapes: of the weights [..., out, in]; stored: what it does hold, which decides the bytes of a
-    row. Raises SpecDecError where no type has so many.
+    shapes: of the weights [..., out, in]. stored: the file's tensors, which decide the bytes of a
+    row. Raises SpecDecError where no block type has so many.
     """
-    described: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if len(shape) < 2 or not is_blocks(module, stored):
             continue
         *rows, num_inputs = shape
         info = stored.get(f"{module}.weight")
-        found = info.shape[-1] if info is not None and info.shape else 0
-        fitting = [kind for kind in TYPES.values() if num_inputs % kind.size == 0]
-        if found not in [kind.count_bytes(num_inputs) for kind in fitting]:
+        row_bytes = info.shape[-1] if info is not None and info.shape else 0
+        block_types = [kind for kind in TYPES.values() if num_inputs % kind.size == 0]
+        if row_bytes not in [kind.count_bytes(num_inputs) for kind in block_types]:
             raise SpecDecError(
-                f"{module}: rows of {found} bytes are not blocks of {num_inputs} weights",
+                f"{module}: rows of {row_bytes} bytes are not blocks of {num_inputs} weights",
                 "convert the model again",
             )
-        described[f"{module}.weight"] = TensorInfo("uint8", (*rows, found))
-        described[f"{module}.{BLOCK_TYPES}"] = TensorInfo("uint8", (math.prod(rows),))
-    return described
+        infos[f"{module}.weight"] = TensorInfo("uint8", (*rows, row_bytes))
+        infos[f"{module}.{BLOCK_TYPES}"] = TensorInfo("uint8", (math.prod(rows),))
+    return infos
 
 
 def find_runs(types: Array) -> list[tuple[int, int, int]]:
-    """Rows of one type that follow each other: type, start, stop."""
+    """Return runs of rows of one type as (type, start, stop)."""
     bounds = [0, *(np.flatnonzero(np.diff(types)) + 1).tolist(), len(types)]
     return [
         (int(types[start]), start, stop)
@@ -107,7 +110,7 @@ def check_blocks(module: str, rows: Array, types: Array, num_inputs: int) -> Non
             fact = f"{module}.{BLOCK_TYPES}: type {number} for rows of {num_inputs} weights"
             raise SpecDecError(fact, "the file is damaged: make it again")
         blocks = rows[start:stop, : kind.count_bytes(num_inputs)].reshape(-1, kind.num_bytes)
-        halves = [blocks[:, at : at + 2].copy().view(np.float16) for at in kind.halves]
+        halves = [blocks[:, offset : offset + 2].copy().view(np.float16) for offset in kind.halves]
         if not np.isfinite(halves).all():
             raise SpecDecError(
                 f"{module}.weight has NaN or infinite scales in rows {start} to {stop - 1}",
@@ -115,15 +118,17 @@ def check_blocks(module: str, rows: Array, types: Array, num_inputs: int) -> Non
             )
 
 
-def widen_rows(parts: Sequence[Array]) -> list[Array]:
-    """Rows of bytes [n, bytes] of one width, narrow ones with zeros behind them."""
-    width = max(part.shape[1] for part in parts)
-    missing = [width - part.shape[1] for part in parts]
-    return [np.pad(p, ((0, 0), (0, m))) if m else p for p, m in zip(parts, missing, strict=True)]
+def widen_rows(matrices: Sequence[Array]) -> list[Array]:
+    """Return matrices of bytes [n, bytes] in one width, with zeros behind narrow rows."""
+    width = max(matrix.shape[1] for matrix in matrices)
+    paddings = [width - matrix.shape[1] for matrix in matrices]
+    return [
+        np.pad(p, ((0, 0), (0, m))) if m else p for p, m in zip(matrices, paddings, strict=True)
+    ]
 
 
 def dequantize(rows: Array, types: Array, num_inputs: int) -> Array:
-    """The weights of rows in blocks [n, bytes]: float32 [n, num_inputs], by the package gguf."""
+    """Return the weights of rows in blocks [n, bytes]: float32 [n, num_inputs], by package gguf."""
     gguf = import_gguf("an engine of GGML's blocks")
     weights = np.empty((len(rows), num_inputs), np.float32)
     for number, start, stop in find_runs(types):

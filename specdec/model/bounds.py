@@ -29,15 +29,16 @@ _HF_BOUNDS = (
 )
 
 
-def check_model_sizes(config: Mapping[str, Any], where: object) -> None:
+def check_model_sizes(config: Mapping[str, Any], config_name: object) -> None:
     """Raise SpecDecError for a Hugging Face config.json of sizes that no model has.
 
     For what transformers is to load: it makes every layer before it looks at the weights.
     """
     problems = Problems()
-    for name, value, most in _find_large(config):
+    for name, value, limit in _find_large(config):
         problems.add(
-            f"{where}: {name} is {value}, more than {most}", "copy the model's config.json again"
+            f"{config_name}: {name} is {value}, more than {limit}",
+            "copy the model's config.json again",
         )
     problems.raise_all()
 
@@ -47,6 +48,6 @@ def _find_large(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
         if isinstance(value, dict):
             yield from _find_large(value, f"{prefix}{name}.")
         elif type(value) is int:
-            most = next((most for known, most in _HF_BOUNDS if known.search(name)), None)
-            if most is not None and value > most:
-                yield prefix + name, value, most
+            limit = next((limit for pattern, limit in _HF_BOUNDS if pattern.search(name)), None)
+            if limit is not None and value > limit:
+                yield prefix + name, value, limit

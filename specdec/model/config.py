@@ -18,9 +18,9 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
-def size(most: int = MAX_SIZE, *, least: int = 1, **default: Any) -> Any:
+def size(maximum: int = MAX_SIZE, *, minimum: int = 1, **default: Any) -> Any:
     """A field that is a whole number within these bounds, or None where that is its default."""
-    return dataclasses.field(metadata={"bounds": (least, most)}, **default)
+    return dataclasses.field(metadata={"bounds": (minimum, maximum)}, **default)
 
 
 def positive(**default: Any) -> Any:
@@ -36,8 +36,8 @@ def list_layer_types(
     There are none for a number of layers that no model has.
     """
     return tuple(
-        kind if at > first_layer and (pattern is None or at % pattern) else FULL
-        for at in range(1, num_layers + 1 if num_layers <= MAX_MODULES else 1)
+        kind if number > first_layer and (pattern is None or number % pattern) else FULL
+        for number in range(1, num_layers + 1 if num_layers <= MAX_MODULES else 1)
     )
 
 
@@ -79,7 +79,7 @@ class ModelConfig:
     mlp_bias: bool = False
     rotary_pct: float = 1.0
     sliding_window: int | None = size(default=None)
-    original_max_position_embeddings: int | None = size(least=2, default=None)
+    original_max_position_embeddings: int | None = size(minimum=2, default=None)
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0
     share_embedding_table: bool = False
@@ -113,18 +113,18 @@ class ModelConfig:
 
     @property
     def has_qkv_bias(self) -> bool:
-        chosen = self.arithmetic.qkv_bias
-        return self.attn_bias if chosen is None else chosen
+        fixed_bias = self.arithmetic.qkv_bias
+        return self.attn_bias if fixed_bias is None else fixed_bias
 
     @property
     def has_dense_bias(self) -> bool:
-        chosen = self.arithmetic.dense_bias
-        return self.attn_bias if chosen is None else chosen
+        fixed_bias = self.arithmetic.dense_bias
+        return self.attn_bias if fixed_bias is None else fixed_bias
 
     @property
     def has_mlp_bias(self) -> bool:
-        chosen = self.arithmetic.mlp_bias
-        return self.mlp_bias if chosen is None else chosen
+        fixed_bias = self.arithmetic.mlp_bias
+        return self.mlp_bias if fixed_bias is None else fixed_bias
 
     @property
     def query_parts(self) -> int:
@@ -194,7 +194,7 @@ class ModelConfig:
             if value is not None and not 0 < value < math.inf:
                 problems.add(f"{name}={value}", f"{name} must be positive")
         shares, is_parallel = self.share_embedding_table, self.use_parallel_embedding
-        problems += Problems.where(
+        problems += Problems.from_table(
             (types is not None
              and (len(types) != self.num_hidden_layers
                   or any(kind not in (SLIDING, FULL, LINEAR) for kind in types)),
@@ -225,22 +225,22 @@ class ModelConfig:
         heads, kv_heads, tp_size = (
             self.num_attention_heads, self.num_key_value_heads, self.tp_size
         )  # fmt: skip
-        usable = [str(n) for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
+        usable_sizes = [str(n) for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
         kind = "intermediate_size" if self.experts is None else "the shared expert's size"
-        problems = Problems.where(
+        problems = Problems.from_table(
             (heads % kv_heads,
              f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
              "check the source model's config.json"),
             (not self._splits(tp_size),
              f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
              f" {kind}={self._split_inner}, hidden_size={self.hidden_size} do not split over"
-             f" tp_size={tp_size}", f"use a tp_size of {', '.join(usable)}"),
+             f" tp_size={tp_size}", f"use a tp_size of {', '.join(usable_sizes)}"),
             (self.arithmetic.positions == "rotary" and self.rotary_size % 2,
              f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
              f" {self.rotary_size} dimensions, which is odd", "rotary embedding needs pairs"),
         )  # fmt: skip
         problems += self.find_scaling_problems()
-        problems += Problems.where(
+        problems += Problems.from_table(
             (self.hidden_act not in self.arithmetic.activations,
              f"hidden_act={self.hidden_act!r} is not known for {self.architecture}",
              f"the known ones are {', '.join(self.arithmetic.activations)}"),

@@ -116,10 +116,12 @@ def read_rotary(reader: ConfigReader) -> Rotary:
     if not {FULL, SLIDING} & parameters.keys():
         local_base = _get_number(reader, "rope_local_base_freq")
         return dataclasses.replace(_read_one(reader), local_base=local_base)
-    parts = reader.enter(parameters)
+    parameters_reader = reader.enter(parameters)
     full, sliding = (
-        _read_one(reader.enter({**others, "rope_parameters": parts.get_object(kind)}))
-        for kind, others in ((FULL, reader.config), (SLIDING, {}))
+        _read_one(
+            reader.enter({**outer_fields, "rope_parameters": parameters_reader.get_object(kind)})
+        )
+        for kind, outer_fields in ((FULL, reader.config), (SLIDING, {}))
     )
     return dataclasses.replace(
         full, by_layer_type=True, local_base=sliding.base, local_scaling=sliding.scaling
@@ -169,39 +171,41 @@ def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
     if list_kinds(scaling) == ["default"]:
         return {}
     layouts = [name for name, *_ in list_layouts({"rope": scaling})]
-    others = ("rope_theta", "partial_rotary_factor", BETA, *layouts)
-    return {key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*others}}
+    dropped_keys = ("rope_theta", "partial_rotary_factor", BETA, *layouts)
+    return {
+        key: value for key, value in scaling.items() if not {key, f"rope.{key}"} & {*dropped_keys}
+    }
 
 
-def list_layouts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, bool]]:
+def list_layouts(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
     """Yield the fields about the layout of rotated pairs, inside of objects too.
 
     Each has its name with those of the objects around it, its value, and whether the value means
     interleaved pairs: dimensions 2i and 2i + 1 of a head, where half-split ones are i and i + n/2.
     """
     for name, value in config.items():
-        words = set(re.split(r"[^a-z0-9]+", f"{place}{name}".lower()))
-        own = set(re.split(r"[^a-z0-9]+", name.lower()))
+        words = set(re.split(r"[^a-z0-9]+", f"{prefix}{name}".lower()))
+        field_words = set(re.split(r"[^a-z0-9]+", name.lower()))
         rotates = not words.isdisjoint(("rope", "rotary", "neox"))
         rotates = rotates or name == "position_embedding_type"
         is_other = not words.isdisjoint(("mrope", "indexer"))  # kinds that no model here has
         text = str(value).lower()
         if isinstance(value, dict):
-            yield from list_layouts(value, f"{place}{name}.")
+            yield from list_layouts(value, f"{prefix}{name}.")
         elif value is None or not rotates or is_other:
             continue
-        elif "neox" in own:
-            yield place + name, value, text in NO
-        elif any(word.startswith("interleav") or word == "traditional" for word in own):
-            yield place + name, value, text not in NO
-        elif own & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
-            yield place + name, value, re.search("neox|half", text) is None
+        elif "neox" in field_words:
+            yield prefix + name, value, text in NO
+        elif any(word.startswith("interleav") or word == "traditional" for word in field_words):
+            yield prefix + name, value, text not in NO
+        elif field_words & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
+            yield prefix + name, value, re.search("neox|half", text) is None
 
 
 def count_experts(reader: ConfigReader, default: int | None = None) -> int:
     """Return how many experts a layer has, under either of transformers' names."""
-    given = [name for name in EXPERT_COUNTS if reader.config.get(name) is not None]
-    if len(given) > 1 and reader.config[given[0]] != reader.config[given[1]]:
-        values = " and ".join(f"{name} {shorten(reader.config[name])}" for name in given)
+    given_names = [name for name in EXPERT_COUNTS if reader.config.get(name) is not None]
+    if len(given_names) > 1 and reader.config[given_names[0]] != reader.config[given_names[1]]:
+        values = " and ".join(f"{name} {shorten(reader.config[name])}" for name in given_names)
         reader.refuse(f"{values} disagree", "remove the wrong one")
-    return reader.get_int(given[0] if given else EXPERT_COUNTS[0], default)
+    return reader.get_int(given_names[0] if given_names else EXPERT_COUNTS[0], default)

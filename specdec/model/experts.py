@@ -43,11 +43,11 @@ class Experts:
     ep_size: int = 1
     shared_name: str = NAME_1X
 
-    def list_own(self, rank: int) -> range:
+    def list_rank_experts(self, rank: int) -> range:
         """The experts of a rank."""
         count = self.num // self.ep_size
-        first = rank % self.ep_size * count
-        return range(first, first + count)
+        start = rank % self.ep_size * count
+        return range(start, start + count)
 
     def get_part(self, rank: int) -> int:
         """Which part of its experts a rank has, of `tp_size`."""
@@ -63,12 +63,12 @@ class Experts:
             ("moe_tp_size", self.tp_size, 1, tp_size),
             ("moe_ep_size", self.ep_size, 1, tp_size),
         )
-        return Problems.where(*(
-            (not least <= value <= most,
-             f"{name} is {shorten(value)}, not of {least} to {most}",
+        return Problems.from_table(*(
+            (not minimum <= value <= maximum,
+             f"{name} is {shorten(value)}, not of {minimum} to {maximum}",
              "check the source model's config.json, and the flags of the ranks")
-            for name, value, least, most in rows
-        )) or Problems.where(
+            for name, value, minimum, maximum in rows
+        )) or Problems.from_table(
             (self.tp_size * self.ep_size != tp_size,
              f"moe_tp_size={self.tp_size} times moe_ep_size={self.ep_size} is not"
              f" tp_size={tp_size}",
@@ -127,9 +127,9 @@ def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
 
 def describe_experts(experts: Experts, version: str) -> dict[str, Any]:
     """`moe` of a checkpoint's config.json, in the keys that a line of TensorRT-LLM takes."""
-    own = dict.fromkeys(KEYS_014, 0) if version == "0.14" else {}
+    version_keys = dict.fromkeys(KEYS_014, 0) if version == "0.14" else {}
     return {
-        "num_experts": experts.num, **own, "top_k": experts.top_k,
+        "num_experts": experts.num, **version_keys, "top_k": experts.top_k,
         "normalization_mode": RENORMALIZES if experts.renormalizes else KEEPS,
         "sparse_mixer_epsilon": 0.01, "tp_mode": 0,
     }  # fmt: skip

@@ -55,7 +55,7 @@ LARGEST_ZERO = 16
 ENGINE_GROUPS = (32, 64, 128)
 
 
-class Source(Protocol):
+class MatrixSource(Protocol):
     """What a matrix is read from, such as a `TensorFile`."""
 
     @property
@@ -84,10 +84,12 @@ def unpack(packed: Array) -> Array:
     return codes
 
 
-def read_codes(source: Source, name: str, start: int, stop: int) -> Array:
+def read_codes(source: MatrixSource, name: str, start: int, stop: int) -> Array:
     """Return the codes of rows [start, stop) of a packed matrix: uint8 [rows, in], 0 to 15."""
-    first, last = start // 2, -(-stop // 2)
-    return unpack(source.read_block(name, first, last))[start - 2 * first : stop - 2 * first]
+    first_pair, stop_pair = start // 2, -(-stop // 2)
+    return unpack(source.read_block(name, first_pair, stop_pair))[
+        start - 2 * first_pair : stop - 2 * first_pair
+    ]
 
 
 def dequantize(codes: Array, scales: Array, zeros: Array | None) -> Array:
@@ -109,7 +111,7 @@ class Int4Matrix:
     source: holds `{module}.weight` and what belongs to it.
     """
 
-    source: Source
+    source: MatrixSource
     module: str
 
     @property
@@ -214,11 +216,11 @@ def find_damage(matrix: Int4Matrix) -> list[str]:
     (num_rows, num_inputs), module = matrix.shape, matrix.module
     scales, scale = matrix.read_scales(0, num_rows), matrix.read_input_scale()
     zeros, order = matrix.read_zeros(0, num_rows), matrix.read_permutation()
-    largest = 0 if zeros is None else int(zeros.max(initial=0))
+    largest_zero = 0 if zeros is None else int(zeros.max(initial=0))
     inputs = np.arange(num_inputs)
     rows = (
         (not np.isfinite(scales).all(), f"{WEIGHT_SCALE} has NaN or infinite numbers"),
-        (largest > LARGEST_ZERO, f"{ZERO_POINT} has {largest}, above {LARGEST_ZERO}"),
+        (largest_zero > LARGEST_ZERO, f"{ZERO_POINT} has {largest_zero}, above {LARGEST_ZERO}"),
         (scale is not None and not np.isfinite(scale).all(),
          f"{INPUT_SCALE} has NaN or infinite numbers"),
         (order is not None and not np.array_equal(np.sort(order), inputs),
@@ -229,5 +231,5 @@ def find_damage(matrix: Int4Matrix) -> list[str]:
 
 def check_damage(matrix: Int4Matrix) -> None:
     """Raise SpecDecError for what `find_damage` lists."""
-    if wrong := find_damage(matrix):
-        raise SpecDecError("; ".join(wrong), "the file is damaged: make it again")
+    if faults := find_damage(matrix):
+        raise SpecDecError("; ".join(faults), "the file is damaged: make it again")

@@ -48,12 +48,12 @@ class LinearAttention:
         """List what is inconsistent for so many ranks, each with a remedy."""
         limits = {"key_size": MAX_HEAD_SIZE, "value_size": MAX_HEAD_SIZE, "num_taps": MAX_TAPS}
         rows = [(name, size, limits.get(name, MAX_SIZE)) for name, size in vars(self).items()]
-        return Problems.where(*(
-            (not 1 <= value <= most,
-             f"{KEY}.{name} is {shorten(value)}, not of 1 to {most}",
+        return Problems.from_table(*(
+            (not 1 <= value <= limit,
+             f"{KEY}.{name} is {shorten(value)}, not of 1 to {limit}",
              "check the source model's config.json")
-            for name, value, most in rows
-        )) or Problems.where(
+            for name, value, limit in rows
+        )) or Problems.from_table(
             (self.num_value_heads % max(1, self.num_key_heads),
              f"{self.num_value_heads} value heads of the linear attention are not a multiple of its"
              f" {self.num_key_heads} key heads", "check the source model's config.json"),

@@ -74,7 +74,7 @@ class Algorithm:
         }
         if self.group_sizes:
             kinds["group"] = TensorInfo(self.group_dtype, (num_rows, num_inputs // group_size))
-        scales = {kind: kinds[each] for kind, each in self.scales.items()}
+        scales = {kind: kinds[extent] for kind, extent in self.scales.items()}
         return {"weight": TensorInfo(self.dtype, stored), **scales}
 
 
@@ -135,10 +135,10 @@ class Quantization:
             return True
         if self.quant_algo == "GGUF":
             return None
-        listed = self.exclude_modules
-        patterns = listed or DEFAULT_EXCLUDED
+        listed_patterns = self.exclude_modules
+        patterns = listed_patterns or DEFAULT_EXCLUDED
         is_match = any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
-        return None if is_match and listed == () else is_match
+        return None if is_match and listed_patterns == () else is_match
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization:
@@ -156,14 +156,14 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
     excluded, group_size = section.get("exclude_modules"), section.get("group_size", 128)
     are_names = isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
     is_size = type(group_size) is int and (group_size >= 1 or group_size == WHOLE_ROWS)
-    for key, is_good, wanted in (
+    for key, is_good, expected_words in (
         ("quant_algo", algorithm is None or isinstance(algorithm, str), "a text or null"),
         ("kv_cache_quant_algo", cache is None or isinstance(cache, str), "a text or null"),
         ("exclude_modules", excluded is None or are_names, "a list of names"),
         ("group_size", is_size, "a positive number"),
     ):
         if not is_good:
-            fact = f"quantization.{key} is {section.get(key)!r}, not {wanted}"
+            fact = f"quantization.{key} is {section.get(key)!r}, not {expected_words}"
             raise SpecDecError(f"checkpoint config: {fact}", "correct the key")
     return Quantization(
         group_size=group_size, quant_algo=algorithm, kv_cache_quant_algo=cache,
@@ -185,10 +185,10 @@ def find_contradictions(
         if dtype is None or is_excluded is None:
             continue
         if is_excluded == (dtype in FLOAT8_STORAGE):
-            said = "unquantized: its module is excluded"
+            claim = "unquantized: its module is excluded"
             if not is_excluded:
-                said = f"{quantization.quant_algo}: its module is not excluded"
-            problems.append(f"{module} is {dtype}, config.json says {said}")
+                claim = f"{quantization.quant_algo}: its module is not excluded"
+            problems.append(f"{module} is {dtype}, config.json says {claim}")
     return problems
 
 

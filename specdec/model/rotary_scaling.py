@@ -33,13 +33,13 @@ COMMON_KEYS = (
     "finetuned",
 )  # fmt: skip
 # Beyond these a number is a mistake, and the tables would have infinities.
-LEAST, MOST = 1e-6, 1e9
+MIN_VALUE, MAX_VALUE = 1e-6, 1e9
 
 
 def list_kinds(scaling: Mapping[str, Any]) -> list[Any]:
     """The kinds that an object names, under either key; `su` is longrope's first name."""
-    named = [scaling[key] for key in TYPE_KEYS if scaling.get(key) is not None]
-    kinds = ["longrope" if kind == "su" else kind for kind in named]
+    named_kinds = [scaling[key] for key in TYPE_KEYS if scaling.get(key) is not None]
+    kinds = ["longrope" if kind == "su" else kind for kind in named_kinds]
     return kinds[:1] if kinds[:1] == kinds[1:] else kinds
 
 
@@ -65,8 +65,10 @@ def find_scaling_problems(
         return Problems()
     kinds = list_kinds(scaling)
     if len(kinds) > 1:
-        given = " and ".join(f"{key} {shorten(scaling[key])}" for key in TYPE_KEYS)
-        return Problems().add(f"rotary scaling has {given}, which disagree", "remove the wrong one")
+        entries = " and ".join(f"{key} {shorten(scaling[key])}" for key in TYPE_KEYS)
+        return Problems().add(
+            f"rotary scaling has {entries}, which disagree", "remove the wrong one"
+        )
     kind = get_kind(scaling)
     if not isinstance(kind, str) or kind not in SCALINGS:
         return Problems().add(
@@ -75,11 +77,11 @@ def find_scaling_problems(
         )
     required, optional = SCALINGS[kind]
     given_keys = {key for key, value in scaling.items() if value is not None}
-    missing = [key for key in required if key not in given_keys]
-    unknown = sorted(given_keys - {*required, *optional, *COMMON_KEYS})
+    missing_keys = [key for key in required if key not in given_keys]
+    unknown_keys = sorted(given_keys - {*required, *optional, *COMMON_KEYS})
     facts = [
-        f"{what} {shorten(', '.join(keys), 200)[1:-1]}"
-        for what, keys in (("no", missing), ("unknown", unknown))
+        f"{label} {shorten(', '.join(keys), 200)[1:-1]}"
+        for label, keys in (("no", missing_keys), ("unknown", unknown_keys))
         if keys
     ]
     for key in (*required, *optional, "original_max_position_embeddings"):
@@ -103,12 +105,12 @@ def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
         numbers = value if isinstance(value, list) else []
         if len(numbers) == num_pairs and all(_is_number(number) for number in numbers):
             return None
-        found = f"of {len(value)} values" if isinstance(value, list) else shorten(value)
-        return f"{key} {found}, not {num_pairs} positive numbers"
+        description = f"of {len(value)} values" if isinstance(value, list) else shorten(value)
+        return f"{key} {description}, not {num_pairs} positive numbers"
     if key == "truncate":
         is_good = isinstance(value, bool)
     elif key == "original_max_position_embeddings":
-        is_good = type(value) is int and 2 <= value <= MOST
+        is_good = type(value) is int and 2 <= value <= MAX_VALUE
     else:
         # 0 of these two is what their absence is.
         is_good = _is_number(value) or (key in ("mscale", "mscale_all_dim") and value == 0)
@@ -117,7 +119,7 @@ def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and LEAST <= value <= MOST
+    return is_number and MIN_VALUE <= value <= MAX_VALUE
 
 
 def _find_contradictions(
@@ -140,13 +142,13 @@ def _find_contradictions(
         if rotary_base <= 1:
             return [f"the rotary base {rotary_base:g}, and needs more than 1"]
     if kind == "longrope" and scaling.get("attention_factor") is None:
-        most, original = positions
-        switch = original or scaling.get("original_max_position_embeddings") or most
-        ratio, factor = most / switch, scaling.get("factor")
+        max_positions, original = positions
+        switch = original or scaling.get("original_max_position_embeddings") or max_positions
+        ratio, factor = max_positions / switch, scaling.get("factor")
         if factor is not None and ratio not in (1, factor):
             # transformers 4 takes the ratio, 5 the factor.
             return [
-                f"factor {factor}, but max_position_embeddings {most} is {ratio:g} times the"
-                f" original {switch}"
+                f"factor {factor}, but max_position_embeddings {max_positions} is {ratio:g} times"
+                f" the original {switch}"
             ]
     return []

@@ -34,7 +34,7 @@ class Block:
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    def cut(self, array: Array) -> Array:
+    def view_in(self, array: Array) -> Array:
         """Return the block as a view of `array`, of two dimensions at most."""
         rows = view_rows(array)[self.start : self.stop]
         return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
@@ -51,7 +51,7 @@ def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
         return _list_expert_blocks(spec, model, rank)
     if spec.shard is Shard.QKV:
         return _list_qkv_blocks(model, rank)
-    if spec.shard is Shard.WHOLE:
+    if spec.shard is Shard.REPLICATED:
         return [Block(0, num_rows)]
     if spec.shard is Shard.SECTIONS:
         sections = spec.sections or (num_rows // 2,) * 2
@@ -79,19 +79,29 @@ def _list_qkv_blocks(model: ModelConfig, rank: int) -> list[Block]:
     )
     if model.arithmetic.gates_attention:
         groups += ((k_start + 2 * num_kv_heads + rank * num_heads, num_heads),)
-    return [Block(first * size, (first + count) * size) for first, count in groups]
+    return [Block(first_head * size, (first_head + count) * size) for first_head, count in groups]
 
 
 def _list_expert_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
     experts = model.experts
     assert experts is not None
     _, height, width = spec.shape
-    own, part = experts.list_own(rank), experts.get_part(rank)
+    rank_experts, part_index = experts.list_rank_experts(rank), experts.get_part(rank)
     if spec.shard is Shard.EXPERT_COLUMNS:
         size = width // experts.tp_size
-        return [Block(own.start * height, own.stop * height, (part * size, (part + 1) * size))]
+        return [
+            Block(
+                rank_experts.start * height,
+                rank_experts.stop * height,
+                (part_index * size, (part_index + 1) * size),
+            )
+        ]
     size = height // 2 // experts.tp_size
-    starts = [row + part * size for e in own for row in (e * height, e * height + height // 2)]
+    starts = [
+        row + part_index * size
+        for e in rank_experts
+        for row in (e * height, e * height + height // 2)
+    ]
     return [Block(start, start + size) for start in starts]
 
 
@@ -100,24 +110,24 @@ def view_rows(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1]) if array.ndim > 2 else array
 
 
-def split(whole: Array, spec: TensorSpec, model: ModelConfig, rank: int) -> Array:
+def split(tensor: Array, spec: TensorSpec, model: ModelConfig, rank: int) -> Array:
     """Return one rank's part of a full tensor, padding included."""
-    part = np.zeros(get_rank_shape(spec, model), whole.dtype)
+    rank_tensor = np.zeros(get_rank_shape(spec, model), tensor.dtype)
     position = 0
     for block in list_blocks(spec, model, rank):
-        rows = block.cut(whole)
-        view_rows(part)[position : position + len(rows)] = rows
+        rows = block.view_in(tensor)
+        view_rows(rank_tensor)[position : position + len(rows)] = rows
         position += len(rows)
-    return part
+    return rank_tensor
 
 
-def join(parts: Sequence[Array], spec: TensorSpec, model: ModelConfig) -> Array:
+def join(rank_tensors: Sequence[Array], spec: TensorSpec, model: ModelConfig) -> Array:
     """Return the full tensor that `split` made the ranks' parts of."""
-    whole = np.empty(spec.shape, parts[0].dtype)
-    for rank, part in enumerate(parts):
+    tensor = np.empty(spec.shape, rank_tensors[0].dtype)
+    for rank, rank_tensor in enumerate(rank_tensors):
         position = 0
         for block in list_blocks(spec, model, rank):
-            rows = block.cut(whole)
-            rows[...] = view_rows(part)[position : position + len(rows)]
+            rows = block.view_in(tensor)
+            rows[...] = view_rows(rank_tensor)[position : position + len(rows)]
             position += len(rows)
-    return whole
+    return tensor

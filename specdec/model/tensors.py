@@ -27,7 +27,7 @@ LINEAR_MODULE = "linear_attention."
 class Shard(Enum):
     """How a tensor is divided over tensor-parallel ranks."""
 
-    WHOLE = "whole"  # every rank holds all of it
+    REPLICATED = "replicated"  # every rank holds all of it
     ROWS = "rows"  # dimension 0, evenly
     COLUMNS = "columns"  # dimension 1, evenly
     QKV = "qkv"  # dimension 0 = [q; k; v], each by heads; few K/V heads are duplicated
@@ -56,30 +56,30 @@ class TensorSpec:
 def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
     """Shape of one rank's part; the same on every rank."""
     model = spec.owner or model
-    tp_size, first, rest = model.tp_size, spec.shape[0], spec.shape[1:]
+    tp_size, num_rows, row_shape = model.tp_size, spec.shape[0], spec.shape[1:]
     if spec.shard in (Shard.ROWS, Shard.SECTIONS):
-        return (first // tp_size, *rest)
+        return (num_rows // tp_size, *row_shape)
     if spec.shard is Shard.COLUMNS:
-        return (first, spec.shape[1] // tp_size)
+        return (num_rows, spec.shape[1] // tp_size)
     if spec.shard is Shard.VOCAB:
-        return (-(-first // tp_size), *rest)
+        return (-(-num_rows // tp_size), *row_shape)
     if spec.shard in (Shard.EXPERT_PAIRS, Shard.EXPERT_COLUMNS):
         assert model.experts is not None
-        num, parts = len(model.experts.list_own(0)), model.experts.tp_size
+        num, num_parts = len(model.experts.list_rank_experts(0)), model.experts.tp_size
         if spec.shard is Shard.EXPERT_PAIRS:
-            return (num, rest[0] // parts, rest[1])
-        return (num, rest[0], rest[1] // parts)
+            return (num, row_shape[0] // num_parts, row_shape[1])
+        return (num, row_shape[0], row_shape[1] // num_parts)
     if spec.shard is Shard.QKV:
         own_heads = model.num_attention_heads // tp_size
         heads = own_heads * model.query_parts + 2 * model.get_num_kv_heads()
-        return (heads * model.head_size, *rest)
+        return (heads * model.head_size, *row_shape)
     return spec.shape
 
 
 def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of the target, whole, by canonical name."""
     arithmetic, hidden = model.arithmetic, model.hidden_size
-    embedding_shard = Shard.WHOLE
+    embedding_shard = Shard.REPLICATED
     if model.use_parallel_embedding:
         embedding_shard = Shard.COLUMNS if model.embedding_sharding_dim == 1 else Shard.VOCAB
     tensors = {
@@ -123,14 +123,14 @@ def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
     """
     stage = rank // model.tp_size
     num_layers = model.num_hidden_layers // model.pp_size
-    first = stage * num_layers
+    first_layer = stage * num_layers
     names = {}
     for name in list_target_tensors(model):
-        module, _, rest = name.removeprefix("transformer.").partition(".")
+        module, _, inner_name = name.removeprefix("transformer.").partition(".")
         if module == "layers":
-            layer, _, rest = rest.partition(".")
-            if first <= int(layer) < first + num_layers:
-                names[f"transformer.layers.{int(layer) - first}.{rest}"] = name
+            layer, _, inner_name = inner_name.partition(".")
+            if first_layer <= int(layer) < first_layer + num_layers:
+                names[f"transformer.layers.{int(layer) - first_layer}.{inner_name}"] = name
         elif module in ("vocab_embedding", "position_embedding"):
             if stage == 0:
                 names[name] = name
@@ -163,13 +163,13 @@ def _list_attention(model: ModelConfig) -> dict[str, TensorSpec]:
         "attention.dense.weight": TensorSpec((model.hidden_size, q_size), Shard.COLUMNS),
     }
     if model.arithmetic.qk_norm:
-        of_head = TensorSpec((model.head_size,), Shard.WHOLE)
-        tensors |= {f"attention.{part}_layernorm.weight": of_head for part in "qk"}
+        of_head = TensorSpec((model.head_size,), Shard.REPLICATED)
+        tensors |= {f"attention.{letter}_layernorm.weight": of_head for letter in "qk"}
     # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_qkv_bias:
         tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)
     if model.has_dense_bias:
-        tensors["attention.dense.bias"] = TensorSpec((model.hidden_size,), Shard.WHOLE)
+        tensors["attention.dense.bias"] = TensorSpec((model.hidden_size,), Shard.REPLICATED)
     return tensors
 
 
@@ -183,16 +183,16 @@ def _list_linear(sizes: LinearAttention, hidden: int) -> dict[str, TensorSpec]:
     heads = sizes.num_value_heads
     in_sections = (q_rows, k_rows, v_rows, v_rows)
     taps = tuple(rows * sizes.num_taps for rows in sizes.sections)
-    own = {
+    specs = {
         "qkvz.weight": TensorSpec((sum(in_sections), hidden), Shard.SECTIONS, sections=in_sections),
         "ba.weight": TensorSpec((2 * heads, hidden), Shard.SECTIONS),
         "conv.weight": TensorSpec((sum(taps),), Shard.SECTIONS, sections=taps),
         "dt_bias": TensorSpec((heads,), Shard.ROWS),
         "A_log": TensorSpec((heads,), Shard.ROWS),
-        "norm.weight": TensorSpec((sizes.value_size,), Shard.WHOLE),
+        "norm.weight": TensorSpec((sizes.value_size,), Shard.REPLICATED),
         "dense.weight": TensorSpec((hidden, v_rows), Shard.COLUMNS),
     }
-    return {LINEAR_MODULE + name: spec for name, spec in own.items()}
+    return {LINEAR_MODULE + name: spec for name, spec in specs.items()}
 
 
 def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
@@ -210,7 +210,7 @@ def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
     if model.has_mlp_bias:
         mlp |= {
             "mlp.fc.bias": TensorSpec(fc.shape[:1], fc.shard),
-            "mlp.proj.bias": TensorSpec((hidden,), Shard.WHOLE),
+            "mlp.proj.bias": TensorSpec((hidden,), Shard.REPLICATED),
         }
         if arithmetic.mlp == "gated":
             mlp["mlp.gate.bias"] = TensorSpec(fc.shape[:1], fc.shard)
@@ -219,24 +219,24 @@ def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
 
 def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
     """The tensors of a layer's experts; where two halves lie in one, the activated comes second."""
-    num, inner, shared = experts.num, experts.inner, experts.shared_name
+    num, inner, shared_module = experts.num, experts.inner, experts.shared_name
     tensors = {
-        ROUTER: TensorSpec((num, hidden), Shard.WHOLE),
+        ROUTER: TensorSpec((num, hidden), Shard.REPLICATED),
         "mlp.fc.weight": TensorSpec((num, 2 * inner, hidden), Shard.EXPERT_PAIRS),
         "mlp.proj.weight": TensorSpec((num, hidden, inner), Shard.EXPERT_COLUMNS),
     }
     if inner := experts.shared_inner:
         tensors |= {
-            f"{shared}.fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
-            f"{shared}.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
-            f"{shared}_gate.weight": TensorSpec((1, hidden), Shard.WHOLE),
+            f"{shared_module}.fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
+            f"{shared_module}.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
+            f"{shared_module}_gate.weight": TensorSpec((1, hidden), Shard.REPLICATED),
         }
     return tensors
 
 
 def list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
     """The tensors of a norm, by name."""
-    spec = TensorSpec((model.hidden_size,), Shard.WHOLE)
+    spec = TensorSpec((model.hidden_size,), Shard.REPLICATED)
     tensors = {f"{name}.weight": spec}
     if model.arithmetic.norm == "layer":
         tensors[f"{name}.bias"] = spec
@@ -245,8 +245,8 @@ def list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
 
 def find_first_copy(name: str) -> str:
     """The tensor that one of a further EAGLE net repeats; the name itself of any other."""
-    head, _, rest = name.partition(".")
-    return EAGLE_NET + rest.partition(".")[2] if head == "eagle_nets" else name
+    head, _, inner_name = name.partition(".")
+    return EAGLE_NET + inner_name.partition(".")[2] if head == "eagle_nets" else name
 
 
 def get_stored_dtype(name: str, dtype: str) -> str:

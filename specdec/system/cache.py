@@ -11,10 +11,10 @@ def find_cache() -> Path | None:
 
     None for a user without a home, as containers have them.
     """
-    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "specdec"
+    if folder := os.environ.get("SPECDEC_CACHE_DIR"):
+        return Path(folder)
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "specdec"
     try:
         return Path.home() / ".cache" / "specdec"
     except RuntimeError:

@@ -51,27 +51,27 @@ class NoAnswer(Exception):
         )
 
 
-def check_url(url: str, flag: str, extra: str, key_source: str) -> None:
+def check_url(url: str, flag: str, extra_name: str, key_source: str) -> None:
     """Raise UsageError for what cannot be a server's base, SpecDecError where httpx is missing.
 
-    flag: that the URL was given with. extra: what installs httpx for it. key_source: where a key is
-    taken from, for users who write one into the URL.
+    flag: the option that gave the URL. extra_name: the extra that installs httpx for it.
+    key_source: where a key is taken from, for users who write one into the URL.
     """
     try:
         import httpx
     except ImportError:
-        raise SpecDecError(f"{flag}: httpx is not installed", name_extra(extra)) from None
+        raise SpecDecError(f"{flag}: httpx is not installed", name_extra(extra_name)) from None
     hint = "give the base of the server's paths, such as http://127.0.0.1:8000/v1"
     try:
-        parts = httpx.URL(url)
-        parts.host.encode("idna")  # what the resolver does with it
+        parsed_url = httpx.URL(url)
+        parsed_url.host.encode("idna")  # what the resolver does with it
     except (httpx.InvalidURL, ValueError):
         raise UsageError(f"{flag} is {url!r}", hint) from None
-    is_good = parts.scheme in ("http", "https") and bool(parts.host)
-    is_port = parts.port is None or 0 < parts.port < 2**16
-    if not (is_good and is_port) or parts.query or parts.fragment:
+    is_good = parsed_url.scheme in ("http", "https") and bool(parsed_url.host)
+    is_port = parsed_url.port is None or 0 < parsed_url.port < 2**16
+    if not (is_good and is_port) or parsed_url.query or parsed_url.fragment:
         raise UsageError(f"{flag} is {url!r}", hint)
-    if parts.userinfo:
+    if parsed_url.userinfo:
         raise UsageError(
             f"{flag} holds a user name or a password", f"a key is taken from {key_source} only"
         )
@@ -191,8 +191,8 @@ def _find_cause(error: BaseException) -> BaseException:
     while inner is not None:
         if isinstance(inner, OSError):
             error = inner
-        several = getattr(inner, "exceptions", None)  # of the attempts at several addresses
-        inner = several[0] if several else inner.__cause__ or inner.__context__
+        attempts = getattr(inner, "exceptions", None)  # of the attempts at several addresses
+        inner = attempts[0] if attempts else inner.__cause__ or inner.__context__
     return error
 
 
@@ -203,9 +203,9 @@ def _find_message(data: bytes) -> str:
     except (ValueError, RecursionError):
         return text
     if isinstance(document, dict):
-        found = document.get("error", document.get("message", document.get("detail")))
-        if isinstance(found, dict):
-            found = found.get("message")
-        if isinstance(found, str):
-            return found
+        message = document.get("error", document.get("message", document.get("detail")))
+        if isinstance(message, dict):
+            message = message.get("message")
+        if isinstance(message, str):
+            return message
     return text

@@ -61,12 +61,12 @@ def show_progress(items: Iterable[T], *, label: str, total: int) -> Iterator[T]:
 def hush(name: str, level: int = logging.WARNING) -> Iterator[None]:
     """Let a logger and those below it write nothing below a level meanwhile."""
     logger = logging.getLogger(name)
-    before = logger.level
+    earlier_level = logger.level
     logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(earlier_level)
 
 
 @contextlib.contextmanager
@@ -77,26 +77,26 @@ def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str],
     Yields a function that tells how far it is.
     """
     is_terminal = sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
-    done = threading.Event()
-    began = time.monotonic()
-    place = ""
+    is_done = threading.Event()
+    start_time = time.monotonic()
+    progress_text = ""
 
     def tell(now: str) -> None:
-        nonlocal place
-        place = f", {now}"
+        nonlocal progress_text
+        progress_text = f", {now}"
 
     def count() -> None:
         pause = 1.0 if is_terminal else SECONDS_TO_A_LINE
-        while not done.wait(pause):
+        while not is_done.wait(pause):
             show()
             pause *= 1 if is_terminal else 2
 
     def show() -> None:
-        text = f"{label} ... {time.monotonic() - began:.0f} s{place}"
+        text = f"{label} ... {time.monotonic() - start_time:.0f} s{progress_text}"
         if is_terminal:  # cut, as a line that wraps would not be written over
             width = shutil.get_terminal_size().columns - 1
-            shown = text if len(text) <= width else f"...{text[3 - width :]}"
-            sys.stderr.write(f"\r{shown:<{width}}")
+            line = text if len(text) <= width else f"...{text[3 - width :]}"
+            sys.stderr.write(f"\r{line:<{width}}")
             sys.stderr.flush()
         else:
             logger.info("%s", text)
@@ -110,7 +110,7 @@ def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str],
     try:
         yield tell
     finally:
-        done.set()
+        is_done.set()
         counter.join()
         if is_terminal:
             show()
@@ -132,12 +132,12 @@ def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callabl
         return
     import click
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     num_done = 0
     lock = threading.Lock()
 
     def describe(_item: object) -> str:
-        rate = num_done / max(1e-6, time.monotonic() - began)
+        rate = num_done / max(1e-6, time.monotonic() - start_time)
         if not of_bytes:
             return f"{rate:.2f}/s"
         return f"{num_done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s"
@@ -161,7 +161,7 @@ class _LineProgress:
 
     def __init__(self, label: str, total: int, of_bytes: bool) -> None:
         self._label, self._total, self._of_bytes = label, total, of_bytes
-        self._began = self._reported = time.monotonic()
+        self._start_time = self._reported = time.monotonic()
         self._num_done = 0
         self._lock = threading.Lock()
 
@@ -172,16 +172,21 @@ class _LineProgress:
             if now - self._reported < SECONDS_BETWEEN_REPORTS or self._num_done >= self._total:
                 return
             self._reported = now
-            get_logger(__name__).info("%s", self._describe(now - self._began))
+            get_logger(__name__).info("%s", self._describe(now - self._start_time))
 
     def _describe(self, seconds: float) -> str:
-        done, total, rate = self._num_done, self._total, self._num_done / max(1e-6, seconds)
+        num_done, total, rate = self._num_done, self._total, self._num_done / max(1e-6, seconds)
         if self._of_bytes:
-            text = f"{self._label}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s"
+            text = (
+                f"{self._label}: {num_done / 1e9:.1f} of {total / 1e9:.1f} GB,"
+                f" {rate / 1e6:.0f} MB/s"
+            )
         else:
-            text = f"{self._label}: {done} of {total} in {seconds:.0f} s, {rate:.2f}/s"
-        if not done:
+            text = f"{self._label}: {num_done} of {total} in {seconds:.0f} s, {rate:.2f}/s"
+        if not num_done:
             return text
-        minutes = round((total - done) / rate / 60)
-        left = "less than a minute" if not minutes else f"{minutes // 60}:{minutes % 60:02d} hours"
-        return f"{text}, about {left} left"
+        minutes = round((total - num_done) / rate / 60)
+        remaining_time = (
+            "less than a minute" if not minutes else f"{minutes // 60}:{minutes % 60:02d} hours"
+        )
+        return f"{text}, about {remaining_time} left"

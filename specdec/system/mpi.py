@@ -69,14 +69,14 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     Raises SpecDecError where one of the first two is missing or one of them is no such number.
     """
     environ = os.environ if environ is None else environ
-    given = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
+    variables = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
     # In a world of one process either may be left out, as some clusters do.
-    if not given or given in ({"RANK": "0"}, {"WORLD_SIZE": "1"}):
+    if not variables or variables in ({"RANK": "0"}, {"WORLD_SIZE": "1"}):
         return None
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if name not in given:
+    for name, other_name in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name not in variables:
             raise SpecDecError(
-                f"{other} is {shorten(given[other])}, and {name} is not set", _REMEDY
+                f"{other_name} is {shorten(variables[other_name])}, and {name} is not set", _REMEDY
             )
     size = _read_number(environ, "WORLD_SIZE", 1, None)
     rank = _read_number(environ, "RANK", 0, size)
@@ -97,12 +97,12 @@ def check_meeting_place(environ: Mapping[str, str] | None = None) -> str:
 
 
 def _read_number(
-    environ: Mapping[str, str], name: str, least: int, end: int | None, default: str = ""
+    environ: Mapping[str, str], name: str, minimum: int, end: int | None, default: str = ""
 ) -> int:
     """A variable as a number from `least` to `end` - 1."""
     text = environ.get(name, default)
     value = int(text) if len(text) < 10 and text.isascii() and text.isdecimal() else -1
-    if value < least or end is not None and value >= end:
-        bounds = f"of at least {least}" if end is None else f"from {least} to {end - 1}"
+    if value < minimum or end is not None and value >= end:
+        bounds = f"of at least {minimum}" if end is None else f"from {minimum} to {end - 1}"
         raise SpecDecError(f"{name} is {shorten(text)}, not a whole number {bounds}", _REMEDY)
     return value

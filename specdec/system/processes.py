@@ -22,9 +22,9 @@ def read_memory(key: str) -> int | None:
     """Return an entry of /proc/meminfo in bytes."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
+            name, _, value_text = line.partition(":")
             if name == key:
-                return int(rest.split()[0]) << 10
+                return int(value_text.split()[0]) << 10
     return None
 
 
@@ -35,29 +35,29 @@ def call_stage(stage: str, arguments: Sequence[str]) -> dict[str, Any]:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
     )  # fmt: skip
     try:
-        out, err = child.communicate()
+        output, err = child.communicate()
     except BaseException:
         end_family(child)
         raise
     if child.returncode == 0:
-        report: dict[str, Any] = json.loads(out)
+        report: dict[str, Any] = json.loads(output)
         return report
     lines = err.rstrip("\n").split("\n")
-    found = {
+    error_parts = {
         label: line.removeprefix(label + ": ")
         for line in lines[-2:]
         for label in ("error", "hint")
         if line.startswith(label + ": ")
     }
-    if len(found) == 2:
-        raise SpecDecError(found["error"], found["hint"])
+    if len(error_parts) == 2:
+        raise SpecDecError(error_parts["error"], error_parts["hint"])
     raise SpecDecError(
         f"specdec {stage} ended with status {child.returncode}: {lines[-1] or 'it said nothing'}",
         f"run it on its own: specdec {stage} {' '.join(arguments)}",
     )
 
 
-def end_family(child: subprocess.Popen[Any], *, first: int = signal.SIGINT) -> None:
+def end_family(child: subprocess.Popen[Any], *, first_signal: int = signal.SIGINT) -> None:
     """End a process and all that it started: by a signal, and by force after END_SECONDS.
 
     Its output is read meanwhile and dropped. Where there is no /proc, what it started is its own
@@ -65,7 +65,7 @@ def end_family(child: subprocess.Popen[Any], *, first: int = signal.SIGINT) -> N
     """
     family = _list_family(child.pid)
     try:
-        child.send_signal(first)
+        child.send_signal(first_signal)
         child.communicate(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
         pass
@@ -85,13 +85,13 @@ def _list_family(pid: int) -> dict[int, str]:
     family: dict[int, str] = {}
     parents = {pid}
     while parents:
-        found = {
-            other: stat[1]
-            for other, stat in stats.items()
+        children = {
+            child_pid: stat[1]
+            for child_pid, stat in stats.items()
             if stat is not None and stat[0] in parents
         }
-        family |= found
-        parents = set(found)
+        family |= children
+        parents = set(children)
     return family
 
 
@@ -118,12 +118,12 @@ def keep_stdout_clean() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # one of the two is closed
-            kept = os.dup(1)
-            stack.callback(os.close, kept)
+            saved_stdout = os.dup(1)
+            stack.callback(os.close, saved_stdout)
             if sys.stdout is not None:
                 sys.stdout.flush()
             os.dup2(2, 1)
-            stack.callback(os.dup2, kept, 1)
+            stack.callback(os.dup2, saved_stdout, 1)
         yield
 
 
@@ -151,6 +151,6 @@ def make_environment() -> dict[str, str]:
     environment["PYTHONSAFEPATH"] = "1"
     root = Path(specdec.__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():  # a checkout, which may not be installed
-        known = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else str(root)
+        python_path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{root}{os.pathsep}{python_path}" if python_path else str(root)
     return environment

@@ -49,8 +49,8 @@ class Pool(ThreadPoolExecutor):
     def gather(self, calls: Mapping[K, Callable[[threading.Event], V]], label: str) -> dict[K, V]:
         """Return what the calls return, which are handed `is_ending`; show how many are done."""
         tasks = {key: self.submit(call, self.is_ending) for key, call in calls.items()}
-        shown = logs.show_progress(tasks.values(), label=label, total=len(tasks))
-        return {key: task.result() for key, task in zip(tasks, shown, strict=True)}
+        finished_tasks = logs.show_progress(tasks.values(), label=label, total=len(tasks))
+        return {key: task.result() for key, task in zip(tasks, finished_tasks, strict=True)}
 
     def __exit__(
         self,

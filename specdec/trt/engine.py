@@ -95,7 +95,7 @@ def find_machine_problems(
 ) -> Problems:
     """What keeps an engine from running on a GPU of this name with the TensorRT of a machine."""
     fact, built_for = library.explain(gpu, capability), networks.compute_capabilities
-    return Problems.where(
+    return Problems.from_table(
         (library.name != networks.library,
          f"{folder} was built by {networks.library}, and {library.name} is installed",
          "install the release that built it, or build the engine again"),

@@ -138,7 +138,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         manifest=read_json(manifest) if manifest.is_file() else None,
         **found,
     )
-    reader.problems += Problems.where(*(
+    reader.problems += Problems.from_table(*(
         (number > most, f"{path}: {what} are {number}, more than {most}", "build the engine again")
         for what, number, most in (
             ("tp_size x pp_size", engine.world_size, MAX_RANKS),

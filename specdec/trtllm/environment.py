@@ -199,7 +199,7 @@ def _compare_gpus(
     here = {gpu.compute_capability for gpu in present[:num_ranks]}
     names = {str(gpu.get("name")) for gpu in recorded}
     shown, own = ", ".join(sorted(names)), present[0].name
-    stops = Problems.where(
+    stops = Problems.from_table(
         (len(present) < num_ranks,
          f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible",
          f"make {num_ranks} GPUs visible, or convert and build for fewer ranks"),
@@ -210,4 +210,4 @@ def _compare_gpus(
     )  # fmt: skip
     is_other = built and here <= built and own not in names
     fact = f"the engine was tuned on {shown}, here is {own}"
-    return stops, Problems.where((is_other, fact, "build it again here for full speed"))
+    return stops, Problems.from_table((is_other, fact, "build it again here for full speed"))

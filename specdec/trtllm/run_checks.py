@@ -77,7 +77,7 @@ def find_growth_problems(
 ) -> Problems:
     """The text that is given back to the engine, draft included, is its prompt of each step."""
     total = len(request.input_ids) + request.max_output_len
-    return Problems.where(*(
+    return Problems.from_table(*(
         (total > min(engine.max_input_len, engine.max_num_tokens),
          f"{request.name} grows to {total} tokens, which are fed back at every step; the"
          f" {what} engine's max_input_len is {engine.max_input_len} and its max_num_tokens"
@@ -98,7 +98,7 @@ def find_engine_problems(
     is_external = folder.mode == EXTERNAL
     reusing = [folder] if is_external or settings.kv_cache_enable_block_reuse else []
     why = "external drafts need" if is_external else "was asked for"
-    problems += Problems.where(
+    problems += Problems.from_table(
         (is_external and not (settings.no_speculation or draft or has_lookup),
          f"{folder.folder} was built for external drafts, and nothing drafts",
          f"give {', '.join(list_starters(EXTERNAL, KNOWN_METHODS))}, or --no-speculation to decode"
@@ -113,7 +113,7 @@ def find_engine_problems(
     if draft is None or options is None:
         return problems
     length = options.draft_len or 0
-    problems += Problems.where(
+    problems += Problems.from_table(
         (not is_external,
          f"the target's engine was built with speculative_decoding_mode {folder.mode}",
          f"build it from a plain checkpoint with --speculative-decoding-mode {EXTERNAL}"
@@ -134,7 +134,7 @@ def find_engine_problems(
 def find_build_problems(engine: EngineFolder) -> Problems:
     """List what trtllm-build by itself has let pass, and the runtime does not."""
     drafts = engine.mode is not None
-    return Problems.where(
+    return Problems.from_table(
         (engine.lacking,
          f"{engine.folder} was built with {', '.join(engine.lacking)}: it has no in-flight"
          " batching, without which only the Python session runs it",
@@ -152,7 +152,7 @@ def find_build_problems(engine: EngineFolder) -> Problems:
 
 def find_flag_problems(settings: DecodeSettings, folder: EngineFolder) -> Problems:
     """List the flags that an engine of this mode ignores or cannot honour."""
-    return Problems.where(
+    return Problems.from_table(
         (settings.no_speculation and folder.mode not in (None, EXTERNAL),
          f"--no-speculation: a TensorRT-LLM engine of mode {folder.mode} always speculates",
          "build a plain engine from the base model's checkpoint for the comparison"),
@@ -162,7 +162,7 @@ def find_flag_problems(settings: DecodeSettings, folder: EngineFolder) -> Proble
 def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
     """List what keeps two engines from comparing their logits."""
     lacking = [str(e.folder) for e in (folder, draft) if not e.gathers_generation_logits]
-    return Problems.where(
+    return Problems.from_table(
         (lacking, f"--use-logits: {' and '.join(lacking)} built without generation logits",
          "build both engines with --gather-generation-logits"),
         *((ours != theirs,
@@ -219,7 +219,7 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     remedy = "leave it out, or use an engine of the torch backend"
     is_redrafter = folder.mode == REDRAFTER
     is_greedy = bool(folder.pretrained.get("redrafter_greedy_search", True))
-    return Problems.where(
+    return Problems.from_table(
         (is_redrafter and is_greedy and samples,
          f"{where} samples with {heat}, but this engine always decodes greedily",
          "leave the temperature out, or convert with --redrafter-no-greedy-search",

@@ -13,7 +13,7 @@ from specdec.build.backends.tensorrt_llm.plan import TensorRTPlan
 from specdec.build.backends.tensorrt_llm.record import predict_record
 from specdec.build.settings import BuildSettings
 from specdec.checkpoint.config import read_checkpoint_config
-from specdec.command.settings import Other
+from specdec.command.settings import UnknownOption
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
@@ -46,7 +46,9 @@ def plan(
     """Check a build; with `gpus`, as on a machine that has these."""
     chosen = BuildSettings(
         checkpoint_dir=checkpoint, output_dir=checkpoint.parent / "engine", trtllm_version=label,
-        others={name: Other(words=tuple(text.split())) for name, text in (others or {}).items()},
+        unknown_options={
+            name: UnknownOption(words=tuple(text.split())) for name, text in (others or {}).items()
+        },
         **settings,
     )  # fmt: skip
     here = None if gpus is None else Environment(tensorrt_llm=f"{label}.0", gpus=gpus)

@@ -90,7 +90,7 @@ def test_parts_are_what_the_rule_says(case: tuple[ModelConfig, TensorSpec]) -> N
     whole, tp_size = make_tensor(spec), model.tp_size
     for rank in range(tp_size):
         part = split(whole, spec, model, rank)
-        if spec.shard is Shard.WHOLE:
+        if spec.shard is Shard.REPLICATED:
             expected = whole
         elif spec.shard is Shard.ROWS:
             expected = np.split(whole, tp_size, axis=0)[rank]

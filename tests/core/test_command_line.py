@@ -21,7 +21,7 @@ from specdec import __version__
 from specdec.command.help import (
     EXAMPLES,
     GENERAL,
-    LAST,
+    LAST_OPTIONS,
     PAGES,
     find_pages,
     list_method_options,
@@ -231,7 +231,7 @@ def test_every_option_has_its_place(stage: str) -> None:
         if isinstance(param, click.Option) and not param.hidden
     }  # fmt: skip
     assert visible - set(shown) <= set(list_method_options())
-    assert {name_option(option) for option in long[GENERAL]} <= set(LAST)
+    assert {name_option(option) for option in long[GENERAL]} <= set(LAST_OPTIONS)
     assert (ROOT / "docs" / f"{PAGES.get(stage, stage)}.md").is_file()
 
 

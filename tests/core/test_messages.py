@@ -47,7 +47,9 @@ def test_texts_are_cut_only_where_they_are_long() -> None:
 def test_problems_and_remedies_are_told_once() -> None:
     Problems([]).raise_all()
     with pytest.raises(SpecDecError) as caught:
-        Problems.where((1, "one", "do this"), (0, "no", ""), ([2], "two", "do that")).raise_all()
+        Problems.from_table(
+            (1, "one", "do this"), (0, "no", ""), ([2], "two", "do that")
+        ).raise_all()
     assert caught.value.message == "2 problems: (1) one; (2) two"
     assert caught.value.hint == "(1) do this; (2) do that"
     with pytest.raises(SpecDecError) as caught:

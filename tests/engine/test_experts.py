@@ -36,7 +36,9 @@ def make_layer(
     whole = [(make(2 * sizes.inner, HIDDEN), make(HIDDEN, sizes.inner)) for _ in range(sizes.num)]
     if broken is not None:
         whole[broken] = tuple(torch.full_like(w, torch.nan) for w in whole[broken])  # type: ignore[assignment]
-    own = [cut(*whole[e], sizes.get_part(rank), sizes.tp_size) for e in sizes.list_own(rank)]
+    own = [
+        cut(*whole[e], sizes.get_part(rank), sizes.tp_size) for e in sizes.list_rank_experts(rank)
+    ]
     shared = None
     if inner := sizes.shared_inner:
         ranks = sizes.tp_size * sizes.ep_size

@@ -16,7 +16,7 @@ import torch
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
 from specdec.errors import SpecDecError, UsageError
-from specdec.files.manifest import Entry, find_differences
+from specdec.files.manifest import ManifestEntry, find_differences
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
 from specdec.system import logs
@@ -44,7 +44,9 @@ def test_interrupted_hashing_ends_amid_a_file(
 
     monkeypatch.setattr(logs, "show_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        find_differences([(path, Entry("endless", 1 << 40, "0"))] * 3, workers=2, label="hashing")
+        find_differences(
+            [(path, ManifestEntry("endless", 1 << 40, "0"))] * 3, workers=2, label="hashing"
+        )
 
 
 def verify(folder: Path, **flags: Any) -> dict[str, Any]:

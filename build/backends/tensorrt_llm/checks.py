@@ -56,7 +56,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
             again,
         )
     problems += find_layout_problems(label, checkpoint.quantization, checkpoint.model)
-    problems += Problems.where(
+    problems += Problems.from_table(
         ("qwen" in architecture.lower() and not raw.get("qwen_type") and not raw.get(KEY),
          f"the checkpoint is {architecture} and its config.json has no qwen_type, without which"
          " the engine cannot be run", "convert it again, or add qwen_type"),
@@ -73,7 +73,7 @@ def find_mode_problems(
     """Whether the speculation mode, the draft length and the checkpoint belong together."""
     drafter, own, method = checkpoint.drafter, checkpoint.mode, checkpoint.method
     mode = own or wanted
-    return Problems.where(
+    return Problems.from_table(
         (method is not None and wanted not in (None, own),
          f"--speculative-decoding-mode {wanted} does not fit a {method and method.name} checkpoint"
          f" ({own})", "leave the flag out"),
@@ -105,7 +105,7 @@ def find_method_problems(build: TensorRTPlan) -> Problems:
     model = build.checkpoint.model
     paged = "use_paged_context_fmha"
     why = build.record.reasons.get(paged, f"the line {build.label} has it off by default")
-    return Problems.where(
+    return Problems.from_table(
         (mode == EXTERNAL and not build.record.is_on(paged),
          "draft_tokens_external without paged context FMHA: the KV cache's blocks cannot be"
          f" reused, and each step would compute the whole prompt again ({why})",
@@ -130,7 +130,7 @@ def find_quantization_problems(build: TensorRTPlan) -> Problems:
     algorithm, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
     if build.label != "0.14" or not build.record.is_on("use_paged_context_fmha"):
         return Problems()
-    return Problems.where(
+    return Problems.from_table(
         (cache == "FP8" and algorithm != "FP8",
          "paged context FMHA with an FP8 KV cache needs FP8 weights, these are"
          f" {algorithm or 'not quantized'}",
@@ -156,7 +156,7 @@ def find_length_problems(build: TensorRTPlan) -> Problems:
     """Lengths beyond what the model is for."""
     model, asked = build.checkpoint.model, build.given.get("max_seq_len")
     positions, deduced = count_positions(model), deduce_max_seq_len(model, build.label)
-    return Problems.where(
+    return Problems.from_table(
         (asked is not None and asked > positions,
          f"max_seq_len={asked} exceeds the model's {positions} positions",
          f"use --max-seq-len {positions} or less"),
@@ -204,7 +204,7 @@ def find_head_problems(
         return Problems()
     is_quantized, is_old = bool(stored & set(FLOAT8_STORAGE)), facts.label == "0.14"
     found = join_names(sorted(stored))
-    return Problems.where(
+    return Problems.from_table(
         (is_quantized and is_old,
          f"{head} is {found}: TensorRT-LLM 0.14 takes it in the model's type alone,"
          f" {checkpoint.model.dtype}", "quantize without the output head, or build for 1.2"),
@@ -231,7 +231,7 @@ def find_gpu_problems(build: TensorRTPlan, gpus: tuple[Gpu, ...], rank_bytes: in
     integers = [a for a in (algorithm, cache) if a and ("W8A" in a or "W4A16" in a or a == "INT8")]
     first, end = NO_INTEGER_GPUS
     workers = build.given.get("workers", 1)
-    return Problems.where(
+    return Problems.from_table(
         (gpu.capability < needed,
          f"{gpu.name} has compute capability {gpu.compute_capability},"
          f" {what} needs {needed[0]}.{needed[1]}",

@@ -71,7 +71,7 @@ def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
         if value is not None:
             given[name] = facts.flags[name].parse([str(value)])
     fields = get_flags(BuildSettings)
-    for name, other in settings.others.items():
+    for name, other in settings.unknown_options.items():
         flag = facts.find_flag(name)
         if flag is None:
             raise _explain_unknown(name, facts)
@@ -116,7 +116,7 @@ def find_flag_problems(build: TensorRTPlan) -> Problems:
     gathered = "context" if values["gather_context_logits"] else "all-token"
     gathers = values["gather_context_logits"] or values["gather_all_token_logits"]
     padding, plugin = given.get("remove_input_padding"), given.get("gpt_attention_plugin")
-    problems = Problems.where(
+    problems = Problems.from_table(
         (beams != 1,
          f"--max-beam-width {beams}: "
          + ("drafts and beams exclude each other" if mode else "specdec-run has no beam search"),
@@ -164,7 +164,7 @@ def find_path_problems(build: TensorRTPlan) -> Problems:
 def _find_number_problems(build: TensorRTPlan) -> Problems:
     """Numbers that argparse takes and no engine does."""
     size = build.record.values["tokens_per_block"]
-    return Problems.where(
+    return Problems.from_table(
         *((build.facts.flags[name].kind == "int" and value < LEAST.get(name, 0),
            f"{name_flag(name)} {value}", f"give {LEAST.get(name, 0)} or more")
           for name, value in build.given.items()),
@@ -184,7 +184,7 @@ def _find_idle_problems(build: TensorRTPlan) -> Problems:
     ]  # fmt: skip
     splits = [name for name in ("gpus_per_node", "cluster_key") if name in given]
     adds = given.get("gemm_allreduce_plugin", "disable") != "disable"
-    return Problems.where(
+    return Problems.from_table(
         *((name in given, f"{name_flag(name)} is for models with {kind}, this is not one",
            f"leave {name_flag(name)} out") for name, kind in IDLE.items()),
         (given.get("pp_reduce_scatter") == "enable",
@@ -221,14 +221,14 @@ def _find_plugin_problems(build: TensorRTPlan) -> Problems:
         if given.get(name, "disable") == "disable":
             continue
         shown, lacks_mlp = name_flag(name), build.record.values["use_fused_mlp"] == "disable"
-        problems += Problems.where(
+        problems += Problems.from_table(
             (algorithm not in algorithms,
              f"{shown} {given[name]} for a checkpoint that is {is_a}: it is for"
              f" {' and '.join(algorithms)}", f"leave {shown} out, or quantize the target"),
             ("swiglu" in name and lacks_mlp,
              f"{shown} needs the fused MLP", "leave --use-fused-mlp out"),
         )  # fmt: skip
-    problems += Problems.where(
+    problems += Problems.from_table(
         (gemm in ("fp8", "nvfp4") and algorithm != gemm.upper(),
          f"--gemm-plugin {gemm} for a checkpoint that is {is_a}",
          "quantize the target first (specdec-convert --quantization fp8), or give --gemm-plugin"

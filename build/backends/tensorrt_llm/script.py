@@ -49,7 +49,7 @@ def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
     is_old, workers = plan.label == "0.14", plan.given.get("workers")
     if launcher == "local":
         return Problems()
-    return Problems.where(
+    return Problems.from_table(
         (is_old and not (launcher == "srun" and count_nodes(plan) == 1),
          f"--launcher {launcher}: trtllm-build of 0.14 does not use MPI, every process would build"
          " every rank", "use --launcher local with --workers, on one node"),
