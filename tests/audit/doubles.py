@@ -17,24 +17,25 @@ PREFIX = {"vllm": "vllm", "llama": "llamacpp"}
 
 
 class Double(LoopbackServer):
-    """Writes words that depend on the prompt and the place, three a step.
+    """Server that writes words by the prompt and their index, three a step.
 
-    style: "vllm", "llama" or "bare", which tells of no tokens and counts nothing. accepted: of the
-    two tokens that each step drafts. block: tokens of an event. other_at: place from which on other
-    words come. narrow_at: the same of a place alone, where the likeliest token is drawn. margin: by
-    which another word is less likely. fail_after: so many answers, then errors. positions: told in
+    style: "vllm", "llama" or "bare", which lists no tokens and counts nothing. accepted: of the two
+    tokens that each step drafts; accepted_later: behind `change_after` answers. block: tokens of an
+    event. other_at: index from which on other words come. narrow_at: index at which another word
+    comes where only the likeliest token may be drawn. margin: how much less likely another word is.
+    fail_after: number of answers behind which errors come. positions: counts that are reported in
     place of the true ones.
     """
 
     def __init__(
         self, style: str, *, accepted: int = 2, block: int = BLOCK, other_at: int | None = None,
         margin: float = 3.0, has_metrics: bool = True, positions: tuple[int, ...] | None = None,
-        accepted_later: int | None = None, later: int = 10**9, key: str | None = None,
+        accepted_later: int | None = None, change_after: int = 10**9, key: str | None = None,
         fail_after: int = 10**9, narrow_at: int | None = None,
     ) -> None:  # fmt: skip
         self.style, self.accepted, self.block, self.other_at = style, accepted, block, other_at
         self.margin, self.has_metrics, self.positions = margin, has_metrics, positions
-        self.accepted_later, self.later, self.key = accepted_later, later, key
+        self.accepted_later, self.change_after, self.key = accepted_later, change_after, key
         self.fail_after, self.narrow_at = fail_after, narrow_at
         self.num_answers = 0
         self.drafts = self.num_accepted = 0
@@ -61,27 +62,27 @@ class Double(LoopbackServer):
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
         seed = body.get("seed", 0) if body["temperature"] and body.get("top_p", 1) > 0.01 else 0
         limit = body["max_tokens"]
-        words = [self._choose(prompt, seed, at) for at in range(limit)]
+        words = [self._choose(prompt, seed, position) for position in range(limit)]
         if body["temperature"] and not seed and self.narrow_at is not None:
             words[self.narrow_at] = f" w{int(words[self.narrow_at][2:]) + 1}"
         text, reason, count = "".join(words), "length", limit
         for stop in body.get("stop") or []:
-            if (at := text.find(stop)) >= 0:
-                while len("".join(words[: count - 1])) >= at + len(stop):
+            if (position := text.find(stop)) >= 0:
+                while len("".join(words[: count - 1])) >= position + len(stop):
                     count -= 1
-                text, reason = text[:at], "stop"
+                text, reason = text[:position], "stop"
         self.num_answers += 1
         accepted = self.accepted
-        if self.accepted_later is not None and self.num_answers > self.later:
+        if self.accepted_later is not None and self.num_answers > self.change_after:
             accepted = self.accepted_later
         steps = max(1, count // (1 + accepted))
         self.drafts += steps
         self.num_accepted += steps * accepted
-        for place in range(accepted):
-            self.per_position[place] += steps
+        for index in range(accepted):
+            self.per_position[index] += steps
         usage = {"prompt_tokens": len(str(prompt)), "completion_tokens": count,
                  "total_tokens": len(str(prompt)) + count}  # fmt: skip
-        whole: dict[str, Any] = {"id": f"id-{self.num_answers}", "created": 7, "model": MODEL}
+        fields: dict[str, Any] = {"id": f"id-{self.num_answers}", "created": 7, "model": MODEL}
         kind = ("chat.completion" if is_chat else "text_completion")  # fmt: skip
         if not body.get("stream"):
             content: Any = {"message": {"role": "assistant", "content": text}}
@@ -89,79 +90,80 @@ class Double(LoopbackServer):
                 "index": 0, **(content if is_chat else {"text": text}), "finish_reason": reason,
                 **self._tell(body, words[:count], 0, is_chat=is_chat),
             }  # fmt: skip
-            answer: dict[str, Any] = {**whole, "object": kind, "choices": [choice], "usage": usage}
+            answer: dict[str, Any] = {**fields, "object": kind, "choices": [choice], "usage": usage}
             if self.style == "llama":
                 answer["timings"] = {"draft_n": 2 * steps, "draft_n_accepted": accepted * steps}
             self._send(handler, answer)
             return
-        whole["object"] = "chat.completion.chunk" if is_chat else kind
+        fields["object"] = "chat.completion.chunk" if is_chat else kind
         events: list[dict[str, Any]] = [
-            {**whole, "choices": [c]} for c in self._cut(text, words[:count], body, is_chat)
+            {**fields, "choices": [c]}
+            for c in self._split_chunks(text, words[:count], body, is_chat)
         ]
         events[-1]["choices"][0]["finish_reason"] = reason
         if (body.get("stream_options") or {}).get("include_usage"):
-            events.append({**whole, "choices": [], "usage": usage})
+            events.append({**fields, "choices": [], "usage": usage})
         sent = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
         self._write(handler, f": hello\n\n{sent}data: [DONE]\n\n".encode())
 
-    def _cut(self, text: str, words: list[str], body: Any, is_chat: bool) -> Iterator[Any]:
+    def _split_chunks(self, text: str, words: list[str], body: Any, is_chat: bool) -> Iterator[Any]:
         if is_chat:
             yield {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        done = 0
-        for at in range(0, len(words), self.block):
-            end = min(len(text), len("".join(words[: at + self.block])))
-            piece, done = text[done:end], end
-            told = self._tell(body, words[at : at + self.block], at, is_chat=is_chat)
+        start = 0
+        for index in range(0, len(words), self.block):
+            end = min(len(text), len("".join(words[: index + self.block])))
+            piece, start = text[start:end], end
+            details = self._tell(body, words[index : index + self.block], index, is_chat=is_chat)
             yield {
                 "index": 0, **({"delta": {"content": piece}} if is_chat else {"text": piece}),
-                "finish_reason": None, **told,
+                "finish_reason": None, **details,
             }  # fmt: skip
 
-    def _choose(self, prompt: Any, seed: int, at: int) -> str:
-        is_other = self.other_at is not None and at >= self.other_at and not seed
+    def _choose(self, prompt: Any, seed: int, index: int) -> str:
+        is_other = self.other_at is not None and index >= self.other_at and not seed
         # Of the text alone: whoever has no other words writes the same.
-        number = random.Random(f"{str(prompt)[:4]}/{seed}/{at}").randrange(1000)
+        number = random.Random(f"{str(prompt)[:4]}/{seed}/{index}").randrange(1000)
         return f" w{number + (1 if is_other else 0)}"
 
-    def _tell(self, body: Any, words: list[str], at: int, *, is_chat: bool) -> dict[str, Any]:
+    def _tell(self, body: Any, words: list[str], start: int, *, is_chat: bool) -> dict[str, Any]:
         """The ids and log-probabilities of tokens, in the style's form."""
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         ids = [int(word[2:]) for word in words]
         if self.style == "vllm" and body.get("return_token_ids"):
-            told["token_ids"] = ids
+            fields["token_ids"] = ids
         if self.style == "bare" or not body.get("logprobs"):
-            return told
-        others = [f" w{number + 1}" for number in ids]
+            return fields
+        alternatives = [f" w{number + 1}" for number in ids]
         if self.style == "vllm" and not is_chat:
-            told["logprobs"] = {
+            fields["logprobs"] = {
                 "tokens": words, "token_logprobs": [-0.1 - 0.001 * i for i in range(len(words))],
                 "top_logprobs": [
-                    {word: -0.1, other: -0.1 - self.margin, " x": -2.35 - self.margin}
-                    for word, other in zip(words, others, strict=True)
+                    {word: -0.1, alternative: -0.1 - self.margin, " x": -2.35 - self.margin}
+                    for word, alternative in zip(words, alternatives, strict=True)
                 ],
             }  # fmt: skip
-            return told
-        told["logprobs"] = {"content": [
-            {"id": number, "token": word, "logprob": -0.1 - 0.001 * (at + i), "top_logprobs": [
+            return fields
+        fields["logprobs"] = {"content": [
+            {"id": number, "token": word, "logprob": -0.1 - 0.001 * (start + i), "top_logprobs": [
                 {"id": number, "token": word, "logprob": -0.1},
-                {"id": number + 1, "token": other, "logprob": -0.1 - self.margin},
+                {"id": number + 1, "token": f" w{number + 1}", "logprob": -0.1 - self.margin},
             ]}
-            for i, (number, word, other) in enumerate(zip(ids, words, others, strict=True))
+            for i, (number, word) in enumerate(zip(ids, words, strict=True))
         ]}  # fmt: skip
-        return told
+        return fields
 
     def _render(self) -> str:
         """The metrics page, in the style's names and labels."""
         name = f"{PREFIX[self.style]}:spec_decode_num"
         label = f'engine="0",model_name="{MODEL}"' if self.style == "vllm" else ""
-        own = f"{{{label}}}" if label else ""
+        labels_text = f"{{{label}}}" if label else ""
         lines = [
-            "# HELP of no interest", f"{name}_drafts_total{own} {self.drafts:.1f}",
-            f"{name}_draft_tokens_total{own} {2 * self.drafts}",
-            f"{name}_accepted_tokens_total{own} {self.num_accepted}",
+            "# HELP of no interest", f"{name}_drafts_total{labels_text} {self.drafts:.1f}",
+            f"{name}_draft_tokens_total{labels_text} {2 * self.drafts}",
+            f"{name}_accepted_tokens_total{labels_text} {self.num_accepted}",
         ]  # fmt: skip
-        for place, count in enumerate(self.positions or self.per_position):
-            labels = ",".join(filter(None, (label, f'position="{place}"')))
+        for index, count in enumerate(self.positions or self.per_position):
+            labels = ",".join(filter(None, (label, f'position="{index}"')))
             lines.append(f"{name}_accepted_tokens_per_pos_total{{{labels}}} {count}")
         if self.style == "vllm":
             lines.append(f'{name}_drafts_total{{model_name="another"}} 99999')

@@ -26,8 +26,8 @@ def mix_columns(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
     """Another base has its features in other places."""
     name = next(key for key in tensors if key in ("input_proj.weight", "fc.weight"))
     generator = torch.Generator().manual_seed(1)
-    places = torch.randperm(tensors[name].shape[1], generator=generator)
-    tensors[name] = tensors[name][:, places].contiguous()
+    columns = torch.randperm(tensors[name].shape[1], generator=generator)
+    tensors[name] = tensors[name][:, columns].contiguous()
 
 
 @contextlib.contextmanager
@@ -70,9 +70,9 @@ def tell_ids_past_stops(body: Any, document: dict[str, Any]) -> None:
 
 
 def tell_logprobs_past_stops(body: Any, document: dict[str, Any]) -> None:
-    told = document["choices"][0].get("logprobs")
-    if body.stop and told:
-        for values in told.values():
+    logprobs = document["choices"][0].get("logprobs")
+    if body.stop and logprobs:
+        for values in logprobs.values():
             values += values[-1:] * 4
 
 
@@ -103,10 +103,10 @@ def add_wrongly(body: Any, document: dict[str, Any]) -> None:
 
 
 def lower_logprobs(body: Any, document: dict[str, Any]) -> None:
-    told = document["choices"][0].get("logprobs")
-    if told and "token_logprobs" in told and len(told["token_logprobs"]) > 9:
-        told["token_logprobs"][9] -= 4
-        told["top_logprobs"][9].pop(told["tokens"][9], None)
+    logprobs = document["choices"][0].get("logprobs")
+    if logprobs and "token_logprobs" in logprobs and len(logprobs["token_logprobs"]) > 9:
+        logprobs["token_logprobs"][9] -= 4
+        logprobs["top_logprobs"][9].pop(logprobs["tokens"][9], None)
 
 
 def change_now_and_then() -> contextlib.AbstractContextManager[Any]:
@@ -121,13 +121,13 @@ def change_now_and_then() -> contextlib.AbstractContextManager[Any]:
     return alter_answers(alter)
 
 
-def replace(old: bytes, new: bytes) -> Callable[[Any, list[Any]], list[Any]]:
-    return lambda _, sent: [event.replace(old, new) for event in sent]
+def replace(text: bytes, replacement: bytes) -> Callable[[Any, list[Any]], list[Any]]:
+    return lambda _, sent: [event.replace(text, replacement) for event in sent]
 
 
 def end_twice(body: Any, sent: list[Any]) -> list[Any]:
-    last = next(event for event in sent if b'"finish_reason":"' in event)
-    return [*sent[:-1], last, sent[-1]]
+    final_event = next(event for event in sent if b'"finish_reason":"' in event)
+    return [*sent[:-1], final_event, sent[-1]]
 
 
 def drop_an_event(body: Any, sent: list[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ def drop_an_event(body: Any, sent: list[Any]) -> list[Any]:
 
 
 def number_events(body: Any, sent: list[Any]) -> list[Any]:
-    return [event.replace(b"mpl-", b"mpl-%d" % at, 1) for at, event in enumerate(sent)]
+    return [event.replace(b"mpl-", b"mpl-%d" % index, 1) for index, event in enumerate(sent)]
 
 
 @contextlib.contextmanager
@@ -159,8 +159,8 @@ def change_requests(change: Callable[[Any], Any]) -> Iterator[None]:
     original = requests.make_requests
 
     def make(*args: Any) -> tuple[list[Any], list[str]]:
-        made, ignored = original(*args)
-        return [change(request) for request in made], ignored
+        http_requests, ignored = original(*args)
+        return [change(request) for request in http_requests], ignored
 
     with mock.patch.object(app, "make_requests", make):
         yield

@@ -119,14 +119,14 @@ def test_faults_of_the_server(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello ab\n")
     plant, checks = FAULTS[name]
-    needed = ["stops", "limits"] if checks == ("usage",) else []
+    prior_checks = ["stops", "limits"] if checks == ("usage",) else []
     with plant():
         report = audit(
             served, reference_engine=folder if "greedy" in checks else None, prompts=prompts,
-            checks=[*checks, *needed], max_tokens=16,
+            checks=[*checks, *prior_checks], max_tokens=16,
         )  # fmt: skip
-    wrong = find_wrong(report)
-    assert set(checks) <= set(wrong), report["checks"]
+    verdicts = find_wrong(report)
+    assert set(checks) <= set(verdicts), report["checks"]
     assert report["verdict"] == "failed"
 
 
@@ -172,17 +172,17 @@ def test_drafts_that_are_spoiled_now_and_then(
 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{letter}\n" for letter in "abcdefghijklmnop"))
-    given = {"reference_engine": server._settings.engine_dir, "same_drafter": True,
+    options = {"reference_engine": server._settings.engine_dir, "same_drafter": True,
              "tokenizer_dir": server._settings.tokenizer_dir, "prompts": prompts}  # fmt: skip
     for is_spoiled in (False, True):
         with swap(proposer, "propose", spoil if is_spoiled else propose):
-            report = audit(url, checks=["acceptance", "drafter"], max_tokens=8, **given)
+            report = audit(url, checks=["acceptance", "drafter"], max_tokens=8, **options)
         assert get(report, "acceptance")["verdict"] == "ok", report["checks"]
         check = get(report, "drafter")
         assert check["verdict"] == ("failed" if is_spoiled else "ok"), check
-    found = check["evidence"]
-    assert found["tokens_per_step"] < found["least_tokens_per_step"]
-    assert f"{found['steps']} verify steps" in check["faults"][0]
+    evidence = check["evidence"]
+    assert evidence["tokens_per_step"] < evidence["least_tokens_per_step"]
+    assert f"{evidence['steps']} verify steps" in check["faults"][0]
 
 
 def test_a_reference_without_a_drafter(knowing: tuple[Any, str], tmp_path: Path) -> None:
@@ -201,12 +201,12 @@ def find_drafter(server: Any) -> Any:
 
 @contextlib.contextmanager
 def swap(thing: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(thing, name)
+    original = getattr(thing, name)
     setattr(thing, name, value)
     try:
         yield
     finally:
-        setattr(thing, name, before)
+        setattr(thing, name, original)
 
 
 def test_drafters_that_know_nothing(knowing: tuple[Any, str]) -> None:
@@ -272,7 +272,7 @@ when_asked = pytest.mark.skipif(NUM_RUNS == 0, reason="SPECDEC_AUDIT_RUNS says h
 def make_pycode_engine(
     folder: Path, options: list[str], parent: Path = PYCODE, build: tuple[object, ...] = ()
 ) -> Path:
-    words = [parent / word if at % 2 else word for at, word in enumerate(options)]
+    words = [parent / word if index % 2 else word for index, word in enumerate(options)]
     call(
         "convert", "--model-dir", PYCODE / "target", "--dtype", "float32", "--output-dir",
         folder / "checkpoint", *words,
@@ -292,8 +292,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def choose_prompts(path: Path, seed: int) -> Path:
     lines = (PYCODE / "prompts.jsonl").read_text().splitlines()
-    chosen = random.Random(seed).sample(lines, 6)
-    texts = [{"prompt": json.loads(line)["prompt"]} for line in chosen]
+    sample = random.Random(seed).sample(lines, 6)
+    texts = [{"prompt": json.loads(line)["prompt"]} for line in sample]
     path.write_text("".join(json.dumps(text) + "\n" for text in texts))
     return path
 
@@ -306,13 +306,13 @@ def test_clean_runs(way: str, plain: Path, tmp_path: Path) -> None:
     engine = make_pycode_engine(tmp_path, options, build=() if options else EXTERNAL)
     # An engine of the server's drafter is the reference of its drafts too.
     reference = {"reference_engine": engine, "same_drafter": True, "near_tie": 0.001}
-    own = list(WAYS).index(way)
+    first_run = list(WAYS).index(way)
     with serve_here(engine, draft_budget="fixed", **settings) as (_, url):
-        for run in range(own, NUM_RUNS, len(WAYS)):
-            chosen = choose_prompts(tmp_path / "prompts.jsonl", run)
+        for run in range(first_run, NUM_RUNS, len(WAYS)):
+            prompts = choose_prompts(tmp_path / "prompts.jsonl", run)
             length = (32, 48, 64)[run % 3]
-            given = reference if options else {"reference_engine": plain}
-            report = audit(url, prompts=chosen, max_tokens=length, **given)
+            reference_options = reference if options else {"reference_engine": plain}
+            report = audit(url, prompts=prompts, max_tokens=length, **reference_options)
             print(way, run, length, report["verdict"], report["requests"])
             print(*(get(report, name)["summary"] for name in ("acceptance", "drafter")), sep="\n")
             assert find_wrong(report) == {}, report["checks"]
@@ -332,10 +332,10 @@ def test_spoiled_drafters(way: str, name: str, tmp_path: Path) -> None:
     (tmp_path / way / "config.json").write_text(json.dumps(config))
     engine = make_pycode_engine(tmp_path, option, tmp_path)
     with serve_here(engine, draft_budget="fixed") as (_, url):
-        given = {"reference_engine": reference, "same_drafter": True, "near_tie": 0.001}
-        report = audit(url, max_tokens=48, **given)
+        options = {"reference_engine": reference, "same_drafter": True, "near_tie": 0.001}
+        report = audit(url, max_tokens=48, **options)
     print(way, name, find_wrong(report))
     print(*(get(report, name)["summary"] for name in ("acceptance", "drafter")), sep="\n")
-    wrong = find_wrong(report)
-    assert wrong["drafter"] == "failed", report["checks"]
-    assert set(wrong) <= {"acceptance", "drafter"}
+    verdicts = find_wrong(report)
+    assert verdicts["drafter"] == "failed", report["checks"]
+    assert set(verdicts) <= {"acceptance", "drafter"}

@@ -29,10 +29,10 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def audit(url: str, *flags: object) -> tuple[int, dict[str, Any], str]:
     """Status, report and stderr of a command."""
-    done = run_cli_here(
+    process = run_cli_here(
         "audit", "--base-url", url, "--model", MODEL, "--max-tokens", 24, "--json", *flags
     )
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+    return process.returncode, json.loads(process.stdout) if process.stdout else {}, process.stderr
 
 
 def find_wrong(report: dict[str, Any]) -> dict[str, str]:
@@ -44,8 +44,8 @@ def find_wrong(report: dict[str, Any]) -> dict[str, str]:
 
 
 def get(report: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(c for c in report["checks"] if c["name"] == name)
-    return found
+    check: dict[str, Any] = next(c for c in report["checks"] if c["name"] == name)
+    return check
 
 
 @pytest.mark.parametrize("style", ["vllm", "llama", "bare"])
@@ -54,13 +54,13 @@ def test_a_sound_server(style: str) -> None:
         status, report, err = audit(f"{server.url}/v1", "--reference-url", plain.url)
     assert find_wrong(report) == {}
     assert (status, report["verdict"]) == (0, "ok")
-    greedy, counted = get(report, "greedy"), get(report, "acceptance")["evidence"]
+    greedy, evidence = get(report, "greedy"), get(report, "acceptance")["evidence"]
     by = "characters" if style == "bare" else "token ids"
     assert greedy["evidence"]["compared_by"] == by
-    assert counted["source"] == ("events" if style == "bare" else "metrics")
+    assert evidence["source"] == ("events" if style == "bare" else "metrics")
     if style != "bare":
-        assert counted["acceptance_length"] == 3.0
-        assert counted["per_position"] == [counted["drafts"]] * 2
+        assert evidence["acceptance_length"] == 3.0
+        assert evidence["per_position"] == [evidence["drafts"]] * 2
     assert "greedy: ok" in err
 
 
@@ -69,20 +69,20 @@ def test_differences_and_near_ties() -> None:
     with Double("vllm", other_at=5) as server:
         with Double("vllm") as plain:
             status, report, err = audit(server.url, "--reference-url", plain.url)
-        found = get(report, "greedy")["evidence"]["differences"]
+        differences = get(report, "greedy")["evidence"]["differences"]
         assert status == 1
         assert find_wrong(report) == {"greedy": "failed"}
-        assert [d["position"] for d in found] == [5] * 6
-        assert {d["cause"] for d in found} == {"differs"}
-        assert found[0]["margin"] == pytest.approx(3.0, abs=0.1)
-        assert found[0]["server_token"] == found[0]["reference_token"] + 1
+        assert [d["position"] for d in differences] == [5] * 6
+        assert {d["cause"] for d in differences} == {"differs"}
+        assert differences[0]["margin"] == pytest.approx(3.0, abs=0.1)
+        assert differences[0]["server_token"] == differences[0]["reference_token"] + 1
         fact, hint = read_error_lines(err)
         assert "is failed in greedy: prompt 0, token 5:" in fact
         assert "accept rule" in hint
         with Double("vllm", margin=0.2) as plain:
             _, report, _ = audit(server.url, "--reference-url", plain.url, "--checks", "greedy")
-        found = get(report, "greedy")["evidence"]["differences"]
-        assert {d["cause"] for d in found if d["position"] == 5} == {"near-tie"}
+        differences = get(report, "greedy")["evidence"]["differences"]
+        assert {d["cause"] for d in differences if d["position"] == 5} == {"near-tie"}
         with Double("bare") as plain:
             _, report, _ = audit(server.url, "--reference-url", plain.url, "--checks", "greedy")
         check = get(report, "greedy")
@@ -97,11 +97,11 @@ def test_the_margin_is_that_of_the_token_that_was_written(style: str, margin: fl
     with Double(style, narrow_at=3, margin=margin) as server:
         status, report, _ = audit(server.url, "--checks", "narrow_sampling")
     check = get(report, "narrow_sampling")
-    found = check["evidence"]["differences"]
-    assert len(found) == 4
-    assert [d["margin"] for d in found] == pytest.approx([margin] * 4, abs=0.01)
-    assert not any(d["is_least"] for d in found)
-    assert {d["cause"] for d in found} == {"differs" if margin else "near-tie"}
+    differences = check["evidence"]["differences"]
+    assert len(differences) == 4
+    assert [d["margin"] for d in differences] == pytest.approx([margin] * 4, abs=0.01)
+    assert not any(d["is_least"] for d in differences)
+    assert {d["cause"] for d in differences} == {"differs" if margin else "near-tie"}
     assert (status, check["verdict"]) == ((1, "failed") if margin else (0, "ok"))
     assert ("4 near-ties, margins up to" in check["summary"]) == (not margin)
 
@@ -126,7 +126,11 @@ def test_nothing_is_accepted(style: str) -> None:
 def test_dead_positions_collapse_and_counters() -> None:
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"accepted": 1}, "suspect", "position 1 accepts nothing, position 0 "),
-        ({"accepted_later": 0, "later": 12}, "suspect", "acceptance collapses: 2 at first, 0"),
+        (
+            {"accepted_later": 0, "change_after": 12},
+            "suspect",
+            "acceptance collapses: 2 at first, 0",
+        ),
         ({"positions": (5, 9)}, "failed", "add up to 0, not to the"),
     ]
     for options, verdict, fact in cases:
@@ -182,18 +186,18 @@ def test_the_form_of_events() -> None:
         ([{"error": {"message": "oh"}}, chunk("a"), end], False, ["an event is an error"]),
     ]
     for chunks, has_usage, expected in cases:
-        found = [f.text for f in find_faults(chunks, is_chat=False, has_usage=has_usage)]
+        texts = [f.text for f in find_faults(chunks, is_chat=False, has_usage=has_usage)]
         if "error" in chunks[0]:
-            found = found[:1]
-        assert len(found) == len(expected), found
-        assert all(known in text for known, text in zip(expected, found, strict=True))
+            texts = texts[:1]
+        assert len(texts) == len(expected), texts
+        assert all(beginning in text for beginning, text in zip(expected, texts, strict=True))
     assert find_faults([chunk("a"), {**end, "created": 2}], is_chat=False, has_usage=False)[
         0
     ].is_mild
     roleless = [{**chunk(), "object": "chat.completion.chunk",
                  "choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}]  # fmt: skip
-    found = [f.text for f in find_faults(roleless, is_chat=True, has_usage=False)]
-    assert found == ["the first chunk has no role"]
+    texts = [f.text for f in find_faults(roleless, is_chat=True, has_usage=False)]
+    assert texts == ["the first chunk has no role"]
 
 
 @pytest.mark.parametrize(
@@ -239,9 +243,9 @@ def test_errors_have_facts_and_remedies(tmp_path: Path) -> None:
     assert f"no server answers at {url}/v1/models: Connection refused" in fact
     assert "check --base-url" in hint
     with Double("vllm") as server:
-        done = run_cli_here("audit", "--base-url", server.url, "--model", "other")
-        fact, hint = read_error_lines(done.stderr)
-        assert (done.returncode, "has no model 'other'; it has 'double'" in fact) == (1, True)
+        process = run_cli_here("audit", "--base-url", server.url, "--model", "other")
+        fact, hint = read_error_lines(process.stderr)
+        assert (process.returncode, "has no model 'other'; it has 'double'" in fact) == (1, True)
         assert "--model" in hint
         metrics = audit(server.url, "--metrics-url", f"{server.url}/none")
         assert "has no metrics: HTTP 404" in read_error_lines(metrics[2])[0]
@@ -264,9 +268,9 @@ def test_errors_have_facts_and_remedies(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_wrong_usage(flags: list[str], fact: str) -> None:
-    done = run_cli_here("audit", *flags)
-    assert done.returncode == 2
-    assert fact in read_error_lines(done.stderr)[0]
+    process = run_cli_here("audit", *flags)
+    assert process.returncode == 2
+    assert fact in read_error_lines(process.stderr)[0]
 
 
 def test_a_server_that_dies_is_reported() -> None:
@@ -293,12 +297,18 @@ def test_a_slow_server_is_told() -> None:
 # --- the drafter alongside the reference's ---
 
 
-def make_pairs(steps: list[tuple[int, int]], *, drafted: int = 3, cut: int = 0) -> list[Pair]:
+def make_pairs(
+    steps: list[tuple[int, int]], *, drafted: int = 3, num_dropped: int = 0
+) -> list[Pair]:
     """Texts of 32 tokens in so many verify steps of the server and of the reference."""
     pairs = []
-    for own, known in steps:
-        counts = Counts(own - (cut > 0), drafted * own - cut, 31 - own)
-        reference = Counts(known, drafted * known, 31 - known)
+    for server_steps, reference_steps in steps:
+        counts = Counts(
+            server_steps - (num_dropped > 0),
+            drafted * server_steps - num_dropped,
+            31 - server_steps,
+        )
+        reference = Counts(reference_steps, drafted * reference_steps, 31 - reference_steps)
         pairs.append(Pair(32, counts, reference))
     return pairs
 
@@ -307,14 +317,14 @@ def test_the_margin_is_that_of_signs_drawn_at_random() -> None:
     """Against all the draws themselves; where no draw is rare enough, nothing is accused."""
     for differences in ([1] * 12, [3, 0, 2, 2, 1, 1, 5, 1, 1, 2, 4], [2] * 9, [0] * 5, []):
         sums = [
-            sum(sign * one for sign, one in zip(signs, differences, strict=True))
+            sum(sign * size for sign, size in zip(signs, differences, strict=True))
             for signs in itertools.product((1, -1), repeat=len(differences))
         ]
         margin = find_margin(differences)
         assert sum(total >= margin for total in sums) <= drafter.FALSE_ALARMS * len(sums)
         below = max(total for total in sums if total < margin)
         assert sum(total >= below for total in sums) > drafter.FALSE_ALARMS * len(sums)
-        assert find_margin([-one for one in differences]) == margin
+        assert find_margin([-size for size in differences]) == margin
 
 
 def test_equal_drafters_are_seldom_accused() -> None:
@@ -324,11 +334,11 @@ def test_equal_drafters_are_seldom_accused() -> None:
     for _ in range(500):
         steps = []
         for _ in range(36):
-            known = draw.randint(9, 16)
-            steps.append((known + draw.choice((-2, -1, 0, 0, 1, 2)), known))
+            num_steps = draw.randint(9, 16)
+            steps.append((num_steps + draw.choice((-2, -1, 0, 0, 1, 2)), num_steps))
         accused += judge(make_pairs(steps), 3, 36).verdict != "ok"
     assert accused <= 3  # half of one is expected at most
-    worse = [(known + draw.choice((0, 0, 1, 2, 3)), known) for known in [12] * 36]
+    worse = [(num_steps + draw.choice((0, 0, 1, 2, 3)), num_steps) for num_steps in [12] * 36]
     check = judge(make_pairs(worse), 3, 36)
     assert check.verdict == "failed"
     assert check.evidence["reference_tokens_per_step"] == pytest.approx(31 / 12)
@@ -336,15 +346,15 @@ def test_equal_drafters_are_seldom_accused() -> None:
 
 def test_what_is_no_worse_drafter() -> None:
     """Few texts, a little more than the reference, counts that end as llama-server's do."""
-    known = [12] * 36
+    num_steps = [12] * 36
     assert judge(make_pairs([(12, 12)] * 36), 3, 36).verdict == "ok"
-    assert judge(make_pairs([(n - 3, n) for n in known]), 3, 36).verdict == "ok"
+    assert judge(make_pairs([(n - 3, n) for n in num_steps]), 3, 36).verdict == "ok"
     # Each of 13 texts a step longer is no chance, but within what number formats may cost.
     assert judge(make_pairs([(13, 12)] * 12 + [(12, 12)] * 24), 3, 36).verdict == "ok"
     assert judge(make_pairs([(13, 12)] * 14 + [(12, 12)] * 22), 3, 36).verdict == "failed"
-    cut = make_pairs([(12, 12)] * 36, cut=6)
-    assert [pair.num_steps for pair in cut] == [12] * 36
-    assert judge(cut, 3, 36).verdict == "ok"
+    ended_pairs = make_pairs([(12, 12)] * 36, num_dropped=6)
+    assert [pair.num_steps for pair in ended_pairs] == [12] * 36
+    assert judge(ended_pairs, 3, 36).verdict == "ok"
     less = judge(make_pairs([(20, 12)] * 36, drafted=2), 3, 36)
     assert (less.verdict, "drafts 2.00 tokens a step" in less.summary) == ("skipped", True)
     # In float32 the same drafter takes the same steps, text by text.

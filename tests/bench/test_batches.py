@@ -38,9 +38,9 @@ def test_all_methods(
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
     )
-    found = models.Models(tmp_path / "models", target, redrafter, draft)
+    paths = models.Models(tmp_path / "models", target, redrafter, draft)
     monkeypatch.setattr(batches, "PYCODE", tmp_path)
-    monkeypatch.setattr(models, "prepare_models", lambda *_: found)
+    monkeypatch.setattr(models, "prepare_models", lambda *_: paths)
     built: list[str] = []
 
     def call_here(stage: str, words: Any) -> None:
@@ -55,20 +55,20 @@ def test_all_methods(
         return [line for line in lines if "x x x" not in line][few:]
 
     monkeypatch.setattr(batches, "choose", choose)
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     words = ["--size", "pycode", "--batch-sizes", "1,2", "--max-output-len", "6",
-             "--folder", str(tmp_path), "--output-dir", str(out)]  # fmt: skip
+             "--folder", str(tmp_path), "--output-dir", str(output_dir)]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["batches.py", *words, "--prepare"])
     batches.main()
     assert built == ["convert", "build"] * 7
-    assert not out.exists()
+    assert not output_dir.exists()
     monkeypatch.setattr("sys.argv", ["batches.py", *words])
     with pytest.raises(SystemExit, match="3 of 5 texts do not loop, 4 are needed"):
         batches.main()
     few = False
     batches.main()
     assert len(built) == 14, "engines that are there are used"
-    report = json.loads((out / "batches-pycode.json").read_text())
+    report = json.loads((output_dir / "batches-pycode.json").read_text())
     labels = ["suffix of 8", "prompt lookup of 8", "lookahead [4,4,4]", "draft model, 8",
               "draft model, tree of 8", "suffix, else draft model", "ReDrafter 1 x 5", "EAGLE-3",
               "EAGLE-1", "Medusa", "DFlash"]  # fmt: skip
@@ -79,31 +79,33 @@ def test_all_methods(
         assert [row["batch_size"] for row in rows] == [1, 2]
         assert all(row["texts"] == {"compared": 4, "equal": 4} for row in rows)
         assert all(row["ratio"]["median"] > 0 for row in rows)
-    assert (out / "batches.png").read_bytes().startswith(b"\x89PNG")
+    assert (output_dir / "batches.png").read_bytes().startswith(b"\x89PNG")
     costs = capsys.readouterr().out.split("| with 1 at once | ")[1]
     assert [line.split(" | ")[0].removeprefix("| ") for line in costs.splitlines()[2:]] == expected
     row = report["methods"]["draft model, 8"][0]
     cells = [
         f"{row['acceptance']['acceptance_length']:.2f}",
         f"{row['acceptance']['draft_tokens_per_step']:.1f}",
-        *(f"{row['step_ms'][part]:.1f}" for part in ("draft", "verify")),
+        *(f"{row['step_ms'][phase]:.1f}" for phase in ("draft", "verify")),
     ]
     assert f"| draft model, 8 | {' | '.join(cells)} | " in costs
     monkeypatch.setattr(
         "sys.argv", ["batches.py", *words, "--only", "EAGLE-1, budget", "lookahead"]
     )
     batches.main()
-    report = json.loads((out / "batches-pycode.json").read_text())
-    chosen = [label for label in expected if label.startswith(("lookahead", "EAGLE-1, budget"))]
-    assert list(report["methods"]) == chosen
-    more = make_eagle_drafter(tmp_path, seed=9, name="another")
-    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--more", f"eagle={more}"])
+    report = json.loads((output_dir / "batches-pycode.json").read_text())
+    labels_of_two = [
+        label for label in expected if label.startswith(("lookahead", "EAGLE-1, budget"))
+    ]
+    assert list(report["methods"]) == labels_of_two
+    drafter = make_eagle_drafter(tmp_path, seed=9, name="another")
+    monkeypatch.setattr("sys.argv", ["batches.py", *words, "--more", f"eagle={drafter}"])
     with pytest.raises(SystemExit, match=r"--more eagle=.*: wanted is METHOD-NAME=FOLDER"):
         batches.main()
     monkeypatch.setattr(
-        "sys.argv", ["batches.py", *words, "--only", "one-", "--more", f"eagle-one-more={more}"]
+        "sys.argv", ["batches.py", *words, "--only", "one-", "--more", f"eagle-one-more={drafter}"]
     )
     batches.main()
-    report = json.loads((out / "batches-pycode.json").read_text())
+    report = json.loads((output_dir / "batches-pycode.json").read_text())
     assert list(report["methods"]) == ["eagle-one-more", "eagle-one-more, budget auto"]
     assert len(built) == 16

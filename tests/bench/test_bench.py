@@ -45,12 +45,12 @@ def test_a_report_adds_up(report: dict[str, Any]) -> None:
         assert batch["texts"] == {"compared": 6, "equal": 6}
         assert set(batch["categories"]) == {"code", "prose"}
         for name in ("speculation", "plain"):
-            found = batch[name]
-            rates, times = found["tokens_per_second"], found["step_ms"]
+            figures = batch[name]
+            rates, times = figures["tokens_per_second"], figures["step_ms"]
             assert 0 < rates["lowest"] <= rates["median"] <= rates["highest"]
-            parts = [times[part] for part in ("draft", "verify", "accept", "other")]
-            assert sum(parts) == pytest.approx(times["total"], abs=1e-3)
-            assert min(parts) > 0
+            milliseconds = [times[phase] for phase in ("draft", "verify", "accept", "other")]
+            assert sum(milliseconds) == pytest.approx(times["total"], abs=1e-3)
+            assert min(milliseconds) > 0
         acceptance = batch["acceptance"]
         counts = acceptance["accepted_histogram"]
         assert len(counts) == 4, "none to all three of a beam"
@@ -69,18 +69,18 @@ def test_a_report_adds_up(report: dict[str, Any]) -> None:
 
 def test_rounds_go_there_and_back() -> None:
     """Each warms up once; then they take turns, every other round backwards."""
-    seen: list[str] = []
+    order: list[str] = []
 
     class FakeBench:
         def run(self, proposer: str, batch_size: int) -> BenchRun:
-            seen.append(proposer)
+            order.append(proposer)
             return BenchRun({"all": 1.0}, {"all": []}, Timing())
 
     proposers: dict[str, Any] = {"speculation": "s", "plain": "p"}
     bench: Any = FakeBench()
     rounds = alternate(bench, proposers, 1, 3)
-    assert "".join(seen) == "sp" + "sp" + "ps" + "sp"
-    assert [len(found.timed) for found in rounds.values()] == [3, 3]
+    assert "".join(order) == "sp" + "sp" + "ps" + "sp"
+    assert [len(group.timed) for group in rounds.values()] == [3, 3]
 
 
 @pytest.mark.parametrize("flags", [{"prompt_lookup_num_tokens": 3}, {"draft_len": "4"}])
@@ -95,12 +95,12 @@ def test_no_round_profits_from_the_one_before(
     )  # fmt: skip
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
-    first, second = (bench.run(bench.engine.proposer, 2) for _ in range(2))
-    for category, results in first.results.items():
-        again = second.results[category]
+    first_run, second_run = (bench.run(bench.engine.proposer, 2) for _ in range(2))
+    for category, results in first_run.results.items():
+        again = second_run.results[category]
         assert [r.stats.to_json() for r in results] == [r.stats.to_json() for r in again]
-    assert first.timing.num_steps == second.timing.num_steps
-    assert sum(r.stats.num_draft_tokens for r in first.results["code"]) > 0
+    assert first_run.timing.num_steps == second_run.timing.num_steps
+    assert sum(r.stats.num_draft_tokens for r in first_run.results["code"]) > 0
 
 
 def test_text_form(report: dict[str, Any]) -> None:
@@ -185,7 +185,10 @@ def test_plots_show_the_figures(report: dict[str, Any]) -> None:
     assert [bar.get_height() for bar in axes.patches] == [
         ratio["median"]
         for batch in (alone, together)
-        for ratio in (batch["ratio"], *(part["ratio"] for part in batch["categories"].values()))
+        for ratio in (
+            batch["ratio"],
+            *(category["ratio"] for category in batch["categories"].values()),
+        )
     ]
     (axes,) = plots.draw_acceptance(report).axes
     for line, batch in zip(axes.lines, (alone, together), strict=True):
@@ -203,9 +206,9 @@ def test_turns_are_requests_of_their_own(engine: Path, folder: Path, tmp_path: P
     """The second turn's prompt holds the first, its answer by the target, and the second."""
     path = tmp_path / "turns.jsonl"
     path.write_text('{"category": "talk", "turns": ["def f", "x ="]}\n{"prompt": "The"}\n')
-    found = bench(engine, folder, prompts=path, batch_sizes="1")
-    (batch,) = found["batches"]
-    assert {name: part["num_prompts"] for name, part in batch["categories"].items()} == {
+    turn_report = bench(engine, folder, prompts=path, batch_sizes="1")
+    (batch,) = turn_report["batches"]
+    assert {name: category["num_prompts"] for name, category in batch["categories"].items()} == {
         "talk": 2, "all": 1,
     }  # fmt: skip
     assert batch["plain"]["num_steps"] == 3 * 11
@@ -260,9 +263,9 @@ def test_the_command(engine: Path, folder: Path, tmp_path: Path) -> None:
         "bench", "--engine-dir", engine, "--tokenizer-dir", folder / "target", "--repeat", 1,
         "--max_output_len", 4, "--output", tmp_path / "out",
     )  # fmt: skip
-    done = run_cli_here(*flags, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["batches"][0]["texts"]["compared"] == 8
+    process = run_cli_here(*flags, "--json")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["batches"][0]["texts"]["compared"] == 8
     again = run_cli_here(*flags)
     assert again.returncode == 1
     assert "out" in read_error_lines(again.stderr)[0]

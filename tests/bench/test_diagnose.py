@@ -33,7 +33,7 @@ from tests.conftest import make_drafter, make_tokenizer
 from tests.engines import make_engine, run_cli_here
 from tests.families import make_family_model
 
-RIGHT = (0.8, 0.64, 0.512)
+SHARES = (0.8, 0.64, 0.512)
 
 
 def make_facts(**changes: Any) -> BatchFacts:
@@ -45,7 +45,7 @@ def make_facts(**changes: Any) -> BatchFacts:
         step_ms={1: 1.0, 2: 1.0, 4: 1.02},
         tokens_per_step=4.0,
         acceptance_length=2.952,
-        by_position=RIGHT,
+        by_position=SHARES,
         contexts=[(100, 2)] * 100,
         ratio=2.8,
         step_ratio=2.84,
@@ -63,8 +63,8 @@ def test_nothing_is_wrong_with_a_healthy_engine() -> None:
     assert rank_causes(make_facts(), []) == []
 
 
-def with_step(**parts: float) -> dict[str, float]:
-    times = {"draft": 0.02, "verify": 1.02, "accept": 0.01, "other": 0.01, **parts}
+def with_step(**phases: float) -> dict[str, float]:
+    times = {"draft": 0.02, "verify": 1.02, "accept": 0.01, "other": 0.01, **phases}
     return times | {"total": sum(times.values())}
 
 
@@ -125,8 +125,8 @@ def test_what_is_so_already_is_not_advised(
     facts = make_facts(**changes)
     advice = "; ".join(cause.remedy for cause in rank_causes(facts, []))
     assert all(text in advice for text in remedies.values())
-    there = dataclasses.replace(facts, in_use=frozenset(remedies))
-    advice = "; ".join(cause.remedy for cause in rank_causes(there, []))
+    facts_in_use = dataclasses.replace(facts, in_use=frozenset(remedies))
+    advice = "; ".join(cause.remedy for cause in rank_causes(facts_in_use, []))
     assert advice
     assert not any(text in advice for text in remedies.values())
 
@@ -224,15 +224,15 @@ def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None
     ).to_decode()
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
-    observed = observe_run(bench, 2)
-    done = bench.run(bench.engine.proposer, 2)
-    results = [r for found in done.results.values() for r in found]
-    assert len(observed.contexts) == sum_stats(results)["num_verify_steps"]
-    accepted = [number for _, number in observed.contexts]
+    observations = observe_run(bench, 2)
+    run = bench.run(bench.engine.proposer, 2)
+    results = [r for group in run.results.values() for r in group]
+    assert len(observations.contexts) == sum_stats(results)["num_verify_steps"]
+    accepted = [number for _, number in observations.contexts]
     histogram = [sum(c) for c in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
     assert [accepted.count(n) for n in range(2)] == histogram[:2]
     shortest = min(len(request.input_ids) for request in bench.requests)
-    assert min(length for length, _ in observed.contexts) == shortest + 1
+    assert min(length for length, _ in observations.contexts) == shortest + 1
     assert "observe" not in vars(bench.engine.proposer), "nothing is left behind"
 
 
@@ -249,17 +249,17 @@ def test_experts_of_a_mixture(tmp_path: Path) -> None:
     tokens, touched = experts["tokens_per_step"], experts["per_step"]
     assert 1 < tokens <= 4
     assert 2 < touched <= min(4, 2 * tokens)
-    told = format_diagnosis(report)
-    assert f"reads 2 of a layer's 4 experts, a verify step of {tokens:.1f}" in told
+    text = format_diagnosis(report)
+    assert f"reads 2 of a layer's 4 experts, a verify step of {tokens:.1f}" in text
     decoder = TorchEngine(engine, device="cpu").decoder
     counts = count_experts(decoder, [1, 4], past_len=3)
     assert counts[1] == 2 < counts[4] <= 4
 
 
 def test_the_command(engine: Path, folder: Path) -> None:
-    done = run_cli_here(
+    process = run_cli_here(
         "diagnose", "--engine-dir", engine, "--tokenizer-dir", folder / "target",
         "--max-output-len", 6, "--repeat", 1,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "tokens a step, break-even at" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "tokens a step, break-even at" in process.stdout

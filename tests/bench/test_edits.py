@@ -24,9 +24,13 @@ def test_a_text_that_is_held_to() -> None:
     state = Held([5, 6, 7, 8, 9]).follow(output)
     tree = pack_beams(6, np.array([[7, 1, 2], [7, 8, 3], [4, 4, 4]]))
     assert state.prune(tree, is_drawn=False) is tree
-    best = state.shape(tree, torch.zeros(tree.num_nodes + 2, 12)).argmax(-1)
-    right = [node for node in range(tree.num_nodes) if best[node]]
-    assert [(int(tree.tokens[node]), int(best[node])) for node in right] == [(6, 7), (7, 8), (8, 9)]
+    best_tokens = state.shape(tree, torch.zeros(tree.num_nodes + 2, 12)).argmax(-1)
+    accepted_nodes = [node for node in range(tree.num_nodes) if best_tokens[node]]
+    assert [(int(tree.tokens[node]), int(best_tokens[node])) for node in accepted_nodes] == [
+        (6, 7),
+        (7, 8),
+        (8, 9),
+    ]
     output += [7, 8, 9]
     root = pack_beams(9, np.array([[1]]))
     assert not state.shape(root, torch.zeros(2, 12)).any(), "after its end anything goes"
@@ -39,22 +43,22 @@ def test_all_ways_write_the_references(
     make_tokenizer(target)
     draft = tmp_path / "draft"
     shutil.copytree(target, draft)
-    begun = "for x in range(10):\n    return\n\n"
+    prompt = "for x in range(10):\n    return\n\n"
     lines = {"copy": "for x in range(10):\n    return", "new": "class Stack:\n    def add(a, b):"}
     (tmp_path / "edits.jsonl").write_text(
         "".join(
-            json.dumps({"category": kind, "prompt": begun, "reference": text}) + "\n"
+            json.dumps({"category": kind, "prompt": prompt, "reference": text}) + "\n"
             for kind, text in lines.items()
         )
     )
-    found = models.Models(tmp_path / "models", target, tmp_path / "none", draft)
+    paths = models.Models(tmp_path / "models", target, tmp_path / "none", draft)
     monkeypatch.setattr(edits, "PYCODE", tmp_path)
-    monkeypatch.setattr(models, "prepare_models", lambda *_: found)
+    monkeypatch.setattr(models, "prepare_models", lambda *_: paths)
     monkeypatch.setattr(models, "call_stage", lambda stage, words: call(stage, *words))
     external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", "8"]
     for name, folder, flags in (("draft-target", target, external), ("draft", draft, [])):
         words = [*flags, "--optimize", "none"]
-        models.build_engine(folder, found.folder / "engines" / name, build=words)
+        models.build_engine(folder, paths.folder / "engines" / name, build=words)
     words = ["--size", "pycode", "--folder", str(tmp_path), "--output-dir", str(tmp_path / "out"),
              "--prompts", str(tmp_path / "edits.jsonl")]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["edits.py", *words])

@@ -22,7 +22,7 @@ class NoServers:
     draft = ""
 
     def __init__(self, *_: Any) -> None:
-        self.ended = False
+        self.has_ended = False
 
     def get(self, way: str, setting: dict[str, Any]) -> Any:
         class Server:
@@ -34,7 +34,7 @@ class NoServers:
         return Server()
 
     def end(self) -> None:
-        self.ended = True
+        self.has_ended = True
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +66,11 @@ def test_every_method_and_task(words: list[str], capsys: pytest.CaptureFixture[s
     field.main(words)
     report = json.loads(Path(words[-1]).read_text())
     greedy = {row["way"]: row for row in report["rows"]["0"]}
-    ours = ["plain", "prompt lookup, 2", "suffix, 2", "lookahead [4,4,4]"]
-    theirs = ["llama.cpp, plain", "llama.cpp, prompt lookup"]
-    assert list(greedy) == [*ours, *theirs, "draft", "drafter"]
+    our_rows = ["plain", "prompt lookup, 2", "suffix, 2", "lookahead [4,4,4]"]
+    peer_rows = ["llama.cpp, plain", "llama.cpp, prompt lookup"]
+    assert list(greedy) == [*our_rows, *peer_rows, "draft", "drafter"]
     sampled = [row["way"] for row in report["rows"]["1"]]
-    assert sampled == [*ours, "draft", "drafter"]
+    assert sampled == [*our_rows, "draft", "drafter"]
     assert list(greedy["draft"]) == ["way", "all", "mt_bench", *TASKS, "humaneval"]
     assert {row["all"]["texts"] for row in greedy.values()} == {8}, "mt_bench has two turns"
     assert {row["all"]["like_plain"] for row in greedy.values()} == {8}
@@ -79,9 +79,9 @@ def test_every_method_and_task(words: list[str], capsys: pytest.CaptureFixture[s
     # The target drafts for itself: all of five tokens, the first of which the prompt yields.
     assert greedy["draft"]["rag"]["tokens_per_step"] == 2
     assert greedy["llama.cpp, prompt lookup"]["qa"]["tokens_per_step"] == 2
-    out = capsys.readouterr().out
-    assert "| tokens per step, temperature 0 | all | mt_bench |" in out
-    assert "| draft | 2.00 |" in out
+    table = capsys.readouterr().out
+    assert "| tokens per step, temperature 0 | all | mt_bench |" in table
+    assert "| draft | 2.00 |" in table
 
 
 def test_other_texts_fail(

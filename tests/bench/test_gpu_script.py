@@ -15,8 +15,8 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--repeat", "1", "--output-dir", str(tmp_path)]
     report = gpu.main(words, TapeRecorder())
     (path,) = tmp_path.glob("*.json")
-    written = json.loads(path.read_text())
-    assert written["shapes"].keys() == report["shapes"].keys() == {"toy"}
+    written_report = json.loads(path.read_text())
+    assert written_report["shapes"].keys() == report["shapes"].keys() == {"toy"}
     result = report["shapes"]["toy"]
     plain = result["plain"]
     ways = ["eager", "graphs", "transformers", "transformers static"]
@@ -30,15 +30,15 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert result["share_of_limit"][way] == pytest.approx(share, rel=0.1, abs=2e-3)
         assert set(result["verify"][way]["ms"]) == set(gpu.SIZES)
         assert result["verify"][way]["relative"][1] == 1
-        parts = result["redrafter"][way]["part_ms"]
-        assert all(value > 0 for value in parts.values())
-        overhead = 1 - parts["verify"] / sum(parts.values())
+        milliseconds = result["redrafter"][way]["part_ms"]
+        assert all(value > 0 for value in milliseconds.values())
+        overhead = 1 - milliseconds["verify"] / sum(milliseconds.values())
         assert result["redrafter"][way]["overhead"] == pytest.approx(overhead, abs=2e-3)
         assert 1 <= result["redrafter"][way]["waits_per_step"] < 1.5
     assert result["graphs"]["replayed"] > result["graphs"]["recorded"] > 0
-    assert written["machine"]["torch"]
-    assert written["machine"]["transformers"]
-    assert json.loads(capsys.readouterr().out) == written
+    assert written_report["machine"]["torch"]
+    assert written_report["machine"]["transformers"]
+    assert json.loads(capsys.readouterr().out) == written_report
 
 
 def test_real_sizes_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,12 +57,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
-def run_grow(grow: ModuleType, small: Path, out: Path, *flags: str) -> dict[str, Any]:
+def run_grow(grow: ModuleType, small: Path, output_dir: Path, *flags: str) -> dict[str, Any]:
     report: dict[str, Any] = grow.grow_model(
         grow.parse_args(
-            ["--model-dir", str(small / "target"), "--output-dir", str(out / "target"),
+            ["--model-dir", str(small / "target"), "--output-dir", str(output_dir / "target"),
              "--drafter-model-dir", str(small / "drafter"),
-             "--drafter-output-dir", str(out / "drafter"), *SHAPE, *flags]
+             "--drafter-output-dir", str(output_dir / "drafter"), *SHAPE, *flags]
         )
     )  # fmt: skip
     return report
@@ -72,8 +72,8 @@ def make_markov_drafter(parent: Path, **options: Any) -> Path:
     """DSpark's as specdec-train writes it: with a Markov head, and no confidence head."""
     folder = make_dflash_drafter(parent, form="deepspec", markov_rank=6, **options)
     tensors = load_file(folder / "model.safetensors")
-    kept = {n: t for n, t in tensors.items() if not n.startswith("confidence_head.")}
-    save_file(kept, folder / "model.safetensors")
+    drafter_tensors = {n: t for n, t in tensors.items() if not n.startswith("confidence_head.")}
+    save_file(drafter_tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["enable_confidence_head"] = False
     (folder / "config.json").write_text(json.dumps(config))
@@ -95,14 +95,14 @@ def decode(
     propose = proposer.propose
 
     def note(requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        found = propose(requests)
-        drafted.extend(candidates.tree.tokens.tolist() for candidates in found)
-        return found
+        trees = propose(requests)
+        drafted.extend(candidates.tree.tokens.tolist() for candidates in trees)
+        return trees
 
     monkeypatch.setattr(proposer, "propose", note)
-    done = bench.run(proposer, 2)
-    results = [result for group in done.results.values() for result in group]
-    return [done.texts, drafted, [result.stats.to_json() for result in results]], results
+    run = bench.run(proposer, 2)
+    results = [result for group in run.results.values() for result in group]
+    return [run.texts, drafted, [result.stats.to_json() for result in results]], results
 
 
 def test_the_same_text_and_the_same_drafts(
@@ -112,15 +112,15 @@ def test_the_same_text_and_the_same_drafts(
     assert report["float32"]["max_difference"] < 1e-4
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert (config["hidden_size"], config["head_dim"], config["num_hidden_layers"]) == (96, 24, 3)
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for parent in (small, tmp_path):
         engine = make_engine(
             tmp_path / parent.name, parent / "target", parent / "drafter", beams=2, length=3,
         )  # fmt: skip
         outcome, results = decode(engine, parent / "target", monkeypatch)
-        found.append((outcome, sum_stats(results)))
-    assert found[0] == found[1]
-    assert found[0][1]["acceptance_length"] > 1.0
+        outcomes.append((outcome, sum_stats(results)))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1]["acceptance_length"] > 1.0
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,15 @@ def test_the_same_drafts(
     words = ["--model-dir", str(drafter), "--output-dir", str(tmp_path / "grown")]
     shape = grow.parse_args([*words, *SHAPE, "--dtype", "float32"])
     write_drafter(drafter, tmp_path / "grown", shape)
-    found: list[Any] = []
-    for parent, own in ((small, drafter), (tmp_path, tmp_path / "grown")):
-        engine = make_tree_engine(method, tmp_path / own.name / "engines", parent / "target", own)
+    outcomes: list[Any] = []
+    for parent, drafter_dir in ((small, drafter), (tmp_path, tmp_path / "grown")):
+        engine = make_tree_engine(
+            method, tmp_path / drafter_dir.name / "engines", parent / "target", drafter_dir
+        )
         outcome, results = decode(engine, parent / "target", monkeypatch)
-        found.append((outcome, sum_stats(results)))
-    assert found[0] == found[1]
-    assert found[0][1]["acceptance_length"] > 1.0
+        outcomes.append((outcome, sum_stats(results)))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1]["acceptance_length"] > 1.0
 
 
 def test_a_wrong_growth_is_not_written(
@@ -179,8 +181,8 @@ def test_the_small_models_hashes_are_left(grow: ModuleType, tmp_path: Path) -> N
     for name in ("config.json", "manifest.json", "tokenizer.json"):
         (small / name).write_text("{}")
     grow.write_model(tmp_path / "large", small, {"weight": torch.zeros(2)}, {"hidden_size": 2})
-    found = {path.name for path in (tmp_path / "large").iterdir()}
-    assert found == {"config.json", "model.safetensors", "tokenizer.json"}
+    names = {path.name for path in (tmp_path / "large").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_every_shape_of_the_benchmarks_holds_the_shipped_models() -> None:

@@ -67,7 +67,7 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
     "suffix": use_suffix,
     "lookahead": use_lookahead,
 }
-MOST = {  # draft tokens that a step of these settings can accept
+MAX_ACCEPTED = {  # draft tokens that a step of these settings can accept
     "redrafter": 3, "medusa": 3, "eagle": 3, "dflash": 4, "draft_target": 2, "prompt_lookup": 3,
     "suffix": 3, "lookahead": 3, "mtp": 3,
 }  # fmt: skip
@@ -76,14 +76,14 @@ MOST = {  # draft tokens that a step of these settings can accept
 @pytest.mark.parametrize("method", [*METHODS])
 def test_figures_of_every_method(method: str, request: pytest.FixtureRequest) -> None:
     case = CASES[method](request)
-    shared: Case = {"device": "cpu", "max_output_len": 8, "repeat": 1, "batch_sizes": "1"}
-    shared |= {"draft_budget": "fixed"} | case
-    report = run_bench(BenchSettings(**shared))
+    settings: Case = {"device": "cpu", "max_output_len": 8, "repeat": 1, "batch_sizes": "1"}
+    settings |= {"draft_budget": "fixed"} | case
+    report = run_bench(BenchSettings(**settings))
     assert report["method"] == method
     (batch,) = report["batches"]
     assert batch["texts"]["equal"] == batch["texts"]["compared"] == report["num_prompts"]
     acceptance = batch["acceptance"]
-    assert len(acceptance["accepted_by_position"]) == MOST[method]
+    assert len(acceptance["accepted_by_position"]) == MAX_ACCEPTED[method]
     assert acceptance["draft_tokens_per_step"] > 0
     counts = acceptance["accepted_histogram"]
     shares = [sum(counts[n:]) / sum(counts) for n in range(1, len(counts))]
@@ -92,8 +92,10 @@ def test_figures_of_every_method(method: str, request: pytest.FixtureRequest) ->
     # Plain decoding takes a step for every token but a text's first; a last step may be cut.
     assert 0 <= emitted - batch["plain"]["num_steps"] <= report["num_prompts"]
     assert min(batch["speculation"]["step_ms"].values()) > 0
-    told = diagnose(DiagnoseSettings(**shared))
-    (found,) = told["batches"]
-    assert found["acceptance_length"] == acceptance["acceptance_length"], "as specdec-bench has it"
-    remedies = " ".join(cause["remedy"] for cause in found["causes"])
+    diagnosis = diagnose(DiagnoseSettings(**settings))
+    (batch_diagnosis,) = diagnosis["batches"]
+    assert batch_diagnosis["acceptance_length"] == acceptance["acceptance_length"], (
+        "as specdec-bench has it"
+    )
+    remedies = " ".join(cause["remedy"] for cause in batch_diagnosis["causes"])
     assert ("train" in remedies) <= (METHODS[method].source != "target")

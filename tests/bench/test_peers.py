@@ -35,8 +35,8 @@ WAYS = (
 class FakeWorker:
     """Answers at once, as fast as its setting is long; dies at some call."""
 
-    def __init__(self, seen: list[str], dies_at: int | None = None) -> None:
-        self.seen, self.dies_at, self.num_calls = seen, dies_at, 0
+    def __init__(self, labels: list[str], dies_at: int | None = None) -> None:
+        self.labels, self.dies_at, self.num_calls = labels, dies_at, 0
         self.lengths: list[int] = []
         self.about = {
             "load_seconds": 0.5, "start_seconds": 1.0, "versions": {"x": "1"}, "computes_in": "y",
@@ -48,7 +48,7 @@ class FakeWorker:
         if self.dies_at is not None and self.num_calls >= self.dies_at:
             raise PeerError("ended with status -9: Killed")
         prompts, limit = settings["prompts"], settings["max_output_len"]
-        self.seen.append(f"{settings['way']} {limit}")
+        self.labels.append(f"{settings['way']} {limit}")
         length = settings["setting"].get("length", 1)
         self.lengths.append(length)
         return {
@@ -64,12 +64,12 @@ class FakeWorker:
 
 
 def test_all_take_turns_and_each_takes_its_fastest_setting() -> None:
-    seen: list[str] = []
-    worker = FakeWorker(seen)
+    labels: list[str] = []
+    worker = FakeWorker(labels)
     measured = measure_ways(WAYS, {"a": worker, "b": worker}, {}, WORK)
-    assert [one.setting for one in measured] == [{}, {}, {"length": 4}]
+    assert [way.setting for way in measured] == [{}, {}, {"length": 4}]
     assert [row["tokens_per_second"] for row in measured[2].tuning] == [16.0, 32.0, 64.0]
-    tuning, rounds = seen[:12], [call for call in seen[12:] if not call.endswith(" 1")]
+    tuning, rounds = labels[:12], [call for call in labels[12:] if not call.endswith(" 1")]
     assert tuning == ["draft 8", "draft 16"] * 6, "each setting warms up, twice"
     assert worker.lengths[1:12:2] == [1, 2, 4, 4, 2, 1], "there and back"
     forth = ["plain 16", "plain 16", "draft 16"]
@@ -88,14 +88,16 @@ def test_a_peer_that_dies_has_its_reason_and_the_others_go_on() -> None:
     assert rows[0]["texts"]["of_own_plain"]["equal"] == 2
     assert [row["error"] for row in rows[1:]] == ["ended with status -9: Killed"] * 2
     assert "rates" not in rows[1]
-    missing = describe_ways(measure_ways(WAYS, {"a": workers["a"]}, {"b": "no wheel"}, WORK))
-    assert [row["error"] for row in missing] == [None, "no wheel", "no wheel"]
+    rows_of_one_peer = describe_ways(
+        measure_ways(WAYS, {"a": workers["a"]}, {"b": "no wheel"}, WORK)
+    )
+    assert [row["error"] for row in rows_of_one_peer] == [None, "no wheel", "no wheel"]
 
 
 def test_texts_are_compared() -> None:
     assert compare([[1, 2], [3]], [[1, 2], [3]]) == {"compared": 2, "equal": 2}
-    found = compare([[1], [1, 2, 3]], [[1], [1, 2]])
-    assert found == {"compared": 2, "equal": 1, "first_difference": {"prompt": 1, "token": 2}}
+    comparison = compare([[1], [1, 2, 3]], [[1], [1, 2]])
+    assert comparison == {"compared": 2, "equal": 1, "first_difference": {"prompt": 1, "token": 2}}
     assert compare([[1, 5, 3]], [[1, 2, 3]])["first_difference"] == {"prompt": 0, "token": 1}
     assert cut_at_end([4, 5, 0, 6], 0) == [4, 5]
     assert cut_at_end([4, 5], 0) == [4, 5]
@@ -178,8 +180,8 @@ def test_our_engine_and_transformers_as_workers(
     assert about["computes_in"] == "float32"
     texts = calls["run"]("plain", {}, **common)["texts"]
     assert len(texts[1]) < len(texts[0]) == 12, "one ends by itself"
-    best = SearchShape(2, 3, 4)
-    assert calls["run"]("redrafter", {"tree": str(best)}, **common)["texts"] == texts
+    shape = SearchShape(2, 3, 4)
+    assert calls["run"]("redrafter", {"tree": str(shape)}, **common)["texts"] == texts
     tree = calls["run"]("redrafter", {"tree": "2 x 3"}, **common, batch_size=2)
     assert tree["texts"] == texts
     assert tree["num_tokens"] == sum(map(len, texts)) + 1, "the end is a token too"
@@ -190,22 +192,22 @@ def test_our_engine_and_transformers_as_workers(
         threads=1,
     )  # fmt: skip
     for length in (2, "auto", "tree of 3"):
-        found = calls["run"]("draft-target", {"length": length}, **common)
-        assert found["texts"] == texts
+        answer = calls["run"]("draft-target", {"length": length}, **common)
+        assert answer["texts"] == texts
     for name in ("3 tokens", "tree of 3"):
         chain = calls["run"]("chain", {"chain": name_chain(name)}, **common)
         assert chain["texts"] == texts
         assert chain["acceptance_length"] > (2.2 if name == "3 tokens" else 1.5)
     perfect = calls["run"]("draft-target", {"length": 2}, **common)
     assert perfect["acceptance_length"] > 2.2, "the target drafts for itself"
-    theirs = Transformers(str(folder / "target"), str(folder / "target"), "float32")
+    transformers = Transformers(str(folder / "target"), str(folder / "target"), "float32")
     for way, setting in (
         ("plain", {}), ("assisted", {}), ("assisted", {"length": 2}),
         ("prompt lookup", {"length": 2}),
     ):  # fmt: skip
-        found = theirs.run(way, dict(setting), **common)
-        assert found["texts"] == texts, way
-    assert theirs.run("assisted", {"length": 2}, **common)["acceptance_length"] > 2.2
+        answer = transformers.run(way, dict(setting), **common)
+        assert answer["texts"] == texts, way
+    assert transformers.run("assisted", {"length": 2}, **common)["acceptance_length"] > 2.2
 
 
 def test_the_command(
@@ -221,10 +223,10 @@ def test_the_command(
             raise PeerError("No matching distribution found")
         return Path(sys.executable)
 
-    found = models.Models(tmp_path, target, target, target)
+    paths = models.Models(tmp_path, target, target, target)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def add(a, b): return a + b, and so on"}\n' * 4)
-    monkeypatch.setattr(models, "prepare_models", lambda *_: found)
+    monkeypatch.setattr(models, "prepare_models", lambda *_: paths)
     monkeypatch.setattr(models, "find_shortage", lambda *_: [])
     monkeypatch.setattr(install, "install_peer", refuse)
     monkeypatch.setattr(
@@ -253,8 +255,8 @@ def test_the_command(
 
 def test_a_machine_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "read_memory", lambda _: 3 * 10**9)
-    (found, *_) = models.find_shortage(models.SIZES["full"], tmp_path)
-    assert found == "20 GB of free memory are needed, there are 3.0"
+    (shortage, *_) = models.find_shortage(models.SIZES["full"], tmp_path)
+    assert shortage == "20 GB of free memory are needed, there are 3.0"
     with pytest.raises(SystemExit, match="error: 20 GB of free memory"):
         command.main(["--folder", str(tmp_path)])
 

@@ -58,8 +58,8 @@ def test_spec_bench_has_six_tasks(tmp_path: Path) -> None:
     assert list(counts) == ["mt_bench", *TASKS]
     assert list(counts.values()) == [80, 10, 10, 10, 10, 10]
     assert {len(p.turns) for p in prompts if p.category == "mt_bench"} == {2}
-    own = read_prompt_set(Path(f"spec-bench:{folder / 'data' / 'spec_bench'}"))
-    assert own == prompts
+    prompts_of_file = read_prompt_set(Path(f"spec-bench:{folder / 'data' / 'spec_bench'}"))
+    assert prompts_of_file == prompts
     few = read_prompt_set(Path(f"spec-bench:{folder}"), num_each=8)
     assert collections.Counter(p.category for p in few) == dict.fromkeys(counts, 8)
     # One of each of MT-bench's categories.
@@ -91,7 +91,7 @@ def test_a_report_has_a_row_for_each_task(engine: Path, folder: Path, tmp_path: 
     )  # fmt: skip
     (batch,) = report["batches"]
     assert list(batch["categories"]) == ["mt_bench", *TASKS]
-    assert [part["texts"]["compared"] for part in batch["categories"].values()] == [
+    assert [category["texts"]["compared"] for category in batch["categories"].values()] == [
         2,
         1,
         1,
@@ -115,8 +115,8 @@ def test_what_is_no_benchmark_is_refused(tmp_path: Path) -> None:
     lines: list[dict[str, object]] = [{"task_id": "a", "input_ids": [1]}, {"prompt": "a"}]
     for line in lines:
         write_lines(tmp_path / "a.jsonl", [line])
-        wrong = refuse(f"humaneval:{tmp_path / 'a.jsonl'}")
-        assert 'line 1 has no "task_id" or no "prompt"' in wrong
+        message = refuse(f"humaneval:{tmp_path / 'a.jsonl'}")
+        assert 'line 1 has no "task_id" or no "prompt"' in message
     path = write_human_eval(tmp_path / "a.jsonl.gz")
     path.write_bytes(path.read_bytes()[:-9])
     assert "a.jsonl.gz is not gzip" in refuse(f"humaneval:{path}")

@@ -11,9 +11,9 @@ from benchmarks import run_all
 from benchmarks.run_all import list_steps, main, parse_args, run_steps
 
 BENCHMARKS = Path(run_all.__file__).parent
-# grow.py makes models, and this one runs the others.
-# `field` needs files that do not ship.
-NO_BENCHMARKS = {"__init__", "field", "grow", "run_all"}
+# grow.py makes models, proposers.py drafters; run_all.py runs the others; field.py needs files
+# that do not ship.
+NO_BENCHMARKS = {"__init__", "field", "grow", "proposers", "run_all"}
 
 
 @pytest.mark.parametrize("size", ["full", "pycode"])
@@ -24,13 +24,13 @@ def test_every_benchmark_is_a_step_and_takes_its_flags(size: str, tmp_path: Path
     scripts = {Path(step[0]).stem for step in steps.values() if step[0] != "-m"}
     assert scripts == {path.stem for path in BENCHMARKS.glob("*.py")} - NO_BENCHMARKS
     assert steps["peers"][-4:] == ["--rounds", "2", "--lengths", "4,8"]
-    for name, (script, *rest) in steps.items():
-        path = Path(*rest[0].split(".")).with_suffix(".py") if script == "-m" else Path(script)
+    for name, (script, *arguments) in steps.items():
+        path = Path(*arguments[0].split(".")).with_suffix(".py") if script == "-m" else Path(script)
         package = {"peers": "side_by_side", "serve": "under_load"}.get(path.stem)
         files = [path, BENCHMARKS / "side_by_side" / "models.py"]  # which has the shared flags
         files += (BENCHMARKS / package).glob("*.py") if package else []
         source = "".join((BENCHMARKS.parent / file).read_text() for file in files)
-        for flag in (word for word in rest if word.startswith("--")):
+        for flag in (word for word in arguments if word.startswith("--")):
             assert f'"{flag}"' in source, (name, flag)
 
 
@@ -45,8 +45,8 @@ def test_a_failing_step_is_named_and_stops_no_other(
 ) -> None:
     steps = {"first": ["-c", "print('one'); raise SystemExit(3)"], "second": ["-c", "print('two')"]}
     assert run_steps(steps, tmp_path / "out") == ["first"]
-    told = json.loads((tmp_path / "out" / "steps.json").read_text())["steps"]
-    assert [(name, step["exit_status"]) for name, step in told.items()] == [
+    records = json.loads((tmp_path / "out" / "steps.json").read_text())["steps"]
+    assert [(name, step["exit_status"]) for name, step in records.items()] == [
         ("first", 3), ("second", 0),
     ]  # fmt: skip
     assert (tmp_path / "out" / "second.log").read_text() == "two\n"

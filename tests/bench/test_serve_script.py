@@ -32,10 +32,10 @@ class Words:
     """A tokenizer whose tokens are single letters, of two together where the first is a capital."""
 
     def encode(self, text: str) -> Any:
-        ends, at = [], 0
-        while at < len(text):
-            at = min(len(text), at + 1 + text[at].isupper())
-            ends.append((0, at))
+        ends, index = [], 0
+        while index < len(text):
+            index = min(len(text), index + 1 + text[index].isupper())
+            ends.append((0, index))
         return argparse.Namespace(offsets=ends, ids=ends)
 
 
@@ -46,26 +46,26 @@ def test_what_one_step_gives_is_one_arrival() -> None:
 
 
 def test_the_busiest_threads_are_the_engines() -> None:
-    before = {"1": 5.0, "2": 1.0}
-    after = {"1": 6.0, "2": 41.0, "3": 58.0, "4": 1.0}
-    assert share_of_http(before, after, 2) == pytest.approx(0.02)
-    assert share_of_http(before, after, 1) == pytest.approx(0.42)
-    found = count_thread_seconds(os.getpid())
-    assert found[str(os.getpid())] > 0
+    start_seconds = {"1": 5.0, "2": 1.0}
+    end_seconds = {"1": 6.0, "2": 41.0, "3": 58.0, "4": 1.0}
+    assert share_of_http(start_seconds, end_seconds, 2) == pytest.approx(0.02)
+    assert share_of_http(start_seconds, end_seconds, 1) == pytest.approx(0.42)
+    seconds = count_thread_seconds(os.getpid())
+    assert seconds[str(os.getpid())] > 0
 
 
 def test_steps_are_compared_with_those_right_after() -> None:
-    moments, at = [], 0.0
-    while at < 8:
-        moments.append((at, "a"))
-        at += 0.11 if at % 2 < 1 else 0.1  # slower in every other second
+    moments, moment = [], 0.0
+    while moment < 8:
+        moments.append((moment, "a"))
+        moment += 0.11 if moment % 2 < 1 else 0.1  # slower in every other second
     probed = [[begin, begin + 1.0, 200] for begin in (0.0, 2.0, 4.0, 6.0)]
-    found = compare_steps([Reply(0.0, moments)], probed)
-    assert found["of_tokens_per_second"] == pytest.approx(1 - 0.1 / 0.11, abs=0.01)
-    assert found["range"][0] <= found["of_tokens_per_second"] <= found["range"][1]
-    assert (found["pairs"], found["requests"], found["per_second"]) == (4, 800, 200.0)
-    same = compare_steps([Reply(0.0, [(0.1 * n, "a") for n in range(80)])], probed)
-    assert same["of_tokens_per_second"] == pytest.approx(0, abs=1e-4)
+    costs = compare_steps([Reply(0.0, moments)], probed)
+    assert costs["of_tokens_per_second"] == pytest.approx(1 - 0.1 / 0.11, abs=0.01)
+    assert costs["range"][0] <= costs["of_tokens_per_second"] <= costs["range"][1]
+    assert (costs["pairs"], costs["requests"], costs["per_second"]) == (4, 800, 200.0)
+    costs_of_equal_steps = compare_steps([Reply(0.0, [(0.1 * n, "a") for n in range(80)])], probed)
+    assert costs_of_equal_steps["of_tokens_per_second"] == pytest.approx(0, abs=1e-4)
     with pytest.raises(ValueError, match="1 of 1 whiles"):
         compare_steps([Reply(0.0, moments)], probed[:1])
 
@@ -95,26 +95,26 @@ def test_the_prober_asks_as_often_as_told(tmp_path: Path) -> None:
                 assert "404" in refused.communicate()[1]
         finally:
             server.shutdown()
-    (began, ended, count), (next_began, _, next_count) = lines
+    (start, end, count), (next_start, _, next_count) = lines
     assert count == next_count == "10"
-    assert float(ended) - float(began) >= 0.09
-    assert float(next_began) - float(ended) >= 0.1
+    assert float(end) - float(start) >= 0.09
+    assert float(next_start) - float(end) >= 0.1
 
 
 def test_tokens_of_a_step_share_its_time() -> None:
     reply = Reply(1.0, [(1.25, "a"), (1.75, "bc"), (2.0, "d")], "length", 4)
-    found = describe([reply, Reply(1.0)], 2.0, Words())
-    assert found["tokens_per_second"] == 2.0
-    assert found["ttft"] == {"median": 250.0, "p99": 250.0}
-    assert found["itl"] == {"median": 250.0, "p99": 250.0}
-    assert found["gap"] == {"median": 375.0, "p99": 500.0}
+    figures = describe([reply, Reply(1.0)], 2.0, Words())
+    assert figures["tokens_per_second"] == 2.0
+    assert figures["ttft"] == {"median": 250.0, "p99": 250.0}
+    assert figures["itl"] == {"median": 250.0, "p99": 250.0}
+    assert figures["gap"] == {"median": 375.0, "p99": 500.0}
 
 
 class FakeField:
     """Servers whose speed depends on the setting and how many ask."""
 
     def __init__(self) -> None:
-        self.kept: list[set[str]] = []
+        self.kept_keys: list[set[str]] = []
         self.groups: list[int] = []
 
     def start(self, setting: Setting) -> None:
@@ -122,7 +122,7 @@ class FakeField:
             raise PeerError("ended with status 1: no such model")
 
     def end(self, kept: Collection[str] = ()) -> None:
-        self.kept.append(set(kept))
+        self.kept_keys.append(set(kept))
 
     def run(self, key: str, bodies: Sequence[Body], concurrency: int) -> dict[str, Any]:
         fast = "draft" in key if concurrency == 1 else "plain" in key
@@ -146,7 +146,9 @@ def report(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     prompts = compare.Prompts(0, 16)
     tried = compare.try_settings(args, field, prompts, settings, errors)
     assert errors == {"vLLM: broken": "ended with status 1: no such model"}
-    assert field.kept[-1] == {setting.key for setting in settings[:4]}, "each is best somewhere"
+    assert field.kept_keys[-1] == {setting.key for setting in settings[:4]}, (
+        "each is best somewhere"
+    )
     return {
         "load": compare.run_rounds(args, field, prompts, tried), "errors": errors,
         "processors_used_by_others": 0.0, "warnings": [], "size": "full", "date": "d",
@@ -166,9 +168,11 @@ def test_each_server_is_measured_at_its_best(report: dict[str, Any]) -> None:
 
 
 def test_prompts_are_recorded_ones_in_an_order_of_the_seed() -> None:
-    first, again, other = (compare.Prompts(seed, 8).make_bodies(5) for seed in (0, 0, 1))
-    assert first == again != other
-    assert len({body["prompt"] for body in first}) == 5, "none is in a cache already"
+    bodies, same_bodies, other_bodies = (
+        compare.Prompts(seed, 8).make_bodies(5) for seed in (0, 0, 1)
+    )
+    assert bodies == same_bodies != other_bodies
+    assert len({body["prompt"] for body in bodies}) == 5, "none is in a cache already"
 
 
 def test_mixed_requests_have_all_kinds() -> None:

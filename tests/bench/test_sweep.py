@@ -15,13 +15,13 @@ from specdec.measure.sweep import list_fastest, name_combination, read_sweep, ru
 from tests.engines import run_cli_here
 
 
-def make_settings(folder: Path, *sweep: str, **more: Any) -> BenchSettings:
+def make_settings(folder: Path, *sweep: str, **options: Any) -> BenchSettings:
     values: dict[str, Any] = {
         "engine_dir": folder / "engine", "tokenizer_dir": str(folder / "target"),
         "prompts": folder / "prompts.jsonl", "device": "cpu", "max_output_len": 8, "repeat": 1,
         "draft_budget": "fixed", "sweep": list(sweep),
     }  # fmt: skip
-    return BenchSettings(**values | more)
+    return BenchSettings(**values | options)
 
 
 def test_combinations(tmp_path: Path) -> None:
@@ -30,11 +30,11 @@ def test_combinations(tmp_path: Path) -> None:
         "--eagle-tree-tokens=4,8",
         "draft_target_model_config=[2,[0],[0],False],[3,[0],[0],False]",
     )
-    found = read_sweep(settings)
-    assert len(found) == 4
-    assert [row["eagle_tree_tokens"] for row in found] == [4, 4, 8, 8]
-    assert found[1]["draft_target_model_config"] == "[3,[0],[0],False]"
-    names = [name_combination(row) for row in found]
+    combinations = read_sweep(settings)
+    assert len(combinations) == 4
+    assert [row["eagle_tree_tokens"] for row in combinations] == [4, 4, 8, 8]
+    assert combinations[1]["draft_target_model_config"] == "[3,[0],[0],False]"
+    names = [name_combination(row) for row in combinations]
     assert len(set(names)) == 4
     assert not any("/" in name or " " in name for name in names)
 
@@ -73,10 +73,10 @@ def test_every_value_is_measured(eagle1: Path, tmp_path: Path) -> None:
         (batch,) = row["report"]["batches"]
         assert batch["texts"]["equal"] == batch["texts"]["compared"] == 5
         drafted.append(batch["acceptance"]["draft_tokens_per_step"])
-        written = json.loads(
+        written_report = json.loads(
             (output / name_combination(row["options"]) / "report.json").read_text()
         )
-        assert written == json.loads(json.dumps(row["report"]))
+        assert written_report == json.loads(json.dumps(row["report"]))
     assert drafted[0] < drafted[1]
     assert "4000" in rows[2]["error"]
     assert rows[2]["hint"]
@@ -100,26 +100,26 @@ def test_best_of_each_batch() -> None:
         ]
         return {"options": {"draft_len": number}, "report": {"batches": batches}}
 
-    best = list_fastest([make_row(2, 1.2, 0.9), make_row(4, 1.5, 0.8)])
-    assert best == [
+    rows = list_fastest([make_row(2, 1.2, 0.9), make_row(4, 1.5, 0.8)])
+    assert rows == [
         {"batch_size": 1, "ratio": 1.5, "options": {"draft_len": 4}, "flags": ["--draft-len 4"]},
         {"batch_size": 4, "ratio": 1.0, "options": None, "flags": []},
     ]
 
 
 def test_the_command(eagle1: Path) -> None:
-    done = run_cli_here(
+    process = run_cli_here(
         "bench", "--engine-dir", eagle1 / "engine", "--tokenizer-dir", eagle1 / "target",
         "--prompts", eagle1 / "prompts.jsonl", "--sweep", "draft_budget=fixed,auto",
         "--max-output-len", 4, "--repeat", 1, "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
     assert [row["options"]["draft_budget"] for row in report["sweep"]] == ["fixed", "auto"]
     assert report["best"][0]["batch_size"] == 1
 
 
 def test_tune_says_where_its_work_is_done() -> None:
-    done = run_cli_here("tune", "--checkpoint-dir", "anywhere")
-    assert done.returncode == 2
-    assert "specdec bench --sweep OPTION=a,b,c" in done.stderr
+    process = run_cli_here("tune", "--checkpoint-dir", "anywhere")
+    assert process.returncode == 2
+    assert "specdec bench --sweep OPTION=a,b,c" in process.stderr

@@ -30,7 +30,7 @@ from tests.trtllm.checkpoints import CheckpointStore
 from tests.trtllm.double import H100, install_double, write_script
 
 T4 = Gpu(name="Tesla T4", compute_capability="7.5", memory_bytes=16 << 30)
-HERE = Environment(
+ENVIRONMENT = Environment(
     tensorrt_llm="1.2.0", tensorrt="10.13.3.9", cuda="13.0", cuda_driver="13.0", gpus=(H100,)
 )
 MACHINE: dict[str, Any] = {
@@ -63,10 +63,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_report_of_this_machine() -> None:
-    done = run_cli("doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    report = json.loads(done.stdout)
+    process = run_cli("doctor", "--json")
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    report = json.loads(process.stdout)
     import torch
 
     # A package's own version need not tell the build: torch of the index says +cu130 only itself.
@@ -86,15 +86,15 @@ def test_report_of_this_machine() -> None:
 def test_text_tells_the_same(tmp_path: Path) -> None:
     environment = install_double(tmp_path / "double", "1.2", gpus=[H100, H100])
     write_script(tmp_path / "double" / "bin" / "mpirun", "#!/bin/sh\necho 'mpirun (Toy) 1.0'\n")
-    done = run_cli("doctor", env=environment)
-    assert done.returncode == 0, done.stderr
+    process = run_cli("doctor", env=environment)
+    assert process.returncode == 0, process.stderr
     for line in (
         "  tensorrt_llm: 1.2.0", "  tensorrt: 10.13.3.9", "  MPI: mpirun (Toy) 1.0",
         f"  GPU 1: {H100.name}, compute capability 9.0, 80 GiB",
         "  yes build TensorRT-LLM engines", "  yes run TensorRT-LLM engines of several ranks",
     ):  # fmt: skip
-        assert line in done.stdout.splitlines()
-    assert "Versions that go together:" in done.stdout
+        assert line in process.stdout.splitlines()
+    assert "Versions that go together:" in process.stdout
 
 
 @needs_compiler
@@ -114,14 +114,14 @@ def test_arithmetic_of_the_kernels(form: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_arithmetic_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     report = examine(DoctorSettings())
-    for words, told in (
+    for words, message in (
         ("false", " failed with status 1: it printed no message"),
         ("true", " leaves out of the kernels' source how they multiply bfloat16 weights"),
     ):
         monkeypatch.setenv("CXX", words)
-        found = format_report(report | {"kernels": describe_kernels()}).splitlines()
-        (line,) = [line for line in found if "arithmetic" in line]
-        assert line == f"  arithmetic of the native kernels: {shutil.which(words)}{told}"
+        lines = format_report(report | {"kernels": describe_kernels()}).splitlines()
+        (line,) = [line for line in lines if "arithmetic" in line]
+        assert line == f"  arithmetic of the native kernels: {shutil.which(words)}{message}"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert describe_kernels() == {}
     assert "arithmetic" not in format_report(report | {"kernels": {}})
@@ -133,9 +133,9 @@ def test_nothing_heavy_is_imported() -> None:
         " from specdec.doctor.settings import DoctorSettings; examine(DoctorSettings());"
         " print([m for m in ('torch', 'transformers', 'tensorrt_llm') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           check=True)  # fmt: skip
-    assert done.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
 
 
 A100 = dataclasses.replace(H100, name="A100", compute_capability="8.0")
@@ -175,17 +175,17 @@ RUN, BUILD = "run TensorRT-LLM engines", "build TensorRT-LLM engines"
 def test_what_stands_in_the_way(
     machine: dict[str, Any], change: dict[str, Any], ability: str, reason: str
 ) -> None:
-    here = dataclasses.replace(HERE, **change)
-    found = list_abilities({**MACHINE, **machine}, here)
-    assert any(reason in text for text in found[ability]), found[ability]
+    environment = dataclasses.replace(ENVIRONMENT, **change)
+    abilities = list_abilities({**MACHINE, **machine}, environment)
+    assert any(reason in text for text in abilities[ability]), abilities[ability]
 
 
 def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
-    here = dataclasses.replace(HERE, gpus=(H100, H100))
+    environment = dataclasses.replace(ENVIRONMENT, gpus=(H100, H100))
     with_srun = {**MACHINE, "mpi": {"launchers": {"srun": "/usr/bin/srun"}, "version": None}}
     for machine in (MACHINE, with_srun):
-        assert [what for what, lacks in list_abilities(machine, here).items() if lacks] == []
-    assert find_pin_problems(MACHINE, here) == []
+        assert [name for name, lacks in list_abilities(machine, environment).items() if lacks] == []
+    assert find_pin_problems(MACHINE, environment) == []
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
 )
 def test_versions_that_do_not_go_together(package: str, version: str, problem: str) -> None:
     machine = {**MACHINE, "packages": {**MACHINE["packages"], package: version}}
-    (found,) = find_pin_problems(machine, HERE)
-    assert problem in found
+    (text,) = find_pin_problems(machine, ENVIRONMENT)
+    assert problem in text
     # The pins of another release of the line are not known, and not held against it.
-    assert find_pin_problems(machine, dataclasses.replace(HERE, tensorrt_llm="1.0.0")) == []
+    assert find_pin_problems(machine, dataclasses.replace(ENVIRONMENT, tensorrt_llm="1.0.0")) == []
 
 
 def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
@@ -210,18 +210,18 @@ def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
     from packaging.version import Version
 
     project = (ROOT / "pyproject.toml").read_text()
-    (extra,) = re.findall(r'^tensorrt-llm = \["(.+)"\]$', project, re.MULTILINE)
-    asked = Requirement(extra).specifier
-    own = {one.name: one.specifier for one in map(Requirement, re.findall(
-        r'^  "((?:torch|transformers)[<>=][^"]+)",$', project, re.MULTILINE))}  # fmt: skip
-    assert set(own) == {"torch", "transformers"}
+    (requirement,) = re.findall(r'^tensorrt-llm = \["(.+)"\]$', project, re.MULTILINE)
+    releases = Requirement(requirement).specifier
+    texts = re.findall(r'^  "((?:torch|transformers)[<>=][^"]+)",$', project, re.MULTILINE)
+    specifiers = {dependency.name: dependency.specifier for dependency in map(Requirement, texts)}
+    assert set(specifiers) == {"torch", "transformers"}
     for row in list_pins():
         assert row["source"]
         assert {"python", "tensorrt", "cuda", "torch", "modelopt"} <= set(row)
-        fits = all(Version(f"{row[name]}.1") in wanted for name, wanted in own.items())
-        assert row["fits"] == fits == (Version(f"{row['tensorrt_llm']}.0") in asked)
-    assert Version("1.1.0") not in asked
-    assert Version("1.3.0") not in asked
+        fits = all(Version(f"{row[name]}.1") in specifier for name, specifier in specifiers.items())
+        assert row["fits"] == fits == (Version(f"{row['tensorrt_llm']}.0") in releases)
+    assert Version("1.1.0") not in releases
+    assert Version("1.3.0") not in releases
     report = format_report(examine(DoctorSettings()))
     assert "TensorRT-LLM 0.14 brings torch 2.4 and transformers 4.42, specdec asks for" in report
     assert "TensorRT-LLM 1.2 brings" not in report
@@ -231,32 +231,32 @@ def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
 
 
 def test_torch_engine_can_run_here(engines: dict[str, Path]) -> None:
-    done = run_cli_here("doctor", "--engine-dir", engines["torch"], "--json")
-    assert done.returncode == 0, done.stderr
-    engine = json.loads(done.stdout)["engine"]
+    process = run_cli_here("doctor", "--engine-dir", engines["torch"], "--json")
+    assert process.returncode == 0, process.stderr
+    engine = json.loads(process.stdout)["engine"]
     assert engine["can_run"]
     assert (engine["backend"], engine["tp_size"], engine["dtype"]) == ("torch", 1, "float32")
     assert engine["notes"] == ["it has no native kernels: it runs on torch's own operators"]
 
 
 def test_tensorrt_engine_cannot_run_here(engines: dict[str, Path]) -> None:
-    done = run_cli_here("doctor", "--engine-dir", engines["tensorrt-llm"], "--json")
-    assert done.returncode == 1
-    fact, hint = read_error_lines(done.stderr)
+    process = run_cli_here("doctor", "--engine-dir", engines["tensorrt-llm"], "--json")
+    assert process.returncode == 1
+    fact, hint = read_error_lines(process.stderr)
     assert "built with TensorRT-LLM 1.2.0, which is not installed here, and 1 more" in fact
     assert "tensorrt-llm==1.2.0" in hint
-    engine = json.loads(done.stdout)["engine"]
+    engine = json.loads(process.stdout)["engine"]
     assert not engine["can_run"]
     assert len(engine["problems"]) == 2
 
 
 def test_tensorrt_engine_where_it_was_built(engines: dict[str, Path]) -> None:
-    found = check_engine(engines["tensorrt-llm"], MACHINE, HERE)
-    assert found["can_run"], found["problems"]
-    assert (found["backend"], found["method"]) == ("tensorrt-llm", "redrafter")
-    other = dataclasses.replace(HERE, tensorrt="10.4.0", gpus=(T4,))
+    report = check_engine(engines["tensorrt-llm"], MACHINE, ENVIRONMENT)
+    assert report["can_run"], report["problems"]
+    assert (report["backend"], report["method"]) == ("tensorrt-llm", "redrafter")
+    environment = dataclasses.replace(ENVIRONMENT, tensorrt="10.4.0", gpus=(T4,))
     facts = [problem["fact"] for problem in check_engine(
-        engines["tensorrt-llm"], MACHINE, other)["problems"]]  # fmt: skip
+        engines["tensorrt-llm"], MACHINE, environment)["problems"]]  # fmt: skip
     assert "built with TensorRT 10.13.3.9, here is 10.4.0" in facts[0]
     assert "built for compute capability 9.0" in facts[1]
 
@@ -266,15 +266,15 @@ def test_engine_of_trtllm_build_alone_has_only_its_version(
 ) -> None:
     folder = shutil.copytree(engines["tensorrt-llm"], tmp_path / "engine")
     (folder / "manifest.json").unlink()
-    found = check_engine(folder, MACHINE, HERE)
-    assert found["can_run"]
-    assert "no record of the machine" in found["notes"][0]
-    assert not any("issue 3125" in note for note in found["notes"])
+    report = check_engine(folder, MACHINE, ENVIRONMENT)
+    assert report["can_run"]
+    assert "no record of the machine" in report["notes"][0]
+    assert not any("issue 3125" in note for note in report["notes"])
     document = read_json(folder / "config.json")
     write_json(folder / "config.json", document | {"version": "0.14.0"})
-    assert any("issue 3125" in note for note in check_engine(folder, MACHINE, HERE)["notes"])
+    assert any("issue 3125" in note for note in check_engine(folder, MACHINE, ENVIRONMENT)["notes"])
     write_json(folder / "config.json", document)
-    newer = dataclasses.replace(HERE, tensorrt_llm="1.2.1")
+    newer = dataclasses.replace(ENVIRONMENT, tensorrt_llm="1.2.1")
     assert "built with TensorRT-LLM 1.2.0, here is 1.2.1" in check_engine(
         folder, MACHINE, newer)["problems"][0]["fact"]  # fmt: skip
 
@@ -284,7 +284,7 @@ def test_missing_rank_missing_weights_and_little_memory(
 ) -> None:
     folder = shutil.copytree(engines["tensorrt-llm"], tmp_path / "trt")
     (folder / "rank0.engine").unlink()
-    assert "lacks rank0.engine" in check_engine(folder, MACHINE, HERE)["problems"][0]["fact"]
+    assert "lacks rank0.engine" in check_engine(folder, MACHINE, ENVIRONMENT)["problems"][0]["fact"]
     folder = shutil.copytree(engines["torch"], tmp_path / "torch")
     small = {**MACHINE, "cpu": {**MACHINE["cpu"], "available_bytes": 1000}}
     cpu = Environment()
@@ -299,13 +299,13 @@ def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Pa
     document = read_json(folder / "config.json")
     document["torch_config"]["kernels"] = {"cpu": "another"}
     write_json(folder / "config.json", document)
-    for compiler_, told in (
+    for compiler_, message in (
         ("g++", "not kept here: the first run compiles them"),
         (None, "there is no C++ compiler: it runs on torch's own operators"),
     ):
-        found = check_engine(folder, {**MACHINE, "compiler": compiler_}, Environment())
-        assert found["can_run"]
-        assert told in found["notes"][0]
+        report = check_engine(folder, {**MACHINE, "compiler": compiler_}, Environment())
+        assert report["can_run"]
+        assert message in report["notes"][0]
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[]", '{"build_config": 3}', "{"])
@@ -313,15 +313,15 @@ def test_folder_that_is_no_engine(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(SpecDecError):
-        check_engine(tmp_path, MACHINE, HERE)
+        check_engine(tmp_path, MACHINE, ENVIRONMENT)
 
 
 def test_text_of_an_engine_that_cannot_run(engines: dict[str, Path]) -> None:
     machine, _ = describe_machine()
-    here = dataclasses.replace(HERE, gpus=())
+    environment = dataclasses.replace(ENVIRONMENT, gpus=())
     report = {
         **machine, "abilities": [], "pins": list_pins(), "problems": [],
-        "engine": check_engine(engines["tensorrt-llm"], MACHINE, here),
+        "engine": check_engine(engines["tensorrt-llm"], MACHINE, environment),
     }  # fmt: skip
     text = format_report(report)
     assert ": cannot run here" in text
