@@ -26,6 +26,7 @@ from specdec.files.acceptance import Acceptance
 LOSS_SHARE = 0.02  # of the time of plain decoding, what drafts may lose
 TRIAL_SHARE = 0.009  # of the same, what trials may lose of drafts that are believed not to pay
 READ_SHARE = 0.04  # of the same, what drafters may take to read prompts
+LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
 HORIZON = 64  # steps to come that count at most: the text may end before
 COLD_SHARE = 0.15  # of a plain step, what the ones behind a draft take longer: caches are cold
 KEPT_STEPS = 4  # steps by one plan that says drafts, since planning takes time
@@ -137,7 +138,7 @@ class Pace:
         self.learn()
         draft = self._price(num_positions)
         ahead = min(max(remaining), HORIZON) * self._seconds[0]
-        self.is_trial = self._gain <= 1 or not self._repays_reading(num_unread, ahead)
+        self.is_trial = self._gain <= LEAST_GAIN or not self._repays_reading(num_unread, ahead)
         limit = self.account.find_limit(ahead)
         if not self.account.spent:
             self.account.for_trials = limit
