@@ -38,7 +38,7 @@ from specdec.system import logs
 from specdec.system.processes import read_memory
 from specdec.trt.drafters import KINDS, OFFSETS_FILE, list_networks, write_drafter
 from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, list_files, name_networks
-from specdec.trt.library import OTHER, Library, describe_library, load_tensorrt, make_logger
+from specdec.trt.library import OTHER_RELEASE, Library, describe_library, load_tensorrt, make_logger
 from specdec.trt.network import NetworkWriter, Sizes, can_meet_ranks
 from specdec.trt.target import COMPUTED, write_head, write_target
 from specdec.trtllm.environment import list_gpus
@@ -120,7 +120,9 @@ def choose_capabilities(settings: BuildSettings, library: Library) -> list[str]:
         )  # fmt: skip
     if given is None:
         if fact := library.explain(gpus[0].name, own[0]):
-            raise SpecDecError(fact, f"{OTHER}, or --backend torch; {flag} is for other GPUs")
+            raise SpecDecError(
+                fact, f"{OTHER_RELEASE}, or --backend torch; {flag} is for other GPUs"
+            )
         return own
     wanted = list(dict.fromkeys(re.split(r"\s*,\s*", given.strip())))
     if unknown := [each for each in wanted if each not in usable]:
@@ -198,7 +200,7 @@ def plan_networks(
         run = drafter.max_draft_len + drafter.num_eagle_layers * width
         run = -(-run // POSITION_BLOCK) * POSITION_BLOCK
         drafters = dataclasses.replace(
-            sizes, tokens=max(sizes.tokens, width), usual=width, positions=positions + run
+            sizes, tokens=max(sizes.tokens, width), typical_tokens=width, positions=positions + run
         )
     return NetworkConfig(library, capabilities, sizes, drafters)
 
@@ -210,7 +212,10 @@ def write_networks(
     """Each file's name and its network, one after the other; the drafted tokens into a folder."""
     model, drafter = checkpoint.model, checkpoint.drafter
     third = drafter.eagle3 if isinstance(drafter, EagleParams) else None
-    writes: Any = partial(write_target, observed=third.aux_layers if third else ()), write_head
+    writes: Any = (
+        partial(write_target, observed_layers=third.aux_layers if third else ()),
+        write_head,
+    )
     make = partial(NetworkWriter, trt, builder, TORCH_DTYPES[model.dtype])
     weights: dict[str, Tensor] = {}
     for rank in range(model.tp_size):

@@ -30,24 +30,28 @@ from specdec.trt.runtime import EngineRunner
 from specdec.trt.target import list_masks
 
 
-def run_rows(runner: EngineRunner, inputs: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
+def run_rows(
+    runner: EngineRunner, inputs: Mapping[str, Tensor], max_rows: int
+) -> dict[str, Tensor]:
     """Run a network whose inputs have a row each, at most so many rows at a time."""
     size = len(next(iter(inputs.values())))
     return _join([
-        runner.run({name: each[at : at + most].contiguous() for name, each in inputs.items()})
-        for at in range(0, size, most)
+        runner.run({
+            name: tensor[start : start + max_rows].contiguous() for name, tensor in inputs.items()
+        })
+        for start in range(0, size, max_rows)
     ])  # fmt: skip
 
 
-def _join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of some rows after others."""
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def _join(row_outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the outputs of some rows after others."""
+    if len(row_outputs) == 1:
+        return row_outputs[0]
+    return {name: torch.cat([outputs[name] for outputs in row_outputs]) for name in row_outputs[0]}
 
 
 class NetworkDecoder(Decoder):
-    """A `Decoder` whose layers and head are networks; what it has of torch's layers is nothing."""
+    """`Decoder` whose layers and head are networks, and none of torch's."""
 
     graphs: StepGraphs | None = None  # TensorRT records its own
 
@@ -94,9 +98,9 @@ class NetworkDecoder(Decoder):
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D]."""
         if tokens is None:
             tokens = to_device(step.tokens, self.device)
-        found = self.run_step(step, cache, {"tokens": tokens})
-        self.observed = found.get("layers")
-        return found["hidden_states"]
+        outputs = self.run_step(step, cache, {"tokens": tokens})
+        self.observed = outputs.get("layers")
+        return outputs["hidden_states"]
 
     def run_step(
         self, step: Step, cache: KVCache, inputs: Mapping[str, Tensor]
@@ -117,48 +121,55 @@ class NetworkDecoder(Decoder):
         if self.rotary is None:
             lines = lines.clip(max=self.model.max_position_embeddings - 1)
         ends = (past + num_new).astype(np.int32)
-        given = {
+        step_inputs = {
             **inputs, "positions": to_device(lines, self.device),
             "write_indices": to_device(ends - num_tokens, self.device),
         }  # fmt: skip
         if "lengths" in self._body.input_names:
-            given["lengths"] = to_device(ends, self.device)
+            step_inputs["lengths"] = to_device(ends, self.device)
         for name, window in self._masks.items():
             mask = build_full_mask(
                 past, step.tree_mask, step.mask_positions, self.sizes.positions, window
             )
-            given[name] = to_device(mask, self.device)
-        parts = []
-        for first, last in _list_spans(step.rows, self.sizes.rows):
-            row = int(step.rows[first])
-            blocks = cache.blocks[:, :, row : row + last - first]
+            step_inputs[name] = to_device(mask, self.device)
+        span_outputs = []
+        for first_row, end_row in _list_spans(step.rows, self.sizes.rows):
+            row = int(step.rows[first_row])
+            blocks = cache.blocks[:, :, row : row + end_row - first_row]
             key = blocks.data_ptr(), blocks.shape, blocks.stride()
             self._body.bind_caches(key, functools.partial(_list_caches, blocks))
-            parts.append(self._body.run(
-                {name: each[first:last].contiguous() for name, each in given.items()}
+            span_outputs.append(self._body.run(
+                {
+                    name: tensor[first_row:end_row].contiguous()
+                    for name, tensor in step_inputs.items()
+                }
             ))  # fmt: skip
-        return _join(parts)
+        return _join(span_outputs)
 
     @property
     def runners(self) -> list[EngineRunner]:
-        """What runs its networks."""
+        """Runners of the decoder's networks."""
         return [self._body, self._head]
 
 
 def _list_caches(blocks: Tensor) -> dict[str, Tensor]:
-    """Inputs of the layers' network: each layer's keys and values of [layers, 2, B, N, S, H]."""
+    """Return each layer's keys and values of [layers, 2, B, N, S, H] as the network's inputs."""
     return {
         f"past_{kind}_{layer}": rows
-        for layer, both in enumerate(blocks)
-        for kind, rows in zip(("key", "value"), both, strict=True)
+        for layer, keys_and_values in enumerate(blocks)
+        for kind, rows in zip(("key", "value"), keys_and_values, strict=True)
     }
 
 
-def _list_spans(rows: IntArray, most: int) -> Iterator[tuple[int, int]]:
+def _list_spans(rows: IntArray, max_rows: int) -> Iterator[tuple[int, int]]:
     """Where in a step rows begin and end that lie one behind the other in the cache."""
     assert (np.diff(rows) > 0).all()  # a row is once in a step
-    first = 0
-    for at in range(1, len(rows) + 1):
-        if at == len(rows) or rows[at] != rows[at - 1] + 1 or at - first == most:
-            yield first, at
-            first = at
+    span_start = 0
+    for index in range(1, len(rows) + 1):
+        if (
+            index == len(rows)
+            or rows[index] != rows[index - 1] + 1
+            or index - span_start == max_rows
+        ):
+            yield span_start, index
+            span_start = index

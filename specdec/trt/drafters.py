@@ -40,7 +40,7 @@ KINDS = (ReDrafterParams, MedusaParams, EagleParams)
 
 
 def list_networks(drafter: DrafterParams | None) -> list[str]:
-    """The files of a drafter's networks."""
+    """Return the files of a drafter's networks."""
     if not isinstance(drafter, EagleParams):
         return [] if drafter is None else [DRAFTER]
     return [DRAFTER, DRAFTER_HEAD, *([DRAFTER_FEATURES] if drafter.eagle3 is not None else [])]
@@ -58,12 +58,12 @@ def write_drafter(
     else:
         assert isinstance(drafter, EagleParams)
         eagle = _EagleWriter(writer, drafter, model, weights)
-        parts = {DRAFTER: eagle.write_layers, DRAFTER_HEAD: eagle.write_head}
-        parts.get(name, eagle.write_features)()
+        networks = {DRAFTER: eagle.write_layers, DRAFTER_HEAD: eagle.write_head}
+        networks.get(name, eagle.write_features)()
 
 
 def _multiply(writer: NetworkWriter, weights: Mapping[str, Tensor], name: str, x: Any) -> Any:
-    """x W^T + b by the whole linear of this name."""
+    """Compute x W^T + b by the whole linear of this name."""
     return multiply(writer, x, weights, name)[0]
 
 
@@ -103,29 +103,31 @@ class _SearchWriter:
         """`drafts` [B, W, L] from `states` [B, D] and the `tokens` [B] that follow them."""
         writer = self._writer
         states = writer.add_input("states", writer.dtype, "B", width)
-        last = writer.reshape(writer.add_input("tokens", torch.int64, "B"), (0, 1))
+        newest_tokens = writer.reshape(writer.add_input("tokens", torch.int64, "B"), (0, 1))
         context = writer.reshape(states, (0, 1, width))
         state = writer.constant(torch.zeros(1, 1, width, dtype=writer.dtype))
         scores = writer.number(0, 3, torch.float32)
         beams: list[Any] = []  # the tokens of each place, [B, W, 1]
         for _ in range(self._params.draft_len_per_beam):
-            state = self._update(last, state)
-            same = writer.gather(context, writer.combine("SUB", last, last), 1, 1)
-            scores, chosen, source = self._choose(same, state, scores)
-            last = writer.reshape(chosen, (0, 0))
-            beams = [writer.gather(each, source, 1, 1) for each in beams] + [chosen]
+            state = self._update(newest_tokens, state)
+            zeros = writer.gather(
+                context, writer.combine("SUB", newest_tokens, newest_tokens), 1, 1
+            )
+            scores, beam_tokens, source = self._choose(zeros, state, scores)
+            newest_tokens = writer.reshape(beam_tokens, (0, 0))
+            beams = [writer.gather(beam, source, 1, 1) for beam in beams] + [beam_tokens]
             state = writer.gather(state, source, 1, 1)
         writer.mark_output(writer.join(beams, 2), "drafts")
 
     def _update(self, tokens: Any, state: Any) -> Any:
-        """The next recurrent state [B, W, D] after tokens [B, W]."""
+        """Return the next recurrent state [B, W, D] after tokens [B, W]."""
         writer, weights = self._writer, self._weights
         embedded = writer.gather(self._embedding, tokens)
         if not self._params.is_rnn:
             return writer.add(embedded, state)
         mixed = _multiply(writer, weights, "drafter.rnn_w", embedded)
-        kept = _multiply(writer, weights, "drafter.rnn_u", state)
-        return writer.activate("SILU", writer.add(mixed, kept))
+        recurrent_state = _multiply(writer, weights, "drafter.rnn_u", state)
+        return writer.activate("SILU", writer.add(mixed, recurrent_state))
 
     def _choose(self, context: Any, state: Any, scores: Any) -> tuple[Any, Any, Any]:
         """Scores [B, W, 1], tokens [B, W, 1], and the beams [B, W] that these follow."""
@@ -139,10 +141,14 @@ class _SearchWriter:
         values = writer.combine("SUB", values, writer.reduce("MAX", values, 2))
         sums = writer.reduce("SUM", writer.unary("EXP", values), 2)
         totals = writer.add(writer.combine("SUB", values, writer.unary("LOG", sums)), scores)
-        best, flat = writer.top(writer.reshape(totals, (0, -1)), params.num_beams, 1)
-        chosen = writer.gather(writer.reshape(tokens, (0, -1)), flat, 1, 1)
+        best_scores, flat = writer.top(writer.reshape(totals, (0, -1)), params.num_beams, 1)
+        beam_tokens = writer.gather(writer.reshape(tokens, (0, -1)), flat, 1, 1)
         source = writer.combine("FLOOR_DIV", flat, writer.number(count, 2, torch.int32))
-        return writer.reshape(best, (0, 0, 1)), writer.reshape(chosen, (0, 0, 1)), source
+        return (
+            writer.reshape(best_scores, (0, 0, 1)),
+            writer.reshape(beam_tokens, (0, 0, 1)),
+            source,
+        )
 
 
 class _EagleWriter:
@@ -169,13 +175,13 @@ class _EagleWriter:
         embedded = writer.gather(writer.constant(self._named[EMBEDDING]), layers.tokens)
         if third is None:
             pairs = writer.join([embedded, features], 2)
-            x = first = _multiply(writer, self._own, "drafter.fc", pairs)
+            x = first_input = _multiply(writer, self._own, "drafter.fc", pairs)
         else:
             normed = self._norm(features, "layers.0.hidden_norm.weight")
             embedded = self._norm(embedded, "layers.0.input_layernorm.weight")
-            first = writer.join([embedded, normed], 2)
+            first_input = writer.join([embedded, normed], 2)
             x = normed if third.norm_before_residual else features
-        x, _ = layers.run(x, (), first)
+        x, _ = layers.run(x, (), first_input)
         if third is not None and third.norm_output:
             x = self._norm(x, "ln_f.weight")
         writer.mark_output(x, "next_features")
@@ -202,7 +208,7 @@ class _EagleWriter:
 
 @dataclasses.dataclass
 class HeadNetwork:
-    """What stands for a `ReDrafterHead` or `MedusaHeads` where it is a network.
+    """Network in the place of a `ReDrafterHead` or of `MedusaHeads`.
 
     size: rows that it takes at once. vocab_size: of what is drafted.
     """
@@ -214,7 +220,7 @@ class HeadNetwork:
 
     @property
     def runners(self) -> list[EngineRunner]:
-        """What runs its network."""
+        """Runners of the drafter's network."""
         return [self.runner]
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -224,9 +230,13 @@ class HeadNetwork:
 
     def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As `MedusaHeads.rank_tokens`."""
-        found = run_rows(self.runner, {"states": hidden}, self.size)
-        ranked = [rank_logits(found[f"logits_{head}"], width) for head, width in enumerate(widths)]
-        tokens, scores = (torch.cat(parts, dim=-1) for parts in zip(*ranked, strict=True))
+        outputs = run_rows(self.runner, {"states": hidden}, self.size)
+        ranked = [
+            rank_logits(outputs[f"logits_{head}"], width) for head, width in enumerate(widths)
+        ]
+        tokens, scores = (
+            torch.cat(shard_values, dim=-1) for shard_values in zip(*ranked, strict=True)
+        )
         return tokens, scores
 
 
@@ -237,7 +247,7 @@ class EagleNetworks(EagleNet):
         self, params: EagleParams, decoder: NetworkDecoder, runners: Sequence[EngineRunner],
         offsets: Tensor | None,
     ) -> None:  # fmt: skip
-        """decoder: of the drafter's layers and head. runners: one that makes EAGLE-3's features."""
+        """Take the drafter's decoder; runners: the one of EAGLE-3's features."""
         self.params, self.offsets = params, offsets
         self.decoder: NetworkDecoder = decoder
         self.mask_feature = None  # drafters with one are refused by the build
@@ -245,7 +255,7 @@ class EagleNetworks(EagleNet):
 
     @property
     def runners(self) -> list[EngineRunner]:
-        """What runs its networks."""
+        """Runners of the drafter's networks."""
         return [*self.decoder.runners, *self._feature_runners]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -268,7 +278,7 @@ class EagleNetworks(EagleNet):
 def open_drafter(
     folder: Path, drafter: DrafterParams, model: ModelConfig, device: torch.device, sizes: Sizes
 ) -> HeadNetwork | EagleNetworks:
-    """What stands for the drafter of an engine folder."""
+    """Open the network of an engine folder's drafter."""
     runners = [EngineRunner(folder / name, device) for name in list_networks(drafter)]
     if not isinstance(drafter, EagleParams):
         return HeadNetwork(drafter, runners[0], sizes.rows, model.vocab_size)

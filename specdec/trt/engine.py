@@ -24,7 +24,7 @@ from specdec.files.reading import read_json
 from specdec.system import logs
 from specdec.trt.decoder import NetworkDecoder
 from specdec.trt.drafters import list_networks, open_drafter
-from specdec.trt.library import OTHER, Library, describe_library, load_tensorrt
+from specdec.trt.library import OTHER_RELEASE, Library, describe_library, load_tensorrt
 from specdec.trt.network import Sizes
 from specdec.trt.runtime import EngineRunner
 
@@ -34,13 +34,13 @@ SPARE_POSITIONS = 128
 
 
 def name_networks(rank: int) -> tuple[str, str]:
-    """The files of a rank's networks: its layers, and its head."""
+    """Return the files of a rank's networks: its layers, and its head."""
     return f"rank{rank}.engine", f"head{rank}.engine"
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
-    """What an engine's networks were built for, as its config.json has it.
+    """Sizes and files of an engine's networks, as its config.json has them.
 
     library: of `describe_library`. compute_capabilities: of GPUs that run it. sizes, drafter_sizes:
     limits of the networks.
@@ -59,30 +59,30 @@ def read_network_config(folder: Path) -> tuple[EngineConfig, NetworkConfig]:
     try:
         names = [options["library"], *options["compute_capabilities"]]
         sizes = [Sizes(**options[name]) for name in ("sizes", "drafter_sizes")]
-        numbers = [number for each in sizes for number in dataclasses.astuple(each)]
-        wrong = [name for name in names if not isinstance(name, str)]
-        wrong += [number for number in numbers if type(number) is not int or number < 1]
-        if wrong:
-            raise TypeError(f"{wrong[0]!r} is neither a name nor a size")
-        found = NetworkConfig(names[0], names[1:], *sizes)
+        numbers = [number for group in sizes for number in dataclasses.astuple(group)]
+        wrong_values = [name for name in names if not isinstance(name, str)]
+        wrong_values += [number for number in numbers if type(number) is not int or number < 1]
+        if wrong_values:
+            raise TypeError(f"{wrong_values[0]!r} is neither a name nor a size")
+        network_config = NetworkConfig(names[0], names[1:], *sizes)
     except (KeyError, TypeError) as error:
         raise SpecDecError(
             f"{folder}/config.json: {TENSORRT}_config is not what this version of specdec writes:"
             f" {error}",
             "build the engine again",
         ) from error
-    return config, found
+    return config, network_config
 
 
 def list_files(checkpoint: CheckpointConfig) -> list[str]:
-    """The files of an engine's networks."""
+    """Return the files of an engine's networks."""
     ranks = range(checkpoint.model.tp_size)
     names = [name for rank in ranks for name in name_networks(rank)]
     return names + list_networks(checkpoint.drafter)
 
 
 def find_network_problems(folder: Path, checkpoint: CheckpointConfig) -> Problems:
-    """The files that an engine lacks."""
+    """Return the files that an engine lacks."""
     return Problems(
         (f"{folder} lacks {name}", "copy the folder again, or build the engine again")
         for name in list_files(checkpoint)
@@ -93,7 +93,7 @@ def find_network_problems(folder: Path, checkpoint: CheckpointConfig) -> Problem
 def find_machine_problems(
     folder: Path, networks: NetworkConfig, library: Library, gpu: str, capability: str
 ) -> Problems:
-    """What keeps an engine from running on a GPU of this name with the TensorRT of a machine."""
+    """Return the reason why an engine cannot run on this GPU with a machine's TensorRT."""
     fact, built_for = library.explain(gpu, capability), networks.compute_capabilities
     return Problems.from_table(
         (library.name != networks.library,
@@ -102,7 +102,8 @@ def find_machine_problems(
         (capability not in built_for,
          f"{folder} was built for compute capability {', '.join(built_for)}, and {gpu} has"
          f" {capability}",
-         f"{fact}: {OTHER}" if fact else f"build it again with --compute-capability {capability}"),
+         f"{fact}: {OTHER_RELEASE}" if fact
+         else f"build it again with --compute-capability {capability}"),
     )  # fmt: skip
 
 
@@ -116,8 +117,8 @@ def check_machine(folder: Path, networks: NetworkConfig, device: torch.device) -
             "run it on a machine with a GPU, or build with --backend torch",
         )  # fmt: skip
     library, name = describe_library(load_tensorrt()), torch.cuda.get_device_name(device)
-    own = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    find_machine_problems(folder, networks, library, name, own).raise_all()
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    find_machine_problems(folder, networks, library, name, capability).raise_all()
 
 
 class LeadingNetworks(LeadingDecoder, NetworkDecoder):
@@ -128,7 +129,7 @@ def open_target(
     folder: Path, config: EngineConfig, networks: NetworkConfig, device: torch.device,
     kind: type[NetworkDecoder] = NetworkDecoder, group: Group | None = None, **leading: Any,
 ) -> NetworkDecoder:  # fmt: skip
-    """A rank's part of the target. kind: its class; leading: what a `LeadingDecoder` has."""
+    """Return a rank's part of the target. kind: its class; leading: what a `LeadingDecoder` has."""
     names = name_networks(group.rank if group else 0)
     runners = [EngineRunner(folder / name, device, group) for name in names]
     return kind(
@@ -138,7 +139,7 @@ def open_target(
 
 
 def open_part(folder: Path, device: torch.device, group: Group) -> NetworkDecoder:
-    """The part of a rank other than 0."""
+    """Return the part of a rank other than 0."""
     config, networks = read_network_config(folder)
     check_machine(folder, networks, device)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0

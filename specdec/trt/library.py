@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from specdec.errors import SpecDecError, name_extra
 
 # 10.15 is the first full TensorRT with attention, cache and rotary layers.
-OTHER = "use tensorrt 10.15 or newer, which builds for its machine's GPU, in place of tensorrt_rtx"
+OTHER_RELEASE = (
+    "use tensorrt 10.15 or newer, which builds for its machine's GPU, in place of tensorrt_rtx"
+)
 INSTALL = f"{name_extra('tensorrt')}, or tensorrt 10.15 or newer"
 
 
 def find_package() -> str | None:
-    """The module of TensorRT that is installed: of RTX where that is, else full TensorRT's."""
+    """Import the installed TensorRT: TensorRT-RTX where there is one, else the full one."""
     names = ("tensorrt_rtx_bindings", "tensorrt_rtx", "tensorrt")
     return next((name for name in names if importlib.util.find_spec(name) is not None), None)
 
@@ -41,7 +43,7 @@ def load_tensorrt() -> Any:
 
 
 class Library(NamedTuple):
-    """What builds and runs engines: its name and version, as an engine records it.
+    """TensorRT that builds and runs engines: name and version, as an engine records them.
 
     compute_capabilities: those that it builds for without their GPU, such as 8.9; none where it
     builds for its machine's only.
@@ -52,34 +54,38 @@ class Library(NamedTuple):
 
     def explain(self, gpu: str, capability: str) -> str:
         """Why it builds no engine for a GPU of this name; "" if it does."""
-        usable = self.compute_capabilities
+        capabilities = self.compute_capabilities
         fact = f"{gpu} has compute capability {capability}, {self.name} builds for"
-        return "" if not usable or capability in usable else f"{fact} {', '.join(usable)}"
+        return (
+            ""
+            if not capabilities or capability in capabilities
+            else f"{fact} {', '.join(capabilities)}"
+        )
 
 
 def describe_library(trt: Any) -> Library:
-    """What a module of TensorRT is."""
+    """Describe an installed module of TensorRT."""
     kind = "tensorrt_rtx" if "rtx" in trt.__name__ else "tensorrt"
     kinds = getattr(getattr(trt, "ComputeCapability", None), "__members__", {})
-    usable = [f"{name[2:-1]}.{name[-1]}" for name in kinds if name.startswith("SM")]
-    return Library(f"{kind} {trt.__version__}", usable)
+    capabilities = [f"{name[2:-1]}.{name[-1]}" for name in kinds if name.startswith("SM")]
+    return Library(f"{kind} {trt.__version__}", capabilities)
 
 
 def make_logger(trt: Any) -> Any:
-    """A logger for TensorRT that keeps errors; its `tell` returns the first, for messages."""
+    """Return a logger for TensorRT that keeps errors; its `tell` returns the first."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.kept: list[str] = []
+            self.messages: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.Severity.ERROR:
-                self.kept.append(message)
+                self.messages.append(message)
 
         def tell(self) -> str:
-            """That a GPU is missing is none of a build's errors."""
-            told = [message for message in self.kept if "catchCudaError" not in message]
-            return (told or self.kept or ["TensorRT does not say why"])[0]
+            """Return the first error; that a GPU is missing is none of a build's errors."""
+            messages = [message for message in self.messages if "catchCudaError" not in message]
+            return (messages or self.messages or ["TensorRT does not say why"])[0]
 
     return Logger()

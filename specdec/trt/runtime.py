@@ -60,10 +60,10 @@ class GpuKernels:
         entry = keep(bytes(content), self._info, self.SUFFIX)
         if entry is None:
             return
-        before, self._entry = self._entry, entry
-        if before is not None and before != entry:
+        previous_entry, self._entry = self._entry, entry
+        if previous_entry is not None and previous_entry != entry:
             with contextlib.suppress(OSError):
-                before.unlink(missing_ok=True)
+                previous_entry.unlink(missing_ok=True)
 
 
 class EngineRunner:
@@ -88,8 +88,8 @@ class EngineRunner:
             self._context = self._engine and self._make_context(trt, path)
             self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if not self._context:
-            told = self._logger.tell()
-            raise SpecDecError(f"TensorRT does not load {path}: {told}", "build it again")
+            messages = self._logger.tell()
+            raise SpecDecError(f"TensorRT does not load {path}: {messages}", "build it again")
         types = {kind: dtype for dtype, kind in name_types(trt).items()}
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         kinds = {name: self._engine.get_tensor_mode(name) for name in names}
@@ -126,8 +126,8 @@ class EngineRunner:
         pack.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         communicator = pack(world._get_backend(self._device)._comm_ptr(), None, None)
         if not self._context.set_communicator(communicator):
-            told = self._logger.tell()
-            raise SpecDecError(f"TensorRT takes no communicator: {told}", "see its message")
+            messages = self._logger.tell()
+            raise SpecDecError(f"TensorRT takes no communicator: {messages}", "see its message")
 
     def bind_caches(self, key: Hashable, list_caches: Callable[[], Mapping[str, Tensor]]) -> None:
         """Set the caches that steps read and update, by their inputs' names.
@@ -158,11 +158,11 @@ class EngineRunner:
         if self._group is not None:
             self._meet(self._group)
             self._group = None
-        context, outputs, kept = self._context, {}, []
+        context, outputs, held_tensors = self._context, {}, []
         for name, tensor in inputs.items():
             if tensor.data_ptr() % ALIGNMENT:
                 tensor = tensor.clone()  # rows of another, where a step is run in parts
-                kept.append(tensor)
+                held_tensors.append(tensor)
             self._set_input(name, tensor)
         for name, dtype in self._outputs.items():
             shape = tuple(context.get_tensor_shape(name))

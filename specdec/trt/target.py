@@ -39,7 +39,7 @@ COMPUTED = frozenset({
 
 
 def list_masks(model: ModelConfig) -> dict[str, int | None]:
-    """The inputs that tell what tokens see, and the window of each one's layers, None if all."""
+    """Return the masks' inputs, each with the window of its layers, None for all tokens."""
     kinds = {model.is_sliding(layer) for layer in range(model.num_hidden_layers)}
     windows = {False: ("mask", None), True: ("window_mask", model.sliding_window)}
     return dict(windows[kind] for kind in sorted(kinds))
@@ -56,7 +56,7 @@ class LayersWriter:
         self._num_kv_heads = model.get_num_kv_heads()
         self.tokens = writer.add_input("tokens", torch.int64, "B", "T")
         self.positions = writer.add_input("positions", torch.int64, "B", "T")
-        self._places = writer.add_input("write_indices", torch.int32, "B")
+        self._write_indices = writer.add_input("write_indices", torch.int32, "B")
         self._masks = {
             name: writer.add_input(name, torch.bool, "B", 1, "T", writer.sizes.positions)
             for name in list_masks(model)
@@ -69,11 +69,13 @@ class LayersWriter:
         if model.arithmetic.positions == "rotary":
             half = model.rotary_size // 2
             tables = make_tables(model, writer.sizes.positions, writer.dtype, CPU)
-            own = [
-                tuple(writer.constant(part[:, :half]) for part in (table.cos, table.sin))
+            layer_scales = [
+                tuple(
+                    writer.constant(table_half[:, :half]) for table_half in (table.cos, table.sin)
+                )
                 for table in dict.fromkeys(tables)
             ]
-            self._tables = [own[0], own[-1]]
+            self._tables = [layer_scales[0], layer_scales[-1]]
 
     def embed(self) -> Any:
         """Input embeddings, [B, T, D]."""
@@ -97,14 +99,16 @@ class LayersWriter:
         if has_all or model.tp_size == 1:
             return writer.gather(rows, indices)
 
-        first, none, last = (
+        first_token, zero, last_index = (
             writer.number(value, 2, torch.int64)
             for value in (writer.rank * len(table), 0, len(table) - 1)
         )
-        places = writer.combine("SUB", indices, first)
-        inside = writer.combine("MIN", writer.combine("MAX", places, none), last)
-        is_own = writer.reshape(writer.combine("EQUAL", places, inside), (0, 0, 1))
-        return writer.select(is_own, writer.gather(rows, inside), writer.number(0, 3))
+        shard_indices = writer.combine("SUB", indices, first_token)
+        clamped_indices = writer.combine(
+            "MIN", writer.combine("MAX", shard_indices, zero), last_index
+        )
+        is_own = writer.reshape(writer.combine("EQUAL", shard_indices, clamped_indices), (0, 0, 1))
+        return writer.select(is_own, writer.gather(rows, clamped_indices), writer.number(0, 3))
 
     def norm(self, x: Any, name: str) -> Any:
         weight, epsilon = self.weights[name + ".weight"], self.model.norm_epsilon
@@ -113,18 +117,18 @@ class LayersWriter:
         return self.writer.rms_norm(x, weight, epsilon)
 
     def run(
-        self, x: Any, observed: Sequence[int] = (), first_input: Any = None
+        self, x: Any, observed_layers: Sequence[int] = (), first_input: Any = None
     ) -> tuple[Any, list[Any]]:
-        """All layers; the last output, not normed, and those of observed layers.
+        """Return all layers; the last output, not normed, and those of observed layers.
 
         first_input: what the first layer's attention reads instead of its normed input.
         """
-        seen = []
+        layer_outputs = []
         for index in range(self.model.num_hidden_layers):
             x = self._run_layer(index, x, first_input if index == 0 else None)
-            if index in observed:
-                seen.append(x)
-        return x, seen
+            if index in observed_layers:
+                layer_outputs.append(x)
+        return x, layer_outputs
 
     def _run_layer(self, index: int, x: Any, first_input: Any) -> Any:
         arithmetic, prefix = self.model.arithmetic, f"transformer.layers.{index}."
@@ -144,13 +148,13 @@ class LayersWriter:
         return self._add(x, h, prefix + "post_feedforward_layernorm")
 
     def _add(self, x: Any, partial: Any, norm: str | None = None) -> Any:
-        """A layer's input and what the ranks computed of what is added to it, normed if so."""
-        added = self.writer.sum_ranks(partial, self.model.tp_size)
-        added = added if norm is None else self.norm(added, norm)
-        return self.writer.add(x, self.writer.scale(added, self.model.residual_multiplier))
+        """Add the ranks' summed update to a layer's input, behind a norm where there is one."""
+        update = self.writer.sum_ranks(partial, self.model.tp_size)
+        update = update if norm is None else self.norm(update, norm)
+        return self.writer.add(x, self.writer.scale(update, self.model.residual_multiplier))
 
     def _multiply_summed(self, x: Any, name: str) -> Any:
-        """A rank's part of a product that is summed over the ranks: the first adds the bias."""
+        """Return a rank's part of a product that ranks sum: the first one adds the bias."""
         (y,) = multiply(self.writer, x, self.weights, name, has_bias=self.writer.rank == 0)
         return y
 
@@ -172,31 +176,34 @@ class LayersWriter:
         prefix, size = f"transformer.layers.{index}.attention.", model.head_size
         counts = [self._num_heads, *[self._num_kv_heads] * 2]
         rows = [count * size for count in counts]
-        parts = multiply(writer, h, self.weights, prefix + "qkv", rows)
+        projections = multiply(writer, h, self.weights, prefix + "qkv", rows)
         q, k, v = (
-            writer.reshape(part, (0, 0, count, size), second_transpose=(0, 2, 1, 3))
-            for part, count in zip(parts, counts, strict=True)
+            writer.reshape(projection, (0, 0, count, size), second_transpose=(0, 2, 1, 3))
+            for projection, count in zip(projections, counts, strict=True)
         )
         if model.arithmetic.qk_norm:
-            q, k = (self.norm(x, f"{prefix}{part}_layernorm") for part, x in (("q", q), ("k", k)))
+            q, k = (
+                self.norm(x, f"{prefix}{projection}_layernorm")
+                for projection, x in (("q", q), ("k", k))
+            )
         is_sliding = model.is_sliding(index)
         if self._tables and index not in model.arithmetic.layers_without_positions:
             tables = self._tables[is_sliding]
             q, k = (writer.rotate(x, tables, self.positions, model.rotary_size) for x in (q, k))
         past, shape = [], ("B", counts[1], writer.sizes.positions, size)
-        for kind, new in (("key", k), ("value", v)):
+        for kind, values_of_step in (("key", k), ("value", v)):
             cache = writer.add_input(f"past_{kind}_{index}", writer.dtype, *shape)
-            past.append(writer.update_cache(cache, new, self._places))
+            past.append(writer.update_cache(cache, values_of_step, self._write_indices))
             writer.mark_output(past[-1], f"present_{kind}_{index}")
         keys, values = past
         q = writer.scale(q, model.attention_scale)
         mask = self._masks["window_mask" if is_sliding else "mask"]
         if model.attn_logit_softcapping is None:
-            out = writer.attend(q, keys, values, mask, self._lengths)
+            attended = writer.attend(q, keys, values, mask, self._lengths)
         else:
-            out = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
-        out = writer.reshape(out, (0, 0, counts[0] * size), first_transpose=(0, 2, 1, 3))
-        return self._multiply_summed(out, prefix + "dense")
+            attended = self._attend_capped(q, keys, values, mask, model.attn_logit_softcapping)
+        attended = writer.reshape(attended, (0, 0, counts[0] * size), first_transpose=(0, 2, 1, 3))
+        return self._multiply_summed(attended, prefix + "dense")
 
     def _attend_capped(self, q: Any, keys: Any, values: Any, mask: Any, limit: float) -> Any:
         """Attention whose scores are capped, by single layers: no native layer caps them."""
@@ -205,35 +212,35 @@ class LayersWriter:
         group = self._num_heads // num_kv
         q = writer.reshape(q, (0, num_kv, group, -1, size))
         shape = (0, num_kv, 1, writer.sizes.positions, size)
-        keys, values = (writer.reshape(each, shape) for each in (keys, values))
+        keys, values = (writer.reshape(tensor, shape) for tensor in (keys, values))
         mask = writer.reshape(mask, (0, 1, 1, -1, writer.sizes.positions))
         scores = writer.cast(writer.matmul(q, keys, "TRANSPOSE"), torch.float32)
         lowest = writer.number(-torch.inf, 5, torch.float32)
         scores = writer.select(mask, writer.cap(scores, limit), lowest)
         shares = writer.cast(writer.softmax(scores, 4), writer.dtype)
-        out = writer.matmul(shares, values)
-        return writer.reshape(out, (0, self._num_heads, -1, size))
+        attended = writer.matmul(shares, values)
+        return writer.reshape(attended, (0, self._num_heads, -1, size))
 
 
 def write_target(
     writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor],
-    observed: Sequence[int] = (),
+    observed_layers: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """The layers' network: `hidden_states` [B, T, D], and `layers` [B, T, n * D] if observed."""
+    """Write the layers' network: `hidden_states` [B, T, D], also `layers` [B, T, n * D]."""
     layers = LayersWriter(writer, model, weights)
-    x, seen = layers.run(layers.embed(), observed)
+    x, layer_outputs = layers.run(layers.embed(), observed_layers)
     if not model.arithmetic.is_post_norm:
         x = layers.norm(x, "transformer.ln_f")
     writer.mark_output(x, "hidden_states")
-    if seen:
-        writer.mark_output(writer.join(seen, 2), "layers")
+    if layer_outputs:
+        writer.mark_output(writer.join(layer_outputs, 2), "layers")
 
 
 def write_head(
     writer: NetworkWriter, model: ModelConfig, weights: Mapping[str, Tensor],
     *, prepare: Callable[[Any], Any] | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """The head's network: `logits` [M, V] of `states` [M, D].
+    """Return the head's network: `logits` [M, V] of `states` [M, D].
 
     prepare: what is done to the states first; scale: what they are multiplied by then.
     """

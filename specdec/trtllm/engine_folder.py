@@ -22,7 +22,7 @@ EXTERNAL = METHODS["draft_target"].mode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineFolder:
-    """What an engine's config.json and manifest say; lengths in tokens.
+    """Engine folder of TensorRT-LLM, by its config.json and manifest; lengths in tokens.
 
     max_seq_len: the recorded one, which counts prompt, output and the draft tokens of a step. mode:
     as in `--speculative-decoding-mode`, None for a plain engine. max_draft_len: what the runtime
@@ -73,19 +73,19 @@ class EngineFolder:
 
     @property
     def vocabulary(self) -> dict[str, Any] | None:
-        """What the manifest records of the tokens' meaning."""
-        recorded = self.manifest.get("vocabulary") if self.manifest else None
-        return recorded if isinstance(recorded, dict) else None
+        """Vocabulary that the manifest records."""
+        vocabulary = self.manifest.get("vocabulary") if self.manifest else None
+        return vocabulary if isinstance(vocabulary, dict) else None
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """What is known of the machine that built it."""
-        recorded = self.manifest.get("environment") if self.manifest else None
-        return recorded if isinstance(recorded, dict) else {"tensorrt_llm": self.version}
+        """Environment of the machine that built the engine."""
+        environment = self.manifest.get("environment") if self.manifest else None
+        return environment if isinstance(environment, dict) else {"tensorrt_llm": self.version}
 
 
 def refuse_config(folder: Path) -> SpecDecError:
-    """The error for a config.json that describes no engine."""
+    """Return the error for a config.json that describes no engine."""
     return SpecDecError(
         f"{folder} is not an engine: its config.json has no build_config",
         "run specdec-build on the checkpoint first",
@@ -93,7 +93,7 @@ def refuse_config(folder: Path) -> SpecDecError:
 
 
 def list_mode_names() -> dict[int, str]:
-    """The modes of speculation by their numbers in config.json."""
+    """Return the modes of speculation by their numbers in config.json."""
     return {number: name for name, number in load_facts(DEFAULT_LABEL).modes.items()}
 
 
@@ -113,7 +113,7 @@ def read_engine_folder(folder: Path) -> EngineFolder:
     mode = reader.find_mode(build)
     cache = str(build.get("kv_cache_type", "CONTINUOUS")).rpartition(".")[2].upper()
     manifest = folder / "manifest.json"
-    found = {
+    limits = {
         name: reader.get(build, f"build_config.{name}", int, 0)
         for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens",
                      "max_beam_width")
@@ -136,36 +136,37 @@ def read_engine_folder(folder: Path) -> EngineFolder:
         lacking=_list_lacking(plugins, cache),
         pretrained=pretrained,
         manifest=read_json(manifest) if manifest.is_file() else None,
-        **found,
+        **limits,
     )
     reader.problems += Problems.from_table(*(
-        (number > most, f"{path}: {what} are {number}, more than {most}", "build the engine again")
-        for what, number, most in (
+        (number > maximum, f"{path}: {label} are {number}, more than {maximum}",
+         "build the engine again")
+        for label, number, maximum in (
             ("tp_size x pp_size", engine.world_size, MAX_RANKS),
             ("draft tokens a step", engine.max_draft_len, MAX_DRAFT_TOKENS),
         )
     ))  # fmt: skip
     reader.problems.raise_all()
     names = [f"rank{rank}.engine" for rank in range(engine.world_size)]
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing_files := [name for name in names if not (folder / name).is_file()]:
         raise SpecDecError(
             f"{folder} has tp_size {engine.tp_size} and pp_size {engine.pp_size}, and lacks"
-            f" {', '.join(missing)}",
+            f" {', '.join(missing_files)}",
             "build the engine again, or copy the whole folder",
         )
     return engine
 
 
 def _list_lacking(plugins: Mapping[str, Any], kv_cache_type: str) -> tuple[str, ...]:
-    """The settings by which an engine has no in-flight batching, with their values."""
-    lacking = [
+    """Return the settings by which an engine has no in-flight batching, with their values."""
+    missing_keys = [
         f"{name} {str(plugins[name]).lower()}"
         for name in ("gpt_attention_plugin", "remove_input_padding")
         if name in plugins and not plugins[name]
     ]
     if kv_cache_type == "CONTINUOUS":
-        lacking.append("kv_cache_type CONTINUOUS")
-    return tuple(lacking)
+        missing_keys.append("kv_cache_type CONTINUOUS")
+    return tuple(missing_keys)
 
 
 class _Reader:
@@ -189,13 +190,13 @@ class _Reader:
     def find_mode(self, build: Mapping[str, Any]) -> str | None:
         """Return the mode's name; config.json has its number."""
         number = self.get(build, "build_config.speculative_decoding_mode", int, 1)
-        known = list_mode_names()
-        if number not in known:
+        mode_names = list_mode_names()
+        if number not in mode_names:
             self.problems.add(
                 f"{self.path}: speculative_decoding_mode is {number}",
-                f"the known ones are {', '.join(f'{n} {name}' for n, name in known.items())}",
+                f"the known ones are {', '.join(f'{n} {name}' for n, name in mode_names.items())}",
             )
-        name = known.get(number, "none")
+        name = mode_names.get(number, "none")
         return None if name == "none" else name
 
     def find_draft_len(
@@ -211,11 +212,11 @@ class _Reader:
             return int(beams * length)
         if mode == METHODS["medusa"].mode:
             return int(self.get(pretrained, f"{section}.max_draft_len", int, 0))
-        found = int(self.get(build, "build_config.max_draft_len", int, 0))
-        if found < 1:
+        draft_len = int(self.get(build, "build_config.max_draft_len", int, 0))
+        if draft_len < 1:
             self.problems.add(
-                f"{self.path}: build_config.max_draft_len is {found}, which TensorRT-LLM's"
+                f"{self.path}: build_config.max_draft_len is {draft_len}, which TensorRT-LLM's"
                 f" runtime refuses for {mode}",
                 "build the engine again with --max-draft-len",
             )
-        return found
+        return draft_len

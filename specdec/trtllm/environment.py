@@ -1,4 +1,4 @@
-"""What of TensorRT-LLM is on this machine, and whether an engine built elsewhere can run here.
+"""Installation of TensorRT-LLM on this machine, and whether an engine built elsewhere can run.
 
 Read from package metadata, the driver and nvidia-smi: importing TensorRT-LLM takes many seconds.
 """
@@ -70,7 +70,7 @@ def find_version(*names: str) -> str | None:
 
 
 def is_importable(name: str) -> bool:
-    """Whether a top-level package is there; it is not imported."""
+    """Return whether a top-level package is there; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -97,38 +97,38 @@ def list_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     if command is None:
         return (), None
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [command, f"--query-gpu={SMI_QUERY}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=SMI_SECONDS, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return (), None
-    if done.returncode != 0:
+    if process.returncode != 0:
         return (), None
-    found: list[tuple[str, str, Gpu]] = []
+    rows: list[tuple[str, str, Gpu]] = []
     driver = None
-    for line in done.stdout.splitlines():
+    for line in process.stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == len(SMI_QUERY.split(",")):
             index, name, capability, mebibytes, driver, uuid = cells
             size = int(mebibytes) << 20 if mebibytes.isdigit() else 0
             gpu = Gpu(name=name, compute_capability=capability, memory_bytes=size)
-            found.append((index, uuid, gpu))
-    return _filter_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")), driver
+            rows.append((index, uuid, gpu))
+    return _filter_visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES")), driver
 
 
-def _filter_visible(found: list[tuple[str, str, Gpu]], visible: str | None) -> tuple[Gpu, ...]:
+def _filter_visible(rows: list[tuple[str, str, Gpu]], visible: str | None) -> tuple[Gpu, ...]:
     """Choose as CUDA does: in the order given, up to the first entry that is no GPU."""
     if visible is None:
-        return tuple(gpu for _, _, gpu in found)
-    chosen = []
-    for entry in (part.strip() for part in visible.split(",")):
-        match = [gpu for index, uuid, gpu in found if entry and (entry == index or
+        return tuple(gpu for _, _, gpu in rows)
+    gpus = []
+    for entry in (word.strip() for word in visible.split(",")):
+        match = [gpu for index, uuid, gpu in rows if entry and (entry == index or
                  (entry.startswith("GPU-") and uuid.startswith(entry)))]  # fmt: skip
         if not match:
             break
-        chosen.append(match[0])
-    return tuple(chosen)
+        gpus.append(match[0])
+    return tuple(gpus)
 
 
 def read_torch_cuda() -> str | None:
@@ -159,7 +159,7 @@ def read_cuda_driver() -> str | None:
 
 
 def compare_environments(
-    recorded: Mapping[str, Any], present: Environment, *, num_ranks: int = 1
+    build_environment: Mapping[str, Any], environment: Environment, *, num_ranks: int = 1
 ) -> tuple[Problems, Problems]:
     """Compare the machine that an engine's manifest records with this one, before it is loaded.
 
@@ -168,46 +168,50 @@ def compare_environments(
     A serialized engine loads only under the TensorRT that wrote it, and on the compute capability
     that it was made for; TensorRT-LLM's plugins are part of it.
     """
-    stops, others, rebuild = Problems(), Problems(), "build the engine again here"
+    stops, warnings, rebuild = Problems(), Problems(), "build the engine again here"
     for key, name in (("tensorrt_llm", "TensorRT-LLM"), ("tensorrt", "TensorRT")):
-        built, here = recorded.get(key), getattr(present, key)
-        is_known = key == "tensorrt" or here is None or find_facts(here) is not None
-        if here is None and key == "tensorrt_llm":
+        built, current_value = build_environment.get(key), getattr(environment, key)
+        is_known = (
+            key == "tensorrt" or current_value is None or find_facts(current_value) is not None
+        )
+        if current_value is None and key == "tensorrt_llm":
             fact = f"the engine was built with {name} {built or 'of an unknown version'},"
             package = f"tensorrt-llm{f'=={built}' if built else ''}"
             remedy = f"install {package}, in NVIDIA's container for instance"
             stops.add(f"{fact} which is not installed here", remedy)
-        elif here is not None and built not in (None, here):
+        elif current_value is not None and built not in (None, current_value):
             remedy = f"install {name.lower()}=={built}" + (f", or {rebuild}" if is_known else "")
-            stops.add(f"the engine was built with {name} {built}, here is {here}", remedy)
+            stops.add(f"the engine was built with {name} {built}, here is {current_value}", remedy)
         elif not is_known:
-            stops.add(*explain_unknown(here))
-    built_cuda = recorded.get("cuda")
-    if None not in (built_cuda, present.cuda) and built_cuda != present.cuda:
-        fact = f"the engine was built under CUDA {built_cuda}, here is {present.cuda}"
-        others.add(fact, f"if it does not load, {rebuild}")
-    stopping, further = _compare_gpus(recorded.get("gpus") or [], present.gpus, num_ranks)
-    return Problems(stops + stopping), Problems(others + further)
+            stops.add(*explain_unknown(current_value))
+    built_cuda = build_environment.get("cuda")
+    if None not in (built_cuda, environment.cuda) and built_cuda != environment.cuda:
+        fact = f"the engine was built under CUDA {built_cuda}, here is {environment.cuda}"
+        warnings.add(fact, f"if it does not load, {rebuild}")
+    stopping, further = _compare_gpus(
+        build_environment.get("gpus") or [], environment.gpus, num_ranks
+    )
+    return Problems(stops + stopping), Problems(warnings + further)
 
 
 def _compare_gpus(
-    recorded: list[Mapping[str, Any]], present: tuple[Gpu, ...], num_ranks: int
+    build_gpus: list[Mapping[str, Any]], gpus: tuple[Gpu, ...], num_ranks: int
 ) -> tuple[Problems, Problems]:
-    if not present:
+    if not gpus:
         return Problems().add("no GPU is visible", "run it where nvidia-smi lists one"), Problems()
-    built = {str(gpu.get("compute_capability")) for gpu in recorded}
-    here = {gpu.compute_capability for gpu in present[:num_ranks]}
-    names = {str(gpu.get("name")) for gpu in recorded}
-    shown, own = ", ".join(sorted(names)), present[0].name
+    built = {str(gpu.get("compute_capability")) for gpu in build_gpus}
+    capabilities = {gpu.compute_capability for gpu in gpus[:num_ranks]}
+    names = {str(gpu.get("name")) for gpu in build_gpus}
+    build_names, gpu_name = ", ".join(sorted(names)), gpus[0].name
     stops = Problems.from_table(
-        (len(present) < num_ranks,
-         f"the engine has {num_ranks} ranks, {len(present)} GPUs are visible",
+        (len(gpus) < num_ranks,
+         f"the engine has {num_ranks} ranks, {len(gpus)} GPUs are visible",
          f"make {num_ranks} GPUs visible, or convert and build for fewer ranks"),
-        (built and not here <= built,
-         f"the engine was built for compute capability {', '.join(sorted(built))} ({shown}),"
-         f" this GPU has {', '.join(sorted(here - built))} ({own})",
+        (built and not capabilities <= built,
+         f"the engine was built for compute capability {', '.join(sorted(built))} ({build_names}),"
+         f" this GPU has {', '.join(sorted(capabilities - built))} ({gpu_name})",
          "build the engine on a GPU of the kind that runs it"),
     )  # fmt: skip
-    is_other = built and here <= built and own not in names
-    fact = f"the engine was tuned on {shown}, here is {own}"
+    is_other = built and capabilities <= built and gpu_name not in names
+    fact = f"the engine was tuned on {build_names}, here is {gpu_name}"
     return stops, Problems.from_table((is_other, fact, "build it again here for full speed"))

@@ -1,4 +1,4 @@
-"""What the lines of TensorRT-LLM know: flags, modes, architectures, keys; read from data files.
+"""Facts of the lines of TensorRT-LLM, read from data files: flags, modes, architectures, keys.
 
 The facts were read from TensorRT-LLM's public sources, for which each file names its commits. They
 are what the checks before a build and the tests' doubles are made of.
@@ -39,21 +39,23 @@ class BuildFlag:
 
     def parse(self, words: Sequence[str]) -> Any:
         """Return the value that some words of a command line give; raise UsageError."""
-        shown, given = f"--{self.name}", " ".join(words)
+        flag, text = f"--{self.name}", " ".join(words)
         if self.kind == "switch":
             if words:
-                raise UsageError(f"{shown} takes no value, got {given!r}", f"give {shown} alone")
+                raise UsageError(f"{flag} takes no value, got {text!r}", f"give {flag} alone")
             return True
         if not words or (len(words) > 1 and not self.is_list):
-            wanted = "values" if self.is_list else "one value"
-            raise UsageError(f"{shown} takes {wanted}, got {given!r}", f"give {shown} {wanted}")
+            expectation = "values" if self.is_list else "one value"
+            raise UsageError(
+                f"{flag} takes {expectation}, got {text!r}", f"give {flag} {expectation}"
+            )
         if self.kind == "int" and not re.fullmatch(r"-?[0-9]+", words[0]):
-            fact = f"{shown}: expected a whole number, got {given!r}"
-            raise UsageError(fact, f"give {shown} a whole number")
+            fact = f"{flag}: expected a whole number, got {text!r}"
+            raise UsageError(fact, f"give {flag} a whole number")
         choices = ", ".join(self.choices)
-        if wrong := [word for word in words if self.choices and word not in self.choices]:
-            near = suggest(wrong[0], self.choices)
-            fact = f"{shown}: {wrong[0]!r} is not one of {choices}{near}"
+        if wrong_words := [word for word in words if self.choices and word not in self.choices]:
+            near = suggest(wrong_words[0], self.choices)
+            fact = f"{flag}: {wrong_words[0]!r} is not one of {choices}{near}"
             raise UsageError(fact, f"choose one of {choices}")
         if self.kind == "int":
             return int(words[0])
@@ -100,9 +102,9 @@ class Facts:
         return [name for flag in self.flags.values() for name in (flag.name, *flag.aliases)]
 
     def covers(self, version: str) -> bool:
-        """Whether a release, as `1.2.0rc2` names one, is of this line."""
-        first, end = (_order_candidate(release) for release in self.releases)
-        return first <= _order_candidate(version) < end
+        """Return whether a release, as `1.2.0rc2` names one, is of this line."""
+        start, end = (_order_candidate(release) for release in self.releases)
+        return start <= _order_candidate(version) < end
 
 
 @functools.cache
@@ -136,9 +138,9 @@ def find_label(version: str) -> str:
 def explain_unknown(version: str) -> tuple[str, str]:
     """Why a release is of no line here, and what to do."""
     lines = "; ".join(
-        f"{label}: {first} and later, before {end}"
+        f"{label}: {start} and later, before {end}"
         for label in LABELS
-        for first, end in (load_facts(label).releases,)
+        for start, end in (load_facts(label).releases,)
     )
     remedy = (
         f"install a release of a recorded line ({lines}), or use --dry-run or --emit-script"
@@ -171,5 +173,7 @@ def _order_candidate(version: str) -> tuple[int, int, int, float]:
     if match is None:
         return (-1, -1, -1, -1)
     major, minor, patch, candidate = match.groups()
-    last = -1 if patch is None else float(candidate or 0) if candidate is not None else math.inf
-    return int(major), int(minor), int(patch or 0), last
+    candidate_rank = (
+        -1 if patch is None else float(candidate or 0) if candidate is not None else math.inf
+    )
+    return int(major), int(minor), int(patch or 0), candidate_rank

@@ -35,11 +35,11 @@ class Followed:
 
     def take(self, tokens: Sequence[int]) -> bool:
         """Emit the tokens beyond those already seen; tell whether there were any."""
-        new = tokens[self._num_seen :]
+        new_tokens = tokens[self._num_seen :]
         self._num_seen = len(tokens)
-        if self.active.finish_reason is not None or not new:
+        if self.active.finish_reason is not None or not new_tokens:
             return False
-        self.active.emit(new, self._name_origins(len(new)))
+        self.active.emit(new_tokens, self._name_origins(len(new_tokens)))
         return True
 
     def end(self, tokens: Sequence[int], num_iterations: int | None) -> bool:
@@ -64,11 +64,11 @@ class Followed:
         return stops
 
     def _name_origins(self, count: int) -> list[Origin]:
-        """The origins of a plain engine's tokens; otherwise the runtime does not tell them."""
+        """Return the origins of a plain engine's tokens, the only ones that are known."""
         return [PLAIN] * count if self._folder.mode is None else []
 
     def _end_early(self, tokens: Sequence[int]) -> None:
-        """The runtime stopped before the limit: at the end id, which it does not return."""
+        """Return the runtime stopped before the limit: at the end id, which it does not return."""
         active = self.active
         if any(ids == list(tokens[len(tokens) - len(ids) :]) for ids in self.stop_ids if ids):
             active.finish_reason = "stop"
@@ -90,10 +90,10 @@ class Followed:
             return
         stats.unknown = UNTOLD
         steps = None if num_iterations is None else num_iterations - 1
-        longest = self._folder.max_draft_len + 1
+        max_step_tokens = self._folder.max_draft_len + 1
         # Steps that emitted what was cut behind a stop word are counted too: then it is not known.
         is_cut = len(tokens) > num_tokens
-        if steps is None or is_cut or not steps <= num_tokens - 1 <= steps * longest:
+        if steps is None or is_cut or not steps <= num_tokens - 1 <= steps * max_step_tokens:
             stats.unknown |= UNTOLD_STEPS
         else:
             stats.num_verify_steps = steps

@@ -1,4 +1,4 @@
-"""What a line of TensorRT-LLM lacks: targets with a drafter, quantized layouts; known defects.
+"""Lacks of a line of TensorRT-LLM: targets with a drafter, quantized layouts; known defects.
 
 PAIRS was read from the lines' MODEL_MAP and their converters. Every other pair runs on the torch
 backend: its checkpoint has an architecture of the method's own, which no line knows.
@@ -72,27 +72,31 @@ def find_lack(label: str, config: Mapping[str, Any], target: str) -> tuple[str, 
 
 
 def describe_lines(architecture: str, label: str) -> str:
-    """What to do about an architecture that a line lacks."""
-    others = [other for other in LABELS if architecture in load_facts(other).architectures]
-    if not others:
+    """Return the remedy for an architecture that a line lacks."""
+    other_labels = [
+        label_with_class
+        for label_with_class in LABELS
+        if architecture in load_facts(label_with_class).architectures
+    ]
+    if not other_labels:
         return "use --backend torch"
     if architecture in ARCHITECTURES:  # a target, which has one name wherever it is
-        return f"build it for {others[0]}, or use --backend torch"
-    return f"convert it with --trtllm-version {label}, or build it for {others[0]}"
+        return f"build it for {other_labels[0]}, or use --backend torch"
+    return f"convert it with --trtllm-version {label}, or build it for {other_labels[0]}"
 
 
 def describe_targets(method: str, title: str, target: str) -> str:
-    """What to do about a drafter that a line lacks for a target."""
+    """Return the remedy for a drafter that a line lacks for a target."""
     lines = [label for label in LABELS if find_pair(label, method, target)]
     if lines and title not in NOWHERE:
         return f"convert it for {lines[0]}, or use --backend torch"
-    known = PAIRS[DEFAULT_LABEL].get(method)
-    if known is None:
+    architectures = PAIRS[DEFAULT_LABEL].get(method)
+    if architectures is None:
         return "use --backend torch, which runs every method on every target"
     heads = "EAGLE-1" if method == "eagle" else title
     return (
         "use --backend torch, which runs every method on every target; TensorRT-LLM"
-        f" {DEFAULT_LABEL} has {heads} for {', '.join(known)}"
+        f" {DEFAULT_LABEL} has {heads} for {', '.join(architectures)}"
     )
 
 
@@ -108,14 +112,14 @@ def find_layout_problems(label: str, quantization: Quantization, model: ModelCon
     facts = load_facts(label)
     reason = facts.quant_algos.get(algorithm, unknown)
     if reason is not None:
-        others = [
-            other for other in LABELS
-            if load_facts(other).quant_algos.get(algorithm, unknown) is None
+        other_labels = [
+            other_label for other_label in LABELS
+            if load_facts(other_label).quant_algos.get(algorithm, unknown) is None
         ]  # fmt: skip
         return problems.add(
             f"{line} cannot load {algorithm} checkpoints: {reason}",
-            f"convert it for {others[0]}"
-            if others
+            f"convert it for {other_labels[0]}"
+            if other_labels
             else "use --backend torch, or convert the published model with --dequantize",
         )
     if algorithm not in INT4:
@@ -149,20 +153,20 @@ def list_defects(version: str, mode: str | None, config: Mapping[str, Any]) -> l
     config: the checkpoint's. Nothing in an engine or a log shows them.
     """
     release = order_release(version)
-    found = []
+    defects = []
     if mode == METHODS["redrafter"].mode and release < (0, 19):
         beams = config.get("redrafter_num_beams")
         if isinstance(beams, int) and beams > 1:
-            found.append(
+            defects.append(
                 f"TensorRT-LLM before 0.19 (here {version}) accepts ReDrafter's drafts by"
                 f" probabilities that are not normalized; with {beams} beams the text was reported"
                 " to be clearly worse than the target's (issue 3125, fixed in April 2025 by pull"
                 f" request 3278): use a later release or one beam, and {CHECK}"
             )
     if mode == METHODS["lookahead"].mode and release < (1, 0):
-        found.append(
+        defects.append(
             f"lookahead of TensorRT-LLM {version}: from the second call on, a loaded engine was"
             " reported to write text that is wrong and differs from run to run (issue 2263, of"
             f" September 2024): {CHECK}"
         )
-    return found
+    return defects

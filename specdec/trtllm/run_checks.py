@@ -1,4 +1,4 @@
-"""What a TensorRT-LLM engine cannot do, found before it is loaded.
+"""Checks of what a TensorRT-LLM engine cannot do, before it is loaded.
 
 Its runtime refuses some of it after minutes, and silently bends or ignores the rest.
 """
@@ -36,14 +36,14 @@ def check_requests(
     requests: Sequence[Request], folder: EngineFolder, draft: EngineFolder | None
 ) -> None:
     """Raise SpecDecError that lists every request that the engines cannot do."""
-    longest = folder.max_total_len
+    max_length = folder.max_total_len
     if draft is not None:
         # The draft engine is given all but the last token, and writes a draft behind it.
-        longest = min(longest, draft.max_seq_len - folder.max_draft_len)
+        max_length = min(max_length, draft.max_seq_len - folder.max_draft_len)
     problems = Problems()
     for request in requests:
         problems += find_problems(
-            request, max_input_len=folder.max_input_len, max_seq_len=longest,
+            request, max_input_len=folder.max_input_len, max_seq_len=max_length,
             vocab_size=folder.vocab_size,
         )  # fmt: skip
         if folder.mode == EXTERNAL:
@@ -63,27 +63,27 @@ def check_devices(
     lookup: LookupOptions | None,
 ) -> None:  # fmt: skip
     """Raise SpecDecError for a list of devices that does not fit its engine's ranks."""
-    for what, devices, engine in (
+    for role, devices, engine in (
         ("target", options.target_devices if options else None, folder),
         ("draft", options.draft_devices if options else None, draft),
         ("target", lookup.target_devices if lookup else None, folder),
     ):
         if devices is not None and engine is not None:
-            check_count(what, devices, engine.world_size)
+            check_count(role, devices, engine.world_size)
 
 
 def find_growth_problems(
     request: Request, folder: EngineFolder, draft: EngineFolder | None
 ) -> Problems:
-    """The text that is given back to the engine, draft included, is its prompt of each step."""
+    """Check lengths: each step's prompt is the whole text so far, its draft included."""
     total = len(request.input_ids) + request.max_output_len
     return Problems.from_table(*(
         (total > min(engine.max_input_len, engine.max_num_tokens),
          f"{request.name} grows to {total} tokens, which are fed back at every step; the"
-         f" {what} engine's max_input_len is {engine.max_input_len} and its max_num_tokens"
+         f" {role} engine's max_input_len is {engine.max_input_len} and its max_num_tokens"
          f" {engine.max_num_tokens}",
          "lower --max-output-len, or build with a larger --max-input-len and --max-num-tokens")
-        for what, engine in (("target", folder), ("draft", draft)) if engine is not None
+        for role, engine in (("target", folder), ("draft", draft)) if engine is not None
     ))  # fmt: skip
 
 
@@ -161,14 +161,14 @@ def find_flag_problems(settings: DecodeSettings, folder: EngineFolder) -> Proble
 
 def find_logits_problems(folder: EngineFolder, draft: EngineFolder) -> Problems:
     """List what keeps two engines from comparing their logits."""
-    lacking = [str(e.folder) for e in (folder, draft) if not e.gathers_generation_logits]
+    folders = [str(e.folder) for e in (folder, draft) if not e.gathers_generation_logits]
     return Problems.from_table(
-        (lacking, f"--use-logits: {' and '.join(lacking)} built without generation logits",
+        (folders, f"--use-logits: {' and '.join(folders)} built without generation logits",
          "build both engines with --gather-generation-logits"),
-        *((ours != theirs,
-           f"--use-logits: the target's {name} is {ours}, the draft engine's {theirs}",
+        *((target_value != draft_value,
+           f"--use-logits: the target's {name} is {target_value}, the draft engine's {draft_value}",
            "leave --use-logits out, or convert both models in the same way")
-          for name, ours, theirs in (
+          for name, target_value, draft_value in (
               ("vocab_size", folder.vocab_size, draft.vocab_size),
               ("logits_dtype", folder.logits_dtype, draft.logits_dtype),
           )),
@@ -185,15 +185,18 @@ def check_settings(settings: DecodeSettings, fraction: float | None) -> None:
             "--device cpu: a TensorRT-LLM engine runs on the GPU it was built for",
             "leave it out, or build the checkpoint with --backend torch",
         )
-    others = {
+    torch_options = {
         method.name: method.options["draft"] for method in METHODS.values()
         if method.name not in KNOWN_METHODS
     }  # fmt: skip
-    others |= {"several methods together": ChainDraft, "ReDrafter's dynamic trees": ReDrafterDraft}
-    for name, options in others.items():
-        if given := list_given(settings, options):
+    torch_options |= {
+        "several methods together": ChainDraft,
+        "ReDrafter's dynamic trees": ReDrafterDraft,
+    }
+    for name, options in torch_options.items():
+        if option_names := list_given(settings, options):
             raise UsageError(
-                f"{name_flag(given[0])} is for engines of torch: nothing drafts by {name}"
+                f"{name_flag(option_names[0])} is for engines of torch: nothing drafts by {name}"
                 " for TensorRT-LLM",
                 "leave it out, or build the checkpoint with --backend torch",
             )
@@ -212,7 +215,7 @@ SHAPED = {name: name for name in (*SHAPING, "bad_words", "min_tokens")} | {
 
 def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     """List what an engine would silently do otherwise than the request says."""
-    params, where = request.sampling, request.name
+    params, label = request.sampling, request.name
     shaping = [name for name in SHAPED if getattr(params, name) != getattr(GREEDY, name)]
     heat, samples = f"temperature {params.temperature:g}", not params.is_greedy
     unoffered = ", which is not offered with an engine of TensorRT-LLM"
@@ -221,33 +224,33 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     is_greedy = bool(folder.pretrained.get("redrafter_greedy_search", True))
     return Problems.from_table(
         (is_redrafter and is_greedy and samples,
-         f"{where} samples with {heat}, but this engine always decodes greedily",
+         f"{label} samples with {heat}, but this engine always decodes greedily",
          "leave the temperature out, or convert with --redrafter-no-greedy-search",
          "temperature"),
         (is_redrafter and not is_greedy and not samples,
-         f"{where} decodes greedily, but this engine always samples: it was converted with"
+         f"{label} decodes greedily, but this engine always samples: it was converted with"
          " --redrafter-no-greedy-search", "give --temperature, or convert without that flag",
          "temperature"),
         (is_redrafter and not is_greedy and samples and (params.top_k or params.top_p < 1),
-         f"{where} has top_k {params.top_k} and top_p {params.top_p:g}; TensorRT-LLM's ReDrafter"
+         f"{label} has top_k {params.top_k} and top_p {params.top_p:g}; TensorRT-LLM's ReDrafter"
          " knows neither", "leave them out", "top_k"),
         (folder.mode == MEDUSA and samples and params.temperature != 1,
-         f"{where} has {heat}, TensorRT-LLM's Medusa only 1",
+         f"{label} has {heat}, TensorRT-LLM's Medusa only 1",
          "decode greedily, or with --temperature 1", "temperature"),
         (folder.mode == EAGLE and samples,
-         f"{where} samples with {heat}, and TensorRT-LLM's EAGLE decodes greedily unless it"
+         f"{label} samples with {heat}, and TensorRT-LLM's EAGLE decodes greedily unless it"
          " accepts typical tokens, which changes the text", "leave the temperature out",
          "temperature"),
-        (shaping, f"{where} asks for a penalty, a bias, min_p or bans{unoffered}", remedy,
+        (shaping, f"{label} asks for a penalty, a bias, min_p or bans{unoffered}", remedy,
          SHAPED[shaping[0]] if shaping else ""),
-        (request.num_logprobs is not None, f"{where} asks for log-probabilities{unoffered}", remedy,
+        (request.num_logprobs is not None, f"{label} asks for log-probabilities{unoffered}", remedy,
          "logprobs"),
         (not request.drafts and folder.mode is not None,
-         f"{where} asks for decoding without drafts{unoffered}", remedy, "speculation"),
-        (request.grammar is not None, f"{where} asks for structured output{unoffered}", remedy,
+         f"{label} asks for decoding without drafts{unoffered}", remedy, "speculation"),
+        (request.grammar is not None, f"{label} asks for structured output{unoffered}", remedy,
          "grammar"),
         (samples and params.top_k > MAX_TOP_K,
-         f"{where} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
+         f"{label} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
          f"give {MAX_TOP_K} or less", "top_k"),
     )  # fmt: skip
 
@@ -257,16 +260,16 @@ def check_machine(folder: EngineFolder, draft: EngineFolder | None, *, must_run:
 
     What is known of the release's own defects is a warning.
     """
-    present = read_environment()
+    environment = read_environment()
     stops = Problems()
     for engine in filter(None, (folder, draft)):
         for defect in list_defects(engine.version, engine.mode, engine.pretrained):
             logger.warning("%s", defect)
         ranks = engine.world_size
-        stopping, others = compare_environments(engine.environment, present, num_ranks=ranks)
+        stopping, warnings = compare_environments(engine.environment, environment, num_ranks=ranks)
         stops += stopping if must_run else []
-        for difference in others if must_run else [*stopping, *others]:
+        for difference in warnings if must_run else [*stopping, *warnings]:
             logger.warning("%s: %s", *difference)
-    if present.tensorrt_llm is None:
+    if environment.tensorrt_llm is None:
         del stops[1:]  # without it nothing else matters, and it is told first
     stops.raise_all()

@@ -1,4 +1,4 @@
-"""What a TensorRT-LLM engine is loaded with: the arguments of ModelRunnerCpp.from_dir."""
+"""Arguments of ModelRunnerCpp.from_dir, by which a TensorRT-LLM engine is loaded."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def make_shared_options(fraction: float | None) -> dict[str, Any]:
 def make_method_options(settings: DecodeSettings, folder: EngineFolder) -> dict[str, Any]:
     """Arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
-    chosen = read_medusa_tree(settings)
+    tree = read_medusa_tree(settings)
     if folder.mode == MEDUSA:
-        if isinstance(chosen, int):
+        if isinstance(tree, int):
             raise UsageError(
                 "--medusa-tree-tokens: TensorRT-LLM's trees of Medusa are static",
                 "give the tree by --medusa-choices, or leave both out",
@@ -45,11 +45,11 @@ def make_method_options(settings: DecodeSettings, folder: EngineFolder) -> dict[
             max_draft_len=folder.max_draft_len,
         )
         # The runtime's own default tree is for four heads and 63 tokens.
-        usual = grow_choices(params.num_heads, params.max_draft_len, folder.vocab_size)
-        if chosen is not None:
-            medusa.check_choices(chosen, params, folder.vocab_size)
-        options["medusa_choices"] = [list(path) for path in chosen or usual]
-    elif chosen is not None:
+        default_tree = grow_choices(params.num_heads, params.max_draft_len, folder.vocab_size)
+        if tree is not None:
+            medusa.check_choices(tree, params, folder.vocab_size)
+        options["medusa_choices"] = [list(path) for path in tree or default_tree]
+    elif tree is not None:
         raise _make_idle_error(name_flag(list_given(settings, MedusaDraft)[0]), folder)
     options |= make_eagle_options(settings, folder)
     if folder.mode in (MEDUSA, EAGLE):
@@ -64,7 +64,7 @@ def make_method_options(settings: DecodeSettings, folder: EngineFolder) -> dict[
 
 
 def make_window(settings: DecodeSettings, folder: EngineFolder) -> LookaheadConfig | None:
-    """The window of a lookahead engine, None of another: it must fill the engine's drafts."""
+    """Return a lookahead engine's window, which must fill its drafts; None for others."""
     config = read_lookahead_config(settings)
     if config is None and folder.mode == METHODS["lookahead"].mode:
         config = fit_lookahead(folder.max_draft_len)
@@ -125,7 +125,7 @@ def _make_idle_error(flag: str, folder: EngineFolder) -> UsageError:
 
 
 def choose_logits(is_wanted: bool, runtime: Any) -> dict[str, Any]:
-    """The argument of from_dir by which 1.x returns logits; before, the build alone decides."""
+    """Return 1.x's argument of from_dir for logits; before 1.0 the build alone decides."""
     name = "gather_generation_logits"
     is_known = name in inspect.signature(runtime.from_dir).parameters
     return {name: True} if is_wanted and is_known else {}
@@ -151,25 +151,25 @@ def place_pair(
             "run it without mpirun or srun",
         )
     placements: list[dict[str, Any]] = []
-    for what, engine, devices in (
+    for role, engine, devices in (
         ("target", folder, options.target_devices),
         ("draft", draft, options.draft_devices),
     ):
         if engine.world_size > 1 and not is_orchestrated:
             raise SpecDecError(
-                f"the {what} engine has {engine.world_size} ranks, and this TensorRT-LLM has no"
+                f"the {role} engine has {engine.world_size} ranks, and this TensorRT-LLM has no"
                 " orchestrator mode to lead them beside a second engine",
                 "use release 1.0 or later, or engines of one rank",
             )
-        chosen = list(range(engine.world_size)) if devices is None else list(devices)
-        placements.append({"rank": 0, "device_ids": chosen})
+        device_ids = list(range(engine.world_size)) if devices is None else list(devices)
+        placements.append({"rank": 0, "device_ids": device_ids})
         if is_orchestrated:
             placements[-1]["is_orchestrator_mode"] = True
-    shared = set(placements[0]["device_ids"]) & set(placements[1]["device_ids"])
-    if shared and fraction is None:
+    shared_devices = set(placements[0]["device_ids"]) & set(placements[1]["device_ids"])
+    if shared_devices and fraction is None:
         raise SpecDecError(
-            f"target and draft engine share GPU {', '.join(map(str, sorted(shared)))}, and each"
-            " KV cache would take 0.9 of what is free there",
+            f"target and draft engine share GPU {', '.join(map(str, sorted(shared_devices)))},"
+            " and each KV cache would take 0.9 of what is free there",
             "give --kv-cache-free-gpu-memory-fraction, 0.4 for instance, or --draft-devices and"
             " --target-devices",
         )

@@ -44,7 +44,7 @@ REMEDIES = (
 
 @dataclasses.dataclass(frozen=True)
 class RowOutput:
-    """What one row of a call has brought: new tokens only.
+    """Output of one row of a call: new tokens only.
 
     logits: [tokens or more, V], those that each was chosen by, as the runtime has them: of its own
     type, V padded. num_iterations: decoding steps, that of the prompt included; None where the
@@ -74,7 +74,7 @@ def call_runtime(doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # the runtime raises anything, from C++ as from asserts
         text = summarize(error)
-        hints = [hint for part, hint in REMEDIES if part in str(error).lower()]
+        hints = [hint for fragment, hint in REMEDIES if fragment in str(error).lower()]
         raise SpecDecError(
             f"TensorRT-LLM failed {doing}: {text}",
             hints[0] if hints else "its own log above says more; --debug shows the traceback",
@@ -111,7 +111,7 @@ def find_rank() -> tuple[int, int]:
 
 
 def has_orchestrator(runtime: Any) -> bool:
-    """Whether several ranks can be led from a plain process."""
+    """Return whether several ranks can be led from a plain process."""
     return "is_orchestrator_mode" in inspect.signature(runtime.from_dir).parameters
 
 
@@ -135,18 +135,20 @@ class IterationCounter:
         return self._ids
 
     def await_responses(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.executor.await_responses(*args, **kwargs)
+        batches = self.executor.await_responses(*args, **kwargs)
         # For several ids, as 0.14's runner asks, there is a list for each.
-        responses = [one for part in found for one in (part if isinstance(part, list) else [part])]
+        responses = [
+            one for batch in batches for one in (batch if isinstance(batch, list) else [batch])
+        ]
         for response in responses:
             if not response.has_error() and response.result.is_final:
                 count = getattr(response.result, "decoding_iter", None)
                 if type(count) is int:
                     self._iterations[response.request_id] = count
-        return found
+        return batches
 
     def list_iterations(self) -> list[int | None]:
-        """The iterations of the last call's rows, in their order."""
+        """Return the iterations of the last call's rows, in their order."""
         return [self._iterations.get(number) for number in self._ids]
 
 
@@ -157,18 +159,20 @@ class TensorRTRunner:
         self.folder = folder
         runtime = import_runtime()
         parameters = inspect.signature(runtime.from_dir).parameters
-        if unknown := sorted(name for name in options if name not in parameters):
+        if unknown_options := sorted(name for name in options if name not in parameters):
             raise SpecDecError(
-                f"this TensorRT-LLM's runner does not know {', '.join(unknown)}",
+                f"this TensorRT-LLM's runner does not know {', '.join(unknown_options)}",
                 "install the version that the engine was built with",
             )
         if folder.manifest is not None:
-            own = "" if options.get("is_orchestrator_mode") else f"rank{options.get('rank', 0)}"
-            Verification(folder.folder, (f"{own}.engine",)).finish()
+            rank_name = (
+                "" if options.get("is_orchestrator_mode") else f"rank{options.get('rank', 0)}"
+            )
+            Verification(folder.folder, (f"{rank_name}.engine",)).finish()
         with call_runtime(f"to load {folder.folder}"):
             self._runner = runtime.from_dir(engine_dir=str(folder.folder), **options)
-        known = inspect.signature(runtime.generate).parameters
-        self._takes_logits = "output_generation_logits" in known
+        generate_parameters = inspect.signature(runtime.generate).parameters
+        self._takes_logits = "output_generation_logits" in generate_parameters
         self._counter: IterationCounter | None = None
         for name in EXECUTOR_NAMES:
             if hasattr(self._runner, name):
@@ -202,10 +206,10 @@ class TensorRTRunner:
         """
         if keep_logits and drafts is not None and len(texts) > 1:
             rows = []
-            for at, text in enumerate(texts):
-                logits = None if draft_logits is None else [draft_logits[at]]
+            for index, text in enumerate(texts):
+                logits = None if draft_logits is None else [draft_logits[index]]
                 rows += self.generate(
-                    [text], drafts=[drafts[at]], draft_logits=logits, keep_logits=True, **call
+                    [text], drafts=[drafts[index]], draft_logits=logits, keep_logits=True, **call
                 )
             return rows
         arguments = self._make_arguments(texts, **call)
@@ -216,9 +220,9 @@ class TensorRTRunner:
         if keep_logits and self._takes_logits:
             arguments["output_generation_logits"] = True
         with call_runtime("to generate"):
-            found = self._runner.generate(**arguments)
-        tokens = self._read_tokens(found, texts)
-        kept = self._read_logits(found, tokens) if keep_logits else [None] * len(texts)
+            output = self._runner.generate(**arguments)
+        tokens = self._read_tokens(output, texts)
+        kept = self._read_logits(output, tokens) if keep_logits else [None] * len(texts)
         iterations = self.list_iterations(len(texts))
         return [RowOutput(*row) for row in zip(tokens, kept, iterations, strict=True)]
 
@@ -229,19 +233,19 @@ class TensorRTRunner:
             steps = iter(self._runner.generate(streaming=True, **arguments))
         while True:
             with call_runtime("to generate"):
-                found = next(steps, None)
-            if found is None:
+                output = next(steps, None)
+            if output is None:
                 return
-            yield self._read_tokens(found, texts)
+            yield self._read_tokens(output, texts)
 
     def widen(self, logits: Tensor) -> Tensor:
         """Logits [tokens, V] in float32 on the CPU, without the padding of the vocabulary."""
         return logits[:, : self.folder.vocab_size].float().cpu()
 
     def list_iterations(self, num_rows: int) -> list[int | None]:
-        """The decoding steps of the last call's rows; None where the runtime does not tell."""
-        found = self._counter.list_iterations() if self._counter is not None else []
-        return found if len(found) == num_rows else [None] * num_rows
+        """Return the decoding steps of the last call's rows; None for unknown numbers."""
+        counts = self._counter.list_iterations() if self._counter is not None else []
+        return counts if len(counts) == num_rows else [None] * num_rows
 
     def _make_arguments(
         self,
@@ -274,9 +278,9 @@ class TensorRTRunner:
             arguments["stop_words_list"] = [[list(ids) for ids in row] for row in stop_ids]
         return arguments
 
-    def _read_tokens(self, found: Any, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _read_tokens(self, output: Any, texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Cut each row's new tokens out of the output, which begins with its prompt."""
-        ids, lengths = found["output_ids"], found["sequence_lengths"]
+        ids, lengths = output["output_ids"], output["sequence_lengths"]
         if ids.dim() != 3 or lengths.dim() != 2 or len(ids) != len(texts):
             raise SpecDecError(
                 f"TensorRT-LLM returned output_ids {list(ids.shape)} and sequence_lengths"
@@ -285,31 +289,32 @@ class TensorRTRunner:
             )
         rows = []
         for row, (text, length) in enumerate(zip(texts, lengths[:, 0].tolist(), strict=True)):
-            whole = ids[row, 0, :length].tolist()
-            if whole[: len(text)] != list(text):
+            row_ids = ids[row, 0, :length].tolist()
+            if row_ids[: len(text)] != list(text):
                 raise SpecDecError(
                     f"TensorRT-LLM's output of row {row} does not begin with its {len(text)}"
                     " prompt tokens",
                     "this is not the form that its releases up to 1.2 have",
                 )
-            rows.append(whole[len(text) :])
+            rows.append(row_ids[len(text) :])
         return rows
 
-    def _read_logits(self, found: Any, tokens: Sequence[Sequence[int]]) -> list[Tensor | None]:
+    def _read_logits(self, output: Any, tokens: Sequence[Sequence[int]]) -> list[Tensor | None]:
         """Take each row's logits [tokens or more, V]: a list with drafts, else one tensor."""
-        logits = found.get("generation_logits")
+        logits = output.get("generation_logits")
         if logits is None or len(logits) != len(tokens):
             raise SpecDecError(
                 f"TensorRT-LLM returned no generation logits for {self.folder.folder}",
                 "build the engine with --gather-generation-logits",
             )
         rows: list[Tensor | None] = []
-        for row, new in zip(logits, tokens, strict=True):
-            taken = row[0]
-            if len(taken) < len(new):
+        for row, row_tokens in zip(logits, tokens, strict=True):
+            row_logits = row[0]
+            if len(row_logits) < len(row_tokens):
                 raise SpecDecError(
-                    f"TensorRT-LLM returned logits of {len(taken)} tokens for {len(new)}",
+                    f"TensorRT-LLM returned logits of {len(row_logits)} tokens for"
+                    f" {len(row_tokens)}",
                     "leave --output-generation-logits out for this engine",
                 )
-            rows.append(taken)
+            rows.append(row_logits)
         return rows

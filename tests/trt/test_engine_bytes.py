@@ -272,7 +272,7 @@ def drop_attribute(name: str) -> Callable[..., Any]:
 
 def free_weights(build: Callable[..., Any]) -> Callable[..., Any]:
     def change(self: NetworkWriter, capabilities: Sequence[str]) -> Any:
-        self._kept.clear()
+        self._constants_in_use.clear()
         return build(self, capabilities)
 
     return change
