@@ -333,7 +333,7 @@ def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch)
             assert Path(settings.model_dir).is_dir()
         else:
             assert stage == "bench"
-            settings = resolve("bench", arguments, "bench.pipeline.run_bench", monkeypatch)
+            settings = resolve("bench", arguments, "measure.pipeline.run_bench", monkeypatch)
             read_drafting(settings.to_decode(), None)
             assert read_counts("--batch-sizes", settings.batch_sizes) == [1]
             assert settings.engine_dir.is_dir()
