@@ -71,7 +71,7 @@ def add_counts(counts: Sequence[Counts]) -> Counts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class Completion:
     """One choice of a response. ids and tokens: None where the server does not tell them.
 
     tokens: those of the log-probabilities, or of the reference. ends: by token, the length of the
@@ -103,7 +103,7 @@ class Answer:
         return count if isinstance(count, int) else None
 
 
-def read_answer(document: Any, prompt: AnyPrompt, max_tokens: int) -> Answer:
+def read_answer(document: Any, prompt: AnyPrompt, max_tokens: int) -> Completion:
     """Read a whole answer, not a stream's; BadAnswer where it is none."""
     try:
         (choice,) = document["choices"]
@@ -114,7 +114,7 @@ def read_answer(document: Any, prompt: AnyPrompt, max_tokens: int) -> Answer:
 
 def join_events(
     events: Sequence[Mapping[str, Any]], prompt: AnyPrompt, max_tokens: int
-) -> Answer:  # fmt: skip
+) -> Completion:  # fmt: skip
     """Return the answer that a stream's chunks add up to; BadAnswer where they do not."""
     try:
         choices = [choice for event in events for choice in event.get("choices", [])]
@@ -127,13 +127,13 @@ def join_events(
 def _make_answer(
     choices: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
     documents: Sequence[Mapping[str, Any]], prompt: AnyPrompt, max_tokens: int,
-) -> Answer:  # fmt: skip
+) -> Completion:  # fmt: skip
     """Join the choices of a response's documents. summary: the document that has the usage."""
     text = "".join(read_text(choice) for choice in choices)
     tokens = _concatenate(read_tokens(choice.get("logprobs")) for choice in choices)
     ids = _concatenate(choice.get("token_ids") for choice in choices)
     counts = [count for document in documents if (count := read_counts(document)) is not None]
-    return Answer(
+    return Completion(
         prompt=prompt, text=text, max_tokens=max_tokens, tokens=tokens,
         ids=_list_ids(tokens) if ids is None else ids,
         ends=None if tokens is None else find_ends(text, tokens),

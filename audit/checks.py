@@ -9,10 +9,10 @@ from typing import Any
 from specdec.errors import shorten
 from specdec.text.comparison import DIFFERS, NEAR_TIE, UNKNOWN, find_verdict
 
-from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, Token, add_counts
-from .events import Fault, find_broken_characters
+from .answers import INCOMPLETE, AnyPrompt, Completion, Counts, Token, add_counts
+from .events import StreamFault, find_broken_characters
 from .reference import Reference
-from .server import Counters, Refused, Server
+from .server import Counters, Refused, ServerClient
 from .settings import AuditSettings
 from .texts import Difference, compare
 
@@ -40,7 +40,7 @@ class Check:
 class Round:
     """Answers to the greedy prompts, each asked once. metric_counts: by the metrics page."""
 
-    answers: list[Answer]
+    answers: list[Completion]
     metric_counts: Counts | None
 
     @property
@@ -63,12 +63,12 @@ class Audit:
     """
 
     settings: AuditSettings
-    server: Server
+    server: ServerClient
     counters: Counters
     prompts: Sequence[AnyPrompt]
     reference: Reference | None
     rounds: list[Round] = dataclasses.field(default_factory=list)
-    detailed_answers: list[Answer] = dataclasses.field(default_factory=list)
+    detailed_answers: list[Completion] = dataclasses.field(default_factory=list)
 
     def ask_all(self) -> None:
         """Ask for the greedy texts once more."""
@@ -83,7 +83,7 @@ class Audit:
             counts = end_counts - start_counts
         self.rounds.append(Round(answers, counts))
 
-    def compare(self, answer: Answer, expected: Answer, prompt: int) -> list[Difference]:
+    def compare(self, answer: Completion, expected: Completion, prompt: int) -> list[Difference]:
         """Return the first difference of an answer to a prompt from the expected one, if any."""
         difference = compare(answer, expected, prompt=prompt, bound=self.settings.near_tie)
         return [] if difference is None else [difference]
@@ -141,7 +141,7 @@ def check_greedy(audit: Audit) -> Check:
     )  # fmt: skip
 
 
-def _add_tokens(answer: Answer, detailed_answer: Answer) -> Answer:
+def _add_tokens(answer: Completion, detailed_answer: Completion) -> Completion:
     """Add the tokens of a detailed answer to an answer with the same text."""
     if answer.text != detailed_answer.text:
         return answer
@@ -151,7 +151,7 @@ def _add_tokens(answer: Answer, detailed_answer: Answer) -> Answer:
 
 
 def _iterate_differences(
-    answer: Answer, expected: Answer, prompt: int, reference: Reference, audit: Audit
+    answer: Completion, expected: Completion, prompt: int, reference: Reference, audit: Audit
 ) -> Iterator[Difference]:
     """Yield the differences of an answer from the expected one.
 
@@ -235,7 +235,7 @@ def check_narrow_sampling(audit: Audit) -> Check:
     return make_check("narrow_sampling", summary, differences)
 
 
-def _truncate(answer: Answer, count: int) -> Answer:
+def _truncate(answer: Completion, count: int) -> Completion:
     """Return an answer's first tokens; the answer itself where its tokens are not known."""
     if answer.num_tokens is None or answer.num_tokens <= count or answer.ends is None:
         return answer
@@ -302,7 +302,7 @@ def check_stops(audit: Audit) -> Check:
     return make_check("stops", f"{len(trials)} stop words", differences, faults, stops=trials)
 
 
-def choose_stops(greedy: Answer) -> list[str]:
+def choose_stops(greedy: Completion) -> list[str]:
     """Return pieces from the middle of a text, one for each of some tokens in succession.
 
     Each begins in the middle of its token, where that has several characters, and goes into the
@@ -324,7 +324,7 @@ def choose_stops(greedy: Answer) -> list[str]:
     return list(stops.values())
 
 
-def _find_stop_faults(answer: Answer, greedy: Answer, stop: str, label: str) -> list[str]:
+def _find_stop_faults(answer: Completion, greedy: Completion, stop: str, label: str) -> list[str]:
     """Return the faults of an answer whose text begins with the greedy text up to the stop word."""
     position = greedy.text.find(stop)
     if len(answer.text) > position:
@@ -343,7 +343,7 @@ def _find_stop_faults(answer: Answer, greedy: Answer, stop: str, label: str) -> 
 
 
 def _find_stop_count_faults(
-    answer: Answer, min_tokens: int, max_tokens: int, label: str
+    answer: Completion, min_tokens: int, max_tokens: int, label: str
 ) -> list[str]:
     """Return the faults of an answer's counts of tokens before its stop word."""
     counts = {
@@ -363,7 +363,7 @@ def _find_stop_count_faults(
     return faults
 
 
-def _list_grave(faults: Sequence[Fault]) -> list[str]:
+def _list_grave(faults: Sequence[StreamFault]) -> list[str]:
     return [fault.text for fault in faults if not fault.is_mild]
 
 
@@ -396,7 +396,7 @@ def check_limits(audit: Audit) -> Check:
     return make_check("limits", f"max_tokens {limits} of prompt {index}", differences, faults)
 
 
-def _find_limit_faults(answer: Answer, limit: int) -> list[str]:
+def _find_limit_faults(answer: Completion, limit: int) -> list[str]:
     """Return the faults in the counts of tokens and the finish_reason at a limit."""
     counts = {"token ids": answer.num_tokens, "usage": answer.completion_tokens}
     faults = [
@@ -411,7 +411,7 @@ def _find_limit_faults(answer: Answer, limit: int) -> list[str]:
 
 def check_stream(audit: Audit) -> Check:
     """Check server-sent events, one by one, and the text that they add up to."""
-    faults: list[Fault] = []
+    faults: list[StreamFault] = []
     differences: list[Difference] = []
     skip_reasons = []
     prompt_indices = audit.list_longest(1)
@@ -420,12 +420,16 @@ def check_stream(audit: Audit) -> Check:
     index = prompt_indices[0]
     greedy, server = audit.detailed_answers[index], audit.server
 
-    def try_stream(label: str, prompt: AnyPrompt, expected: Answer, body: dict[str, Any]) -> None:
+    def try_stream(
+        label: str, prompt: AnyPrompt, expected: Completion, body: dict[str, Any]
+    ) -> None:
         answer, chunks, stream_faults = server.stream(
             prompt, max_tokens=expected.max_tokens, **body
         )
         stream_faults += find_broken_characters(chunks, expected.text)
-        faults.extend(Fault(f"{label}: {fault.text}", fault.is_mild) for fault in stream_faults)
+        faults.extend(
+            StreamFault(f"{label}: {fault.text}", fault.is_mild) for fault in stream_faults
+        )
         text_differences = audit.compare(answer, expected, index)
         differences.extend(text_differences)
         count, expected_count = answer.completion_tokens, expected.completion_tokens
@@ -433,7 +437,7 @@ def check_stream(audit: Audit) -> Check:
             return
         if count != expected_count:
             text = f"{label}: usage has {count} tokens, of the whole answer {expected_count}"
-            faults.append(Fault(text))
+            faults.append(StreamFault(text))
 
     try_stream("greedy", greedy.prompt, greedy, {**server.offer.id_fields})
     try_stream("with usage", greedy.prompt, greedy, {"has_usage": True})
@@ -496,7 +500,7 @@ def _find_prompt_faults(audit: Audit, prompt_counts: Mapping[str, set[int]]) -> 
     return faults
 
 
-def _read_usage(answer: Answer) -> tuple[int | None, int | None]:
+def _read_usage(answer: Completion) -> tuple[int | None, int | None]:
     """Return the numbers of prompt and of output tokens; None for one that is no number."""
     usage = answer.usage or {}
     prompt_count, output_count = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -506,7 +510,7 @@ def _read_usage(answer: Answer) -> tuple[int | None, int | None]:
     )
 
 
-def _find_usage_faults(answer: Answer) -> list[str]:
+def _find_usage_faults(answer: Completion) -> list[str]:
     """Return the faults in the usage of one answer."""
     usage, faults = answer.usage or {}, []
     prompt_count, output_count = _read_usage(answer)
@@ -528,7 +532,7 @@ def _find_usage_faults(answer: Answer) -> list[str]:
     return faults
 
 
-def _find_output_fault(answer: Answer, output_count: int) -> str | None:
+def _find_output_fault(answer: Completion, output_count: int) -> str | None:
     """Return what contradicts an answer's number of output tokens.
 
     An end token or a stop word is counted, and need not be among the answer's tokens.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .answers import INCOMPLETE, Answer, AnyPrompt, Counts, add_counts, count_drafts
+from .answers import INCOMPLETE, AnyPrompt, Completion, Counts, add_counts, count_drafts
 from .checks import FAILED, OK, SKIPPED, Audit, Check
 from .reference import EngineReference
 from .server import Refused
@@ -82,7 +82,7 @@ def check_drafter(audit: Audit) -> Check:
 
 def _ask_with_counts(
     audit: Audit, prompt: AnyPrompt, max_tokens: int
-) -> tuple[Answer, Counts | None]:  # fmt: skip
+) -> tuple[Completion, Counts | None]:  # fmt: skip
     """Return an answer and its counts; by the server's counters where answers do not tell."""
     server = audit.server
     start_counts = None if server.facts["answers_count"] else audit.counters.read()
@@ -117,7 +117,7 @@ def _write_pieces(audit: Audit, reference: EngineReference) -> Iterator[Output]:
         prompts = [ids for ids in texts if reference.can_continue(ids, PIECE)]
 
 
-def _is_same(answer: Answer, output: Output) -> bool:
+def _is_same(answer: Completion, output: Output) -> bool:
     if answer.ids is not None:
         return answer.ids == output.token_ids
     return answer.text.rstrip(INCOMPLETE) == output.text.rstrip(INCOMPLETE)

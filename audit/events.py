@@ -16,14 +16,14 @@ KINDS = {True: "chat.completion.chunk", False: "text_completion"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class StreamFault:
     """Departure of a stream from its format. is_mild: clients live with it."""
 
     text: str
     is_mild: bool = False
 
 
-def read_events(data: bytes) -> tuple[list[dict[str, Any]], list[Fault]]:
+def read_events(data: bytes) -> tuple[list[dict[str, Any]], list[StreamFault]]:
     """Return the chunks of a stream, and the faults in how they were sent."""
     payloads, faults = _read_payloads(data)
     chunks = []
@@ -37,92 +37,96 @@ def read_events(data: bytes) -> tuple[list[dict[str, Any]], list[Fault]]:
         if isinstance(chunk, dict):
             chunks.append(chunk)
         else:
-            faults.append(Fault(f"an event is no JSON object: {shorten(payload)}"))
+            faults.append(StreamFault(f"an event is no JSON object: {shorten(payload)}"))
     return chunks, faults
 
 
-def _read_payloads(data: bytes) -> tuple[list[str], list[Fault]]:
+def _read_payloads(data: bytes) -> tuple[list[str], list[StreamFault]]:
     """Return the text of each `data:` line, and the faults of the lines."""
     faults = []
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        faults.append(Fault(f"byte {error.start} is not UTF-8"))
+        faults.append(StreamFault(f"byte {error.start} is not UTF-8"))
         text = data.decode(errors="replace")
     lines = text.replace("\r\n", "\n").split("\n")
     payloads = [line[5:].strip() for line in lines if line.startswith("data:")]
     if strays := [line for line in lines if line and not line.startswith(("data:", ":"))]:
-        faults.append(Fault(f"a line is neither data nor a comment: {shorten(strays[0])}"))
+        faults.append(StreamFault(f"a line is neither data nor a comment: {shorten(strays[0])}"))
     num_marks = payloads.count(END_MARK)
     if num_marks != 1 or payloads[-1] != END_MARK:
         detail = f", the first after {payloads.index(END_MARK)} events" if num_marks else ""
-        faults.append(Fault(f"{num_marks} times [DONE]{detail}; it must be the last, once"))
+        faults.append(StreamFault(f"{num_marks} times [DONE]{detail}; it must be the last, once"))
     return payloads, faults
 
 
 def find_faults(
     chunks: Sequence[dict[str, Any]], *, is_chat: bool, has_usage: bool
-) -> list[Fault]:  # fmt: skip
+) -> list[StreamFault]:  # fmt: skip
     """Return the faults of a stream of one choice. has_usage: its usage was asked for."""
     faults = [
-        Fault(f"an event is an error: {shorten(chunk['error'], 200)}")
+        StreamFault(f"an event is an error: {shorten(chunk['error'], 200)}")
         for chunk in chunks
         if "error" in chunk
     ]
     faults += _find_field_faults(chunks, is_chat=is_chat)
     choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
     if is_chat and (not choices or (choices[0].get("delta") or {}).get("role") != "assistant"):
-        faults.append(Fault("the first chunk has no role"))
+        faults.append(StreamFault("the first chunk has no role"))
     return faults + _find_end_faults(choices) + _find_usage_faults(chunks, has_usage=has_usage)
 
 
-def _find_field_faults(chunks: Sequence[dict[str, Any]], *, is_chat: bool) -> list[Fault]:
+def _find_field_faults(chunks: Sequence[dict[str, Any]], *, is_chat: bool) -> list[StreamFault]:
     """Return faults of the fields that all chunks of a stream share."""
     faults = []
     for name in ("id", "model", "created", "object"):
         values = list(dict.fromkeys(shorten(chunk.get(name)) for chunk in chunks))
         if len(values) > 1:
             many = ", ".join(values[:3])
-            faults.append(Fault(f"{name} changes: {many}", is_mild=name == "created"))
+            faults.append(StreamFault(f"{name} changes: {many}", is_mild=name == "created"))
     kind = chunks[0].get("object") if chunks else None
     if kind != KINDS[is_chat]:
-        faults.append(Fault(f"object is {shorten(kind)}, not {KINDS[is_chat]!r}"))
+        faults.append(StreamFault(f"object is {shorten(kind)}, not {KINDS[is_chat]!r}"))
     return faults
 
 
-def _find_end_faults(choices: Sequence[dict[str, Any]]) -> list[Fault]:
+def _find_end_faults(choices: Sequence[dict[str, Any]]) -> list[StreamFault]:
     """Return faults of the finish_reason: there must be one, and no text behind it."""
     faults = []
     reasons = [choice.get("finish_reason") for choice in choices]
     ends = [index for index, reason in enumerate(reasons) if reason is not None]
     if len(ends) != 1:
         texts = shorten([reasons[index] for index in ends])
-        faults.append(Fault(f"{len(ends)} finish_reasons: {texts}; there must be one"))
+        faults.append(StreamFault(f"{len(ends)} finish_reasons: {texts}; there must be one"))
     if ends and any(read_text(choice) for choice in choices[ends[0] + 1 :]):
-        faults.append(Fault("text comes after the finish_reason"))
+        faults.append(StreamFault("text comes after the finish_reason"))
     return faults
 
 
-def _find_usage_faults(chunks: Sequence[dict[str, Any]], *, has_usage: bool) -> list[Fault]:
+def _find_usage_faults(chunks: Sequence[dict[str, Any]], *, has_usage: bool) -> list[StreamFault]:
     usage_indices = [i for i, chunk in enumerate(chunks) if chunk.get("usage") is not None]
     if not has_usage:
-        fault = Fault("usage is told that was not asked for", is_mild=True)
+        fault = StreamFault("usage is told that was not asked for", is_mild=True)
         return [fault] if usage_indices else []
     if len(usage_indices) != 1:
-        return [Fault(f"{len(usage_indices)} chunks have a usage; include_usage asks for one")]
+        return [
+            StreamFault(f"{len(usage_indices)} chunks have a usage; include_usage asks for one")
+        ]
     faults = []
     if chunks[usage_indices[0]].get("choices"):
         text = "the chunk with the usage has choices; they must be empty"
-        faults.append(Fault(text, is_mild=True))
+        faults.append(StreamFault(text, is_mild=True))
     if usage_indices[0] != len(chunks) - 1:
-        faults.append(Fault("chunks come after that with the usage"))
+        faults.append(StreamFault("chunks come after that with the usage"))
     return faults
 
 
-def find_broken_characters(chunks: Sequence[dict[str, Any]], full_text: str) -> list[Fault]:
+def find_broken_characters(chunks: Sequence[dict[str, Any]], full_text: str) -> list[StreamFault]:
     """Return a fault where pieces hold halves of characters that the full text has in one."""
     pieces = [read_text(choice) for chunk in chunks for choice in chunk.get("choices") or []]
     num_broken = sum(piece.count(INCOMPLETE) for piece in pieces)
     if num_broken > full_text.count(INCOMPLETE):
-        return [Fault(f"{num_broken - full_text.count(INCOMPLETE)} halves of characters are sent")]
+        return [
+            StreamFault(f"{num_broken - full_text.count(INCOMPLETE)} halves of characters are sent")
+        ]
     return []

@@ -17,7 +17,7 @@ from .answers import AnyPrompt, BadAnswer
 from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
 from .drafter import check_drafter
 from .reference import open_reference
-from .server import Counters, Refused, Server
+from .server import Counters, Refused, ServerClient
 from .settings import CHECKS, AuditSettings, check_settings
 
 logger = get_logger(__name__)
@@ -37,7 +37,7 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
     check_settings(settings)
     key = read_key(settings.api_key_file)
     prompts = read_prompts(settings)
-    server = Server(settings.base_url, settings.model, key, settings.timeout, FLAGS)
+    server = ServerClient(settings.base_url, settings.model, key, settings.timeout, FLAGS)
     try:
         server.open()
         with open_reference(settings) as reference:

@@ -12,8 +12,8 @@ from specdec.errors import SpecDecError
 from specdec.files.folders import read_backend
 from specdec.system.http_client import read_key
 
-from .answers import Answer, AnyPrompt, Token
-from .server import Server
+from .answers import AnyPrompt, Completion, Token
+from .server import ServerClient
 from .settings import AuditSettings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
             key = read_key(settings.reference_api_key_file, "--reference-api-key-file")
         flags = ("--reference-url", "--reference-model", "--reference-api-key-file")
         model = settings.reference_model or settings.model
-        server = Server(settings.reference_url, model, key, settings.timeout, flags)
+        server = ServerClient(settings.reference_url, model, key, settings.timeout, flags)
         server.open()
         yield server
     else:
@@ -101,7 +101,7 @@ class EngineReference:
         outputs: list[Output] = self._engine.generate(requests, max_output_len=max_tokens)
         return outputs
 
-    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
+    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Completion]:
         """Continue prompts greedily with log-probabilities, several at once."""
         from specdec.text.prompts import MAX_LOGPROBS
 
@@ -110,7 +110,7 @@ class EngineReference:
         pairs = zip(prompts, outputs, strict=True)
         return [self._describe(prompt, output, max_tokens) for prompt, output in pairs]
 
-    def _describe(self, prompt: AnyPrompt, output: Any, max_tokens: int) -> Answer:
+    def _describe(self, prompt: AnyPrompt, output: Any, max_tokens: int) -> Completion:
         from specdec.text.text_stream import decode_text, read_stream
 
         stream = read_stream(self._engine.tokenizer, output.token_ids)
@@ -129,7 +129,7 @@ class EngineReference:
                 output.token_ids, output.logprobs, starts[:-1], ends, strict=True
             )
         ]  # fmt: skip
-        return Answer(
+        return Completion(
             prompt=prompt, text=output.text, max_tokens=max_tokens, ids=output.token_ids,
             tokens=tokens, ends=ends, finish_reason=output.finish_reason,
             prompt_ids=output.prompt_ids,
@@ -148,4 +148,4 @@ def _make_prompt(prompt: AnyPrompt, **options: Any) -> Any:
 
 
 # Continues prompts greedily, without speculation, and tells of each token what it can.
-Reference = EngineReference | Server
+Reference = EngineReference | ServerClient

@@ -14,8 +14,8 @@ from specdec.errors import SpecDecError, shorten
 from specdec.system.http_client import HttpClient, NoAnswer, Response
 from specdec.system.logs import get_logger
 
-from .answers import Answer, AnyPrompt, BadAnswer, Counts, join_events, read_answer
-from .events import Fault, find_faults, read_events
+from .answers import AnyPrompt, BadAnswer, Completion, Counts, join_events, read_answer
+from .events import StreamFault, find_faults, read_events
 
 MAX_BYTES = 64 * 2**20  # of an answer
 NUM_TOP = 5  # likeliest tokens to ask for: what every server gives
@@ -57,7 +57,7 @@ class Offer:
     detail_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Server:
+class ServerClient:
     """Client of one model of a server; `open` comes first."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Server:
         self.base = self.name = f"{self.root}/v1"
         self.model, self.flags = model, flags
         self.http = HttpClient(key, timeout)
-        self.answers: list[Answer] = []  # all that came
+        self.answers: list[Completion] = []  # all that came
         self.facts: dict[str, Any] = {"base_url": self.base, "model": model}
         self.offer = Offer(False)
 
@@ -115,7 +115,7 @@ class Server:
             )
         self.facts["owned_by"] = models[0].get("owned_by")
 
-    def _choose_endpoint(self) -> Answer:
+    def _choose_endpoint(self) -> Completion:
         """Choose completions, or else chat/completions; return an answer of it."""
         try:
             return self.complete("The", max_tokens=1)
@@ -138,15 +138,15 @@ class Server:
 
     def complete_with_details(
         self, prompt: AnyPrompt, *, max_tokens: int, **body: Any
-    ) -> Answer:  # fmt: skip
+    ) -> Completion:  # fmt: skip
         """Ask for a whole answer with all that the server can tell of the tokens."""
         return self.complete(prompt, max_tokens=max_tokens, **self.offer.detail_fields, **body)
 
-    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Answer]:
+    def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Completion]:
         """Continue prompts as a reference does, one after the other."""
         return [self.complete_with_details(prompt, max_tokens=max_tokens) for prompt in prompts]
 
-    def complete(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Answer:
+    def complete(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Completion:
         """Ask for one whole answer, greedily unless `body` says otherwise."""
         response = self._post(prompt, {"max_tokens": max_tokens, "temperature": 0.0, **body})
         answer = read_answer(_parse(response.data), prompt, max_tokens)
@@ -155,7 +155,7 @@ class Server:
 
     def stream(
         self, prompt: AnyPrompt, *, max_tokens: int, has_usage: bool = False, **body: Any
-    ) -> tuple[Answer, list[dict[str, Any]], list[Fault]]:
+    ) -> tuple[Completion, list[dict[str, Any]], list[StreamFault]]:
         """Ask for a stream; return the answer that it adds up to, its chunks, and its faults."""
         fields = {"max_tokens": max_tokens, "temperature": 0.0, "stream": True, **body}
         if has_usage:
@@ -242,7 +242,9 @@ def _parse(data: bytes) -> dict[str, Any]:
 class Counters:
     """Reader of the counters on a server's metrics page."""
 
-    def __init__(self, server: Server, url: str | None, key: str | None, timeout: float) -> None:
+    def __init__(
+        self, server: ServerClient, url: str | None, key: str | None, timeout: float
+    ) -> None:
         """Set the reader up.
 
         url: the page, which must exist; None looks beside the server's API, where a page need not

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.text.comparison import LENGTH, find_difference, judge_margin, name_token
 
-from .answers import Answer, Token
+from .answers import Completion, Token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,9 @@ class Difference:
         )
 
 
-def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> Difference | None:
+def compare(
+    answer: Completion, reference: Completion, *, prompt: int, bound: float
+) -> Difference | None:
     """Return the first difference of an answer from the reference's; None where there is none.
 
     By token ids where both have them, then by characters. The reference may be longer only by
@@ -64,7 +66,7 @@ def compare(answer: Answer, reference: Answer, *, prompt: int, bound: float) -> 
 
 
 def _describe_token(
-    answer: Answer, reference: Answer, index: int, prompt: int, bound: float
+    answer: Completion, reference: Completion, index: int, prompt: int, bound: float
 ) -> Difference:
     """Describe a difference in the ids at an output token."""
     assert answer.ids is not None
@@ -81,7 +83,7 @@ def _describe_token(
 
 
 def _describe_character(
-    answer: Answer, reference: Answer, index: int, prompt: int, bound: float
+    answer: Completion, reference: Completion, index: int, prompt: int, bound: float
 ) -> Difference:
     """Describe a difference in the texts at a character."""
     measures: dict[str, Any] = {"cause": LENGTH}
@@ -96,7 +98,7 @@ def _describe_character(
 
 
 def _find_by_id(
-    answer: Answer, reference: Answer, index: int, token_id: int
+    answer: Completion, reference: Completion, index: int, token_id: int
 ) -> tuple[Token | None, Token | None]:
     """Return the reference's token at an index, and the answer's as the reference tells of it.
 
@@ -116,7 +118,7 @@ def _find_by_id(
 
 
 def _find_by_character(
-    answer: Answer, reference: Answer, character: int
+    answer: Completion, reference: Completion, character: int
 ) -> tuple[Token | None, Token | None]:
     """Return the reference's token at a character, and the likeliest that fits the answer there."""
     if reference.ends is None:
@@ -126,7 +128,7 @@ def _find_by_character(
 
 
 def _find_by_text(
-    answer: Answer, reference: Answer, index: int
+    answer: Completion, reference: Completion, index: int
 ) -> tuple[Token | None, Token | None]:
     """Return the reference's token at an index, and the likeliest that fits the answer there."""
     if reference.tokens is None or reference.ends is None:

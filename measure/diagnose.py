@@ -32,7 +32,7 @@ FREE_METHODS = tuple(name for name, method in METHODS.items() if method.source =
 
 
 @dataclasses.dataclass
-class Observations:
+class RunObservations:
     """Observations of a run besides its times.
 
     contexts: (tokens before a step, draft tokens it accepted). max_magnitude: the largest of the
@@ -78,9 +78,9 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
     }
 
 
-def observe_run(bench: Bench, batch_size: int) -> Observations:
+def observe_run(bench: Bench, batch_size: int) -> RunObservations:
     """Decode once, untimed, and return observations of what the drafter is shown of each step."""
-    observations = Observations()
+    observations = RunObservations()
     drafter: Drafter = bench.engine.proposer
     original_observe = drafter.observe
     is_float16 = bench.dtype == "float16"
@@ -116,7 +116,7 @@ def observe_run(bench: Bench, batch_size: int) -> Observations:
 
 
 def describe_experts(
-    bench: Bench, observations: Observations, batch_size: int
+    bench: Bench, observations: RunObservations, batch_size: int
 ) -> dict[str, Any] | None:
     """Return how many experts of a mixture the verify steps read; None for any other model."""
     experts = bench.engine.config.checkpoint.model.experts
@@ -143,7 +143,7 @@ def find_max_magnitude(max_magnitude: float, *tensors: Any) -> float:
 
 
 def list_suspects(
-    bench: Bench, prompts: Sequence[BenchPrompt], observations: Observations
+    bench: Bench, prompts: Sequence[BenchPrompt], observations: RunObservations
 ) -> list[Cause]:
     """List causes that no time shows."""
     engine = bench.engine
@@ -159,7 +159,7 @@ def list_suspects(
 def collect_facts(
     bench: Bench,
     batch: dict[str, Any],
-    observations: Observations,
+    observations: RunObservations,
     smallest_batch: tuple[int, float],
     repeat: int,
 ) -> BatchFacts:

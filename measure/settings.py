@@ -17,7 +17,7 @@ OUTPUT = option_group("Output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptSettings:
+class MeasureSettings:
     """Settings of prompts and rounds, which every command here has."""
 
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
@@ -47,7 +47,7 @@ class PromptSettings:
 
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineSettings(PromptSettings):
+class EngineSettings(MeasureSettings):
     """Settings of an engine to measure, and of how it drafts."""
 
     engine_dir: Path = like(DecodeSettings, "engine_dir")
