@@ -44,8 +44,8 @@ class CheckpointFolder:
         expect_folder(path, CHECKPOINT, "--base-model-checkpoint-dir")
         self.path = path
         self.config = read_json(path / "config.json")
-        shared = find_shared_head(path, self.config)
-        checkpoint = parse_checkpoint_config(self.config | shared)
+        shared_head = find_shared_head(path, self.config)
+        checkpoint = parse_checkpoint_config(self.config | shared_head)
         if checkpoint.method is not None:
             raise SpecDecError(
                 f"{path} already holds a {checkpoint.method.name} drafter",
@@ -74,7 +74,7 @@ class CheckpointFolder:
         self.ranks = [TensorFile(path) for path in paths]
         # Where its absence alone tells that the head is shared, no rank may have a part of it.
         self.is_head_shared = checkpoint.model.share_embedding_table and not (
-            shared and any(HEAD in rank.tensors for rank in self.ranks)
+            shared_head and any(HEAD in rank.tensors for rank in self.ranks)
         )
 
     @property
@@ -103,27 +103,27 @@ class CheckpointFolder:
             name: TensorInfo(get_stored_dtype(name, dtype), get_rank_shape(spec, self.model))
             for name, spec in specs.items()
         }
-        found = compare_tensors(file.tensors, expected, self.quantization)
+        comparison = compare_tensors(file.tensors, expected, self.quantization)
         tensors = {}
-        for name in (*found.kept, *found.scales):  # copied as they are
+        for name in (*comparison.kept, *comparison.scales):  # copied as they are
             info = file.tensors[name]
             tensors[name] = PlannedTensor(info, (SourceSlice(file, name, Block(0, info.num_rows)),))
-        missing = list(found.missing)
-        if HEAD in missing and (shared := self._share_embedding(rank, file)):
-            tensors[HEAD] = shared
-            missing.remove(HEAD)
-        report_missing(file, missing, problems)
-        report_unread(file, found.unread, problems)
-        if found.wrong:
+        missing_names = list(comparison.missing)
+        if HEAD in missing_names and (head := self._share_embedding(rank, file)):
+            tensors[HEAD] = head
+            missing_names.remove(HEAD)
+        report_missing(file, missing_names, problems)
+        report_unread(file, comparison.unread, problems)
+        if comparison.wrong:
             problems.add(
-                f"{file.path}: {count(len(found.wrong), 'tensor')} at odds with config.json:"
-                f" {join_names(found.wrong)}",
+                f"{file.path}: {count(len(comparison.wrong), 'tensor')} at odds with config.json:"
+                f" {join_names(comparison.wrong)}",
                 "take both from the same conversion",
             )
         return tensors
 
     def _share_embedding(self, rank: int, file: TensorFile) -> PlannedTensor | None:
-        """Return the head's part of an embedding table that is stored once for both."""
+        """Return the head's rows of an embedding table that is stored once for both."""
         info = file.tensors.get(EMBEDDING)
         spec = list_target_tensors(self.model)[EMBEDDING]
         if not self.is_head_shared or info is None:

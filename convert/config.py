@@ -6,7 +6,7 @@ builds objects from them and fails on an unknown one. Unknown keys at the top le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
@@ -18,8 +18,8 @@ from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
 if TYPE_CHECKING:
     from .families.base import Family
 
-# What 1.x takes no more. There a head that is left out is the embedding; and it renamed keys of
-# `moe` and refuses the old ones, while a dense model may go without.
+# Keys that 1.x takes no more. There a head that is left out is the embedding; and 1.x renamed keys
+# of `moe` and refuses the old ones, while a dense model may go without.
 KEYS_014_ONLY = ("share_embedding_table", "moe")
 # The mixture-of-experts settings of a dense model.
 MOE_014 = {
@@ -31,7 +31,7 @@ MOE_014 = {
     "sparse_mixer_epsilon": 0.01,
     "tp_mode": 0,
 }
-# Keys of a plain checkpoint by which nothing is said.
+# Keys of a plain checkpoint with values that every loader takes by default.
 PLAIN_DEFAULTS = {
     "mlp_bias": False,
     "attn_bias": False,
@@ -83,13 +83,7 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
         "head_size": model.head_size,
         "qk_layernorm": False,
     }
-    # Which TensorRT-LLM takes when it runs an engine.
-    if model.sliding_window is not None or model.usual_layer_types is not None:
-        config["sliding_window"] = model.sliding_window
-    if model.layer_types is not None and model.layer_types != model.usual_layer_types:
-        config["layer_types"] = list(model.layer_types)
-    if model.original_max_position_embeddings is not None:
-        config["original_max_position_embeddings"] = model.original_max_position_embeddings
+    config |= _describe_positions(model)
     config = family.describe(model, config)
     if model.own_arithmetic is not None and model.architecture not in ARCHITECTURES:
         config[KEY] = list_flags(model.own_arithmetic)
@@ -98,6 +92,19 @@ def describe_target(model: ModelConfig, family: Family, version: str) -> dict[st
     if model.experts is not None:
         config["moe"] = describe_experts(model.experts, version)
     return config
+
+
+def _describe_positions(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of windows and of longrope, for models that have them."""
+    keys: dict[str, Any] = {}
+    # Which TensorRT-LLM takes when it runs an engine.
+    if model.sliding_window is not None or model.usual_layer_types is not None:
+        keys["sliding_window"] = model.sliding_window
+    if model.layer_types is not None and model.layer_types != model.usual_layer_types:
+        keys["layer_types"] = list(model.layer_types)
+    if model.original_max_position_embeddings is not None:
+        keys["original_max_position_embeddings"] = model.original_max_position_embeddings
+    return keys
 
 
 def _check_architecture(architecture: str, version: str) -> None:
@@ -115,49 +122,58 @@ def _check_architecture(architecture: str, version: str) -> None:
 def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:
     """Return an existing checkpoint's config.json with the keys of the wanted line.
 
-    A key that the line does not know is left out where its value says nothing; where it does,
+    A key that the line does not know is left out where its value changes nothing; where it does,
     SpecDecError is raised.
     """
     adapted = dict(config)
     adapted.pop("rank", None)  # ModelOpt leaves its last rank's number there
     if adapted.get("architecture") == "Qwen2ForCausalLM":
         adapted.setdefault("qwen_type", "qwen2")  # which it leaves out, and the loader reads
-    moe = adapted.get("moe")
-    if isinstance(moe, dict) and not moe.get("num_experts"):
-        if version == "0.14":
-            adapted["moe"] = dict(MOE_014)
-        else:
-            del adapted["moe"]
-    elif isinstance(moe, dict):
-        adapted["moe"] = _adapt_experts(adapted, version)
+    _adapt_moe(adapted, version)
     if version != "0.14":
         adapted.pop("share_embedding_table", None)
         return adapted
     if "share_embedding_table" in adapted:
         adapted["share_embedding_table"] = False  # the head is always written
     facts = load_facts(version)
-    for section, known in (
-        ("mapping", facts.mapping_keys), ("quantization", facts.quantization_keys)
-    ):  # fmt: skip
-        values = adapted.get(section)
-        if not isinstance(values, dict):
-            continue
-        telling = {
-            key: value
-            for key, value in values.items()
-            if key not in known and not _says_nothing(key, value, values)
-        }
-        if telling:
-            raise SpecDecError(
-                f"the checkpoint's {section} has {telling}, which TensorRT-LLM 0.14 cannot express",
-                "convert for 1.2, or make the checkpoint without it",
-            )
-        adapted[section] = {k: v for k, v in values.items() if k in known}
+    _cut_section(adapted, "mapping", facts.mapping_keys)
+    _cut_section(adapted, "quantization", facts.quantization_keys)
     return adapted
 
 
+def _adapt_moe(adapted: dict[str, Any], version: str) -> None:
+    """Give `moe` the keys of a line; a dense model has none in 1.x."""
+    moe = adapted.get("moe")
+    if not isinstance(moe, dict):
+        return
+    if moe.get("num_experts"):
+        adapted["moe"] = _adapt_experts(adapted, version)
+    elif version == "0.14":
+        adapted["moe"] = dict(MOE_014)
+    else:
+        del adapted["moe"]
+
+
+def _cut_section(adapted: dict[str, Any], section: str, known_keys: Collection[str]) -> None:
+    """Leave out the keys of a section that TensorRT-LLM 0.14 does not know."""
+    values = adapted.get(section)
+    if not isinstance(values, dict):
+        return
+    telling = {
+        key: value
+        for key, value in values.items()
+        if key not in known_keys and not _says_nothing(key, value, values)
+    }
+    if telling:
+        raise SpecDecError(
+            f"the checkpoint's {section} has {telling}, which TensorRT-LLM 0.14 cannot express",
+            "convert for 1.2, or make the checkpoint without it",
+        )
+    adapted[section] = {key: value for key, value in values.items() if key in known_keys}
+
+
 def _adapt_experts(config: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """`moe` in a line's keys; SpecDecError where the tensors have the other line's names."""
+    """Return `moe` in a line's keys; SpecDecError where tensors have the other line's names."""
     mapping = config.get("mapping")
     tp_size = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
     experts = parse_experts(config, tp_size)
@@ -171,7 +187,7 @@ def _adapt_experts(config: Mapping[str, Any], version: str) -> dict[str, Any]:
 
 
 def _says_nothing(key: str, value: Any, section: Mapping[str, Any]) -> bool:
-    """Whether a key that only 1.x has holds what 0.14 does without it."""
+    """Return whether the value of a key that only 1.x has is what 0.14 does without it."""
     if key == "mamba_ssm_cache_dtype":  # Llama-like models have no such cache
         return True
     if isinstance(value, bool) or not value:

@@ -1,4 +1,4 @@
-"""Weights that are no finite numbers: NaN, infinities, and what becomes one by a cast.
+"""Weights that are no finite numbers: NaN, infinities, and numbers that become one by a cast.
 
 A float's bits, without the sign, are in the order of its magnitude, so one comparison with a limit
 finds all three. A block is searched for its largest magnitude, which is quick; only where that
@@ -39,15 +39,15 @@ class Flaws:
     inf: int = 0
     overflow: int = 0  # finite, but beyond the largest number of the type that is written
 
-    def __add__(self, other: Flaws) -> Flaws:
-        return Flaws(self.nan + other.nan, self.inf + other.inf, self.overflow + other.overflow)
+    def __add__(self, flaws: Flaws) -> Flaws:
+        return Flaws(self.nan + flaws.nan, self.inf + flaws.inf, self.overflow + flaws.overflow)
 
     def __bool__(self) -> bool:
         return self != Flaws()
 
     def __str__(self) -> str:
-        parts = [(self.nan, "NaN"), (self.inf, "infinite"), (self.overflow, "too large")]
-        return ", ".join(f"{number} {what}" for number, what in parts if number)
+        counts = [(self.nan, "NaN"), (self.inf, "infinite"), (self.overflow, "too large")]
+        return ", ".join(f"{number} {kind}" for number, kind in counts if number)
 
 
 class FlawCounter:
@@ -91,15 +91,17 @@ def find_limit(dtype: str, target: str) -> int:
     unsigned = UNSIGNED[np.dtype(storage).itemsize]
 
     def is_held(bits: int) -> bool:
-        written = cast(np.array([bits], unsigned).view(storage), dtype, target)
-        pattern = int(written.view(UNSIGNED[written.itemsize])[0])
+        cast_value = cast(np.array([bits], unsigned).view(storage), dtype, target)
+        pattern = int(cast_value.view(UNSIGNED[cast_value.itemsize])[0])
         return pattern < INFINITY[target]
 
-    held, not_held = 0, INFINITY[dtype]
-    while not_held - held > 1:
-        middle = (held + not_held) // 2
-        held, not_held = (middle, not_held) if is_held(middle) else (held, middle)
-    return not_held
+    largest_held, smallest_lost = 0, INFINITY[dtype]
+    while smallest_lost - largest_held > 1:
+        middle = (largest_held + smallest_lost) // 2
+        largest_held, smallest_lost = (
+            (middle, smallest_lost) if is_held(middle) else (largest_held, middle)
+        )
+    return smallest_lost
 
 
 def describe_flaws(flaws: Mapping[str, Flaws], dtypes: Iterable[str]) -> str:

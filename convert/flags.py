@@ -25,12 +25,12 @@ def check_flags(settings: ConvertSettings) -> None:
 
 
 def _find_two_drafters(settings: ConvertSettings) -> str | None:
-    given = [name_flag(option) for option in FOLDERS if getattr(settings, option) is not None]
-    return " and ".join(given) if len(given) > 1 else None
+    flags = [name_flag(option) for option in FOLDERS if getattr(settings, option) is not None]
+    return " and ".join(flags) if len(flags) > 1 else None
 
 
 def _find_other_methods(settings: ConvertSettings) -> str | None:
-    """A method's option without its drafter, and that drafter's flag."""
+    """Return a method's option that is given without its drafter, and that drafter's flag."""
     for folder, method in FOLDERS.items():
         useless = list_given(settings, method.options["convert"])
         if useless and getattr(settings, folder) is None:
@@ -39,7 +39,7 @@ def _find_other_methods(settings: ConvertSettings) -> str | None:
 
 
 def _list_group_sizes(settings: ConvertSettings) -> tuple[int, ...]:
-    """The group sizes that there are to choose from."""
+    """Return the group sizes that the format offers."""
     name = settings.quantization
     return FORMATS[name].algorithm.group_sizes if name is not None else ()
 

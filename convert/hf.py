@@ -29,7 +29,7 @@ from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
 
-QUANTIZATION_NAME = "hf_quant_config.json"  # where ModelOpt tells what it did
+QUANTIZATION_NAME = "hf_quant_config.json"  # ModelOpt's description of its quantization
 
 
 class HfFolder:
@@ -52,30 +52,35 @@ class HfFolder:
         path = self.path
         self.config, self.files = read_json(path / "config.json"), [path / "config.json"]
         # A link that leads nowhere counts as there: it is an error, not a reason to read another.
-        present = [name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)]
-        if not present:
+        weight_names = [
+            name for name in (*weight_files, *WEIGHT_NAMES) if os.path.lexists(path / name)
+        ]
+        if not weight_names:
             raise refuse_folder(str(path), [entry.name for entry in path.iterdir()])
-        if len(present) > 1:
-            logger.warning("%s: reading %s, not %s", path, present[0], join_names(present[1:]))
-        if present[0].endswith(INDEX_SUFFIX):
-            self._add_shards(path / present[0])
+        if len(weight_names) > 1:
+            logger.warning(
+                "%s: reading %s, not %s", path, weight_names[0], join_names(weight_names[1:])
+            )
+        if weight_names[0].endswith(INDEX_SUFFIX):
+            self._add_shards(path / weight_names[0])
         else:
-            self._add_file(_open_weights(path / present[0]))
+            self._add_file(_open_weights(path / weight_names[0]))
 
     def rename(self, names: Mapping[str, str], *, left_out: Collection[str]) -> None:
-        """Let tensors go by other names, given by their own; forget those that are left out."""
+        """Give tensors new names, mapped from their own; forget those that are left out."""
         problems = Problems()
         tensors: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            new = names.get(name, name)
+            new_name = names.get(name, name)
             if name in left_out:
                 continue
-            if new in tensors:
+            if new_name in tensors:
                 problems.add(
-                    f"{self.path} has two namings of one tensor, {self._stored[new]} and {name}",
+                    f"{self.path} has two namings of one tensor, {self._stored[new_name]} and"
+                    f" {name}",
                     "keep one of them: which is the trained one cannot be known",
                 )
-            tensors[new], self._stored[new] = info, self._stored.get(name, name)
+            tensors[new_name], self._stored[new_name] = info, self._stored.get(name, name)
         problems.raise_all()
         self.tensors = tensors
 
@@ -108,14 +113,16 @@ class HfFolder:
         changed.tensors |= source.tensors
         changed.computed = self.computed | frozenset(source.tensors)
         changed._holders = self._holders | dict.fromkeys(source.tensors, source)
-        changed._stored = {n: own for n, own in self._stored.items() if n not in source.tensors}
+        changed._stored = {
+            n: stored_name for n, stored_name in self._stored.items() if n not in source.tensors
+        }
         return changed
 
     def select(self, names: Collection[str]) -> HfFolder:
         """Return a folder like this with some of its tensors alone."""
-        chosen = copy.copy(self)
-        chosen.tensors = {name: info for name, info in self.tensors.items() if name in names}
-        return chosen
+        selection = copy.copy(self)
+        selection.tensors = {name: info for name, info in self.tensors.items() if name in names}
+        return selection
 
     def find_dtype(self) -> str:
         """Return the dtype that config.json names, or else the one that most weights have."""
@@ -132,13 +139,13 @@ class HfFolder:
         sizes: dict[str, int] = {}
         for info in self.tensors.values():
             sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
-        usual = max(sizes, key=lambda dtype: sizes[dtype], default="no tensors")
-        if usual not in FLOAT_DTYPES:
+        usual_dtype = max(sizes, key=lambda dtype: sizes[dtype], default="no tensors")
+        if usual_dtype not in FLOAT_DTYPES:
             raise SpecDecError(
-                f"{self.path}: config.json names no dtype, and its weights are {usual}",
+                f"{self.path}: config.json names no dtype, and its weights are {usual_dtype}",
                 f"choose one of {', '.join(FLOAT_DTYPES)} with --dtype",
             )
-        return usual
+        return usual_dtype
 
     def _add_file(self, file: TensorFile | TorchFile, names: Collection[str] | None = None) -> None:
         """Add a file, and of its tensors those named, or all."""
@@ -152,21 +159,22 @@ class HfFolder:
     def _add_shards(self, index: Path) -> None:
         self.files.append(index)
         indexed = read_index(index)
-        absent = [name for name in indexed if not _is_there(self.path / name)]
-        if absent:
+        absent_files = [name for name in indexed if not _is_there(self.path / name)]
+        if absent_files:
             raise SpecDecError(
-                f"{index} names {len(absent)} of {len(indexed)} files that are not there:"
-                f" {join_names(absent)}",
+                f"{index} names {len(absent_files)} of {len(indexed)} files that are not there:"
+                f" {join_names(absent_files)}",
                 "finish the download of the folder",
             )
         problems = Problems()
         placed = set().union(*indexed.values())
         for filename, names in indexed.items():
             file = _open_weights(self.path / filename)
-            lacking = sorted(names - file.tensors.keys())
-            if lacking:
+            missing_names = sorted(names - file.tensors.keys())
+            if missing_names:
                 problems.add(
-                    f"{file.path} lacks tensors that the index places there: {join_names(lacking)}",
+                    f"{file.path} lacks tensors that the index places there:"
+                    f" {join_names(missing_names)}",
                     "download the file and the index again",
                 )
             # This file holds a stale copy of what the index places in another file.
@@ -200,7 +208,7 @@ class GgufFolder(HfFolder):
         self._open_files = [self._model]
 
     def raw(self, name: str) -> tuple[Any, tuple[int, ...], Any] | None:
-        """A tensor as it is stored: see `GgufModel.raw`. None of one that is computed."""
+        """Return a tensor as it is stored, see `GgufModel.raw`; None for one that is computed."""
         stored = self._stored.get(name, name)
         is_stored = name not in self.computed and self._holders[stored] is self._model
         return self._model.raw(stored) if is_stored else None
@@ -222,7 +230,7 @@ class TargetTensors:
     problems: Problems
 
     def plan(self, specs: Mapping[str, TensorSpec], **changed: Any) -> list[RankPlan]:
-        """`plan_tensors` for these tensors; changed: arguments that are not the target's own."""
+        """Plan these tensors; changed: arguments of `plan_tensors` in the place of the target's."""
         options: dict[str, Any] = {
             "source_rows": self.source_rows, "source": self.folder, "model": self.model,
             "dtype": self.model.dtype, "ignored": self.ignored, "problems": self.problems,
@@ -263,20 +271,24 @@ def _open_weights(path: Path) -> TensorFile | TorchFile:
     return TensorFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
-def refuse_folder(place: str, names: Collection[str]) -> SpecDecError:
+def refuse_folder(folder: str, names: Collection[str]) -> SpecDecError:
     """Return the error for a folder without weights, or none that can be read."""
-    partial = sorted(name for name in names if name.endswith(UNFINISHED))
-    others = sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES)) + partial
-    found = f"; it holds {join_names(others)}" if others else ""
-    if partial:
-        fact = f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}"
-        return SpecDecError(fact, f"finish the download of {join_names(partial)}")
-    whole = [name for name in others if name.endswith(".safetensors")]
+    unfinished_files = sorted(name for name in names if name.endswith(UNFINISHED))
+    weight_files = (
+        sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES)) + unfinished_files
+    )
+    contents = f"; it holds {join_names(weight_files)}" if weight_files else ""
+    if unfinished_files:
+        fact = f"{folder} holds neither {' nor '.join(WEIGHT_NAMES)}{contents}"
+        return SpecDecError(fact, f"finish the download of {join_names(unfinished_files)}")
+    safetensors_files = [name for name in weight_files if name.endswith(".safetensors")]
     rename = (
-        f"if {whole[0]} has all weights, name it {WEIGHT_NAMES[0]}; " if len(whole) == 1 else ""
+        f"if {safetensors_files[0]} has all weights, name it {WEIGHT_NAMES[0]}; "
+        if len(safetensors_files) == 1
+        else ""
     )
     return SpecDecError(
-        f"{place} holds neither {' nor '.join(WEIGHT_NAMES)}{found}",
+        f"{folder} holds neither {' nor '.join(WEIGHT_NAMES)}{contents}",
         f"{rename}give the folder that holds the model's weights; other formats are first loaded"
         f" with transformers and saved with save_pretrained, which writes {WEIGHT_NAMES[0]}",
     )

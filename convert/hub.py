@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import os
 import sys
@@ -30,45 +31,23 @@ def fetch_model(hub_id: str, flag: str, weight_files: Sequence[str]) -> Path:
 
     # Only the environment's token: one that lies about in a home folder is not ours to send.
     token = os.environ.get("HF_TOKEN") or False
-
-    def fetch(names: Sequence[str], **options: Any) -> Path:
-        patterns = [glob.escape(name) for name in names]
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return Path(
-                    huggingface_hub.snapshot_download(
-                        hub_id,
-                        allow_patterns=patterns,
-                        token=token,
-                        etag_timeout=TIMEOUT,
-                        **options,
-                    )
-                )
-            except Exception as error:
-                if attempt == ATTEMPTS or not _is_interruption(error):
-                    raise
-                logger.warning(
-                    "%s: the Hub %s; going on where it stopped", hub_id, describe_answer(error)
-                )
-                time.sleep(attempt)
-        raise AssertionError("the last attempt returns or raises")
-
+    fetch = functools.partial(_fetch_files, hub_id, token)
     with _show_progress_on_terminals():
         try:
             info = huggingface_hub.HfApi(token=token).model_info(hub_id, timeout=TIMEOUT)
         except Exception as error:  # noqa: BLE001 - the library raises many kinds, its HTTP client more
             return _find_cached(hub_id, flag, error, fetch)
-        present = [sibling.rfilename for sibling in info.siblings or ()]
-        weights = [known for known in (*weight_files, *WEIGHT_NAMES) if known in present][:1]
+        hub_files = [sibling.rfilename for sibling in info.siblings or ()]
+        weights = [name for name in (*weight_files, *WEIGHT_NAMES) if name in hub_files][:1]
         if not weights:
-            raise refuse_folder(f"{flag} {hub_id} on the Hub", present)
-        names = ["config.json", *{QUANTIZATION_NAME} & {*present}, *weights]
+            raise refuse_folder(f"{flag} {hub_id} on the Hub", hub_files)
+        names = ["config.json", *{QUANTIZATION_NAME} & {*hub_files}, *weights]
         logger.info("fetching %s from the Hugging Face Hub", hub_id)
         try:
             folder = fetch(names)
             if weights[0].endswith(INDEX_SUFFIX):
-                before, folder = folder, fetch([*names, *read_index(folder / weights[0])])
-                if folder != before:
+                index_folder, folder = folder, fetch([*names, *read_index(folder / weights[0])])
+                if folder != index_folder:
                     raise SpecDecError(
                         f"{flag} {hub_id} was changed on the Hub while it was fetched",
                         "run it again",
@@ -80,8 +59,30 @@ def fetch_model(hub_id: str, flag: str, weight_files: Sequence[str]) -> Path:
     return folder
 
 
+def _fetch_files(hub_id: str, token: str | bool, names: Sequence[str], **options: Any) -> Path:
+    """Fetch files of a repository, going on where a download was cut off; return their folder."""
+    import huggingface_hub
+
+    patterns = [glob.escape(name) for name in names]
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return Path(
+                huggingface_hub.snapshot_download(
+                    hub_id, allow_patterns=patterns, token=token, etag_timeout=TIMEOUT, **options
+                )
+            )
+        except Exception as error:
+            if attempt == ATTEMPTS or not _is_interruption(error):
+                raise
+            logger.warning(
+                "%s: the Hub %s; going on where it stopped", hub_id, describe_answer(error)
+            )
+            time.sleep(attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
 def _find_cached(hub_id: str, flag: str, error: Exception, fetch: Callable[..., Path]) -> Path:
-    """Return the folder of the cached copy, or raise what kept us from asking the Hub."""
+    """Return the folder of the cached copy, or raise the error for a Hub that cannot be asked."""
     try:
         folder = fetch([], local_files_only=True)
     except Exception:  # noqa: BLE001
@@ -94,7 +95,7 @@ def _find_cached(hub_id: str, flag: str, error: Exception, fetch: Callable[..., 
 
 
 def _is_interruption(error: Exception) -> bool:
-    """Whether a connection broke, in the words of either HTTP client that the library has had."""
+    """Return whether a connection broke, by the names of either HTTP client of the library."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"RequestException", "TransportError"}) and "HfHubHTTPError" not in kinds
 

@@ -1,4 +1,4 @@
-"""What a model computes, as far as its config.json and tensor names tell without knowing its class.
+"""Marks of what a model computes, in its config.json and tensor names, for an unknown class.
 
 For models that no family here is for: what they have that nothing here computes, and which family
 is nearest by that. A name tells nothing: OPT and gpt-oss are spelled alike.
@@ -14,28 +14,30 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Something that some models compute and a plain Llama does not.
+    """Mark of an operation that some models compute and a plain Llama does not.
 
     keys: of config.json, any of which says so unless it is null, false, 0, 1.0 (which multiplies
     nothing) or empty. tensors: patterns of names, any of which does. families: those here that
     compute it.
     """
 
-    what: str
+    description: str
     keys: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
 
     def find(self, config: Mapping[str, Any], tensors: Collection[str]) -> str | None:
-        """Return what tells that a model has it, None where nothing does."""
+        """Return the key or tensor that shows the operation; None where nothing does."""
         for key in self.keys:
             value = config.get(key)
             if value and not (isinstance(value, float) and value == 1):
                 return key
         for pattern in self.tensors:
-            found = next((name for name in tensors if fnmatch.fnmatchcase(name, pattern)), None)
-            if found is not None:
-                return found
+            matching_name = next(
+                (name for name in tensors if fnmatch.fnmatchcase(name, pattern)), None
+            )
+            if matching_name is not None:
+                return matching_name
         return None
 
 
@@ -117,18 +119,20 @@ MARKS = (
 def describe_kind(
     config: Mapping[str, Any], tensors: Collection[str], families: Collection[str]
 ) -> tuple[str, list[str]]:
-    """Return the nearest family and what a model has that this one does not compute.
+    """Return the nearest family and the operations of a model that this one does not compute.
 
     families: the names of those that there are; of equally near ones the first is taken, a plain
     Llama before all.
     """
-    found = {mark: told for mark in MARKS if (told := mark.find(config, tensors)) is not None}
+    signs = {mark: sign for mark in MARKS if (sign := mark.find(config, tensors)) is not None}
 
     def measure(family: str) -> int:
-        return sum((family in mark.families) != (mark in found) for mark in MARKS)
+        return sum((family in mark.families) != (mark in signs) for mark in MARKS)
 
     nearest = min(sorted(families, key=lambda family: family != "llama"), key=measure)
-    lacking = [
-        f"{mark.what} ({told})" for mark, told in found.items() if nearest not in mark.families
+    differences = [
+        f"{mark.description} ({sign})"
+        for mark, sign in signs.items()
+        if nearest not in mark.families
     ]
-    return nearest, lacking
+    return nearest, differences

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 # The product of this many rows is computed at once, whichever of them are wanted: a weight's bits
 # depend neither on the number of ranks nor on that of threads.
 TILE_ROWS = 512
-_PARTS = re.compile(
+_ADAPTER_NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)"
     r"(?:\.(?P<side>lora_(?:embedding_)?[AB])(?:\.weight)?"
     r"|(?:\.base_layer|\.modules_to_save)?\.(?P<kind>weight|bias))"
@@ -52,7 +52,7 @@ _PARTS = re.compile(
 
 @dataclasses.dataclass
 class Update:
-    """What an adapter does to one tensor: the names of its own tensors, and the scale.
+    """Update of one tensor by an adapter: the names of the adapter's tensors, and the scale.
 
     down, up: A [r, in] and B [out, r]. value: the tensor that replaces the target's, if any.
     is_turned: the target's is stored as [in, out].
@@ -66,23 +66,32 @@ class Update:
 
     def check_shape(self, adapter: Adapter, name: str, stored: tuple[int, ...]) -> None:
         """Raise SpecDecError where the adapter's tensors do not fit the target's."""
-        factors = [adapter.tensors[own].shape for own in (self.up, self.down) if own]
+        factors = [adapter.tensors[name].shape for name in (self.up, self.down) if name]
         value = adapter.tensors[self.value].shape if self.value else stored
-        product = (factors[0][0], factors[-1][1]) if factors and len(factors[-1]) > 1 else stored
-        product = product[::-1] if self.is_turned and factors else product
-        has_both = len(factors) in (0, 2) and all(len(shape) == 2 for shape in factors)
-        if not has_both or value != stored or product != stored or (
-            factors and factors[0][1] != factors[1][0]
-        ):  # fmt: skip
-            own = ", ".join(
-                f"{tensor} {list(adapter.tensors[tensor].shape)}"
-                for tensor in (self.value, self.up, self.down)
-                if tensor
-            )
-            raise SpecDecError(
-                f"{adapter.path}: {own} cannot be merged into {name} {list(stored)}",
-                "give the base model that the adapter was trained on, and all of the adapter",
-            )
+        if value == stored and self._multiply(factors, stored) == stored:
+            return
+        tensors = ", ".join(
+            f"{tensor} {list(adapter.tensors[tensor].shape)}"
+            for tensor in (self.value, self.up, self.down)
+            if tensor
+        )
+        raise SpecDecError(
+            f"{adapter.path}: {tensors} cannot be merged into {name} {list(stored)}",
+            "give the base model that the adapter was trained on, and all of the adapter",
+        )
+
+    def _multiply(
+        self, factors: Sequence[tuple[int, ...]], stored: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
+        """Return the shape of B A, which is `stored` without factors; None where it has none."""
+        if not factors:
+            return stored
+        if len(factors) != 2 or any(len(shape) != 2 for shape in factors):
+            return None
+        (num_rows, rank), (depth, num_columns) = factors
+        if rank != depth:
+            return None
+        return (num_columns, num_rows) if self.is_turned else (num_rows, num_columns)
 
 
 class Adapter:
@@ -92,15 +101,17 @@ class Adapter:
         self.path = path
         if not path.is_dir():
             raise refuse_absent(path, f"{FLAG} {path}")
-        present = [path / name for name in WEIGHTS if (path / name).exists()]
-        if not (path / CONFIG).is_file() or not present:
+        weight_paths = [path / name for name in WEIGHTS if (path / name).exists()]
+        if not (path / CONFIG).is_file() or not weight_paths:
             raise SpecDecError(
                 f"{FLAG} {path} lacks {CONFIG} or {WEIGHTS[0]}",
                 "give the folder that PEFT's save_pretrained wrote",
             )
         self.config = read_json(path / CONFIG)
-        self._file = (TensorFile if present[0].suffix == ".safetensors" else TorchFile)(present[0])
-        self.files = [path / CONFIG, present[0]]
+        self._file = (TensorFile if weight_paths[0].suffix == ".safetensors" else TorchFile)(
+            weight_paths[0]
+        )
+        self.files = [path / CONFIG, weight_paths[0]]
         self.tensors = self._file.tensors
         self._check_config()
 
@@ -120,11 +131,11 @@ class Adapter:
         for name in ("rank_pattern", "alpha_pattern"):
             with collect(problems):
                 _compile(self.config.get(name) or {}, f"{self.path}: {name}")
-        known = READ | HARMLESS | {"init_lora_weights"}
+        known_keys = READ | HARMLESS | {"init_lora_weights"}
         problems.extend(
             (f"{self.path}: {key} is {shorten(value)}, which is not supported", MERGE)
             for key, value in self.config.items()
-            if key not in known and value not in (None, False, "", [], {})
+            if key not in known_keys and value not in (None, False, "", [], {})
         )
         problems.extend(
             (f"{self.path}: {name} is {info.dtype}", "save the adapter in a float type")
@@ -153,21 +164,21 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _find(self, pattern: str, module: str, default: str) -> Any:
-        """The value of the first pattern that a module's name ends with, or the general one."""
+        """Return the value of the first pattern that a module's name ends with, or of all."""
         for key, value in (self.config.get(pattern) or {}).items():
             if re.fullmatch(rf"(.*\.)?({key})", module):
                 return value
         return self.config.get(default)
 
 
-def _compile(patterns: Any, what: str) -> None:
-    """Raise SpecDecError for what is no object with patterns of modules as keys."""
+def _compile(patterns: Any, description: str) -> None:
+    """Raise SpecDecError unless `patterns` is an object with patterns of modules as keys."""
     try:
         for key in patterns.keys():
             re.compile(key)
     except (AttributeError, re.error) as error:
         raise SpecDecError(
-            f"{what} is {shorten(patterns)}, not patterns and numbers: {error}",
+            f"{description} is {shorten(patterns)}, not patterns and numbers: {error}",
             "copy or download the adapter again",
         ) from None
 
@@ -186,26 +197,8 @@ def merge_adapter(
             f"{folder.path} is quantized, and {FLAG} adds to plain weights",
             "give --dequantize, too",
         )
-    problems, tied = Problems(), family.list_tied(folder)
-    updates: dict[str, Update] = {}
-    for own in adapter.tensors:
-        match = _PARTS.fullmatch(own)
-        module, side = (match["module"], match["side"]) if match else (own, None)
-        wanted = f"{module}.{match['kind'] or 'weight'}" if match else own
-        found = _find_tensor(wanted, folder.tensors)
-        if found is None or found in tied:
-            lack = "is tied to another" if found or wanted in tied else "is not in the target"
-            problems.add(f"{adapter.path}: {own}: {wanted} {lack}", MERGE)
-            continue
-        update = updates.setdefault(found, Update(is_turned=family.is_turned(folder, found)))
-        update.is_turned |= side is not None and "embedding" in side
-        field = "value" if side is None else "down" if side.endswith("A") else "up"
-        if getattr(update, field) is not None:
-            problems.add(f"{adapter.path} has {own} twice", "copy or download the adapter again")
-        setattr(update, field, own)
-        if field == "down":
-            with collect(problems):
-                update.scale = adapter.find_scale(module, adapter.tensors[own].shape[0])
+    problems = Problems()
+    updates = _list_updates(folder, adapter, family, problems)
     for name, update in updates.items():
         with collect(problems):
             update.check_shape(adapter, name, folder.tensors[name].shape)
@@ -217,13 +210,45 @@ def merge_adapter(
     return merged
 
 
-def _find_tensor(wanted: str, names: Iterable[str]) -> str | None:
-    """The tensor of a name, or the only one whose name differs by a prefix."""
+def _list_updates(
+    folder: HfFolder, adapter: Adapter, family: Family, problems: Problems
+) -> dict[str, Update]:
+    """Return the update of each tensor that an adapter names; append what does not fit."""
+    tied_names = family.list_tied(folder)
+    updates: dict[str, Update] = {}
+    for adapter_name in adapter.tensors:
+        match = _ADAPTER_NAME.fullmatch(adapter_name)
+        module, side = (match["module"], match["side"]) if match else (adapter_name, None)
+        base_name = f"{module}.{match['kind'] or 'weight'}" if match else adapter_name
+        name = _find_tensor(base_name, folder.tensors)
+        if name is None or name in tied_names:
+            is_tied = name is not None or base_name in tied_names
+            lack = "is tied to another" if is_tied else "is not in the target"
+            problems.add(f"{adapter.path}: {adapter_name}: {base_name} {lack}", MERGE)
+            continue
+        update = updates.setdefault(name, Update(is_turned=family.is_turned(folder, name)))
+        update.is_turned |= side is not None and "embedding" in side
+        field = "value" if side is None else "down" if side.endswith("A") else "up"
+        if getattr(update, field) is not None:
+            problems.add(
+                f"{adapter.path} has {adapter_name} twice", "copy or download the adapter again"
+            )
+        setattr(update, field, adapter_name)
+        if field == "down":
+            with collect(problems):
+                rank = adapter.tensors[adapter_name].shape[0]
+                update.scale = adapter.find_scale(module, rank)
+    return updates
+
+
+def _find_tensor(base_name: str, names: Iterable[str]) -> str | None:
+    """Return the tensor of a name, or the only one whose name differs by a prefix."""
     names = set(names)
-    for theirs, ours in (("", ""), *NAMES):  # as it is, or as a wrapper calls it
-        if wanted.startswith(theirs) and (name := ours + wanted.removeprefix(theirs)) in names:
+    for wrapper_prefix, prefix in (("", ""), *NAMES):  # as it is, or as a wrapper calls it
+        name = prefix + base_name.removeprefix(wrapper_prefix)
+        if base_name.startswith(wrapper_prefix) and name in names:
             return name
-    alike = [n for n in names if n.endswith(f".{wanted}") or wanted.endswith(f".{n}")]
+    alike = [n for n in names if n.endswith(f".{base_name}") or base_name.endswith(f".{n}")]
     return alike[0] if len(alike) == 1 else None
 
 
@@ -240,13 +265,13 @@ def _compute(folder: HfFolder, adapter: Adapter, updates: dict[str, Update]) -> 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
         rows, update = read_base(name, start, stop), updates[name]
         if update.down is not None and update.up is not None:
-            left, right = adapter.read(update.up), adapter.read(update.down)
+            up_factor, down_factor = adapter.read(update.up), adapter.read(update.down)
             if update.is_turned:
-                left, right = right.T, left.T
+                up_factor, down_factor = down_factor.T, up_factor.T
             for top in range(start // TILE_ROWS * TILE_ROWS, stop, TILE_ROWS):
-                tile = (left[top : top + TILE_ROWS] @ right) * np.float32(update.scale)
-                first, last = max(top, start), min(top + TILE_ROWS, stop)
-                rows[first - start : last - start] += tile[first - top : last - top]
+                tile = (up_factor[top : top + TILE_ROWS] @ down_factor) * np.float32(update.scale)
+                upper, lower = max(top, start), min(top + TILE_ROWS, stop)
+                rows[upper - start : lower - start] += tile[upper - top : lower - top]
         if columns is not None:
             rows = rows[:, columns[0] : columns[1]]
         return np.ascontiguousarray(rows)

@@ -1,5 +1,4 @@
-"""Whose drafter it is: what its folder says of the model that it was trained for, and whether that
-is the target it is converted with.
+"""Origin of a drafter: the model that it was trained for, and whether that is the target.
 
 A drafter of another model of the same sizes converts, runs, and drafts badly; the text stays right.
 """
@@ -33,18 +32,19 @@ DRAFTERS = re.compile(r"eagle|medusa|draft|dflash|dspark|specul|redrafter|mtp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A drafter's folder alongside its target's: what each says, for `find_other_base`.
+    """Facts of a drafter's folder and of its target's, for `find_other_base`.
 
-    recorded: (bytes, sha256) of the weight files that it was trained with; named: the models that
-    it names; names: of the target; files: its weight files; hashes: those known without reading.
+    Of the drafter: recorded_files: (bytes, sha256) of the weight files that it was trained with;
+    base_names: the models that it names. Of the target: target_names, weight_files, and
+    known_files: (bytes, sha256) of those that need not be read.
     """
 
     drafter: Path
-    recorded: Sequence[tuple[int, str]]
-    named: Sequence[str]
-    names: Sequence[str]
-    files: Sequence[Path]
-    hashes: Sequence[tuple[int, str]]
+    recorded_files: Sequence[tuple[int, str]]
+    base_names: Sequence[str]
+    target_names: Sequence[str]
+    weight_files: Sequence[Path]
+    known_files: Sequence[tuple[int, str]]
     num_parameters: int
 
 
@@ -60,110 +60,133 @@ def read_origin(
     sources: the target's files, of a Hugging Face folder or of a checkpoint; name: as it was given.
     """
     target = sources[0].parent
-    recorded, named = _read_sources(drafter)
+    recorded_files, base_names = _read_training(drafter, config)
+    is_checkpoint = (target / "rank0.safetensors").is_file()
+    known_files, source_names = _read_sources(target) if is_checkpoint else ([], [])
+    path = target.resolve()
+    cached_names = [
+        folder.split("--")[-1] for folder in path.parts if folder.startswith("models--")
+    ]
+    target_names = [*source_names, *filter(None, [name]), *(cached_names or [path.name])]
+    target_names += _list_own_names(target)
+    weight_files = [path for path in sources if path.suffix in WEIGHT_SUFFIXES]
+    return Origin(
+        drafter=drafter, recorded_files=recorded_files, base_names=base_names,
+        target_names=target_names, weight_files=[] if is_checkpoint else weight_files,
+        known_files=known_files, num_parameters=num_parameters,
+    )  # fmt: skip
+
+
+def _read_training(
+    drafter: Path, config: Mapping[str, Any]
+) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return the weight files of a drafter's training, and the models that its folder names."""
+    recorded_files, base_names = _read_sources(drafter)
     card = drafter / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    recorded = recorded or [
+    recorded_files = recorded_files or [
         (int(size), sha256)
         for file, size, sha256 in _CARD_FILE.findall(text.partition("## Data")[0])
         if file.endswith(WEIGHT_SUFFIXES)
     ]
-    named = [*named, *_list_names(config), *_CARD_BASE.findall(text)]
-    own = str(config.get("_name_or_path") or "")
-    if not named and own and not DRAFTERS.search(own.lower()):
-        named = [own]
-    is_checkpoint = (target / "rank0.safetensors").is_file()
-    hashes, made = _read_sources(target) if is_checkpoint else ([], [])
-    path = target.resolve()
-    cached = [part.split("--")[-1] for part in path.parts if part.startswith("models--")]
-    names = [*made, *([name] if name else []), *(cached or [path.name])]
-    names += _list_own_names(target)
-    files = [] if is_checkpoint else [p for p in sources if p.suffix in WEIGHT_SUFFIXES]
-    return Origin(
-        drafter=drafter, recorded=recorded, named=named, names=names, files=files,
-        hashes=hashes, num_parameters=num_parameters,
-    )  # fmt: skip
+    base_names = [*base_names, *_list_names(config), *_CARD_BASE.findall(text)]
+    folder_name = str(config.get("_name_or_path") or "")
+    if not base_names and folder_name and not DRAFTERS.search(folder_name.lower()):
+        base_names = [folder_name]
+    return recorded_files, base_names
 
 
 def find_other_base(origin: Origin, hashes: Mapping[Path, str] | None = None) -> str | None:
-    """Return a warning where the drafter belongs to another model, as far as can be told.
+    """Return a warning where the drafter belongs to another model, as far as the folders tell.
 
     hashes: of the target's files, where they are known; small files are read. Hashes decide where
     both sides have them, then sizes, then names.
     """
-    sizes = sum(path.stat().st_size for path in origin.files)
-    known = list(origin.hashes)
-    for path in origin.files:
-        sha256 = (hashes or {}).get(path)
-        if sha256 is None and origin.recorded and sizes <= MAX_HASHED_BYTES:
-            sha256 = hash_file(path)
-        if sha256 is not None:
-            known.append((path.stat().st_size, sha256))
-    recorded = set(origin.recorded)
-    if recorded and recorded <= set(known):
+    target_files = [*origin.known_files, *_hash_files(origin, hashes or {})]
+    recorded_files = set(origin.recorded_files)
+    if recorded_files and recorded_files <= set(target_files):
         return None
-    own = sorted(size for size, _ in known) or sorted(p.stat().st_size for p in origin.files)
-    said = f"{origin.drafter} was trained for another target"
+    target_sizes = sorted(size for size, _ in target_files) or sorted(
+        path.stat().st_size for path in origin.weight_files
+    )
+    recorded_sizes = sorted(size for size, _ in recorded_files)
+    claim = f"{origin.drafter} was trained for another target"
     advice = "; drafts would be bad, the text stays the target's"
-    if recorded and known and own == sorted(size for size, _ in recorded):
-        return f"{said}: sha256 {min(recorded)[1][:16]}..., not {min(known)[1][:16]}...{advice}"
-    if any(is_same(named, name) for named in origin.named for name in origin.names):
+    if recorded_files and target_files and target_sizes == recorded_sizes:
+        recorded_hash, target_hash = min(recorded_files)[1][:16], min(target_files)[1][:16]
+        return f"{claim}: sha256 {recorded_hash}..., not {target_hash}...{advice}"
+    if any(is_same(base, name) for base in origin.base_names for name in origin.target_names):
         return None
-    if recorded and own != sorted(size for size, _ in recorded):
+    if recorded_files and target_sizes != recorded_sizes:
         return (
-            f"{said}: its weights had {sum(size for size, _ in recorded):,} bytes, this target's"
-            f" have {sum(own):,}{advice}, unless it is the same model in another form"
+            f"{claim}: its weights had {sum(recorded_sizes):,} bytes, this target's"
+            f" have {sum(target_sizes):,}{advice}, unless it is the same model in another form"
         )
-    if recorded or not origin.named or _agrees_in_size(origin):
+    if recorded_files or not origin.base_names or _agrees_in_size(origin):
         return None
     return (
-        f"{origin.drafter} names {origin.named[0]} as its target, this one is called"
-        f" {' or '.join(dict.fromkeys(origin.names))}: if it is another model{advice}"
+        f"{origin.drafter} names {origin.base_names[0]} as its target, this one is called"
+        f" {' or '.join(dict.fromkeys(origin.target_names))}: if it is another model{advice}"
     )
 
 
-def is_same(named: str, name: str) -> bool:
-    """Whether two names are of one model, under any publisher and in any form."""
-    mine, other = _split(name), _split(named)
-    if not mine or not other:
+def _hash_files(origin: Origin, hashes: Mapping[Path, str]) -> Iterator[tuple[int, str]]:
+    """Yield the size and hash of the target's weight files; small ones are read where they help."""
+    total_bytes = sum(path.stat().st_size for path in origin.weight_files)
+    for path in origin.weight_files:
+        sha256 = hashes.get(path)
+        if sha256 is None and origin.recorded_files and total_bytes <= MAX_HASHED_BYTES:
+            sha256 = hash_file(path)
+        if sha256 is not None:
+            yield path.stat().st_size, sha256
+
+
+def is_same(base: str, name: str) -> bool:
+    """Return whether two names are of one model, under any publisher and in any form."""
+    words, base_words = _split(name), _split(base)
+    if not words or not base_words:
         return False
-    if mine == other:
+    if words == base_words:
         return True
     # A folder's short name, such as llama31.
-    has_size = any(_SIZE.fullmatch(word) for word in mine)
-    squashed = re.sub(r"[^a-z0-9]", "", _cut(name))
-    return not has_size and len(squashed) > 4 and squashed in re.sub(r"[^a-z0-9]", "", _cut(named))
+    has_size = any(_SIZE.fullmatch(word) for word in words)
+    letters, base_letters = (re.sub(r"[^a-z0-9]", "", _cut_name(text)) for text in (name, base))
+    return not has_size and len(letters) > 4 and letters in base_letters
 
 
-def _cut(name: str) -> str:
+def _cut_name(name: str) -> str:
+    """Return a name without its publisher and in lower case."""
     return name.rstrip("/").rsplit("/", 1)[-1].lower()
 
 
 def _split(name: str) -> set[str]:
-    return set(re.split(r"[^a-z0-9.]+", _cut(name))) - FORMS - {""}
+    """Return the words of a name that tell which model it is."""
+    return set(re.split(r"[^a-z0-9.]+", _cut_name(name))) - FORMS - {""}
 
 
 def _agrees_in_size(origin: Origin) -> bool:
-    """Whether a name tells as many parameters as the target has, which has no telling name."""
-    for named in origin.named:
-        for number, unit in _SIZE.findall(_cut(named)):
+    """Return whether a base's name has the target's size, and no name of the target has a size."""
+    for base in origin.base_names:
+        for number, unit in _SIZE.findall(_cut_name(base)):
             ratio = float(number) * {"b": 1e9, "m": 1e6}[unit] / max(1, origin.num_parameters)
             if 0.75 < ratio < 1.33:
-                return not any(_SIZE.search(_cut(name)) for name in origin.names)
+                return not any(_SIZE.search(_cut_name(name)) for name in origin.target_names)
     return False
 
 
-def _list_names(config: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def _list_names(config: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the names that a config gives of a drafter's target, in nested objects, too."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _list_names(value, key)
         elif isinstance(value, str) and value:
-            name = f"{place}_{key}" if key.startswith("name") else key
+            name = f"{section}_{key}" if key.startswith("name") else key
             if _KEY.fullmatch(name.lower()):
                 yield value
 
 
 def _list_own_names(target: Path) -> list[str]:
+    """Return the name that a folder's config.json gives of itself, if there is one."""
     try:
         name = read_json(target / "config.json").get("_name_or_path")
     except SpecDecError:
@@ -172,7 +195,7 @@ def _list_own_names(target: Path) -> list[str]:
 
 
 def _read_sources(folder: Path) -> tuple[list[tuple[int, str]], list[str]]:
-    """The weight files that a manifest's folder was made from, and the name of their model."""
+    """Return the weight files that a manifest's folder was made from, and their model's name."""
     if not (folder / "manifest.json").is_file():
         return [], []
     try:

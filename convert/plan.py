@@ -1,4 +1,4 @@
-"""The plan: which rows and columns of which source tensors make each tensor of each rank.
+"""Plan of a conversion: the rows and columns of source tensors that make each rank's tensors.
 
 It is checked as a whole before a byte is written, then executed as a stream of blocks, so that
 memory depends neither on the model's size nor on a tensor's. `SourceRows` say what makes a tensor
@@ -84,7 +84,7 @@ class SourceRows:
     """Rows of a source tensor that make up a planned tensor, alone or below those of others.
 
     The source is transposed where it is stored as [in, out], then its first `skipped` rows are
-    left out, then one of `num_shares` equal shares of the rows is taken; `added` is added to every
+    left out, then one of `num_shares` equal shares of the rows is taken; `addend` is added to every
     element, in float32. is_row: a single row, between whose size and its elements there may be more
     sizes of one, or fewer. num_matrices: of a source of three dimensions, whose rows are those of
     its matrices, one below the other. sections: of a source whose rows come in groups, the rows of
@@ -96,7 +96,7 @@ class SourceRows:
     skipped: int = 0
     share: int = 0
     num_shares: int = 1
-    added: float = 0.0
+    addend: float = 0.0
     is_row: bool = False
     num_matrices: int = 0
     sections: Callable[[ModelConfig], tuple[int, ...]] | None = None
@@ -109,16 +109,16 @@ class SourceRows:
         return shape == expected or is_row and outer == expected_outer
 
     def get_source_shape(
-        self, num_rows: int, rest: tuple[int, ...], model: ModelConfig
+        self, num_rows: int, row_shape: tuple[int, ...], model: ModelConfig
     ) -> tuple[int, ...]:
         """Return the shape that the source must have for these to be `num_rows` rows."""
         height = self.skipped + self.num_shares * num_rows
         if self.sections is not None:
             sizes = self.sections(model)
             height = num_rows // sizes[self.section] * sum(sizes)
-        shape = (height, *rest)
+        shape = (height, *row_shape)
         if self.num_matrices:
-            shape = (self.num_matrices, height // self.num_matrices, *rest)
+            shape = (self.num_matrices, height // self.num_matrices, *row_shape)
         return shape[::-1] if self.is_transposed else shape
 
     def list_runs(
@@ -148,7 +148,7 @@ class SourceSlice:
     name: str
     block: Block
     is_transposed: bool = False
-    added: float = 0.0
+    addend: float = 0.0
 
     def read(self, block: Block, dtype: str) -> Array:
         """Return a block of the source in another type, contiguous."""
@@ -173,26 +173,28 @@ class SourceSlice:
     def _read_transposed(self, block: Block, stored: str, dtype: str) -> Array:
         """Read some stored rows at a time: every one of them holds a bit of each wanted row."""
         info = self.source.tensors[self.name]
-        left, right = block.columns or (0, info.shape[0])
-        result = np.empty((block.num_rows, right - left), DTYPES[dtype][1])
+        first_column, last_column = block.columns or (0, info.shape[0])
+        result = np.empty((block.num_rows, last_column - first_column), DTYPES[dtype][1])
         row_bytes = info.num_bytes // max(1, info.shape[0])
         height = max(1, OUTPUT_BLOCK_BYTES // max(1, row_bytes))
-        for top in range(left, right, height):
-            bottom = min(top + height, right)
+        for top in range(first_column, last_column, height):
+            bottom = min(top + height, last_column)
             tile = self.source.read_block(self.name, top, bottom, (block.start, block.stop))
-            result[:, top - left : bottom - left] = self._finish(tile, stored, dtype).T
+            result[:, top - first_column : bottom - first_column] = self._finish(
+                tile, stored, dtype
+            ).T
         return result
 
     def _finish(self, rows: Array, stored: str, dtype: str) -> Array:
         """Return stored rows with what is added to them, in another type, contiguous."""
-        if self.added:
-            rows, stored = cast(rows, stored, "float32") + np.float32(self.added), "float32"
+        if self.addend:
+            rows, stored = cast(rows, stored, "float32") + np.float32(self.addend), "float32"
         return np.ascontiguousarray(cast(rows, stored, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputBlock:
-    """The next bytes of a planned tensor: `make` computes them.
+    """Block of the next bytes of a planned tensor, which `make` computes.
 
     origin: file and offset of the same bytes, for a block that is merely copied.
     """
@@ -296,7 +298,7 @@ def plan_tensors(
             ]
             tensors[canonical] = PlannedTensor(rank_info, tuple(slices))
     misfits.report(dtype, problems)
-    used_names = {rows.name for each in source_rows.values() for rows in each}
+    used_names = {rows.name for tensor_rows in source_rows.values() for rows in tensor_rows}
     unused_names = [
         name for name in source.tensors
         if name not in used_names and not any(fnmatch.fnmatchcase(name, p) for p in ignored)
@@ -421,7 +423,7 @@ def _find_slices(
                 rows.name,
                 Block(top, bottom, block.columns),
                 is_transposed=rows.is_transposed and len(source.tensors[rows.name].shape) > 1,
-                added=rows.added,
+                addend=rows.addend,
             )
         offset += height
 
@@ -438,11 +440,11 @@ def are_equal(source: TensorSource, names: tuple[str, str]) -> bool:
     height = max(1, OUTPUT_BLOCK_BYTES * num_rows // max(1, infos[0].num_bytes))
     for start in range(0, num_rows, height):
         stop = min(start + height, num_rows)
-        left, right = (
+        rows, other_rows = (
             cast(source.read_block(name, start, stop), info.dtype, "float32")
             for name, info in zip(names, infos, strict=True)
         )
-        if not np.array_equal(left, right):
+        if not np.array_equal(rows, other_rows):
             return False
     return True
 

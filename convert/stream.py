@@ -1,4 +1,4 @@
-"""Carrying a plan out: bytes go from the sources to their places in the rank files as a stream.
+"""Execution of a plan: bytes go from the sources to their offsets in the rank files as a stream.
 
 A rank file is cut into writes of a few MB, each at its own offset: bytes that stay as they are, by
 the kernel alone; others by way of a small buffer. Behind the writers comes one reader a file, which
@@ -57,13 +57,13 @@ METADATA = {"format": "pt"}  # safetensors readers ask for it
 WRITES_AHEAD = 32  # of the hash: what is hashed should still be in the page cache
 SYNC_BYTES = 256 << 20  # written between two calls that send them to the disk
 COPIES_A_WRITER = 4  # of a write's bytes in memory at once, at most: read, widened, cast, tiled
-# What copy_file_range says where it does not know how, or not between these files.
+# Errors of copy_file_range where it does not know how, or not between these files.
 CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteResult:
-    """What a stream has written: sha256 by file name, the sources' manifest entries, flaws.
+    """Result of a stream: sha256 by file name, the sources' manifest entries, flaws.
 
     zeros: tensors with zeros in the place of weights.
     """
@@ -76,7 +76,7 @@ class WriteResult:
 
 @dataclasses.dataclass(frozen=True)
 class ShardWrite:
-    """The next bytes of a rank file."""
+    """Write of the next bytes of a rank file."""
 
     offset: int
     num_bytes: int
@@ -85,7 +85,10 @@ class ShardWrite:
 
 @dataclasses.dataclass(frozen=True)
 class SourceRead:
-    """A source tensor of which rows are written, in some types. may_be_zero: see there."""
+    """Read of a source tensor of which rows are written, in some types.
+
+    may_be_zero: of `zeros.may_be_zero`.
+    """
 
     source: TensorSource
     name: str
@@ -95,6 +98,7 @@ class SourceRead:
 
     @property
     def info(self) -> TensorInfo:
+        """Type and shape of the whole source tensor."""
         return self.source.tensors[self.name]
 
     @property
@@ -105,7 +109,7 @@ class SourceRead:
 
 
 class Inspection:
-    """A source tensor that is read: what is no number in it, and what is zero."""
+    """Inspection of a source tensor while it is read, for weights that are no numbers, or zeros."""
 
     def __init__(self, read: SourceRead) -> None:
         self.read, self.finder = read, ZeroFinder()
@@ -113,7 +117,7 @@ class Inspection:
 
 
 class StreamStopped(Exception):
-    """Another thread has failed, or it is known that the conversion will."""
+    """End of a task where another thread has failed, or the conversion is known to fail."""
 
 
 def write_plan(
@@ -132,22 +136,22 @@ def write_plan(
     states: the sources' as they were when the plan was made; what they are now, if not given.
     """
     accepted = (allow_nonfinite, allow_zeros)
-    written = _Stream(plan, folder, workers, accepted, states or get_states(plan)).run()
-    if written.zeros:
-        error = refuse_zeros(written.zeros)
+    result = _Stream(plan, folder, workers, accepted, states or get_states(plan)).run()
+    if result.zeros:
+        error = refuse_zeros(result.zeros)
         if not allow_zeros:
             raise error
         logger.warning("%s", error)
-    if written.flaws:
+    if result.flaws:
         dtypes = {info.dtype for rank in plan.ranks for info in get_infos(rank).values()}
         if not allow_nonfinite:
-            raise refuse_flaws(written.flaws, dtypes)
-        logger.warning("%s", describe_flaws(written.flaws, dtypes))
-    return written
+            raise refuse_flaws(result.flaws, dtypes)
+        logger.warning("%s", describe_flaws(result.flaws, dtypes))
+    return result
 
 
 def name_rank(rank: int) -> str:
-    """File name of a rank's tensors."""
+    """Return the file name of a rank's tensors."""
     return f"rank{rank}.safetensors"
 
 
@@ -181,33 +185,34 @@ def list_reads(plan: ConversionPlan) -> list[SourceRead]:
                     rows = (0, source_slice.source.tensors[source_slice.name].num_rows)
                 read = SourceRead(
                     source_slice.source, source_slice.name, rows, frozenset([tensor.info.dtype]),
-                    may_be_zero(canonical, is_added_to=is_added_to or bool(source_slice.added)),
+                    may_be_zero(canonical, is_added_to=is_added_to or bool(source_slice.addend)),
                 )  # fmt: skip
                 key = (id(source_slice.source), source_slice.name)
                 reads[key] = _join_reads(reads[key], read) if key in reads else read
     return list(reads.values())
 
 
-def _join_reads(one: SourceRead, other: SourceRead) -> SourceRead:
-    rows = (min(one.rows[0], other.rows[0]), max(one.rows[1], other.rows[1]))
-    strictest = min((one.may_be_zero, other.may_be_zero), key=(False, None, True).index)
-    return SourceRead(one.source, one.name, rows, one.dtypes | other.dtypes, strictest)
+def _join_reads(read: SourceRead, other_read: SourceRead) -> SourceRead:
+    """Return the read of a tensor for all outputs of two reads."""
+    rows = (min(read.rows[0], other_read.rows[0]), max(read.rows[1], other_read.rows[1]))
+    strictest = min((read.may_be_zero, other_read.may_be_zero), key=(False, None, True).index)
+    return SourceRead(read.source, read.name, rows, read.dtypes | other_read.dtypes, strictest)
 
 
 def measure_buffers(plan: ConversionPlan, workers: int) -> int:
     """Return the most bytes of tensor data that are in memory at once."""
-    largest = 0
+    largest_bytes = 0
     for rank in plan.ranks:
         for tensor in rank.values():
             if not _is_copied(tensor):
                 row_bytes = tensor.info.num_bytes // max(1, tensor.info.num_rows)
                 chunk_bytes = max(row_bytes, min(tensor.info.num_bytes, OUTPUT_BLOCK_BYTES))
-                largest = max(largest, chunk_bytes * _find_widening(tensor))
-    return workers * (COPIES_A_WRITER * largest + 2 * BLOCK_BYTES)
+                largest_bytes = max(largest_bytes, chunk_bytes * _find_widening(tensor))
+    return workers * (COPIES_A_WRITER * largest_bytes + 2 * BLOCK_BYTES)
 
 
 def _find_widening(tensor: PlannedTensor) -> int:
-    """How many times as wide as a tensor's elements those of its widest source are, at least 1."""
+    """Return the width of a tensor's widest source over its own element's, at least 1."""
     dtypes = {
         source_slice.source.tensors[source_slice.name].dtype for source_slice in tensor.slices
     }
@@ -216,7 +221,7 @@ def _find_widening(tensor: PlannedTensor) -> int:
 
 
 def _is_copied(tensor: PlannedTensor) -> bool:
-    """Whether every byte of a tensor lies in a file as it is wanted."""
+    """Return whether every byte of a tensor lies in a file unchanged."""
     return type(tensor) is PlannedTensor and all(
         source_slice.locate(source_slice.block, tensor.info.dtype) is not None
         for source_slice in tensor.slices
@@ -228,9 +233,9 @@ def measure_hash_seconds(plan: ConversionPlan, workers: int) -> float:
     import time
 
     block = np.zeros(BLOCK_BYTES, np.uint8)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     num_rounds = 0
-    while (elapsed := time.perf_counter() - began) < 0.03:
+    while (elapsed := time.perf_counter() - start_time) < 0.03:
         hashlib.sha256(block.data).digest()
         num_rounds += 1
     sizes = [measure_tensor_file(get_infos(rank), METADATA) for rank in plan.ranks]
@@ -265,21 +270,19 @@ class _Stream:
         self.placed: dict[Path, list[tuple[int, SourceRead]]] = {}
         self.mapped: dict[int, TensorSource] = {}  # what is read of them stays, until let go
         for read in self.reads:
-            place = read.source.locate(read.name)
-            if place is not None:
-                self.placed.setdefault(place[0], []).append((place[1], read))
+            location = read.source.locate(read.name)
+            if location is not None:
+                path, offset = location
+                self.placed.setdefault(path, []).append((offset, read))
             else:
                 self.mapped[id(read.source)] = read.source
 
     def run(self) -> WriteResult:
+        """Write all rank files and read all sources; return the hashes and flaws."""
         sizes = [measure_tensor_file(get_infos(rank), METADATA) for rank in self.plan.ranks]
         total = sum(sizes) + sum(size for size, _ in self.states.values())
         with contextlib.ExitStack() as stack:
-            for path in (*self.plan.source_files, *self.placed):
-                if path not in self.descriptors:
-                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    stack.callback(os.close, descriptor)
-                    self.descriptors[path] = descriptor
+            self._open_sources(stack)
             self.advance = stack.enter_context(logs.track("converting", total=total, of_bytes=True))
             # Hashers wait for writers, and writers for nobody, so they cannot lock up. They end in
             # that order too: a hasher that stops waits for the writes that it has given away.
@@ -296,18 +299,10 @@ class _Stream:
             tasks = {key: hashers.submit(self._watch, do, key) for _, do, key in work}
             ranks = {name_rank(rank): tasks[rank] for rank in range(len(sizes))}
             sources = [tasks[path] for path in self.plan.source_files]
-            others = hashers.submit(self._watch, self._search_unplaced)
-            self._await({*tasks.values(), others})
-        for path, state in get_states(self.plan).items():
-            if state != self.states[path]:
-                raise SpecDecError(
-                    f"{path} was changed while it was read",
-                    "let nothing write to the file, and run it again",
-                )
-        flaws: dict[str, Flaws] = {}
-        for found in (*(task.result()[1] for task in sources), others.result()):
-            for name, flaw in found.items():  # which the files of several ranks may have
-                flaws[name] = flaws.get(name, Flaws()) + flaw
+            unplaced_task = hashers.submit(self._watch, self._search_unplaced)
+            self._await({*tasks.values(), unplaced_task})
+        self._check_sources()
+        flaws = add_flaws([*(task.result()[1] for task in sources), unplaced_task.result()])
         if self.is_doomed.is_set():
             return WriteResult({}, [], flaws, self.zeros)
         entries = [
@@ -317,12 +312,29 @@ class _Stream:
         hashes = {name: task.result() for name, task in ranks.items()}
         return WriteResult(hashes, entries, flaws, self.zeros)
 
-    def _await(self, waiting: set[Future[Any]]) -> None:
+    def _open_sources(self, stack: contextlib.ExitStack) -> None:
+        """Open every source file, to be closed with the stack."""
+        for path in (*self.plan.source_files, *self.placed):
+            if path not in self.descriptors:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                self.descriptors[path] = descriptor
+
+    def _check_sources(self) -> None:
+        """Raise SpecDecError where a source was changed while it was read."""
+        for path, state in get_states(self.plan).items():
+            if state != self.states[path]:
+                raise SpecDecError(
+                    f"{path} was changed while it was read",
+                    "let nothing write to the file, and run it again",
+                )
+
+    def _await(self, tasks: set[Future[Any]]) -> None:
         """Wait for all tasks; raise what failed first in one of them or in a write."""
-        while waiting:
+        while tasks:
             # Woken up now and then, a main thread takes a signal at once.
-            done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
-            for task in done:
+            finished_tasks, tasks = wait(tasks, timeout=0.2, return_when=FIRST_EXCEPTION)
+            for task in finished_tasks:
                 task.result()
         if self.failure is not None:  # of a write that nobody waited for any more
             raise self.failure
@@ -354,6 +366,7 @@ class _Stream:
         self.is_stopping.set()
 
     def _check(self) -> None:
+        """Raise StreamStopped where all tasks are to end."""
         if self.is_stopping.is_set():
             raise StreamStopped
 
@@ -380,9 +393,7 @@ class _Stream:
                     self._feed(path, file.fileno(), span, digest, None, buffer)
                     num_unsynced += write.num_bytes
                     if num_unsynced >= SYNC_BYTES:  # they go to the disk while others are written
-                        for sync in filter(Future.done, syncs):
-                            sync.result()  # an error must not wait for the end
-                        syncs.append(self.syncer.submit(os.fdatasync, file.fileno()))
+                        self._sync(file.fileno(), syncs)
                         num_unsynced = 0
                 for sync in syncs:
                     sync.result()
@@ -392,7 +403,14 @@ class _Stream:
         assert position == measure_tensor_file(get_infos(tensors), METADATA), path
         return digest.hexdigest()
 
+    def _sync(self, descriptor: int, syncs: list[Future[None]]) -> None:
+        """Let a file's bytes go to the disk; raise the error of an earlier call at once."""
+        for sync in filter(Future.done, syncs):
+            sync.result()
+        syncs.append(self.syncer.submit(os.fdatasync, descriptor))
+
     def _do(self, write: ShardWrite, descriptor: int) -> ShardWrite:
+        """Do a write and return it; let all tasks end where it fails."""
         self._check()
         try:
             self._write_blocks(write, descriptor)
@@ -404,6 +422,7 @@ class _Stream:
         return write
 
     def _write_blocks(self, write: ShardWrite, descriptor: int) -> None:
+        """Copy or compute the blocks of a write, one behind the other."""
         position = write.offset
         for block in write.blocks:
             if block.origin is not None:
@@ -418,6 +437,7 @@ class _Stream:
             position += block.num_bytes
 
     def _release(self) -> None:
+        """Let go of the memory of sources that are mapped."""
         for source in self.mapped.values():
             source.release()
 
@@ -429,7 +449,7 @@ class _Stream:
         buffer = np.empty(BLOCK_BYTES, np.uint8)
         flaws: dict[str, Flaws] = {}
         position = 0
-        for offset, read in sorted(self.placed.get(path, []), key=lambda place: place[0]):
+        for offset, read in sorted(self.placed.get(path, []), key=lambda item: item[0]):
             start, stop = (offset + edge for edge in read.span)
             if stop <= position:  # a second tensor of the same bytes
                 continue
@@ -481,6 +501,7 @@ class _Stream:
         return flaws
 
     def _count(self, inspection: Inspection, data: Any) -> None:
+        """Add bytes to an inspection; give up the conversion at a flaw that is not accepted."""
         inspection.counter.add(data)
         inspection.finder.add(data)
         if inspection.counter.flaws and not self.allow_nonfinite:
@@ -489,7 +510,7 @@ class _Stream:
     def _judge(
         self, inspection: Inspection, flaws: dict[str, Flaws], *, is_whole: bool = True
     ) -> None:
-        """Note what is wrong with a tensor that was read. is_whole: from its first row on."""
+        """Note the flaws and zeros of a tensor that was read. is_whole: from its first row on."""
         read = inspection.read
         if inspection.counter.flaws:
             flaws[read.name] = inspection.counter.flaws
@@ -506,18 +527,27 @@ class _Stream:
                 self.is_doomed.set()
 
 
+def add_flaws(found_flaws: Iterable[dict[str, Flaws]]) -> dict[str, Flaws]:
+    """Return the flaws of each tensor, which the files of several ranks may have."""
+    sums: dict[str, Flaws] = {}
+    for flaws in found_flaws:
+        for name, flaw in flaws.items():
+            sums[name] = sums.get(name, Flaws()) + flaw
+    return sums
+
+
 def run_ahead(tasks: Iterable[Callable[[], T]], executor: Executor, num_ahead: int) -> Iterator[T]:
     """Yield the tasks' results in order while the next few are being worked on."""
-    waiting: deque[Future[T]] = deque()
+    futures: deque[Future[T]] = deque()
     try:
         for task in tasks:
-            waiting.append(executor.submit(task))
-            if len(waiting) > num_ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            futures.append(executor.submit(task))
+            if len(futures) > num_ahead:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
     finally:  # the file that they write to is closed next
-        end_all(waiting)
+        end_all(futures)
 
 
 def end_all(futures: Collection[Future[Any]]) -> None:
@@ -558,7 +588,7 @@ def write_at(descriptor: int, data: Any, offset: int) -> None:
 
 
 def get_states(plan: ConversionPlan) -> FileStates:
-    """Return what tells whether a source is still the same: its size and time of last change."""
+    """Return each source's size and time of last change, by which a change of it is noticed."""
     states = {}
     for path in plan.source_files:
         status = path.stat()

@@ -101,7 +101,7 @@ class OpenedTarget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedWeights:
-    """The planned weights of a target in some form; section: keys of config.json's quantization."""
+    """Planned weights of a target in some form; section: keys of config.json's quantization."""
 
     ranks: list[RankPlan]
     plain_ranks: list[RankPlan]
@@ -379,8 +379,12 @@ def split_stages(model: ModelConfig, ranks: list[RankPlan]) -> list[RankPlan]:
     """Divide each tensor rank's plan into pipeline stages, whose layers count from 0."""
     stages = []
     for rank in range(model.tp_size * model.pp_size):
-        stage_names = {name: ours for ours, name in list_rank_names(model, rank).items()}
-        layers = {_cut_layer(name): _cut_layer(ours) for name, ours in stage_names.items()}
+        stage_names = {
+            name: stage_name for stage_name, name in list_rank_names(model, rank).items()
+        }
+        layers = {
+            _cut_layer(name): _cut_layer(stage_name) for name, stage_name in stage_names.items()
+        }
         stage: RankPlan = {}
         for name, tensor in ranks[rank % model.tp_size].items():
             layer = _cut_layer(name)

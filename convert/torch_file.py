@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logs.get_logger(__name__)
 
 ZIP_MAGIC = b"PK\x03\x04"
-# What data.pkl may take beside MAX_PICKLE_BYTES: a tensor's entry has some 120 bytes and its name.
+# Limits of data.pkl beside MAX_PICKLE_BYTES: a tensor's entry has some 120 bytes and its name.
 BASE_PICKLE_BYTES, PICKLE_BYTES_A_RECORD = 1 << 20, 4096
 MAX_UNPACKING = 20  # times the bytes of compressed records; trained weights have 1 to 2
 # torch's names of types that only a safetensors header names otherwise; see storage.FOREIGN_BITS.
@@ -39,7 +39,7 @@ FOREIGN_NAMES = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "uint16": "U16", "uint32": "U32", "uint64": "U64",
     "complex64": "C64",
 }  # fmt: skip
-# How torch names what its weights-only reader found besides tensors.
+# The words in which torch's weights-only reader names a class that is no tensor.
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _SAVE_HINT = "save the model's state_dict() alone, best as model.safetensors"
 
@@ -94,11 +94,11 @@ class TorchFile:
             )
 
     def _describe(self, name: str, tensor: torch.Tensor) -> TensorInfo:
-        own = str(tensor.dtype).removeprefix("torch.")
-        dtype = own if own in DTYPES else FOREIGN_NAMES.get(own)
+        torch_name = str(tensor.dtype).removeprefix("torch.")
+        dtype = torch_name if torch_name in DTYPES else FOREIGN_NAMES.get(torch_name)
         if dtype is None:
             raise SpecDecError(
-                f"{self.path} stores {shorten(name)} as {own}, which is not supported",
+                f"{self.path} stores {shorten(name)} as {torch_name}, which is not supported",
                 f"store it as one of {', '.join(DTYPES)}",
             )
         return TensorInfo(dtype, tuple(tensor.shape))
@@ -114,30 +114,44 @@ def _check_records(path: Path, file: BinaryIO) -> str:
         records = zipfile.ZipFile(file).infolist()
     except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError):
         return ""  # torch says what is wrong with it
-    pickled = sum(r.file_size for r in records if r.filename.endswith("data.pkl"))
-    most = min(MAX_PICKLE_BYTES, BASE_PICKLE_BYTES + PICKLE_BYTES_A_RECORD * len(records))
     packed = [record for record in records if record.compress_type != zipfile.ZIP_STORED]
     unpacked = sum(record.file_size for record in packed)
-    if pickled > most or unpacked > MAX_UNPACKING * max(1, sum(r.compress_size for r in packed)):
-        what = f"its data.pkl has {pickled}" if pickled > most else f"they unpack to {unpacked}"
+    _check_sizes(path, records, packed)
+    lost_record = _find_lost(file, records)
+    if lost_record is not None:
         raise SpecDecError(
-            f"{path} holds {len(records)} records, and {what} bytes: no weights do",
-            "do not trust the file; get the model from its origin",
-        )
-    lost = _find_lost(file, records)
-    if lost is not None:
-        raise SpecDecError(
-            f"{path} cannot be read as weights alone: its record {shorten(lost)} is not where its"
-            " list of records places it",
+            f"{path} cannot be read as weights alone: its record {shorten(lost_record)} is not"
+            " where its list of records places it",
             "the file is damaged or an unfinished download: copy or download it again",
         )
     if packed:
         return f"has {len(packed)} compressed records, {unpacked / 1e6:.1f} MB when unpacked"
-    order = next((r for r in records if r.filename.endswith("/byteorder")), None)
-    other = {"little": b"big", "big": b"little"}[sys.byteorder]
-    if order is not None and _read_start(file, order).endswith(other):
+    if _has_other_order(file, records):
         return "was written in another byte order"  # torch turns it in memory
     return ""
+
+
+def _check_sizes(path: Path, records: list[zipfile.ZipInfo], packed: list[zipfile.ZipInfo]) -> None:
+    """Raise SpecDecError for a pickle, or packed records, of more bytes than weights have."""
+    pickled = sum(r.file_size for r in records if r.filename.endswith("data.pkl"))
+    most_bytes = min(MAX_PICKLE_BYTES, BASE_PICKLE_BYTES + PICKLE_BYTES_A_RECORD * len(records))
+    unpacked = sum(record.file_size for record in packed)
+    packed_bytes = max(1, sum(record.compress_size for record in packed))
+    if pickled > most_bytes or unpacked > MAX_UNPACKING * packed_bytes:
+        excess = f"its data.pkl has {pickled}"
+        if pickled <= most_bytes:
+            excess = f"they unpack to {unpacked}"
+        raise SpecDecError(
+            f"{path} holds {len(records)} records, and {excess} bytes: no weights do",
+            "do not trust the file; get the model from its origin",
+        )
+
+
+def _has_other_order(file: BinaryIO, records: list[zipfile.ZipInfo]) -> bool:
+    """Return whether an archive was written in another byte order than this machine's."""
+    order = next((r for r in records if r.filename.endswith("/byteorder")), None)
+    other_order = {"little": b"big", "big": b"little"}[sys.byteorder]
+    return order is not None and _read_start(file, order).endswith(other_order)
 
 
 def _find_lost(file: BinaryIO, records: list[zipfile.ZipInfo]) -> str | None:
@@ -191,8 +205,8 @@ def _summarize(error: Exception) -> str:
     """Return what was wrong, without torch's advice to load the file in a way that runs code."""
     text = str(error)
     if text.startswith("Weights only load failed"):
-        found = re.search(r"WeightsUnpickler error: ([^\n]*)", text)
-        return "its pickle holds more than weights" + (f" ({found[1][:200]})" if found else "")
+        match = re.search(r"WeightsUnpickler error: ([^\n]*)", text)
+        return "its pickle holds more than weights" + (f" ({match[1][:200]})" if match else "")
     return summarize(error)[:200]
 
 

@@ -6,6 +6,9 @@ to; others attend otherwise (PaliGemma), or have positions of their own (Qwen2-V
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from specdec.model.wrappers import NAMES, WRAPPERS
 from specdec.system import logs
 
@@ -13,15 +16,15 @@ from .hf import HfFolder
 
 logger = logs.get_logger(__name__)
 
-# What only images pass through.
+# Modules that only images pass through.
 VISION = (
     "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline",
     "model.vision_tower.", "model.vision_model.", "model.multi_modal_projector.",
     "model.image_newline", "model.visual.", "visual.",
 )  # fmt: skip
-# What a text model was trained to do to its logits, and classes of wrappers leave out.
+# Operations on logits of a text model's training, which classes of wrappers leave out.
 LOGITS = {"final_logit_softcapping": None, "logits_scaling": 1.0}
-USUAL = {("gemma2", "final_logit_softcapping"): 30.0}  # where config.json does not say
+USUAL_CAPS = {("gemma2", "final_logit_softcapping"): 30.0}  # where config.json does not say
 # Keys of a wrapper's own config.json where its text_config does not say.
 INHERITED = ("dtype", "torch_dtype", "quantization_config")
 # A text_config leaves out what its class in transformers takes by default; these are the sizes that
@@ -40,28 +43,21 @@ DEFAULTS = {
 
 def unwrap(folder: HfFolder) -> None:
     """Let a folder of a known wrapper show its text model alone; leave any other as it is."""
-    listed, text = folder.config.get("architectures"), folder.config.get("text_config")
-    name = listed[0] if isinstance(listed, list) and listed else None
+    architectures, text = folder.config.get("architectures"), folder.config.get("text_config")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name not in WRAPPERS or not isinstance(text, dict):
         return
     left_out = sorted(name for name in folder.tensors if name.startswith(VISION))
     folder.rename(
         {
-            name: ours + name.removeprefix(theirs)
+            name: prefix + name.removeprefix(wrapper_prefix)
             for name in folder.tensors
-            for theirs, ours in NAMES
-            if name.startswith(theirs)
+            for wrapper_prefix, prefix in NAMES
+            if name.startswith(wrapper_prefix)
         },
         left_out=left_out,
     )
-    for key, plain in LOGITS.items():
-        value = text.get(key, USUAL.get((str(text.get("model_type")), key), plain))
-        if value not in (None, plain):
-            logger.warning(
-                "%s: %s %s of the text model is computed; %s of transformers leaves it out, which"
-                " changes the probabilities of sampling but no greedy text",
-                folder.path, key, value, name,
-            )  # fmt: skip
+    _warn_of_logits(folder, text, name)
     outer = {key: folder.config[key] for key in INHERITED if key in folder.config}
     if "lm_head.weight" not in folder.tensors and folder.config.get("tie_word_embeddings") is True:
         # transformers 5 ties by the wrapper's own key, earlier versions by the text model's.
@@ -71,3 +67,15 @@ def unwrap(folder: HfFolder) -> None:
         "%s: the text model of %s is taken; %d vision tensors are left out",
         folder.path, name, len(left_out),
     )  # fmt: skip
+
+
+def _warn_of_logits(folder: HfFolder, text: Mapping[str, Any], wrapper: str) -> None:
+    """Warn of operations on logits that are computed here and that a wrapper's class leaves out."""
+    for key, plain in LOGITS.items():
+        value = text.get(key, USUAL_CAPS.get((str(text.get("model_type")), key), plain))
+        if value not in (None, plain):
+            logger.warning(
+                "%s: %s %s of the text model is computed; %s of transformers leaves it out, which"
+                " changes the probabilities of sampling but no greedy text",
+                folder.path, key, value, wrapper,
+            )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Zeros in the place of weights, as a download leaves them that was not finished: its file may have
-its full size from the beginning.
+"""Zeros in the place of weights, as an unfinished download leaves them in a file of full size.
 
 Legitimate are biases, norms to which 1 is added, matrices that begin as zero (Medusa's and
 ReDrafter's residual linears, DSpark's Markov head, a mask's hidden state), rows of zeros behind a
@@ -25,7 +24,7 @@ INITIAL = (".linear.weight", MARKOV_HEAD)
 IDENTITY = (".dense.weight", ".proj.weight", f".{ROUTER}", "_gate.weight")
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """A source of tensors by rows."""
 
     @property
@@ -35,7 +34,7 @@ class Rows(Protocol):
 
 
 def may_be_zero(name: str, *, is_added_to: bool) -> bool | None:
-    """Whether a tensor may be all zero, by its canonical name; None: it does nothing then.
+    """Return whether a tensor may be all zero, by its canonical name; None: it does nothing then.
 
     is_added_to: whether 1 is added to its elements.
     """
@@ -57,13 +56,13 @@ class ZeroFinder:
     def add(self, data: Array) -> None:
         """Look at the next bytes; data: contiguous."""
         raw = data.reshape(-1).view(np.uint8)
-        whole = raw.size // PAGE_BYTES * PAGE_BYTES
-        words = raw[:whole].view(np.uint64).reshape(-1, _WORDS)
+        page_bytes = raw.size // PAGE_BYTES * PAGE_BYTES
+        words = raw[:page_bytes].view(np.uint64).reshape(-1, _WORDS)
         for page in np.flatnonzero(words[:, 0] == 0):
             if not words[page].any():
                 self._note(int(page) * PAGE_BYTES, PAGE_BYTES)
-        if whole < raw.size and not raw[whole:].any():
-            self._note(whole, raw.size - whole)
+        if page_bytes < raw.size and not raw[page_bytes:].any():
+            self._note(page_bytes, raw.size - page_bytes)
         self.num_bytes += raw.size
 
     def _note(self, offset: int, num_bytes: int) -> None:
@@ -74,11 +73,11 @@ class ZeroFinder:
 
     @property
     def is_zero(self) -> bool:
-        """Whether all that was seen is zero."""
+        """Return whether all bytes so far are zero."""
         return bool(self.num_bytes) and self.runs == [(0, self.num_bytes)]
 
 
-def find_hole(finder: ZeroFinder, source: Rows, name: str, first_row: int) -> str | None:
+def find_hole(finder: ZeroFinder, source: RowSource, name: str, first_row: int) -> str | None:
     """Return where zeros begin or end amid a row of a matrix, as no padding does; None: nowhere.
 
     first_row: the row that the finder's first byte is of.
@@ -90,21 +89,35 @@ def find_hole(finder: ZeroFinder, source: Rows, name: str, first_row: int) -> st
     for start, stop in finder.runs:
         if stop - start < max(PAGE_BYTES, 3 * row_bytes):  # a unit matrix has one row between ones
             continue
-        top = max(0, (start - PAGE_BYTES) // row_bytes - 1)
-        rows = _read(source, name, first_row + top, first_row + -(-start // row_bytes) + 1)
-        begin = top * row_bytes + _end_of_bytes(rows.reshape(-1)[: start - top * row_bytes])
-        column = begin % row_bytes
-        above = rows[begin // row_bytes - 1 - top] if begin // row_bytes > top else rows[0][:0]
-        if column and begin < stop - row_bytes and (not above.size or above[column:].any()):
-            row = first_row + begin // row_bytes
-            return f"from amid row {row} of {info.num_rows}"
+        begin, is_amid = _find_begin(finder, source, name, first_row, start)
+        if is_amid and begin < stop - row_bytes:
+            return f"from amid row {first_row + begin // row_bytes} of {info.num_rows}"
         end = _find_end(finder, source, name, first_row, stop)
         if end is not None and end - begin > row_bytes:
             return f"up to amid row {first_row + end // row_bytes} of {info.num_rows}"
     return None
 
 
-def _find_end(finder: ZeroFinder, source: Rows, name: str, first_row: int, stop: int) -> int | None:
+def _find_begin(
+    finder: ZeroFinder, source: RowSource, name: str, first_row: int, start: int
+) -> tuple[int, bool]:
+    """Return the first byte of a run of zeros, and whether it lies amid a row.
+
+    It does not where the row above is zero from the same column on: these are columns of zeros.
+    """
+    info = source.tensors[name]
+    row_bytes = info.num_bytes // info.num_rows
+    top = max(0, (start - PAGE_BYTES) // row_bytes - 1)
+    rows = _read(source, name, first_row + top, first_row + -(-start // row_bytes) + 1)
+    begin = top * row_bytes + _end_of_bytes(rows.reshape(-1)[: start - top * row_bytes])
+    column = begin % row_bytes
+    above = rows[begin // row_bytes - 1 - top] if begin // row_bytes > top else rows[0][:0]
+    return begin, bool(column and (not above.size or above[column:].any()))
+
+
+def _find_end(
+    finder: ZeroFinder, source: RowSource, name: str, first_row: int, stop: int
+) -> int | None:
     """Return the end of a run of zeros if it lies amid a row and the next row begins otherwise."""
     info = source.tensors[name]
     row_bytes = info.num_bytes // info.num_rows
@@ -114,15 +127,15 @@ def _find_end(finder: ZeroFinder, source: Rows, name: str, first_row: int, stop:
     top = stop // row_bytes
     bottom = min(num_rows, (stop + PAGE_BYTES) // row_bytes + 2)
     rows = _read(source, name, first_row + top, first_row + bottom)
-    rest = rows.reshape(-1)[stop - top * row_bytes :]
-    end = stop + int(np.argmax(rest != 0))
+    following_bytes = rows.reshape(-1)[stop - top * row_bytes :]
+    end = stop + int(np.argmax(following_bytes != 0))
     below = end // row_bytes + 1 - top
     column = end % row_bytes
     has_below = below < len(rows)
     return end if column and has_below and rows[below][:column].any() else None
 
 
-def _read(source: Rows, name: str, start: int, stop: int) -> Array:
+def _read(source: RowSource, name: str, start: int, stop: int) -> Array:
     """Return the bytes of some rows, [rows, bytes]."""
     rows = np.ascontiguousarray(source.read_block(name, start, stop))
     return rows.reshape(-1).view(np.uint8).reshape(stop - start, -1)
@@ -130,8 +143,8 @@ def _read(source: Rows, name: str, start: int, stop: int) -> Array:
 
 def _end_of_bytes(data: Array) -> int:
     """Return how many bytes there are up to the last that is not zero."""
-    places = np.flatnonzero(data)
-    return int(places[-1]) + 1 if places.size else 0
+    positions = np.flatnonzero(data)
+    return int(positions[-1]) + 1 if positions.size else 0
 
 
 def refuse_zeros(zeros: list[str]) -> SpecDecError:

@@ -1,4 +1,4 @@
-"""The model families: every `Family` that a file here names; nothing else has to be changed."""
+"""Model families: every `Family` that a file here names; nothing else has to be changed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .base import Family
 
 
 def list_families() -> list[Family]:
-    """Every `Family` of the modules here, by name."""
+    """Return every `Family` of the modules here, by name."""
     modules = [
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     ]
-    found = [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
-    return sorted(found, key=lambda family: family.name)
+    families = [value for m in modules for value in vars(m).values() if isinstance(value, Family)]
+    return sorted(families, key=lambda family: family.name)
 
 
 FAMILIES: dict[str, Family] = {
@@ -33,23 +33,25 @@ FAMILIES: dict[str, Family] = {
 
 def find_family(folder: HfFolder) -> Family:
     """Return the family of a model folder, or raise SpecDecError naming the nearest one."""
-    listed = folder.config.get("architectures") or []
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+    architectures = folder.config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(
+        isinstance(name, str) for name in architectures
+    ):
         raise SpecDecError(
-            f"{folder.path}: architectures is {shorten(listed)}, not a list of names",
+            f"{folder.path}: architectures is {shorten(architectures)}, not a list of names",
             "correct architectures in its config.json",
         )
-    if listed:  # ModelOpt names so the class of a model that it added heads to
-        family = FAMILIES.get(listed[0].removeprefix("Medusa"))
-        what = f"architecture {shorten(listed[0])}"
+    if architectures:  # ModelOpt names so the class of a model that it added heads to
+        family = FAMILIES.get(architectures[0].removeprefix("Medusa"))
+        description = f"architecture {shorten(architectures[0])}"
     else:
         model_type = folder.config.get("model_type")
         family = next(
             (f for f in FAMILIES.values() if model_type == (f.model_type or f.name)), None
         )
-        what = f"model_type {shorten(model_type)}, with no architecture named beside it,"
+        description = f"model_type {shorten(model_type)}, with no architecture named beside it,"
     if family is None:
-        raise refuse_unknown(folder, what)
+        raise refuse_unknown(folder, description)
     return family
 
 
@@ -58,46 +60,56 @@ def compare_modules(family: Family, tensors: Collection[str]) -> tuple[list[str]
 
     Numbers of layers are written as N; a head may be missing, as it may be tied.
     """
-    parts = itertools.chain(*family.modules.values())
-    named = (part if isinstance(part, str) else part.name for part in parts)
-    ours = {name.replace("{layer}", "N").replace("{expert}", "N") for name in named}
-    first, theirs = family.prefixes[0], set()
+    source_modules = itertools.chain(*family.modules.values())
+    names = (rows if isinstance(rows, str) else rows.name for rows in source_modules)
+    family_modules = {name.replace("{layer}", "N").replace("{expert}", "N") for name in names}
+    folder_modules = set()
     for name in tensors:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored):
             continue
         module = re.sub(r"\b\d+\b", "N", re.sub(r"\.(weight|bias)$", "", name))
-        cut = (first + module.removeprefix(p) for p in family.prefixes if module.startswith(p))
-        theirs.add(next((found for found in cut if found in ours), module))
-    return sorted(theirs - ours), sorted(ours - theirs - {"lm_head"})
+        renamed = (
+            family.prefixes[0] + module.removeprefix(prefix)
+            for prefix in family.prefixes if module.startswith(prefix)
+        )  # fmt: skip
+        folder_modules.add(next((name for name in renamed if name in family_modules), module))
+    missing_modules = family_modules - folder_modules - {"lm_head"}
+    return sorted(folder_modules - family_modules), sorted(missing_modules)
 
 
-def refuse_unknown(folder: HfFolder, what: str) -> SpecDecError:
+def refuse_unknown(folder: HfFolder, description: str) -> SpecDecError:
     """Return the error for a model that is of no family: what it has, and which is nearest."""
     inner = folder.config.get("text_config")
     config, owner = folder.config, "it"
     if isinstance(inner, dict):
         config, owner = inner, f"its text model ({shorten(inner.get('model_type'))})"
     names = {family.name: family for family in FAMILIES.values()}
-    name, lacking = describe_kind(config, folder.tensors, names)
+    name, differences = describe_kind(config, folder.tensors, names)
     nearest = names[name].architectures[0]
     is_inner = isinstance(inner, dict)  # whose tensors have a wrapper's names
-    others, missing = ([], []) if is_inner else compare_modules(names[name], folder.tensors)
-    if others:
-        lacking.append(f"modules of other names ({join_names(others)})")
-    lacks = f" and lacks {join_names(missing)}" if missing else ""
+    other_modules, missing_modules = (
+        ([], []) if is_inner else compare_modules(names[name], folder.tensors)
+    )
+    if other_modules:
+        differences.append(f"modules of other names ({join_names(other_modules)})")
+    lacks = f" and lacks {join_names(missing_modules)}" if missing_modules else ""
     has = (
         f"has {'' if is_inner else f'the modules of {nearest}, and '}nothing that is known here to"
         f" be computed otherwise than in {nearest}; whether it computes the same is not known"
     )
-    if lacking:
-        differs = "differs" if missing else "has not"
-        has = f"has {', '.join(lacking)}{lacks}; the nearest supported one, {nearest}, {differs}"
-    elif missing:
-        has = f"lacks {join_names(missing)}, which the nearest supported one, {nearest}, has"
+    if differences:
+        differs = "differs" if missing_modules else "has not"
+        has = (
+            f"has {', '.join(differences)}{lacks}; the nearest supported one, {nearest}, {differs}"
+        )
+    elif missing_modules:
+        has = (
+            f"lacks {join_names(missing_modules)}, which the nearest supported one, {nearest}, has"
+        )
     remedy = f"the supported architectures are {', '.join(FAMILIES)}"
-    if isinstance(inner, dict) and not lacking:
+    if isinstance(inner, dict) and not differences:
         remedy = (
             f"save its text model alone; the wrappers that are opened here are"
             f" {', '.join(WRAPPERS)}; {remedy}"
         )
-    return SpecDecError(f"{folder.path}: {what} is not supported: {owner} {has}", remedy)
+    return SpecDecError(f"{folder.path}: {description} is not supported: {owner} {has}", remedy)

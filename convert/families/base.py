@@ -1,4 +1,4 @@
-"""What a model family is: a table of names and a config reader; and what the readers share."""
+"""Model family: a table of tensor names and a config reader; and functions that readers share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 
 from specdec.errors import SpecDecError, shorten
 from specdec.model.config import SLIDING, ModelConfig, list_layer_types
-from specdec.model.config_reader import ConfigReader, count_experts, list_layouts, read_rotary
+from specdec.model.config_reader import (
+    ConfigReader,
+    Rotary,
+    count_experts,
+    list_layouts,
+    read_rotary,
+)
 from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
 from specdec.model.tensors import EMBEDDING, HEAD
@@ -22,17 +28,17 @@ from ..plan import SourceRows, are_equal
 logger = logs.get_logger(__name__)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-# What every loader computes again.
+# Tensors that every loader computes again.
 ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the user decides about a checkpoint.
+    """Layout of a checkpoint, as the user's flags decide it.
 
     `ModelConfig` has fields of the same names, but for those about experts and the version.
-    moe_tp_size, moe_ep_size: None where nothing was said.
+    moe_tp_size, moe_ep_size: None where the flag is not given.
     """
 
     dtype: str
@@ -47,7 +53,7 @@ class Layout:
 
     @property
     def can_share(self) -> bool:
-        """Whether a rank's part of the embedding has its part of the head, or all of it."""
+        """Return whether a rank's rows of the embedding have its rows of the head."""
         splits_columns = self.use_parallel_embedding and self.embedding_sharding_dim == 1
         return self.pp_size == 1 and not (splits_columns and self.tp_size > 1)
 
@@ -58,9 +64,10 @@ ROTARY = ("rotary_base", "rotary_scaling")
 
 
 def add_keys(*names: str, base: Describe | None = None, **constants: Any) -> Describe:
-    """Return what adds keys to a checkpoint's config.json.
+    """Return a function that adds keys to a checkpoint's config.json.
 
-    base: what adds others first; names: of fields of `ModelConfig`; constants: the same for all.
+    base: a function that adds others first; names: of fields of `ModelConfig`; constants: keys that
+    have one value for all models.
     """
 
     def describe(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def add_keys(*names: str, base: Describe | None = None, **constants: Any) -> Des
     return describe
 
 
-# What an architecture of our own needs.
+# The keys that an architecture of our own needs.
 describe_rotary = add_keys(*BIASES, *ROTARY, "rotary_pct")
 
 
@@ -82,7 +89,7 @@ class Family:
     modules: canonical module -> the family's modules that make it, one below the other, or the
     `SourceRows` of them; `{layer}` stands for a layer's number, and weight and bias follow their
     module. Those with `{expert}` are repeated for each expert.
-    prefixes: what the names of `modules` begin with, then what writers put in its place.
+    prefixes: the beginning of the names of `modules`, then those that writers put in its place.
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
     alone.
@@ -93,7 +100,7 @@ class Family:
     read_config: reads fields of `ModelConfig` out of a config.json; `own_arithmetic` is one of them
     where TensorRT-LLM has no class for the model, and one of the layout's where that is changed.
     describe: completes a checkpoint's config.json with the keys that TensorRT-LLM has for it.
-    find_problem_014: what TensorRT-LLM 0.14 cannot express of a model, with a remedy, or None.
+    find_problem_014: returns a fact that TensorRT-LLM 0.14 cannot express, with a remedy, or None.
     """
 
     name: str
@@ -115,13 +122,7 @@ class Family:
         reader = ConfigReader(folder.config, folder.path / "config.json")
         is_tied = reader.get_bool("tie_word_embeddings", self.is_tied_by_default)
         is_tied = is_tied and not self.stores_other_head(folder)
-        if self.always_shares and is_tied and layout.can_share:
-            splits = layout.use_parallel_embedding or layout.tp_size > 1
-            layout = dataclasses.replace(
-                layout, share_embedding_table=True, use_parallel_embedding=splits
-            )
-        elif layout.share_embedding_table:
-            layout = self._share(folder, layout, is_tied=is_tied)
+        layout = self._choose_sharing(folder, layout, is_tied=is_tied)
         values = self.read_config(reader, layout)
         reader.finish()
         for name, value, is_interleaved in list_layouts(folder.config):
@@ -137,16 +138,15 @@ class Family:
         return ModelConfig(architecture=architecture, **values), is_tied
 
     def list_tied(self, folder: HfFolder) -> list[str]:
-        """The names of the embedding and of the head where both are one tensor, else none."""
+        """Return the names of embedding and head where both are one tensor, else none."""
         is_tied = folder.config.get("tie_word_embeddings", self.is_tied_by_default)
         if not is_tied or self.stores_other_head(folder, warns=False):
             return []
-        return [
-            parts[0].name for parts in self.find_source_rows([EMBEDDING, HEAD], folder).values()
-        ]
+        sources = self.find_source_rows([EMBEDDING, HEAD], folder)
+        return [rows[0].name for rows in sources.values()]
 
     def stores_other_head(self, folder: HfFolder, *, warns: bool = True) -> bool:
-        """Whether a folder whose config.json ties the head stores one that differs; then warn.
+        """Return whether a folder whose config.json ties the head stores another one; then warn.
 
         transformers 5 takes such a head. Earlier versions take the embedding instead.
         """
@@ -163,7 +163,15 @@ class Family:
         )  # fmt: skip
         return True
 
-    def _share(self, folder: HfFolder, layout: Layout, *, is_tied: bool) -> Layout:
+    def _choose_sharing(self, folder: HfFolder, layout: Layout, *, is_tied: bool) -> Layout:
+        """Return the layout with a tied head stored as the embedding alone, or not."""
+        if self.always_shares and is_tied and layout.can_share:
+            splits = layout.use_parallel_embedding or layout.tp_size > 1
+            return dataclasses.replace(
+                layout, share_embedding_table=True, use_parallel_embedding=splits
+            )
+        if not layout.share_embedding_table:
+            return layout
         if not is_tied:
             logger.warning(
                 "%s: --use-embedding-sharing has no effect: the head is not tied to the embedding",
@@ -179,137 +187,135 @@ class Family:
         return layout
 
     def is_turned(self, folder: HfFolder, name: str) -> bool:
-        """Whether a tensor of a folder is stored as [in, out]; a computed one never is."""
+        """Return whether a tensor of a folder is stored as [in, out]; a computed one never is."""
         module = name.rpartition(".")[0].rpartition(".")[2]
-        parts = (
-            part for own in self.modules.values() for part in own if isinstance(part, SourceRows)
+        candidates = (
+            rows
+            for modules in self.modules.values()
+            for rows in modules
+            if isinstance(rows, SourceRows)
         )
-        turned = {part.name.rpartition(".")[2] for part in parts if part.is_transposed}
-        return module in turned and name not in folder.computed
+        turned_modules = {rows.name.rpartition(".")[2] for rows in candidates if rows.is_transposed}
+        return module in turned_modules and name not in folder.computed
 
     def find_source_rows(
         self, canonical: Iterable[str], folder: HfFolder | None = None, num_experts: int = 1
     ) -> dict[str, tuple[SourceRows, ...]]:
         """Map canonical tensor names to the family's own, under the prefix that a folder has."""
         canonical = list(canonical)
-        present = folder.tensors if folder is not None else {}
+        present_names = folder.tensors if folder is not None else {}
         namings = [
-            self._list_parts(canonical, prefix, num_experts, present) for prefix in self.prefixes
+            self._list_source_rows(canonical, prefix, num_experts, present_names)
+            for prefix in self.prefixes
         ]
         if folder is None:
             return namings[0]
-        names = [{part.name for parts in n.values() for part in parts} for n in namings]
-        shared = set.intersection(*names)
-        found = [sorted((own - shared) & folder.tensors.keys()) for own in names]
-        chosen = [naming for naming, own in zip(namings, found, strict=True) if own]
-        if len(chosen) > 1:
-            examples = " and ".join(own[0] for own in found if own)
+        names = [{rows.name for module_rows in n.values() for rows in module_rows} for n in namings]
+        common_names = set.intersection(*names)
+        signs = [sorted((own_names - common_names) & folder.tensors.keys()) for own_names in names]
+        matches = [naming for naming, names in zip(namings, signs, strict=True) if names]
+        if len(matches) > 1:
+            examples = " and ".join(names[0] for names in signs if names)
             raise SpecDecError(
-                f"{folder.path} has {len(chosen)} namings of one model, as {examples}",
+                f"{folder.path} has {len(matches)} namings of one model, as {examples}",
                 "keep one of them: which holds the model's weights cannot be known",
             )
-        return chosen[0] if chosen else namings[0]
+        return matches[0] if matches else namings[0]
 
-    def _list_parts(
-        self, canonical: Iterable[str], prefix: str, num_experts: int, present: Collection[str]
-    ) -> dict[str, tuple[SourceRows, ...]]:
-        parts = {}
+    def _list_source_rows(
+        self, canonical: Iterable[str], prefix: str, num_experts: int,
+        present_names: Collection[str],
+    ) -> dict[str, tuple[SourceRows, ...]]:  # fmt: skip
+        """Map canonical tensor names to the family's own, under one prefix."""
+        source_rows = {}
         for name in canonical:
             module, _, kind = name.rpartition(".")
             match = _LAYER.search(module)
             layer = match.group(1) if match else ""
             generic = _LAYER.sub(".layers.{layer}.", module)
             # TensorRT-LLM 0.14's names, see `Experts.shared_name`.
-            own = self.modules[generic.replace("}.shared_expert", "}.mlp.shared_expert")]
-            has_experts = any("{expert}" in str(part) for part in own)
-            parts[name] = tuple(
-                self._name_part(part, layer, kind, prefix, expert)
+            modules = self.modules[generic.replace("}.shared_expert", "}.mlp.shared_expert")]
+            has_experts = any("{expert}" in str(rows) for rows in modules)
+            source_rows[name] = tuple(
+                self._name_rows(rows, layer, kind, prefix, expert)
                 for expert in range(num_experts if has_experts else 1)
-                for part in own
+                for rows in modules
             )
-            stem, separator, _ = parts[name][0].name.partition(".experts.")
-            fused = f"{stem}{separator}{'down_proj' if len(own) == 1 else 'gate_up_proj'}"
-            if has_experts and fused in present:
-                parts[name] = tuple(_list_fused(fused, len(own), num_experts))
-        return parts
+            stem, separator, _ = source_rows[name][0].name.partition(".experts.")
+            fused = f"{stem}{separator}{'down_proj' if len(modules) == 1 else 'gate_up_proj'}"
+            if has_experts and fused in present_names:
+                source_rows[name] = tuple(_list_fused(fused, len(modules), num_experts))
+        return source_rows
 
-    def _name_part(
-        self, part: str | SourceRows, layer: str, kind: str, prefix: str, expert: int
+    def _name_rows(
+        self, rows: str | SourceRows, layer: str, kind: str, prefix: str, expert: int
     ) -> SourceRows:
-        part = SourceRows(part) if isinstance(part, str) else part
-        name = part.name
+        """Return the rows of a module as those of a tensor of a layer, an expert and a prefix."""
+        rows = SourceRows(rows) if isinstance(rows, str) else rows
+        name = rows.name
         if name.startswith(self.prefixes[0]):
             name = prefix + name.removeprefix(self.prefixes[0])
-        return dataclasses.replace(part, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
+        return dataclasses.replace(rows, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
 
 
-def _list_fused(name: str, num_parts: int, num_experts: int) -> Iterator[SourceRows]:
-    """The parts of all experts in one tensor, as transformers 5 has them in memory.
+def _list_fused(name: str, num_halves: int, num_experts: int) -> Iterator[SourceRows]:
+    """Yield the rows of each expert in one tensor, as transformers 5 has them in memory.
 
     The half of each expert that is activated comes first there; a checkpoint has it second.
     """
     for expert in range(num_experts):
-        for place in reversed(range(num_parts)):
+        for half in reversed(range(num_halves)):
             yield SourceRows(
-                name, share=num_parts * expert + place, num_shares=num_parts * num_experts,
+                name, share=num_halves * expert + half, num_shares=num_halves * num_experts,
                 num_matrices=num_experts,
             )  # fmt: skip
 
 
 def tie_head(
-    family: Family, folder: HfFolder, parts: dict[str, tuple[SourceRows, ...]]
+    family: Family, folder: HfFolder, source_rows: dict[str, tuple[SourceRows, ...]]
 ) -> dict[str, tuple[SourceRows, ...]]:
     """Let a tied head come from the embedding, or both from the head where it alone is stored."""
-    embedding, head = parts[EMBEDDING], family.find_source_rows([HEAD])[HEAD]
+    embedding, head = source_rows[EMBEDDING], family.find_source_rows([HEAD])[HEAD]
     if embedding[0].name not in folder.tensors and head[0].name in folder.tensors:
         embedding = (dataclasses.replace(embedding[0], name=head[0].name),)
-    return {name: embedding if name in (EMBEDDING, HEAD) else own for name, own in parts.items()}
+    return {
+        name: embedding if name in (EMBEDDING, HEAD) else rows for name, rows in source_rows.items()
+    }
 
 
-def read_decoder(
-    reader: ConfigReader,
-    *,
-    norm_epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
-    max_positions: int,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    absent_head_dim: int | None = None,
-    rotary_fraction: float | None = None,
-    rotary_base: float = 10000.0,
-    local_base: float | None = None,
-    hidden_act: str = "silu",
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderDefaults:
+    """Values that transformers takes for absent fields of a rotary model's config.json.
+
+    norm_epsilon: with the field's name. head_dim: also for null; absent_head_dim: not for null,
+    which then means the hidden size over the heads. rotary_fraction: None where the family rotates
+    whole heads. local_base: None where sliding layers have the rotary embedding of the others.
+    """
+
+    norm_epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    max_positions: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    absent_head_dim: int | None = None
+    rotary_fraction: float | None = None
+    rotary_base: float = 10000.0
+    local_base: float | None = None
+    hidden_act: str = "silu"
+
+
+def read_decoder(reader: ConfigReader, **defaults: Any) -> dict[str, Any]:
     """Read the fields of a rotary model as `ModelConfig` names them, problems into `reader`.
 
-    The arguments are what transformers takes for an absent field; `norm_epsilon` has the field's
-    name too. head_dim: also for null; absent_head_dim: not for null, which then means the hidden
-    size over the heads. rotary_fraction: None where the family rotates whole heads. local_base:
-    None where sliding layers have the rotary embedding of the others.
+    defaults: of `DecoderDefaults`.
     """
-    if "head_dim" not in reader.config:
-        head_dim = head_dim or absent_head_dim
+    absent_fields = DecoderDefaults(**defaults)
     num_heads, hidden_size = reader.get_int("num_attention_heads"), reader.get_int("hidden_size")
-    if reader.config.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
-        reader.refuse(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
-            "give head_dim",
-        )
+    head_dim = _choose_head_dim(reader, absent_fields, num_heads, hidden_size)
+    num_kv_heads = absent_fields.num_kv_heads
     if "num_key_value_heads" in reader.config or num_kv_heads is None:
-        num_kv_heads = num_heads  # what null means
+        num_kv_heads = num_heads  # the meaning of null
     rotary = read_rotary(reader)
-    fraction, scaling = rotary.fraction or rotary_fraction or 1.0, rotary.scaling
-    if rotary_fraction is None and fraction != 1:
-        reader.refuse(
-            f"partial_rotary_factor is {fraction:g}",
-            "models of this family rotate whole heads: remove the field if it was copied from"
-            " another config.json, as drafters have it from their targets; if this one was trained"
-            " so, it is not supported",
-        )
-    if rotary.by_layer_type and local_base is None:
-        reader.refuse(
-            "rope_parameters has an object for each type of layer",
-            "models of this family rotate alike in all layers; this one is not supported",
-        )
+    _check_rotary(reader, rotary, absent_fields)
     values: dict[str, Any] = {
         "vocab_size": reader.get_int("vocab_size"),
         "hidden_size": hidden_size,
@@ -318,39 +324,82 @@ def read_decoder(
         "num_key_value_heads": reader.get_int("num_key_value_heads", num_kv_heads),
         "head_size": reader.get_int("head_dim", head_dim or max(1, hidden_size // num_heads)),
         "intermediate_size": reader.get_int("intermediate_size"),
-        "norm_epsilon": reader.get_float(*norm_epsilon),
-        "max_position_embeddings": reader.get_int("max_position_embeddings", max_positions),
-        "hidden_act": reader.get_text("hidden_act", hidden_act),
-        "rotary_base": rotary.base or rotary_base,
-        "rotary_scaling": scaling,
-        "rotary_pct": fraction,
+        "norm_epsilon": reader.get_float(*absent_fields.norm_epsilon),
+        "max_position_embeddings": reader.get_int(
+            "max_position_embeddings", absent_fields.max_positions
+        ),
+        "hidden_act": reader.get_text("hidden_act", absent_fields.hidden_act),
+        "rotary_base": rotary.base or absent_fields.rotary_base,
+        "rotary_scaling": rotary.scaling,
+        "rotary_pct": rotary.fraction or absent_fields.rotary_fraction or 1.0,
     }
-    if scaling is not None and get_kind(scaling) == "longrope":
-        values["original_max_position_embeddings"] = _read_original_length(reader, scaling)
+    return values | _read_scaling(reader, rotary, absent_fields, values)
+
+
+def _choose_head_dim(
+    reader: ConfigReader, defaults: DecoderDefaults, num_heads: int, hidden_size: int
+) -> int | None:
+    """Return the head_dim of an absent or null field; None: the hidden size over the heads."""
+    head_dim = defaults.head_dim
+    if "head_dim" not in reader.config:
+        head_dim = head_dim or defaults.absent_head_dim
+    if reader.config.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
+        reader.refuse(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
+            "give head_dim",
+        )
+    return head_dim
+
+
+def _check_rotary(reader: ConfigReader, rotary: Rotary, defaults: DecoderDefaults) -> None:
+    """Note a rotary embedding that models of the family do not compute."""
+    if defaults.rotary_fraction is None and (rotary.fraction or 1) != 1:
+        reader.refuse(
+            f"partial_rotary_factor is {rotary.fraction:g}",
+            "models of this family rotate whole heads: remove the field if it was copied from"
+            " another config.json, as drafters have it from their targets; if this one was trained"
+            " so, it is not supported",
+        )
+    if rotary.by_layer_type and defaults.local_base is None:
+        reader.refuse(
+            "rope_parameters has an object for each type of layer",
+            "models of this family rotate alike in all layers; this one is not supported",
+        )
+
+
+def _read_scaling(
+    reader: ConfigReader, rotary: Rotary, defaults: DecoderDefaults, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the length of longrope and the base of sliding layers; note faulty scalings."""
+    fields: dict[str, Any] = {}
+    if rotary.scaling is not None and get_kind(rotary.scaling) == "longrope":
+        fields["original_max_position_embeddings"] = _read_original_length(reader, rotary.scaling)
     for fact, remedy in find_scaling_problems(
-        scaling,
+        rotary.scaling,
         rotary_size=int(values["head_size"] * values["rotary_pct"]),
         rotary_base=values["rotary_base"],
         max_positions=values["max_position_embeddings"],
-        original_positions=values.get("original_max_position_embeddings"),
+        original_positions=fields.get("original_max_position_embeddings"),
     ):
         reader.refuse(fact, remedy)
-    if local_base is not None:
+    if defaults.local_base is not None:
         if rotary.local_scaling:
             reader.refuse(
                 f"rope_parameters scales sliding layers: {shorten(rotary.local_scaling)}",
                 "models of this family scale full layers only; this one is not supported",
             )
-        values["rope_local_base_freq"] = rotary.local_base or local_base
-    return values
+        fields["rope_local_base_freq"] = rotary.local_base or defaults.local_base
+    return fields
 
 
-def decoder(*more: More, **absent: Any) -> Callable[[ConfigReader, Layout], dict[str, Any]]:
-    """Return a `read_config`: what `read_decoder` reads, then what each of `more` adds."""
+def decoder(
+    *extensions: FieldReader, **defaults: Any
+) -> Callable[[ConfigReader, Layout], dict[str, Any]]:
+    """Return a `read_config`: the fields of `read_decoder`, then those of each of `extensions`."""
 
     def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
-        values = read_decoder(reader, **absent)
-        for read in more:
+        values = read_decoder(reader, **defaults)
+        for read in extensions:
             values |= read(reader, layout, values)
         return values
 
@@ -358,13 +407,13 @@ def decoder(*more: More, **absent: Any) -> Callable[[ConfigReader, Layout], dict
 
 
 # Reads further fields of `ModelConfig`, given those that were read before.
-More = Callable[[ConfigReader, Layout, Mapping[str, Any]], Mapping[str, Any]]
+FieldReader = Callable[[ConfigReader, Layout, Mapping[str, Any]], Mapping[str, Any]]
 
 
 def read_biases(reader: ConfigReader, _: Layout, __: Mapping[str, Any]) -> dict[str, Any]:
     """Read whether the attention and the MLP have biases."""
     names = {"attn_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-    return {name: reader.get_bool(own, False) for name, own in names.items()}
+    return {name: reader.get_bool(key, False) for name, key in names.items()}
 
 
 def read_experts(
@@ -380,9 +429,9 @@ def read_experts(
 ) -> dict[str, Any]:
     """Read the fields of a mixture of experts that `ModelConfig` has, problems into `reader`.
 
-    values: what `read_decoder` has read. The other arguments are what transformers takes for an
-    absent field, `inner` and `shared_inner` with its name; without `inner` an expert has the size
-    of an MLP.
+    values: the fields that `read_decoder` has read. The other arguments are the values that
+    transformers takes for an absent field, `inner` and `shared_inner` with its name; without
+    `inner` an expert has the size of an MLP.
     """
     if values["hidden_act"] != "silu":
         reader.refuse(
@@ -404,10 +453,10 @@ def read_experts(
     return {"experts": experts, "hidden_act": "swiglu"}
 
 
-def refuse_unless(reader: ConfigReader, name: str, *allowed: Any, remedy: str) -> None:
+def refuse_unless(reader: ConfigReader, name: str, *values: Any, remedy: str) -> None:
     """Note a problem unless a field is absent, null, or has one of the values."""
     value = reader.config.get(name)
-    if value is not None and value not in allowed:
+    if value is not None and value not in values:
         reader.refuse(f"{name} is {value!r}", remedy)
 
 
@@ -416,7 +465,7 @@ def read_plain_heads(
 ) -> dict[str, Any]:
     """Read the sizes of a decoder whose heads are as many for keys as for queries.
 
-    heads, hidden: what their numbers are called; activation: the one of no field.
+    heads, hidden: the names of the fields; activation: the default of an absent field.
     """
     num_heads, hidden_size = reader.get_int(heads), reader.get_int(hidden)
     if hidden_size % num_heads:
@@ -458,9 +507,9 @@ def read_windows(
     `layer_types`, which newer transformers write, tells the layers itself.
     """
     types = list_layer_types(num_layers, pattern, first_layer)
-    listed = reader.config.get("layer_types")
-    if isinstance(listed, list):
-        types = tuple(listed)
+    layer_types = reader.config.get("layer_types")
+    if isinstance(layer_types, list):
+        types = tuple(layer_types)
     if pattern is not None:
         return {"sliding_window": window, "layer_types": types}
     if window is None or SLIDING not in types:
@@ -471,10 +520,10 @@ def read_windows(
 
 def refuse_layer_types(reader: ConfigReader, kind: str) -> None:
     """Note a problem where `layer_types` names other layers than those of one kind."""
-    listed = reader.config.get("layer_types")
-    if isinstance(listed, list) and any(each != kind for each in listed):
+    layer_types = reader.config.get("layer_types")
+    if isinstance(layer_types, list) and any(layer_type != kind for layer_type in layer_types):
         reader.refuse(
-            f"layer_types is {shorten(listed)}",
+            f"layer_types is {shorten(layer_types)}",
             f"models of this family are supported whose layers are all {kind}",
         )
 
@@ -487,7 +536,7 @@ def get_window(reader: ConfigReader, default: int | None) -> int | None:
 
 
 def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> int:
-    """Length at which longrope switches its factors; in the scaling, or alongside it."""
+    """Return the length at which longrope switches its factors; in the scaling, or alongside it."""
     name = "original_max_position_embeddings"
     inner, outer = scaling.get(name), reader.config.get(name)
     if inner is None:

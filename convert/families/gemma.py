@@ -17,8 +17,8 @@ from .base import (
     ROTARY,
     TANH_GELU,
     Family,
+    FieldReader,
     Layout,
-    More,
     add_keys,
     decoder,
     get_window,
@@ -26,21 +26,22 @@ from .base import (
     read_windows,
     refuse_unless,
 )
-from .llama import MODULES, OURS, SELF, Modules, window
+from .llama import HF_LAYER, MODULES, OUR_LAYER, Modules, window
 from .qwen import HEAD_NORMS
 
 
 def _add_one(modules: Modules) -> Modules:
-    """Gemma's norms multiply by one more than their weights."""
+    """Return modules whose weights are stored less one, as those of Gemma's norms are."""
     return {
-        ours: tuple(SourceRows(str(own), added=1.0) for own in m) for ours, m in modules.items()
+        name: tuple(SourceRows(str(module), addend=1.0) for module in m)
+        for name, m in modules.items()
     }
 
 
 _NORMS = ("input_layernorm", "post_layernorm", "ln_f")
 MODULES1 = MODULES | _add_one({n: m for n, m in MODULES.items() if n.endswith(_NORMS)})
 _BEHIND = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-MODULES2 = MODULES1 | _add_one({OURS + name: (SELF + name,) for name in _BEHIND})
+MODULES2 = MODULES1 | _add_one({OUR_LAYER + name: (HF_LAYER + name,) for name in _BEHIND})
 
 
 def refuse_two_directions(reader: ConfigReader) -> None:
@@ -52,7 +53,7 @@ def refuse_two_directions(reader: ConfigReader) -> None:
 
 
 def read_gemma1(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what the first Gemma has besides a decoder."""
+    """Read the fields that the first Gemma has besides a decoder's."""
     refuse_two_directions(reader)
     # Gemma was trained with the tanh form, which its first configurations call gelu.
     activation = reader.get_text("hidden_activation", values["hidden_act"])
@@ -84,8 +85,8 @@ GEMMA = Family(
 )  # fmt: skip
 
 
-def gemma2(logit_cap: float | None) -> More:
-    """Return what reads what Gemma 2 and 3 have. logit_cap: where config.json does not say."""
+def gemma2(logit_cap: float | None) -> FieldReader:
+    """Return a reader of the fields of Gemma 2 and 3. logit_cap: that of an absent field."""
 
     def read(reader: ConfigReader, _: Layout, __: Mapping[str, Any]) -> dict[str, Any]:
         refuse_unless(
@@ -143,8 +144,8 @@ def read_gemma3(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> d
         reader, "attn_logit_softcapping",
         remedy="no Gemma 3 caps its scores, and transformers takes no notice of it: give null",
     )  # fmt: skip
-    old, new = "sliding_window_pattern", "_sliding_window_pattern"
-    pattern = reader.get_int(old if old in reader.config else new, 6)
+    old_key, new_key = "sliding_window_pattern", "_sliding_window_pattern"
+    pattern = reader.get_int(old_key if old_key in reader.config else new_key, 6)
     size = get_window(reader, 4096)
     return read_windows(reader, values["num_hidden_layers"], size, pattern=pattern)
 
@@ -156,8 +157,9 @@ def describe3(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     though its own converter looks for it under another name and loses it.
     """
     types = model.layer_types or ()
-    pattern = next((at for at, kind in enumerate(types, 1) if kind == FULL), len(types) + 1)
-    if any((kind == FULL) != (at % pattern == 0) for at, kind in enumerate(types, 1)):
+    full_layers = [number for number, kind in enumerate(types, 1) if kind == FULL]
+    pattern = min(full_layers, default=len(types) + 1)
+    if full_layers != list(range(pattern, len(types) + 1, pattern)):
         logger.warning(
             "layer_types %s has no period: TensorRT-LLM would run other layers with the window;"
             " this checkpoint is for the torch backend",

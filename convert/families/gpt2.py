@@ -10,19 +10,19 @@ from ..config import MOE_014
 from ..plan import SourceRows
 from .base import Family, Layout, add_keys, read_plain_heads, refuse_unless
 
-_SELF = "transformer.h.{layer}."
-_OURS = "transformer.layers.{layer}."
+_HF_LAYER = "transformer.h.{layer}."
+_OUR_LAYER = "transformer.layers.{layer}."
 
 # Its linear layers are stored as [in, out].
 MODULES: dict[str, tuple[str | SourceRows, ...]] = {
     "transformer.vocab_embedding": ("transformer.wte",),
     "transformer.position_embedding": ("transformer.wpe",),
-    _OURS + "input_layernorm": (_SELF + "ln_1",),
-    _OURS + "attention.qkv": (SourceRows(_SELF + "attn.c_attn", is_transposed=True),),
-    _OURS + "attention.dense": (SourceRows(_SELF + "attn.c_proj", is_transposed=True),),
-    _OURS + "post_layernorm": (_SELF + "ln_2",),
-    _OURS + "mlp.fc": (SourceRows(_SELF + "mlp.c_fc", is_transposed=True),),
-    _OURS + "mlp.proj": (SourceRows(_SELF + "mlp.c_proj", is_transposed=True),),
+    _OUR_LAYER + "input_layernorm": (_HF_LAYER + "ln_1",),
+    _OUR_LAYER + "attention.qkv": (SourceRows(_HF_LAYER + "attn.c_attn", is_transposed=True),),
+    _OUR_LAYER + "attention.dense": (SourceRows(_HF_LAYER + "attn.c_proj", is_transposed=True),),
+    _OUR_LAYER + "post_layernorm": (_HF_LAYER + "ln_2",),
+    _OUR_LAYER + "mlp.fc": (SourceRows(_HF_LAYER + "mlp.c_fc", is_transposed=True),),
+    _OUR_LAYER + "mlp.proj": (SourceRows(_HF_LAYER + "mlp.c_proj", is_transposed=True),),
     "transformer.ln_f": ("transformer.ln_f",),
     "lm_head": ("lm_head",),
 }

@@ -1,4 +1,4 @@
-"""Llama and what has its tensor names: Mistral, Ministral, Mixtral, Granite."""
+"""Llama and models with its tensor names: Mistral, Ministral, Mixtral, Granite."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .base import (
     BIASES,
     ROTARY,
     Family,
+    FieldReader,
     Layout,
-    More,
     add_keys,
     decoder,
     get_window,
@@ -28,21 +28,23 @@ from .base import (
     refuse_layer_types,
 )
 
-SELF, OURS = "model.layers.{layer}.", "transformer.layers.{layer}."
+HF_LAYER, OUR_LAYER = "model.layers.{layer}.", "transformer.layers.{layer}."
 Modules = dict[str, tuple[str | SourceRows, ...]]
 BESIDE_MLP: Modules = {
     "transformer.vocab_embedding": ("model.embed_tokens",),
-    OURS + "input_layernorm": (SELF + "input_layernorm",),
-    OURS + "attention.qkv": tuple(f"{SELF}self_attn.{part}_proj" for part in "qkv"),
-    OURS + "attention.dense": (SELF + "self_attn.o_proj",),
-    OURS + "post_layernorm": (SELF + "post_attention_layernorm",),
+    OUR_LAYER + "input_layernorm": (HF_LAYER + "input_layernorm",),
+    OUR_LAYER + "attention.qkv": tuple(
+        f"{HF_LAYER}self_attn.{projection}_proj" for projection in "qkv"
+    ),
+    OUR_LAYER + "attention.dense": (HF_LAYER + "self_attn.o_proj",),
+    OUR_LAYER + "post_layernorm": (HF_LAYER + "post_attention_layernorm",),
     "transformer.ln_f": ("model.norm",),
     "lm_head": ("lm_head",),
 }
 MODULES: Modules = BESIDE_MLP | {
-    OURS + "mlp.fc": (SELF + "mlp.gate_proj",),
-    OURS + "mlp.gate": (SELF + "mlp.up_proj",),
-    OURS + "mlp.proj": (SELF + "mlp.down_proj",),
+    OUR_LAYER + "mlp.fc": (HF_LAYER + "mlp.gate_proj",),
+    OUR_LAYER + "mlp.gate": (HF_LAYER + "mlp.up_proj",),
+    OUR_LAYER + "mlp.proj": (HF_LAYER + "mlp.down_proj",),
 }
 describe = add_keys(
     *BIASES, *ROTARY, residual_mlp=False, disable_weight_only_quant_plugin=False,
@@ -58,8 +60,10 @@ LLAMA = Family(
 )
 
 
-def window(default: int | None, pattern: int | None = None, *, is_uniform: bool = False) -> More:
-    """Return what reads a window; default: an absent field's; pattern: see `read_windows`.
+def window(
+    default: int | None, pattern: int | None = None, *, is_uniform: bool = False
+) -> FieldReader:
+    """Return a reader of a window; default: an absent field's; pattern: see `read_windows`.
 
     is_uniform: transformers gives it to all layers, whatever `layer_types` says.
     """
@@ -87,28 +91,28 @@ MINISTRAL = dataclasses.replace(
 )  # fmt: skip
 
 
-def experts(**absent: Any) -> More:
-    """Return what reads a mixture of experts; see `read_experts`."""
-    return lambda reader, layout, values: read_experts(reader, layout, values, **absent)
+def experts(**defaults: Any) -> FieldReader:
+    """Return a reader of a mixture of experts; see `read_experts`."""
+    return lambda reader, layout, values: read_experts(reader, layout, values, **defaults)
 
 
 def restore_names(folder: HfFolder, dtype: str) -> HfFolder:
-    """Undo what transformers 5 calls Mixtral's experts in memory, and where it fuses them."""
+    """Give Mixtral's experts their stored names, which transformers 5 changes in memory."""
     names = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in folder.tensors}
     folder.rename(names, left_out=())
     return folder
 
 
-_EXPERTS = SELF + "block_sparse_moe."
+_EXPERTS = HF_LAYER + "block_sparse_moe."
 _EXPERT = _EXPERTS + "experts.{expert}."
 MIXTRAL = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     modules=BESIDE_MLP | {
-        OURS + "mlp.router": (_EXPERTS + "gate",),
-        # What is multiplied of each expert, then what is activated.
-        OURS + "mlp.fc": (_EXPERT + "w3", _EXPERT + "w1"),
-        OURS + "mlp.proj": (_EXPERT + "w2",),
+        OUR_LAYER + "mlp.router": (_EXPERTS + "gate",),
+        # The matrix of each expert whose output is multiplied, then the one that is activated.
+        OUR_LAYER + "mlp.fc": (_EXPERT + "w3", _EXPERT + "w1"),
+        OUR_LAYER + "mlp.proj": (_EXPERT + "w2",),
     },
     prepare=restore_names,
     read_config=decoder(
@@ -122,7 +126,7 @@ MIXTRAL = Family(
 def read_multipliers(
     reader: ConfigReader, _: Layout, values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Read what Granite multiplies embeddings, scores, residuals and logits by."""
+    """Read the factors of Granite's embeddings, scores, residuals and logits."""
     # TensorRT-LLM has that of scores alongside 1 / sqrt(head_size). Its own converter takes an
     # attention_multiplier of 1 for none, and scores are then divided.
     attention = reader.get_float("attention_multiplier", 1.0) * math.sqrt(values["head_size"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,21 +22,23 @@ from ..plan import ComputedTensors, SourceRows
 from .base import Family, Layout, logger, read_plain_heads, refuse_unless
 
 MIN_ROWS = 256
-_SELF = "model.decoder.layers.{layer}."
-_OURS = "transformer.layers.{layer}."
+_HF_LAYER = "model.decoder.layers.{layer}."
+_OUR_LAYER = "transformer.layers.{layer}."
 
 MODULES: dict[str, tuple[str | SourceRows, ...]] = {
     "transformer.vocab_embedding": ("model.decoder.embed_tokens",),
     # The first two rows belong to padding.
     "transformer.position_embedding": (SourceRows("model.decoder.embed_positions", skipped=2),),
-    _OURS + "input_layernorm": (_SELF + "self_attn_layer_norm",),
-    _OURS + "attention.qkv": (
-        _SELF + "self_attn.q_proj", _SELF + "self_attn.k_proj", _SELF + "self_attn.v_proj",
+    _OUR_LAYER + "input_layernorm": (_HF_LAYER + "self_attn_layer_norm",),
+    _OUR_LAYER + "attention.qkv": (
+        _HF_LAYER + "self_attn.q_proj",
+        _HF_LAYER + "self_attn.k_proj",
+        _HF_LAYER + "self_attn.v_proj",
     ),
-    _OURS + "attention.dense": (_SELF + "self_attn.out_proj",),
-    _OURS + "post_layernorm": (_SELF + "final_layer_norm",),
-    _OURS + "mlp.fc": (_SELF + "fc1",),
-    _OURS + "mlp.proj": (_SELF + "fc2",),
+    _OUR_LAYER + "attention.dense": (_HF_LAYER + "self_attn.out_proj",),
+    _OUR_LAYER + "post_layernorm": (_HF_LAYER + "final_layer_norm",),
+    _OUR_LAYER + "mlp.fc": (_HF_LAYER + "fc1",),
+    _OUR_LAYER + "mlp.proj": (_HF_LAYER + "fc2",),
     "transformer.ln_f": ("model.decoder.final_layer_norm",),
     "lm_head": ("lm_head",),
 }  # fmt: skip
@@ -60,13 +63,15 @@ def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
                 " embedding and positions whole where word_embed_proj_dim is not hidden_size",
                 reader.path,
             )
-    known = ARCHITECTURES["OPTForCausalLM"]
+    plain_arithmetic = ARCHITECTURES["OPTForCausalLM"]
     return values | {
         "num_hidden_layers": reader.get_int("num_hidden_layers"),
         "intermediate_size": reader.get_int("ffn_dim"),
         "norm_epsilon": 1e-5,  # torch's default, for which OPT has no field
         "max_position_embeddings": reader.get_int("max_position_embeddings", 2048),
-        "own_arithmetic": dataclasses.replace(known, is_post_norm=True) if is_post_norm else None,
+        "own_arithmetic": dataclasses.replace(plain_arithmetic, is_post_norm=True)
+        if is_post_norm
+        else None,
     }
 
 
@@ -88,8 +93,10 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
     head. Both are matrices only, so either may be multiplied with the table: as TensorRT-LLM's
     converter does it, in `dtype` first, then in float32 by torch, to the same bytes.
     """
-    found = [name for name in OPT.prefixes if f"{name}embed_tokens.weight" in folder.tensors]
-    prefix = found[0] if found else OPT.prefixes[0]
+    prefix = next(
+        (name for name in OPT.prefixes if f"{name}embed_tokens.weight" in folder.tensors),
+        OPT.prefixes[0],
+    )
     table, inward, outward = (
         f"{prefix}{name}.weight" for name in ("embed_tokens", "project_in", "project_out")
     )
@@ -103,14 +110,7 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
         inward: (size, width), outward: (width, size),
         **{name: (folder.tensors[name].shape[0], width) for name in (table, head)},
     }  # fmt: skip
-    for name, shape in shapes.items():
-        info = folder.tensors.get(name)
-        if info is None or info.shape != shape:
-            raise SpecDecError(
-                f"{folder.path}: word_embed_proj_dim is {width}, but {name} is"
-                f" {'missing' if info is None else list(info.shape)}, not {list(shape)}",
-                "its config.json and tensors disagree: take both from the same model",
-            )
+    _check_shapes(folder, shapes, width)
     # Its table, [V, P], its projection, and whether the projection is stored as [D, P].
     products = {table: (table, inward, True), HEAD: (head, outward, False)}
 
@@ -122,24 +122,36 @@ def fold_projections(folder: HfFolder, dtype: str) -> HfFolder:
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
         """Multiply, [V, D] in float32."""
-        own, projection, is_turned = products[name]
+        table_name, projection, is_turned = products[name]
         num_rows, num_columns = infos[name].shape
         # With few rows at a time, torch adds in another order.
         top = max(0, min(start, num_rows - MIN_ROWS))
         bottom = max(stop, min(num_rows, top + MIN_ROWS))
-        rows = widen(own, folder.read_block(own, top, bottom))
+        rows = widen(table_name, folder.read_block(table_name, top, bottom))
         factor = widen(projection, folder.read(projection))
         product: Array = (rows @ (factor.T if is_turned else factor)).numpy()
-        first, last = columns or (0, num_columns)
-        return np.ascontiguousarray(product[start - top : stop - top, first:last])
+        left_column, right_column = columns or (0, num_columns)
+        return np.ascontiguousarray(product[start - top : stop - top, left_column:right_column])
 
     infos = {
-        name: TensorInfo("float32", (folder.tensors[own].shape[0], shapes[inward][0]))
-        for name, (own, _, _) in products.items()
+        name: TensorInfo("float32", (folder.tensors[source].shape[0], shapes[inward][0]))
+        for name, (source, _, _) in products.items()
     }
     folded = folder.substitute(ComputedTensors(folder, infos, compute), (inward, outward))
     folded.config = folder.config | {"tie_word_embeddings": False}
     return folded
+
+
+def _check_shapes(folder: HfFolder, shapes: Mapping[str, tuple[Any, Any]], width: object) -> None:
+    """Raise SpecDecError where tables or projections are missing or have other shapes."""
+    for name, shape in shapes.items():
+        info = folder.tensors.get(name)
+        if info is None or info.shape != shape:
+            raise SpecDecError(
+                f"{folder.path}: word_embed_proj_dim is {width}, but {name} is"
+                f" {'missing' if info is None else list(info.shape)}, not {list(shape)}",
+                "its config.json and tensors disagree: take both from the same model",
+            )
 
 
 OPT = Family(

@@ -11,7 +11,7 @@ from specdec.model.rotary_scaling import get_kind
 
 from ..plan import SourceRows
 from .base import ROTARY, Family, Layout, add_keys, decoder, name_activation, refuse_unless
-from .llama import BESIDE_MLP, OURS, SELF, window
+from .llama import BESIDE_MLP, HF_LAYER, OUR_LAYER, window
 
 
 def read_phi(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,10 +30,10 @@ describe = add_keys(*ROTARY, "rotary_pct")
 PHI = Family(
     name="phi",
     architectures=("PhiForCausalLM",),
-    modules={name: own for name, own in BESIDE_MLP.items() if "post_layernorm" not in name} | {
-        OURS + "attention.dense": (SELF + "self_attn.dense",),
-        OURS + "mlp.fc": (SELF + "mlp.fc1",),
-        OURS + "mlp.proj": (SELF + "mlp.fc2",),
+    modules={name: m for name, m in BESIDE_MLP.items() if "post_layernorm" not in name} | {
+        OUR_LAYER + "attention.dense": (HF_LAYER + "self_attn.dense",),
+        OUR_LAYER + "mlp.fc": (HF_LAYER + "mlp.fc1",),
+        OUR_LAYER + "mlp.proj": (HF_LAYER + "mlp.fc2",),
         "transformer.ln_f": ("model.final_layernorm",),
     },
     read_config=decoder(
@@ -46,16 +46,16 @@ PHI = Family(
 
 def read_phi3(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
     """Name Phi-3's activation, and a scaling of the rotary embedding, as TensorRT-LLM does."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if values["hidden_act"] == "silu":
-        found["hidden_act"] = "swiglu"  # of the two halves of one product
+        fields["hidden_act"] = "swiglu"  # of the two halves of one product
     if values["rotary_scaling"] is not None:
         # TensorRT-LLM does not know the name that the first Phi-3 models used.
-        found["rotary_scaling"] = {
+        fields["rotary_scaling"] = {
             key: "longrope" if key in ("type", "rope_type") and value == "su" else value
             for key, value in values["rotary_scaling"].items()
         }
-    return found
+    return fields
 
 
 def describe3(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def describe3(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_problem_014(model: ModelConfig) -> tuple[str, str] | None:
-    """That line rotates whole heads of a Phi-3 model."""
+    """Return the problem that TensorRT-LLM 0.14 rotates whole heads of a Phi-3 model, or None."""
     if model.rotary_pct == 1:
         return None
     return (
@@ -81,17 +81,17 @@ def find_problem_014(model: ModelConfig) -> tuple[str, str] | None:
     )
 
 
-_GATE_UP = SELF + "mlp.gate_up_proj"
+_GATE_UP = HF_LAYER + "mlp.gate_up_proj"
 PHI3 = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
     modules=BESIDE_MLP | {
-        OURS + "attention.qkv": (SELF + "self_attn.qkv_proj",),
+        OUR_LAYER + "attention.qkv": (HF_LAYER + "self_attn.qkv_proj",),
         # The source is [gate; up], TensorRT-LLM's swiglu takes [up; gate].
-        OURS + "mlp.fc": (
+        OUR_LAYER + "mlp.fc": (
             SourceRows(_GATE_UP, share=1, num_shares=2), SourceRows(_GATE_UP, num_shares=2),
         ),
-        OURS + "mlp.proj": (SELF + "mlp.down_proj",),
+        OUR_LAYER + "mlp.proj": (HF_LAYER + "mlp.down_proj",),
     },
     read_config=decoder(
         window(None, is_uniform=True), read_phi3, norm_epsilon=("rms_norm_eps", 1e-5),

@@ -27,11 +27,11 @@ from .base import (
     refuse_layer_types,
     refuse_unless,
 )
-from .llama import BESIDE_MLP, MODULES, OURS, SELF, Modules
+from .llama import BESIDE_MLP, HF_LAYER, MODULES, OUR_LAYER, Modules
 
 
 def read_window(reader: ConfigReader, _: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that tell of the sliding window."""
+    """Return the fields of the sliding window."""
     window = None
     if reader.get_bool("use_sliding_window", False):
         window = get_window(reader, 4096)
@@ -56,18 +56,21 @@ QWEN2 = Family(
 
 # ---- Qwen2-MoE.
 
-_MLP = SELF + "mlp."
-_EXPERT, _SHARED = _MLP + "experts.{expert}.", _MLP + "shared_expert"
-# What is multiplied of each expert, then what is activated.
+_MLP = HF_LAYER + "mlp."
+_EXPERT, _SHARED_EXPERT = _MLP + "experts.{expert}.", _MLP + "shared_expert"
+# The matrix of each expert whose output is multiplied, then the one that is activated.
 EXPERTS: Modules = {
-    OURS + "mlp.router": (_MLP + "gate",),
-    OURS + "mlp.fc": (_EXPERT + "up_proj", _EXPERT + "gate_proj"),
-    OURS + "mlp.proj": (_EXPERT + "down_proj",),
+    OUR_LAYER + "mlp.router": (_MLP + "gate",),
+    OUR_LAYER + "mlp.fc": (_EXPERT + "up_proj", _EXPERT + "gate_proj"),
+    OUR_LAYER + "mlp.proj": (_EXPERT + "down_proj",),
 }
-SHARED: Modules = {
-    OURS + "mlp.shared_expert.fc": (_SHARED + ".up_proj", _SHARED + ".gate_proj"),
-    OURS + "mlp.shared_expert.proj": (_SHARED + ".down_proj",),
-    OURS + "mlp.shared_expert_gate": (_SHARED + "_gate",),
+SHARED_EXPERT: Modules = {
+    OUR_LAYER + "mlp.shared_expert.fc": (
+        _SHARED_EXPERT + ".up_proj",
+        _SHARED_EXPERT + ".gate_proj",
+    ),
+    OUR_LAYER + "mlp.shared_expert.proj": (_SHARED_EXPERT + ".down_proj",),
+    OUR_LAYER + "mlp.shared_expert_gate": (_SHARED_EXPERT + "_gate",),
 }
 
 
@@ -80,7 +83,7 @@ def refuse_uneven_layers(reader: ConfigReader) -> None:
 
 
 def read_moe2(reader: ConfigReader, layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what Qwen2-MoE has besides a decoder."""
+    """Read the fields that Qwen2-MoE has besides a decoder's."""
     refuse_uneven_layers(reader)
     refuse_layer_types(reader, FULL)
     refuse_unless(reader, "qkv_bias", True, remedy="Qwen2-MoE has attention biases")
@@ -93,7 +96,7 @@ def read_moe2(reader: ConfigReader, layout: Layout, values: Mapping[str, Any]) -
 
 
 def describe_sizes(model: ModelConfig) -> dict[str, Any]:
-    """The sizes of experts, as TensorRT-LLM's Qwen config has them."""
+    """Return the sizes of experts, as TensorRT-LLM's Qwen config has them."""
     assert model.experts is not None
     return {
         "moe_intermediate_size": model.experts.inner,
@@ -104,7 +107,7 @@ def describe_sizes(model: ModelConfig) -> dict[str, Any]:
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
-    modules=BESIDE_MLP | EXPERTS | SHARED,
+    modules=BESIDE_MLP | EXPERTS | SHARED_EXPERT,
     read_config=decoder(read_moe2, max_positions=32768, num_kv_heads=16),
     describe=lambda model, config: (
         describe(model, config) | describe_sizes(model) | {"qwen_type": "qwen2_moe"}
@@ -114,7 +117,8 @@ QWEN2_MOE = Family(
 # ---- Qwen3 and Qwen3-MoE.
 
 HEAD_NORMS: Modules = {
-    f"{OURS}attention.{part}_layernorm": (f"{SELF}self_attn.{part}_norm",) for part in "qk"
+    f"{OUR_LAYER}attention.{projection}_layernorm": (f"{HF_LAYER}self_attn.{projection}_norm",)
+    for projection in "qk"
 }
 
 
@@ -131,7 +135,7 @@ def read_bias(reader: ConfigReader, *_: Any) -> dict[str, Any]:
 
 
 def read_moe3(reader: ConfigReader, layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what Qwen3-MoE has besides a decoder."""
+    """Read the fields that Qwen3-MoE has besides a decoder's."""
     refuse_uneven_layers(reader)
     bias = read_bias(reader)
     return bias | read_experts(

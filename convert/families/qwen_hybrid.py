@@ -29,28 +29,28 @@ from .base import (
     read_experts,
     refuse_unless,
 )
-from .llama import BESIDE_MLP, MODULES, OURS, SELF, Modules
-from .qwen import EXPERTS, HEAD_NORMS, SHARED, describe_sizes, refuse_uneven_layers
+from .llama import BESIDE_MLP, HF_LAYER, MODULES, OUR_LAYER, Modules
+from .qwen import EXPERTS, HEAD_NORMS, SHARED_EXPERT, describe_sizes, refuse_uneven_layers
 
-_ATTENTION, _LINEAR = SELF + "self_attn.", SELF + "linear_attn."
-_OURS_LINEAR = OURS + "linear_attention"
+_ATTENTION, _LINEAR = HF_LAYER + "self_attn.", HF_LAYER + "linear_attn."
+_OUR_LINEAR = OUR_LAYER + "linear_attention"
 Sections = Callable[[ModelConfig], tuple[int, ...]]
 
 
 def _deal(name: str, sections: Sections, count: int) -> tuple[SourceRows, ...]:
-    """The sections that each head's rows of a module are divided into."""
+    """Return the sections that each head's rows of a module are divided into."""
     return tuple(SourceRows(name, sections=sections, section=number) for number in range(count))
 
 
 def _list_strengths(model: ModelConfig) -> tuple[int, ...]:
-    """Of each key head of Qwen3-Next's in_proj_ba."""
+    """Return the sections of each key head of Qwen3-Next's in_proj_ba."""
     sizes = model.linear_attention
     assert sizes is not None
     return (sizes.num_value_heads // sizes.num_key_heads,) * 2
 
 
 def _list_projections(model: ModelConfig) -> tuple[int, ...]:
-    """Of each key head of Qwen3-Next's in_proj_qkvz."""
+    """Return the sections of each key head of Qwen3-Next's in_proj_qkvz."""
     sizes = model.linear_attention
     assert sizes is not None
     width = sizes.sections[2] // sizes.num_key_heads
@@ -59,17 +59,17 @@ def _list_projections(model: ModelConfig) -> tuple[int, ...]:
 
 _QUERIES, _GATES = _deal(_ATTENTION + "q_proj", lambda model: (model.head_size,) * 2, 2)
 _SHARED_MODULES: Modules = {
-    OURS + "attention.qkv": (_QUERIES, _ATTENTION + "k_proj", _ATTENTION + "v_proj", _GATES),
-    _OURS_LINEAR: (_LINEAR.removesuffix("."),),  # of A_log and dt_bias
-    _OURS_LINEAR + ".qkvz": (_LINEAR + "in_proj_qkv", _LINEAR + "in_proj_z"),
-    _OURS_LINEAR + ".ba": (_LINEAR + "in_proj_b", _LINEAR + "in_proj_a"),
-    _OURS_LINEAR + ".conv": (_LINEAR + "conv1d",),
-    _OURS_LINEAR + ".norm": (_LINEAR + "norm",),
-    _OURS_LINEAR + ".dense": (_LINEAR + "out_proj",),
+    OUR_LAYER + "attention.qkv": (_QUERIES, _ATTENTION + "k_proj", _ATTENTION + "v_proj", _GATES),
+    _OUR_LINEAR: (_LINEAR.removesuffix("."),),  # of A_log and dt_bias
+    _OUR_LINEAR + ".qkvz": (_LINEAR + "in_proj_qkv", _LINEAR + "in_proj_z"),
+    _OUR_LINEAR + ".ba": (_LINEAR + "in_proj_b", _LINEAR + "in_proj_a"),
+    _OUR_LINEAR + ".conv": (_LINEAR + "conv1d",),
+    _OUR_LINEAR + ".norm": (_LINEAR + "norm",),
+    _OUR_LINEAR + ".dense": (_LINEAR + "out_proj",),
 }
 _NEXT_MODULES: Modules = {
-    _OURS_LINEAR + ".qkvz": _deal(_LINEAR + "in_proj_qkvz", _list_projections, 4),
-    _OURS_LINEAR + ".ba": _deal(_LINEAR + "in_proj_ba", _list_strengths, 2),
+    _OUR_LINEAR + ".qkvz": _deal(_LINEAR + "in_proj_qkvz", _list_projections, 4),
+    _OUR_LINEAR + ".ba": _deal(_LINEAR + "in_proj_ba", _list_strengths, 2),
 }
 
 
@@ -78,7 +78,7 @@ def read_hybrid(
 ) -> dict[str, Any]:
     """Read the fields of `ModelConfig` that all of these models have.
 
-    What says how positions of images are told (M-RoPE) changes nothing where there is text alone.
+    The fields of images' positions (M-RoPE) change nothing where there is text alone.
     """
     rotary = reader.get_object("rope_parameters")
     text = {key: value for key, value in rotary.items() if not key.startswith("mrope_")}
@@ -91,8 +91,8 @@ def read_hybrid(
     types: tuple[Any, ...] = list_layer_types(
         num_layers, reader.get_int("full_attention_interval", 4), kind=LINEAR
     )
-    if isinstance(listed := reader.config.get("layer_types"), list):
-        types = tuple(listed)
+    if isinstance(listed_types := reader.config.get("layer_types"), list):
+        types = tuple(listed_types)
     if not {LINEAR} <= set(types) <= {LINEAR, FULL} or len(types) != num_layers:
         reader.refuse(
             f"layer_types is {shorten(list(types))} for {num_layers} layers",
@@ -160,7 +160,7 @@ _COMMON: Mapping[str, Any] = {
     "prefixes": ("model.", "model.language_model.", ""), "prepare": prepare,
     "describe": describe_hybrid,
 }  # fmt: skip
-_MIXTURE_MODULES = BESIDE_MLP | HEAD_NORMS | EXPERTS | SHARED | _SHARED_MODULES
+_MIXTURE_MODULES = BESIDE_MLP | HEAD_NORMS | EXPERTS | SHARED_EXPERT | _SHARED_MODULES
 QWEN3_5 = Family(
     name="qwen3_5", model_type="qwen3_5_text", architectures=("Qwen3_5ForCausalLM",),
     modules=MODULES | HEAD_NORMS | _SHARED_MODULES,

@@ -1,6 +1,6 @@
 """Seed-OSS, SmolLM3, StableLM: Llama's tensor names, and no class in TensorRT-LLM.
 
-So a checkpoint tells what they compute. Seed-OSS may have biases on either side of the attention;
+So a checkpoint names what they compute. Seed-OSS may have biases on either side of the attention;
 every fourth layer of SmolLM3 has no positions; StableLM (3B, 2 1.6B, Stable Code 3B) has layer
 norms and rotates a part of each head.
 """
@@ -44,13 +44,20 @@ def read_smollm3(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> 
     """Read SmolLM3's biases and its layers without positions; note windows."""
     num_layers = values["num_hidden_layers"]
     interval = reader.get_int("no_rope_layer_interval", 4)
-    told = reader.config.get("no_rope_layers")  # which says of each layer whether it has them
+    listed_layers = reader.config.get(
+        "no_rope_layers"
+    )  # which says of each layer whether it has them
     has_positions = [bool((i + 1) % interval) for i in range(min(num_layers, MAX_MODULES))]
-    if isinstance(told, list) and len(told) == num_layers and set(told) <= {0, 1}:
-        has_positions = [bool(each) for each in told]
-    elif told is not None:
+    if (
+        isinstance(listed_layers, list)
+        and len(listed_layers) == num_layers
+        and set(listed_layers) <= {0, 1}
+    ):
+        has_positions = [bool(flag) for flag in listed_layers]
+    elif listed_layers is not None:
         reader.refuse(
-            f"no_rope_layers is {shorten(told)}, not 0 or 1 for each of {num_layers} layers",
+            f"no_rope_layers is {shorten(listed_layers)}, not 0 or 1 for each of"
+            f" {num_layers} layers",
             "correct no_rope_layers",
         )
     refuse_layer_types(reader, FULL)

@@ -19,7 +19,7 @@ FOLDERS = {method.folder: method for method in METHODS.values() if method.folder
 def load_converter(method: Method) -> type[DrafterConverter]:
     """Return the class that converts a method's drafters."""
     module: Any = importlib.import_module(f"{__name__}.{method.name}")
-    converter: type[DrafterConverter] = module.Converter
+    converter: type[DrafterConverter] = module.CONVERTER
     return converter
 
 

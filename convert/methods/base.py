@@ -1,4 +1,4 @@
-"""What a method's converter offers, and what converters share."""
+"""Converter of a method's drafters: its interface, and functions that converters share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
+from specdec.files.reading import Array
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.quantization import DEFAULT_EXCLUDED
@@ -56,7 +57,7 @@ class DrafterConverter:
         raise NotImplementedError
 
     def share_tensors(self, canonical: Sequence[str]) -> Mapping[str, str | None]:
-        """The canonical tensors that the folder need not hold: the target's, or None for zeros."""
+        """Map tensors that the folder need not hold to the target's, or to None for zeros."""
         return {}
 
     def list_ignored(self) -> Sequence[str]:
@@ -68,7 +69,7 @@ class DrafterConverter:
         raise NotImplementedError
 
     def choose_pair(self, target: str, title: str | None = None) -> Pair | None:
-        """Return what TensorRT-LLM has for a target with a drafter, None where it has nothing.
+        """Return TensorRT-LLM's names for a target with a drafter, None where it has none.
 
         The checkpoint then gets the method's own architecture. Raises SpecDecError where a line
         without was asked for; the default one is not.
@@ -88,27 +89,30 @@ class DrafterConverter:
 class NetConverter(DrafterConverter):
     """A drafter with layers of its own.
 
-    NET: what the names of its tensors begin with. PREFIX: of the names in the folder.
+    NET: the beginning of its tensors' canonical names; PREFIX: of their names in the folder.
     """
 
     NET: ClassVar[str]
     PREFIX: ClassVar[str] = ""
 
-    def open_net(self, fixed: Mapping[str, Any], what: str) -> tuple[ConfigReader, ConfigReader]:
-        """Readers of config.json, and of the object in it that tells of the layers.
+    def open_net(
+        self, fixed: Mapping[str, Any], net_description: str
+    ) -> tuple[ConfigReader, ConfigReader]:
+        """Return readers of config.json, and of the object in it that describes the layers.
 
-        fixed: fields of the latter that must hold a value if they are there; what: these are.
+        fixed: fields of the latter that must hold a value if they are there; net_description: the
+        layers that have these values, for a message.
         """
         reader = ConfigReader(self.folder.config, self.folder.path)
         check_layouts(reader)
         net_reader = reader
         if self.is_speculators:
             net_reader = reader.enter(reader.get_object("transformer_layer_config"))
-        check_fixed(net_reader, fixed, what)
+        check_fixed(net_reader, fixed, net_description)
         return reader, net_reader
 
     def check_net(self, reader: ConfigReader, net: ModelConfig) -> None:
-        """Raise SpecDecError for what was noted before, then for what is wrong with the layers."""
+        """Raise SpecDecError for problems that were noted before, then for those of the layers."""
         reader.finish()
         check_num_layers(net.num_hidden_layers, self.folder)
         for fact, remedy in net.find_problems():
@@ -117,29 +121,29 @@ class NetConverter(DrafterConverter):
 
     @property
     def is_speculators(self) -> bool:
-        """Whether the folder is of speculators' layout."""
+        """Return whether the folder is of speculators' layout."""
         return self.folder.config.get("speculators_model_type") is not None
 
     def name_bare(self, canonical: Sequence[str]) -> dict[str, str]:
-        """Each tensor's name, and the name without what stands for its net."""
+        """Map each tensor's name to the name without its net's beginning."""
         return {name: name.removeprefix(self.NET) for name in canonical}
 
     def share_tensors(self, canonical: Sequence[str]) -> Mapping[str, str | None]:
-        """The target's embedding and head, and zeros for a bias."""
+        """Map an absent embedding and head to the target's, and an absent bias to zeros."""
         names = self.name_bare(canonical)
-        absent: dict[str, tuple[str, str | None]] = {
+        shareable: dict[str, tuple[str, str | None]] = {
             "drafter.vocab_embedding.weight": ("embed_tokens.weight", EMBEDDING),
             "drafter.fc.bias": ("fc.bias", None),
         }
         if OFFSETS not in names.values():  # all of the vocabulary is drafted
-            absent |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
+            shareable |= {name: (name, name) for name in (HEAD, HEAD_BIAS)}
         return {
-            name: absent[bare][1] for name, bare in names.items()
-            if bare in absent and self.PREFIX + absent[bare][0] not in self.folder.tensors
+            name: shareable[bare][1] for name, bare in names.items()
+            if bare in shareable and self.PREFIX + shareable[bare][0] not in self.folder.tensors
         }  # fmt: skip
 
     def list_ignored(self) -> Sequence[str]:
-        """What follows from the rest: rotary tables, and maps that were checked."""
+        """Return patterns of rotary tables, and of maps of the vocabulary that were checked."""
         params: NetParams = self.params
         is_reduced = params.draft_vocab_size < params.net.vocab_size
         return (*ROTARY_BUFFERS, IS_DRAFTED, *(() if is_reduced else (OFFSETS,)))
@@ -147,26 +151,29 @@ class NetConverter(DrafterConverter):
     def find_net_source_rows(
         self, decoder: Family, canonical: Sequence[str], extras: Mapping[str, str], *in_folder: Any
     ) -> dict[str, tuple[SourceRows, ...]]:
-        """`find_source_rows` of a folder that names a drafter's layers as a decoder's.
+        """Map the tensors of a folder that names a drafter's layers as a decoder's.
 
-        extras: what no decoder has; in_folder: what else `Family.find_source_rows` takes.
+        extras: names of tensors that no decoder has; in_folder: further arguments of
+        `Family.find_source_rows`.
         """
         names = self.name_bare(canonical)
         inner = {
             name: f"transformer.{bare.removeprefix('drafter.')}"
             for name, bare in names.items() if bare not in extras
         }  # fmt: skip
-        found = decoder.find_source_rows(inner.values(), *in_folder)
+        decoder_rows = decoder.find_source_rows(inner.values(), *in_folder)
         sources: dict[str, tuple[SourceRows, ...]] = {
             name: (SourceRows(extras[bare]),) for name, bare in names.items() if bare in extras
         }
-        for name, own in inner.items():
-            parts = found[own]
-            sources[name] = tuple(replace(p, name=p.name.removeprefix("model.")) for p in parts)
+        for name, inner_name in inner.items():
+            sources[name] = tuple(
+                replace(rows, name=rows.name.removeprefix("model."))
+                for rows in decoder_rows[inner_name]
+            )
         return sources
 
     def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
-        """The same, of a method that TensorRT-LLM has for no target."""
+        """Return a target's config.json with a drafter for which TensorRT-LLM has no class."""
         target, (architecture,) = config["architecture"], self.METHOD.architectures
         self.choose_pair(target)
         combined = dict(config) | self.params.to_checkpoint()
@@ -175,39 +182,44 @@ class NetConverter(DrafterConverter):
 
 
 def list_held(folder: HfFolder) -> str:
-    """What a folder holds, for a message."""
+    """Return the names of a folder's tensors, for a message."""
     return join_names(sorted(folder.tensors)) if folder.tensors else "no tensors"
 
 
 def take_naming(
-    folder: HfFolder, present: Collection[str], known: Mapping[str, str], what: str, kind: str
+    folder: HfFolder,
+    present_namings: Collection[str],
+    namings: Mapping[str, str],
+    description: str,
+    kind: str,
 ) -> str:
     """Return the one of several namings that a folder has; SpecDecError for none and for more.
 
-    known: how each is shown; what: is named by them; kind: of folder that is looked for.
+    namings: each with the text that shows it; description: of the tensors that they name; kind: of
+    folder that is looked for.
     """
-    found = [naming for naming in known if naming in present]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matches = [naming for naming in namings if naming in present_namings]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise SpecDecError(
-            f"{folder.path} holds {what} under {len(found)} names:"
-            f" {', '.join(known[naming] for naming in found)}",
+            f"{folder.path} holds {description} under {len(matches)} names:"
+            f" {', '.join(namings[naming] for naming in matches)}",
             "keep one of them: which is the trained one cannot be known",
         )
     raise SpecDecError(
-        f"{folder.path} holds no tensor of {what}, {' or '.join(known.values())}; it holds"
+        f"{folder.path} holds no tensor of {description}, {' or '.join(namings.values())}; it holds"
         f" {list_held(folder)}",
         f"give the folder of {kind}",
     )
 
 
-def check_sizes(reader: ConfigReader, whose: str, sizes: Mapping[str, int], model: Any) -> None:
+def check_sizes(reader: ConfigReader, owner: str, sizes: Mapping[str, int], model: Any) -> None:
     """Note each of a drafter's sizes that is not its target's."""
-    for name, own in sizes.items():
-        if own != getattr(model, name):
+    for name, size in sizes.items():
+        if size != getattr(model, name):
             reader.refuse(
-                f"{whose} {name} is {own}, the target's {getattr(model, name)}",
+                f"{owner} {name} is {size}, the target's {getattr(model, name)}",
                 "use the drafter that was trained for this target",
             )
 
@@ -235,13 +247,14 @@ def read_layers(reader: ConfigReader, name: str) -> list[int] | None:
     return None
 
 
-def check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], what: str) -> None:
-    """Note every field that says another thing than the only one which is known."""
-    for name, known in fixed.items():
+def check_fixed(reader: ConfigReader, fixed: Mapping[str, Any], description: str) -> None:
+    """Note every field that has another value than the only one which is supported."""
+    for name, expected in fixed.items():
         value = reader.config.get(name)
-        if value is not None and value != known:
+        if value is not None and value != expected:
             reader.refuse(
-                f"{name} is {value!r}"[:120], f"only {what} can be converted: {name} {known!r}"
+                f"{name} is {value!r}"[:120],
+                f"only {description} can be converted: {name} {expected!r}",
             )
 
 
@@ -292,12 +305,17 @@ def check_offsets(
             f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
             "use the drafter that was trained for this target; its offsets are added to the number",
         )
-    drafted = folder.tensors.get(IS_DRAFTED)
-    if drafted is None or draft_vocab_size == vocab_size or reader.problems:
-        return  # of a vocabulary that is not reduced some writers leave t2d all zeros
+    # Of a vocabulary that is not reduced some writers leave t2d all zeros.
+    if IS_DRAFTED in folder.tensors and draft_vocab_size != vocab_size and not reader.problems:
+        _check_drafted(reader, folder, tokens, vocab_size)
+
+
+def _check_drafted(reader: ConfigReader, folder: HfFolder, tokens: Array, vocab_size: int) -> None:
+    """Note a map `t2d` that marks other tokens than those which `d2t` names."""
     is_drafted = np.zeros(vocab_size, np.bool_)
     is_drafted[tokens] = True
-    if drafted.shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
+    shape = folder.tensors[IS_DRAFTED].shape
+    if shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
         reader.refuse(
             f"{IS_DRAFTED} and {OFFSETS} disagree on which tokens are drafted",
             "copy or download the folder again",
@@ -307,16 +325,16 @@ def check_offsets(
 def exclude_modules(
     config: dict[str, Any], modules: Sequence[str], *, is_head_quantized: bool
 ) -> dict[str, Any]:
-    """Return a config.json that says of a drafter's modules that they are not quantized.
+    """Return a config.json that lists a drafter's modules as not quantized.
 
     A quantized target needs every drafter module in the list, and where its own list is null or
     empty, the defaults that the list then replaces.
     """
     quantization = config.get("quantization") or {}
-    listed = quantization.get("exclude_modules")
-    if listed is None and quantization.get("quant_algo") is None:
+    listed_modules = quantization.get("exclude_modules")
+    if listed_modules is None and quantization.get("quant_algo") is None:
         return config
-    excluded = list(listed or ())
+    excluded = list(listed_modules or ())
     if quantization.get("quant_algo") is not None and not excluded:
         skipped = "*lm_head" if is_head_quantized else None
         excluded = [name for name in DEFAULT_EXCLUDED if name != skipped]

@@ -1,12 +1,13 @@
 """DFlash: a drafter folder -> the `dflash.*` tensors and DFlash's keys of a checkpoint.
 
-What is published: z-lab's folders, which SpecForge and specdec-train write too, and speculators';
+Published are z-lab's folders, which SpecForge and specdec-train write too, and speculators';
 DSpark's, which have a Markov head, as DeepSpec and specdec-train write them, and speculators'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams
@@ -40,10 +41,10 @@ logger = logs.get_logger(__name__)
 
 # The defaults of the drafter's layers; z-lab's drafters for any target have a Qwen3's.
 FIXED_NET = {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False}
-# What `dflash_config` may tell; the scales are of the rows of the target's embedding, the first one
-# z-lab's, the other what specdec-train wrote before.
+# The keys that `dflash_config` may have; the scales are of the rows of the target's embedding, the
+# first one is z-lab's, the other one is of earlier versions of specdec-train.
 SCALES = ("input_embedding_scale", "embedding_scale")
-KNOWN = ("target_layer_ids", "mask_token_id", "block_size", *SCALES)
+KNOWN_KEYS = ("target_layer_ids", "mask_token_id", "block_size", *SCALES)
 MARKOV = {MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
           MARKOV_HEAD: "markov_head.markov_w2.weight"}  # fmt: skip
 # DSpark's head that guesses whether a draft will be accepted, which the text does not depend on.
@@ -51,7 +52,7 @@ CONFIDENCE = "confidence_head.*"
 
 
 def _read_markov_rank(reader: ConfigReader) -> int:
-    """The rank of DSpark's Markov head, 0 for none; note other heads than the plain one."""
+    """Return the rank of DSpark's Markov head, 0 for none; note other heads than the plain one."""
     rank = reader.get_int("markov_rank", minimum=0)
     if rank:
         check_fixed(reader, {"markov_head_type": "vanilla"}, "a head of the token before alone")
@@ -60,15 +61,15 @@ def _read_markov_rank(reader: ConfigReader) -> int:
     return rank
 
 
-def _read_block_size(reader: ConfigReader, place: ConfigReader) -> int:
-    """The tokens of a block, which newer folders of z-lab's tell in `dflash_config`."""
-    inner, outer = place.config.get("block_size"), reader.config.get("block_size")
+def _read_block_size(reader: ConfigReader, section: ConfigReader) -> int:
+    """Return the tokens of a block, which newer folders of z-lab's have in `dflash_config`."""
+    inner, outer = section.config.get("block_size"), reader.config.get("block_size")
     if inner is not None and outer is not None and inner != outer:
         reader.refuse(
             f"block_size is {outer!r} at the top and {inner!r} in dflash_config"[:120],
             "remove the wrong one",
         )
-    return (reader if inner is None else place).get_int("block_size")
+    return (reader if inner is None else section).get_int("block_size")
 
 
 def _check_causal(reader: ConfigReader, key: str, is_causal: bool) -> None:
@@ -77,15 +78,15 @@ def _check_causal(reader: ConfigReader, key: str, is_causal: bool) -> None:
     Of layers with a window that is so wherever the key is absent.
     """
     if is_causal:
-        told = str(reader.config[key]).lower() if key in reader.config else "absent"
+        value = str(reader.config[key]).lower() if key in reader.config else "absent"
         reader.refuse(
-            f"{key} is {told}: the tokens of a block would not see those after them",
+            f"{key} is {value}: the tokens of a block would not see those after them",
             "use a drafter whose blocks see all of themselves in every layer",
         )
 
 
 def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: bool) -> None:
-    """Note what speculators' folders may ask for and no engine of ours computes."""
+    """Note options of speculators' folders that no engine of ours computes."""
     key = "sliding_window_non_causal"
     _check_causal(reader, key, has_window and not reader.get_bool(key, False))
     size = reader.get_int("target_hidden_size", model.hidden_size)
@@ -96,40 +97,50 @@ def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: 
         )
 
 
-def _read_scale(reader: ConfigReader, place: ConfigReader, model: ModelConfig) -> float:
-    """What the rows of the target's embedding are multiplied by; note fields that are unknown."""
-    if projector := place.config.get("projector_type"):
+def _read_scale(reader: ConfigReader, section: ConfigReader, model: ModelConfig) -> float:
+    """Return the factor of the target's embedding; note unknown fields of `dflash_config`."""
+    if projector := section.config.get("projector_type"):
         reader.refuse(
             f"dflash_config.projector_type is {shorten(projector)}: only plain DFlash drafters of"
             " SpecForge's are read, not its DSpark and Domino",
             "DSpark drafters are read as DeepSpec, speculators and specdec-train write them",
         )
         return 1.0
-    layouts = [name for name, *_ in list_layouts(place.config)]
-    known = reader.config if place is reader else (*KNOWN, *layouts)
-    if unknown := [key for key, value in place.config.items() if key not in known and value]:
+    _check_keys(reader, section)
+    scale_keys = [(section, name) for name in SCALES] + [(reader, SCALES[0])]
+    scales = {
+        object_reader.get_float(name)
+        for object_reader, name in scale_keys
+        if name in object_reader.config
+    }
+    if len(scales) > 1:
         reader.refuse(
-            f"dflash_config has {join_names(sorted(unknown))}, which is not known here",
-            f"only {', '.join(KNOWN)} are; if it changes nothing, remove it",
-        )
-    places = [(place, name) for name in SCALES] + [(reader, SCALES[0])]
-    told = {p.get_float(name) for p, name in places if name in p.config}
-    if len(told) > 1:
-        reader.refuse(
-            f"{SCALES[0]} is given as {' and '.join(map(str, sorted(told)))}",
+            f"{SCALES[0]} is given as {' and '.join(map(str, sorted(scales)))}",
             "remove the wrong one",
         )
-    if model.arithmetic.scales_embedding and not told:
+    if model.arithmetic.scales_embedding and not scales:
         reader.refuse(
             "the target multiplies its embedding, and dflash_config does not say whether the"
             " drafter was trained on multiplied rows",
             f"add {SCALES[0]} to dflash_config: {model.hidden_size**0.5:g} if it was, else 1",
         )
-    return min(told, default=1.0)
+    return min(scales, default=1.0)
+
+
+def _check_keys(reader: ConfigReader, section: ConfigReader) -> None:
+    """Note keys of `dflash_config` that are unknown and have a value."""
+    layouts = [name for name, *_ in list_layouts(section.config)]
+    known_keys = reader.config if section is reader else (*KNOWN_KEYS, *layouts)
+    unknown_keys = [key for key, value in section.config.items() if key not in known_keys and value]
+    if unknown_keys:
+        reader.refuse(
+            f"dflash_config has {join_names(sorted(unknown_keys))}, which is not known here",
+            f"only {', '.join(KNOWN_KEYS)} are; if it changes nothing, remove it",
+        )
 
 
 def _find_entered(reader: ConfigReader) -> list[int]:
-    """The layers whose outputs speculators' drafters read: the numbers are of those entered."""
+    """Return the layers whose outputs speculators' drafters read: before each listed one."""
     layers = read_layers(reader, "aux_hidden_state_layer_ids")
     if layers is None:
         reader.refuse(
@@ -139,9 +150,9 @@ def _find_entered(reader: ConfigReader) -> list[int]:
 
 
 def _find_outputs(
-    reader: ConfigReader, place: ConfigReader, num_layers: int, model: ModelConfig
+    reader: ConfigReader, section: ConfigReader, num_layers: int, model: ModelConfig
 ) -> list[int]:
-    """The layers whose outputs z-lab's drafters read; by default as many as they have layers."""
+    """Return the layers whose outputs z-lab's drafters read; by default as many as their own."""
     depth = model.num_hidden_layers
     number = reader.get_int("num_target_layers", depth)
     if number != depth:
@@ -149,7 +160,7 @@ def _find_outputs(
             f"num_target_layers is {number}, the target has {depth} layers",
             "use the drafter that was trained for this target",
         )
-    layers = read_layers(place, "target_layer_ids")
+    layers = read_layers(section, "target_layer_ids")
     if layers is not None:
         if layers[-1] == depth - 1:
             reader.refuse(
@@ -158,7 +169,7 @@ def _find_outputs(
                 "use a drafter that reads inner layers",
             )
         return layers
-    if place is reader:
+    if section is reader:
         reader.refuse("target_layer_ids is missing", "give the list that it was trained with")
         return []
     if num_layers == 1:
@@ -167,13 +178,26 @@ def _find_outputs(
     return [round(1 + span * index) for index in range(num_layers)]
 
 
-class Converter(NetConverter):
-    """A drafter's folder."""
+def _read_net(net_reader: ConfigReader) -> dict[str, Any]:
+    """Read the fields of the drafter's layers, those of a Qwen3."""
+    values = read_decoder(
+        net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32,
+        head_dim=None if "head_dim" in net_reader.config else 128,
+    )  # fmt: skip
+    values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
+    values |= qwen.read_window(net_reader, None, values)
+    values["attn_bias"] = net_reader.get_bool("attention_bias", False)
+    return values
+
+
+class DFlashConverter(NetConverter):
+    """Converter of a DFlash or DSpark drafter's folder."""
 
     METHOD, NET = METHOD, DFLASH_NET
     params: DFlashParams
 
     def read_params(self) -> DFlashParams:
+        """Return the drafter's parameters; raise SpecDecError where they do not suit the target."""
         folder, model = self.folder, self.model
         if "fc.weight" not in folder.tensors or "hidden_norm.weight" not in folder.tensors:
             raise SpecDecError(
@@ -181,32 +205,23 @@ class Converter(NetConverter):
                 f" has; it holds {list_held(folder)}",
                 "give the folder of a DFlash drafter",
             )
-        kind = folder.config.get("speculators_model_type")
-        is_speculators = self.is_speculators
-        # DeepSpec tells the rank of DFlash's drafters as well, 0.
-        is_spark = kind == "dspark" if is_speculators else "markov_rank" in folder.config
+        is_speculators, is_spark = self.is_speculators, self.is_spark
         reader, net_reader = self.open_net(FIXED_NET, "layers of a Qwen3")
         if is_speculators and not is_spark:
-            known = {"speculators_model_type": "dflash"}
-            check_fixed(reader, known, "speculators' DFlash and DSpark")
-        values = read_decoder(
-            net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=32768, num_kv_heads=32,
-            head_dim=None if "head_dim" in net_reader.config else 128,
-        )  # fmt: skip
-        values |= {"sliding_window": None, "layer_types": None, "embedding_multiplier": 1.0}
-        values |= qwen.read_window(net_reader, None, values)
-        values["attn_bias"] = net_reader.get_bool("attention_bias", False)
+            speculators_type = {"speculators_model_type": "dflash"}
+            check_fixed(reader, speculators_type, "speculators' DFlash and DSpark")
+        values = _read_net(net_reader)
         has_window = values["sliding_window"] is not None
         if is_speculators:
             _check_speculators(reader, model, has_window=has_window)
-            place, layers = reader, _find_entered(reader)
+            section, layers = reader, _find_entered(reader)
         else:
-            place = reader if is_spark else reader.enter(reader.get_object("dflash_config"))
+            section = reader if is_spark else reader.enter(reader.get_object("dflash_config"))
             _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
-            values["embedding_multiplier"] = _read_scale(reader, place, model)
-            layers = _find_outputs(reader, place, values["num_hidden_layers"], model)
-        block_size = _read_block_size(reader, place)
-        mask_token_id = place.get_int("mask_token_id", minimum=0)
+            values["embedding_multiplier"] = _read_scale(reader, section, model)
+            layers = _find_outputs(reader, section, values["num_hidden_layers"], model)
+        block_size = _read_block_size(reader, section)
+        mask_token_id = section.get_int("mask_token_id", minimum=0)
         markov_rank = _read_markov_rank(reader) if is_spark else 0
         # For speculators' DSpark, vLLM takes another default than speculators does.
         default = None if is_speculators and is_spark else is_spark
@@ -232,12 +247,22 @@ class Converter(NetConverter):
             markov_rank=markov_rank,
         )
 
+    @property
+    def is_spark(self) -> bool:
+        """Return whether the drafter is DSpark's; DeepSpec gives the rank of DFlash's too, as 0."""
+        if self.is_speculators:
+            return self.folder.config.get("speculators_model_type") == "dspark"
+        return "markov_rank" in self.folder.config
+
     def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
-        own = ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
-        extras = {name: name.removeprefix("drafter.") for name in own} | MARKOV
+        extra_names = ("drafter.fc.weight", "drafter.hidden_norm.weight", HEAD, HEAD_BIAS, OFFSETS)
+        extras = {name: name.removeprefix("drafter.") for name in extra_names} | MARKOV
         return self.find_net_source_rows(qwen.QWEN3, canonical, extras)
 
     def list_ignored(self) -> Sequence[str]:
-        """What follows from the rest, and DSpark's other head."""
+        """Return patterns of tensors that follow from others, and of DSpark's confidence head."""
         confidence = (CONFIDENCE,) if self.folder.config.get("enable_confidence_head") else ()
         return (*super().list_ignored(), *confidence)
+
+
+CONVERTER = DFlashConverter

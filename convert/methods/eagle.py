@@ -1,6 +1,6 @@
 """EAGLE: a drafter folder -> the `eagle_nets.*` tensors and EAGLE's keys of a checkpoint.
 
-What is published: SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
+Published are SafeAILab's EAGLE-1, whose weights EAGLE-2 shares; EAGLE-3 as SafeAILab and
 SpecForge save it, as ModelOpt exports it, and as speculators does, with EAGLE-3.1's norms or not;
 P-EAGLE as vLLM reads it, and as speculators saves it. ModelOpt's trainer saves EAGLE-1 with its
 target.
@@ -60,22 +60,22 @@ EXPORT_REMEDY = "export it with ModelOpt's export_speculative_decoding and give 
 MAX_DRAFT_LEN = 256  # TensorRT-LLM's, of a tree
 
 LAYER = "layers.0."
-ONLY_LAYER = "midlayer."  # what a drafter of one layer may call it
+ONLY_LAYER = "midlayer."  # another name of a drafter's only layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Format:
-    """One way of writing EAGLE-3.
+class Eagle3Layout:
+    """Layout of an EAGLE-3 drafter's config.json, by its writer.
 
-    find_layers: the target's layers, from 0, whose outputs are read, for a target of so many.
-    layers_key: where config.json may tell them, for a message. fixed: fields that must hold a value
-    if they are there, in the object that `place` names or, if it names none, at the top level.
+    find_layers: returns the target's layers, from 0, whose outputs are read, for a target of so
+    many. layers_key: config.json's key of them, for a message. fixed: fields that must hold a value
+    if they are there, in the object of `section_key` or, if that is None, at the top level.
     """
 
     name: str
     find_layers: Callable[[ConfigReader, int], list[int]]
     layers_key: str
-    place: str | None = None
+    section_key: str | None = None
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -85,36 +85,36 @@ SPECFORGE_PEAGLE = ["PEagleDraftModel"]  # its architectures
 
 
 def _find_outputs(reader: ConfigReader, num_layers: int) -> list[int]:
-    """The layers whose outputs are read, as their numbers tell; SafeAILab's three by default.
+    """Return the layers whose outputs are read, as they are listed; SafeAILab's three by default.
 
     A list at the top alone is vLLM's and llama.cpp's, but AngelSlim's under its own name.
     """
     inner = reader.enter(reader.get_object("eagle_config"))
-    own = read_layers(inner, LAYER_IDS) or read_layers(reader, ANGELSLIM_IDS)
-    return own or _find_inputs(reader, num_layers)
+    layers = read_layers(inner, LAYER_IDS) or read_layers(reader, ANGELSLIM_IDS)
+    return layers or _find_inputs(reader, num_layers)
 
 
 def _find_inputs(reader: ConfigReader, num_layers: int) -> list[int]:
-    """The same where the numbers tell which layers are entered by what is read, as in vLLM."""
+    """Return the layers whose outputs are read, one before each that is listed, as in vLLM."""
     layers = read_layers(reader, LAYER_IDS)
     return [layer - 1 for layer in layers or [2, num_layers // 2, num_layers - 3]]
 
 
 def _find_either(reader: ConfigReader, num_layers: int) -> list[int]:
-    """The same of either list, as vLLM takes them."""
+    """Return the layers whose outputs are read, of either list, as vLLM takes them."""
     inner = reader.enter(reader.get_object("eagle_config"))
     return _find_inputs(reader if reader.config.get(LAYER_IDS) else inner, num_layers)
 
 
 # SafeAILab's and SpecForge's are ModelOpt's without most of the fields.
-MODELOPT = Format(
+MODELOPT = Eagle3Layout(
     name="ModelOpt or SafeAILab",
     find_layers=_find_outputs,
     layers_key="eagle_config.eagle_aux_hidden_state_layer_ids",
-    place="eagle_config",
+    section_key="eagle_config",
     fixed=EAGLE3_FIXED,
 )
-SPECULATORS = Format(
+SPECULATORS = Eagle3Layout(
     name="speculators",
     find_layers=_find_inputs,
     layers_key="eagle_aux_hidden_state_layer_ids",
@@ -124,7 +124,7 @@ VLLM_PEAGLE = dataclasses.replace(
     MODELOPT, name="vLLM", find_layers=_find_either, layers_key=LAYER_IDS
 )
 PEAGLE = dataclasses.replace(SPECULATORS, fixed={"speculators_model_type": "peagle"})
-# What vLLM looks for in P-EAGLE's config.json, the first of which counts.
+# Keys that vLLM looks for in P-EAGLE's config.json, the first of which counts.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # The drafter's layers, in the Llama config that each format has somewhere.
 OF_LLAMA_KIND = ("mistral", "qwen2")  # whose layers without biases are a Llama's
@@ -205,18 +205,20 @@ def _check_kind(folder: HfFolder) -> None:
 
 
 def _read_eagle3(
-    reader: ConfigReader, folder: HfFolder, form: Format, net: ModelConfig, model: ModelConfig, *,
-    is_parallel: bool,
+    reader: ConfigReader, folder: HfFolder, layout: Eagle3Layout, net: ModelConfig,
+    model: ModelConfig, *, is_parallel: bool,
 ) -> Eagle3Params | None:  # fmt: skip
-    """Read what EAGLE-3 has besides its layers; None where something is wrong."""
-    place = reader.enter(reader.get_object(form.place) if form.place else reader.config)
-    check_fixed(place, form.fixed, f"the usual EAGLE-3 of {form.name}")
-    is_speculators, name = form.place is None, "norm_before_residual"
+    """Read EAGLE-3's parameters besides its layers; None where something is wrong."""
+    section = reader.enter(
+        reader.get_object(layout.section_key) if layout.section_key else reader.config
+    )
+    check_fixed(section, layout.fixed, f"the usual EAGLE-3 of {layout.name}")
+    is_speculators, name = layout.section_key is None, "norm_before_residual"
     if is_speculators and reader.config.get(name) is None:
         logger.warning("%s: config.json has no %s; taken as true, as in vLLM", folder.path, name)
     norms = {name: reader.get_bool(name, is_speculators)}
     for name in Eagle3Params.NEWER:  # vLLM takes ModelOpt's object first
-        norms[name] = (place if name in place.config else reader).get_bool(name, False)
+        norms[name] = (section if name in section.config else reader).get_bool(name, False)
     is_tied = reader.config.get("tie_word_embeddings") is True
     if is_tied and {HEAD, "embed_tokens.weight"} & folder.tensors.keys() == {"embed_tokens.weight"}:
         reader.refuse(
@@ -229,9 +231,9 @@ def _read_eagle3(
             "norm_before_fc and fc_norm are both true",
             "set to true the one that the drafter was trained with",
         )
-    layers = sorted(form.find_layers(reader, model.num_hidden_layers))
+    layers = sorted(layout.find_layers(reader, model.num_hidden_layers))
     fact = f"the features would come from the outputs of layers {layers}"
-    check_read_layers(reader, folder, layers, model, form.layers_key, fact)
+    check_read_layers(reader, folder, layers, model, layout.layers_key, fact)
     draft_vocab_size = reader.get_int("draft_vocab_size", net.vocab_size)
     mask_token_id = _read_mask_token(reader, is_parallel=is_parallel)
     if not reader.problems:
@@ -245,7 +247,7 @@ def _read_eagle3(
 
 
 def _read_mask_token(reader: ConfigReader, *, is_parallel: bool) -> int | None:
-    """P-EAGLE's mask token; note what asks for one without the tensor that goes with it."""
+    """Return P-EAGLE's mask token; note fields that need one without the tensor of its state."""
     names = [name for name in MASK_TOKENS if reader.config.get(name) is not None]
     if not is_parallel:
         for name in (*names, "parallel_drafting"):
@@ -269,8 +271,8 @@ def _read_mask_token(reader: ConfigReader, *, is_parallel: bool) -> int | None:
     return min(values, default=None)
 
 
-class Converter(NetConverter):
-    """A drafter's folder."""
+class EagleConverter(NetConverter):
+    """Converter of an EAGLE drafter's folder."""
 
     METHOD, NET, IN_TARGET = METHOD, EAGLE_NET, (f"{WITH_TARGET}*",)
     params: EagleParams
@@ -280,14 +282,15 @@ class Converter(NetConverter):
         super().__init__(separate(folder), settings, model)
 
     def name_bare(self, canonical: Sequence[str]) -> dict[str, str]:
-        """The same of every net, all of which are made from the same tensors."""
+        """Map the names of each net's tensors to bare names: all nets have the same sources."""
         return {name: find_first_copy(name).removeprefix(EAGLE_NET) for name in canonical}
 
     def read_params(self) -> EagleParams:
+        """Return the drafter's parameters; raise SpecDecError where they do not suit the target."""
         folder, model = self.folder, self.model
         _check_kind(folder)
-        what = "a Llama's decoder layers without biases"
-        reader, net_reader = self.open_net(FIXED_NET, what)
+        net_description = "a Llama's decoder layers without biases"
+        reader, net_reader = self.open_net(FIXED_NET, net_description)
         refuse_layer_types(net_reader, FULL)
         values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
         net = EagleParams.make_net(values, model.dtype)
@@ -295,16 +298,9 @@ class Converter(NetConverter):
             net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
         self.check_net(reader, net)
         eagle3 = None
-        if self.is_speculators or any(
-            name.endswith("hidden_norm.weight") for name in folder.tensors
-        ):
-            is_masked = MASK_HIDDEN.removeprefix("drafter.") in folder.tensors
-            is_vllms = is_masked and folder.config.get("architectures") != SPECFORGE_PEAGLE
-            form = VLLM_PEAGLE if is_vllms else MODELOPT
-            if self.is_speculators:
-                is_masked = folder.config["speculators_model_type"] == "peagle"
-                form = PEAGLE if is_masked else SPECULATORS
-            eagle3 = _read_eagle3(reader, folder, form, net, model, is_parallel=is_masked)
+        if (choice := self._choose_layout()) is not None:
+            layout, is_masked = choice
+            eagle3 = _read_eagle3(reader, folder, layout, net, model, is_parallel=is_masked)
             reader.finish()
         options = as_options(self.settings, EagleConvert)
         max_draft_len = options.max_draft_len or 63
@@ -323,29 +319,45 @@ class Converter(NetConverter):
             eagle3=eagle3,
         )
 
+    def _choose_layout(self) -> tuple[Eagle3Layout, bool] | None:
+        """Return the layout of an EAGLE-3 and whether it is a P-EAGLE; None of an EAGLE-1."""
+        config, tensors = self.folder.config, self.folder.tensors
+        if self.is_speculators:
+            is_masked = config["speculators_model_type"] == "peagle"
+            return PEAGLE if is_masked else SPECULATORS, is_masked
+        if not any(name.endswith("hidden_norm.weight") for name in tensors):
+            return None
+        is_masked = MASK_HIDDEN.removeprefix("drafter.") in tensors
+        is_vllms = is_masked and config.get("architectures") != SPECFORGE_PEAGLE
+        return VLLM_PEAGLE if is_vllms else MODELOPT, is_masked
+
     def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
+        """Map canonical tensor names to the folder's, under the name that its layer has."""
         bare, params = self.name_bare(canonical), self.params
-        own = ["fc.weight", "fc.bias", "layers.0.hidden_norm.weight"]
+        names = ["fc.weight", "fc.bias", "layers.0.hidden_norm.weight"]
         if params.eagle3 is not None:
-            own += params.eagle3.list_read_norms()
-        own = [f"drafter.{name}" for name in own] + [HEAD, HEAD_BIAS, OFFSETS, MASK_HIDDEN]
-        extras = {name: name.removeprefix("drafter.") for name in own}
+            names += params.eagle3.list_read_norms()
+        names = [f"drafter.{name}" for name in names] + [HEAD, HEAD_BIAS, OFFSETS, MASK_HIDDEN]
+        extras = {name: name.removeprefix("drafter.") for name in names}
         sources = self.find_net_source_rows(llama.LLAMA, canonical, extras)
         is_only = any(name.startswith(ONLY_LAYER) for name in self.folder.tensors)
-        new = ONLY_LAYER if is_only else LAYER
-        for name, (*parts,) in sources.items():
-            is_row = bare[name] == MASK_HIDDEN
-            sources[name] = tuple(
-                dataclasses.replace(part, name=part.name.replace(LAYER, new, 1), is_row=is_row)
-                for part in parts
+        layer = ONLY_LAYER if is_only else LAYER
+        return {
+            name: tuple(
+                dataclasses.replace(
+                    rows, name=rows.name.replace(LAYER, layer, 1), is_row=bare[name] == MASK_HIDDEN
+                )
+                for rows in tensor_rows
             )
-        return sources
+            for name, tensor_rows in sources.items()
+        }
 
     def list_ignored(self) -> Sequence[str]:
-        """Of EAGLE-1 rotary tables only; it has no map of the vocabulary."""
+        """Return patterns of rotary tables, and of EAGLE-3's maps that were checked."""
         return ROTARY_BUFFERS if self.params.eagle3 is None else super().list_ignored()
 
     def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
+        """Return a target's config.json with the drafter's nets and architecture."""
         params, target, combined = self.params, config["architecture"], dict(config)
         own_name = EAGLE3_ARCHITECTURE if params.eagle3 else OWN_ARCHITECTURE
         title = METHOD.own_architectures[own_name]
@@ -355,18 +367,21 @@ class Converter(NetConverter):
                 "the target's lm_head is quantized, and EAGLE-1 drafts with it",
                 "quantize the target without its head",
             )
-        own = params.to_checkpoint()
-        kept = ("dtype", "logits_dtype", "mapping")
-        own[EagleParams.NET] = {
+        drafter_config = params.to_checkpoint()
+        shared_keys = ("dtype", "logits_dtype", "mapping")
+        drafter_config[EagleParams.NET] = {
             "architecture": "LlamaForCausalLM",
-            **{key: config[key] for key in kept if key in config},
+            **{key: config[key] for key in shared_keys if key in config},
             "position_embedding_type": "rope_gpt_neox",
             "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
             "use_parallel_embedding": config.get("use_parallel_embedding", False),
             "embedding_sharding_dim": config.get("embedding_sharding_dim", 0),
-            **own[EagleParams.NET],
+            **drafter_config[EagleParams.NET],
         }
-        combined |= own
+        combined |= drafter_config
         combined["architecture"] = own_name if params.eagle3 or pair is None else pair[1]
         combined["base_architecture"] = target
         return exclude_modules(combined, ["eagle_nets.*"], is_head_quantized=is_head_quantized)
+
+
+CONVERTER = EagleConverter

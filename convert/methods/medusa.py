@@ -24,13 +24,13 @@ from .base import Config, DrafterConverter, check_sizes, exclude_modules, take_n
 # heads that FasterDecoding publishes alone, a name where trainers save the target with its heads
 # (ModelOpt; Medusa 1.0 and 2).
 PREFIXES = ("", "medusa_heads.", "medusa_head.")
-_OWN = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
+_HEAD_NAME = re.compile(r"(medusa_heads\.|medusa_head\.|)(\d{1,9})\.")
 
-# What config.json calls the numbers, at its top level or in ModelOpt's `medusa` object.
+# Names of the numbers in config.json, at its top level or in ModelOpt's `medusa` object.
 NUM_HEADS = ("medusa_num_heads", "num_medusa_heads")
 NUM_LAYERS = ("medusa_num_layers", "num_medusa_layers")
 
-# What 1.x picks the target's class by; 0.14 has Llama's alone.
+# Names by which 1.x picks the target's class; 0.14 has Llama's alone.
 MODEL_TYPES_1X = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
 }  # fmt: skip
@@ -38,21 +38,21 @@ MODEL_TYPES_1X = {
 
 def _read_number(reader: ConfigReader, names: Sequence[str], *, minimum: int) -> int | None:
     """Return a number that goes by several names, or None where config.json has none of them."""
-    found = {}
-    for place in (reader.config, reader.get_object("medusa")):
+    numbers = {}
+    for section in (reader.config, reader.get_object("medusa")):
         for name in names:
-            if place.get(name) is not None:
-                found[name] = reader.enter(place).get_int(name, minimum=minimum)
-    if len(set(found.values())) > 1:
+            if section.get(name) is not None:
+                numbers[name] = reader.enter(section).get_int(name, minimum=minimum)
+    if len(set(numbers.values())) > 1:
         reader.refuse(
-            f"config.json says {' and '.join(f'{k} {v}' for k, v in found.items())}",
+            f"config.json says {' and '.join(f'{k} {v}' for k, v in numbers.items())}",
             "remove the wrong one",
         )
-    return next(iter(found.values()), None)
+    return next(iter(numbers.values()), None)
 
 
 def _check_sizes(reader: ConfigReader, info: TensorInfo | None, model: ModelConfig) -> None:
-    """Note whether the first head's last matrix was made for another target."""
+    """Note a first head whose last matrix was made for another target."""
     if info is None or len(info.shape) != 2:
         return  # planning the tensors names it
     sizes = dict(zip(("vocab_size", "hidden_size"), info.shape, strict=True))
@@ -60,21 +60,25 @@ def _check_sizes(reader: ConfigReader, info: TensorInfo | None, model: ModelConf
 
 
 def find_prefix(folder: HfFolder) -> str:
-    """Return what stands before a head's number; more than one naming in a folder is an error."""
-    present = {match.group(1) for name in folder.tensors if (match := _OWN.match(name))}
+    """Return the text before a head's number; more than one naming in a folder is an error."""
+    present_prefixes = {
+        match.group(1) for name in folder.tensors if (match := _HEAD_NAME.match(name))
+    }
     return take_naming(
-        folder, present, {prefix: f"{prefix}0.*" for prefix in PREFIXES}, "a Medusa head",
+        folder, present_prefixes, {prefix: f"{prefix}0.*" for prefix in PREFIXES}, "a Medusa head",
         "Medusa heads, or of a model saved with them",
     )  # fmt: skip
 
 
 def list_heads(folder: HfFolder) -> list[int]:
-    """Numbers of the heads in the folder, whether or not config.json knows of them."""
-    return sorted({int(match.group(2)) for name in folder.tensors if (match := _OWN.match(name))})
+    """Return the numbers of the heads in the folder, as its tensors are named."""
+    return sorted(
+        {int(match.group(2)) for name in folder.tensors if (match := _HEAD_NAME.match(name))}
+    )
 
 
 def _drop_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what every loader takes for granted."""
+    """Leave out the keys whose values every loader takes by default."""
     tp_size = (config.get("mapping") or {}).get("tp_size", 1)
     defaults = PLAIN_DEFAULTS | {
         "qk_layernorm": False,
@@ -94,7 +98,7 @@ def _drop_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_modules(params: MedusaParams) -> list[str]:
-    """The heads' modules that have weights."""
+    """Return the heads' modules that have weights."""
     modules = []
     for head in range(params.num_heads):
         layers = [f"medusa_layers.{layer}.linear" for layer in range(params.num_layers)]
@@ -102,44 +106,31 @@ def list_modules(params: MedusaParams) -> list[str]:
     return modules
 
 
-class Converter(DrafterConverter):
-    """A folder of heads, alone or with their target."""
+class MedusaConverter(DrafterConverter):
+    """Converter of a folder of heads, alone or with their target."""
 
     METHOD = METHOD
     IN_TARGET = tuple(f"{prefix}*" for prefix in PREFIXES if prefix)
     params: MedusaParams
 
     def read_params(self) -> MedusaParams:
+        """Return the heads' parameters; raise SpecDecError where they do not suit the target."""
         folder, options = self.folder, as_options(self.settings, MedusaConvert)
         reader = ConfigReader(folder.config, folder.path)
-        said_heads = _read_number(reader, NUM_HEADS, minimum=1)
-        said_layers = _read_number(reader, NUM_LAYERS, minimum=0)
-        reader.finish()
-        num_layers = options.num_medusa_layers if said_layers is None else said_layers
-        if num_layers is None:
-            reader.refuse(
-                f"config.json names no {' or '.join(NUM_LAYERS)}",
-                "give --num-medusa-layers, the residual layers of each head",
-            )
-        elif options.num_medusa_layers not in (None, num_layers):
-            reader.refuse(
-                f"--num-medusa-layers is {options.num_medusa_layers}, the heads have {num_layers}",
-                "leave the flag out",
-            )
-        reader.finish()
-        assert num_layers is not None
+        config_heads = _read_number(reader, NUM_HEADS, minimum=1)
+        num_layers = self._read_num_layers(reader, options.num_medusa_layers)
         prefix = find_prefix(folder)
-        num_held = list_heads(folder)[-1] + 1
-        num_heads = options.num_medusa_heads or said_heads or num_held
-        if options.num_medusa_heads is not None and num_heads > num_held:
+        folder_heads = list_heads(folder)[-1] + 1
+        num_heads = options.num_medusa_heads or config_heads or folder_heads
+        if options.num_medusa_heads is not None and num_heads > folder_heads:
             reader.refuse(
-                f"--num-medusa-heads is {num_heads}, the folder holds {num_held}",
-                f"give {num_held} or less",
+                f"--num-medusa-heads is {num_heads}, the folder holds {folder_heads}",
+                f"give {folder_heads} or less",
             )
-        elif options.num_medusa_heads is None and said_heads is not None and said_heads < num_held:
+        elif options.num_medusa_heads is None and num_heads < folder_heads:
             reader.refuse(
-                f"config.json says {said_heads} Medusa heads, the folder holds {num_held}",
-                f"give --num-medusa-heads, at most {num_held}: config.json may be out of date",
+                f"config.json says {config_heads} Medusa heads, the folder holds {folder_heads}",
+                f"give --num-medusa-heads, at most {folder_heads}: config.json may be out of date",
             )
         _check_sizes(reader, folder.tensors.get(f"{prefix}0.{num_layers}.weight"), self.model)
         reader.finish()
@@ -150,25 +141,44 @@ class Converter(DrafterConverter):
             max_draft_len=options.max_medusa_token_len or 63,
         )
 
+    def _read_num_layers(self, reader: ConfigReader, option: int | None) -> int:
+        """Return the residual layers of each head; option: --num-medusa-layers."""
+        config_layers = _read_number(reader, NUM_LAYERS, minimum=0)
+        reader.finish()
+        num_layers = option if config_layers is None else config_layers
+        if num_layers is None:
+            reader.refuse(
+                f"config.json names no {' or '.join(NUM_LAYERS)}",
+                "give --num-medusa-layers, the residual layers of each head",
+            )
+        elif option not in (None, num_layers):
+            reader.refuse(
+                f"--num-medusa-layers is {option}, the heads have {num_layers}",
+                "leave the flag out",
+            )
+        reader.finish()
+        assert num_layers is not None
+        return num_layers
+
     def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
         prefix = find_prefix(self.folder)
         sources: dict[str, tuple[SourceRows, ...]] = {}
         for name in canonical:
-            head, _, rest = name.removeprefix("medusa_heads.").partition(".")
-            rest = rest.removeprefix("medusa_layers.")
-            if rest == "lm_head.weight":
-                rest = f"{self.params.num_layers}.weight"
-            sources[name] = (SourceRows(f"{prefix}{head}.{rest}"),)
+            head, _, inner_name = name.removeprefix("medusa_heads.").partition(".")
+            inner_name = inner_name.removeprefix("medusa_layers.")
+            if inner_name == "lm_head.weight":
+                inner_name = f"{self.params.num_layers}.weight"
+            sources[name] = (SourceRows(f"{prefix}{head}.{inner_name}"),)
         return sources
 
     def list_ignored(self) -> list[str]:
-        """Heads beyond those asked for, and the target in a folder that holds both."""
+        """Return patterns of heads beyond those asked for, and of the target beside its heads."""
         prefix, heads = find_prefix(self.folder), list_heads(self.folder)
         ignored = [f"{prefix}{head}.*" for head in heads if head >= self.params.num_heads]
         return [*ignored, "model.*", "lm_head.*"] if prefix else ignored
 
     def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
-        """As NVIDIA's converters write it: a plain checkpoint's keys that say nothing left out."""
+        """Return a target's config.json with the heads, without keys that have default values."""
         target = config["architecture"]
         pair = self.choose_pair(target)
         if pair is None:
@@ -181,3 +191,6 @@ class Converter(DrafterConverter):
         combined |= {"architecture": architecture, **self.params.to_checkpoint()}
         modules = list_modules(self.params)
         return exclude_modules(combined, modules, is_head_quantized=is_head_quantized)
+
+
+CONVERTER = MedusaConverter

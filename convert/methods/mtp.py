@@ -23,15 +23,15 @@ from .base import NetConverter, list_held
 
 logger = logs.get_logger(__name__)
 
-_LAYER, _GLM = (re.compile(rf"model\.layers\.(\d+)\.{rest}") for rest in ("", "eh_proj"))
+_LAYER, _GLM = (re.compile(rf"model\.layers\.(\d+)\.{end}") for end in ("", "eh_proj"))
 # `prepare_head` gives every head Qwen's names, and notes whether its `fc` is MiMo's.
 QWEN, IS_REVERSED = FORMS["qwen"], "mtp_is_reversed"
-STEMS = {ours: f"{QWEN.prefix}{QWEN.names.get(ours, ours)}." for ours in MODULES}
+STEMS = {module: f"{QWEN.prefix}{QWEN.names.get(module, module)}." for module in MODULES}
 
 
 def find_form(folder: HfFolder) -> tuple[Form, str] | None:
-    """How a folder names its head, and what all its names begin with; None where it has none."""
-    layers = [int(found[1]) for name in folder.tensors if (found := _GLM.match(name))]
+    """Return the form of a folder's head and the prefix of its names; None where it has none."""
+    layers = [int(match[1]) for name in folder.tensors if (match := _GLM.match(name))]
     for form in FORMS.values():
         prefix = form.prefix.format(layer=min(layers, default=0))
         if f"{prefix}{form.names['fc']}.weight" in folder.tensors:
@@ -40,16 +40,16 @@ def find_form(folder: HfFolder) -> tuple[Form, str] | None:
 
 
 def list_head(folder: HfFolder) -> list[str]:
-    """The tensors of a folder that are those of a head, of one layer or several."""
-    found = find_form(folder)
-    if found is None:
+    """Return the tensors of a folder that are those of a head, of one layer or several."""
+    form_and_prefix = find_form(folder)
+    if form_and_prefix is None:
         return []
-    form, prefix = found
+    form, prefix = form_and_prefix
     if form is not FORMS["glm"]:
         return [name for name in folder.tensors if name.startswith(prefix.removesuffix("0."))]
     layers = {name: _LAYER.match(name) for name in folder.tensors}
-    first = int(prefix.split(".")[2])
-    return [name for name, layer in layers.items() if layer and int(layer[1]) >= first]
+    first_layer = int(prefix.split(".")[2])
+    return [name for name, layer in layers.items() if layer and int(layer[1]) >= first_layer]
 
 
 def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
@@ -66,11 +66,11 @@ def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
 
 
 def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
-    """Return the head's tensors alone by Qwen's names."""
+    """Return a folder of the head's tensors alone, by Qwen's names."""
     unwrap(folder)
     folder = find_family(folder).prepare(folder, model.dtype)
-    found = find_form(folder)
-    if found is None:
+    form_and_prefix = find_form(folder)
+    if form_and_prefix is None:
         signs = [f"{f.prefix}{f.names['fc']}.weight" for f in FORMS.values()]
         raise SpecDecError(
             f"{folder.path} holds no head for multi-token prediction, which has one of"
@@ -78,19 +78,20 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
             "give a model that was published with its head; or train one with specdec-train"
             " --method mtp, and give its folder as --mtp-model-dir",
         )
-    form, prefix = found
-    known = {f"{prefix}{own}.": STEMS[ours] for ours, own in form.names.items()}
-    known[prefix + form.layer] = QWEN.prefix + QWEN.layer
-    names, others = {}, []
+    form, prefix = form_and_prefix
+    stems = {f"{prefix}{name}.": STEMS[module] for module, name in form.names.items()}
+    stems[prefix + form.layer] = QWEN.prefix + QWEN.layer
+    names, unknown_names = {}, []
     for name in list_head(folder):
-        start = next((start for start in known if name.startswith(start)), None)
+        start = next((start for start in stems if name.startswith(start)), None)
         if start is None:
-            others.append(name)
+            unknown_names.append(name)
         else:
-            names[name] = known[start] + name.removeprefix(start)
-    if others:
+            names[name] = stems[start] + name.removeprefix(start)
+    if unknown_names:
         raise SpecDecError(
-            f"{folder.path} holds a head of more than one layer: {join_names(sorted(others))}",
+            f"{folder.path} holds a head of more than one layer:"
+            f" {join_names(sorted(unknown_names))}",
             "only heads of one layer are supported, which is applied again for each token",
         )
     folder = folder.select(names)
@@ -99,14 +100,20 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
     return folder
 
 
-class Converter(NetConverter):
-    """A head's folder; what is left out of a target is told by `list_head`."""
+class MtpConverter(NetConverter):
+    """Converter of a folder with a head; `list_head` names what is left out of a target."""
 
     METHOD, NET, PREFIX = METHOD, MTP_NET, QWEN.prefix
 
     def read_params(self) -> MtpParams:
-        own = self.model.arithmetic
-        if own.norm != "rms" or own.positions != "rotary" or own.is_parallel or own.is_post_norm:
+        """Return the head's parameters; raise SpecDecError where the target can have no head."""
+        arithmetic = self.model.arithmetic
+        if (
+            arithmetic.norm != "rms"
+            or arithmetic.positions != "rotary"
+            or arithmetic.is_parallel
+            or arithmetic.is_post_norm
+        ):
             raise SpecDecError(
                 f"{self.model.architecture} has layer norms, learned positions, or attention and"
                 " MLP side by side, and no head for multi-token prediction is known for it",
@@ -118,19 +125,22 @@ class Converter(NetConverter):
         )
 
     def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
-        """The same; the names of the layer are its family's."""
+        """Map canonical tensor names to the folder's; those of the layer are its family's."""
         folder = self.folder
         extras = {name: QWEN.prefix + name for name in (HEAD, HEAD_BIAS)}
-        extras |= {f"drafter.{ours}.weight": f"{STEMS[ours]}weight" for ours in ("fc", *NORMS)}
+        extras |= {f"drafter.{name}.weight": f"{STEMS[name]}weight" for name in ("fc", *NORMS)}
         family = dataclasses.replace(find_family(folder), prefixes=("model.", QWEN.prefix))
         num_experts = count_experts(ConfigReader(folder.config, folder.path), 1)
         sources = self.find_net_source_rows(family, canonical, extras, folder, num_experts)
         (norm,) = sources[f"{MTP_NET}drafter.ln_f.weight"]
         for name in NORMS:  # stored as the target's
-            own = f"{MTP_NET}drafter.{name}.weight"
-            sources[own] = (dataclasses.replace(*sources[own], added=norm.added),)
+            norm_name = f"{MTP_NET}drafter.{name}.weight"
+            sources[norm_name] = (dataclasses.replace(*sources[norm_name], addend=norm.addend),)
         return sources
 
     def list_ignored(self) -> Sequence[str]:
-        """Rotary tables, which follow from the rest."""
+        """Return patterns of rotary tables, which follow from other values."""
         return ROTARY_BUFFERS
+
+
+CONVERTER = MtpConverter

@@ -14,8 +14,8 @@ from ..hf import HfFolder
 from ..plan import SourceRows, check_num_layers
 from .base import Config, DrafterConverter, check_sizes, exclude_modules, take_naming
 
-# How the published trainers name the residual layers and the head, `HEADS.0.linear`, ...,
-# `HEADS.N`, and with which name of the input projection each goes together. The first is Apple's.
+# The published trainers' names of the residual layers and the head, `HEADS.0.linear`, ...,
+# `HEADS.N`, and the names of the input projection that each goes with. The first is Apple's.
 NAMINGS: dict[str, tuple[str, ...]] = {
     "lm_head": ("input_proj",),
     "lm_heads": ("input_projs",),
@@ -25,36 +25,40 @@ NAMINGS: dict[str, tuple[str, ...]] = {
 TRAINED_LENGTH_FIELDS = ("predict_n_tokens", "num_draft_tokens")
 
 
-def _find_root(folder: HfFolder, known: Sequence[str], what: str) -> str:
-    """Return the one name out of `known` that the folder's tensors begin with."""
-    present = {name.split(".")[0] for name in folder.tensors}
-    shown = {root: f"{root}.*" for root in known}
-    return take_naming(folder, present, shown, f"the drafter's {what}", "a ReDrafter drafter")
+def _find_root(folder: HfFolder, roots: Sequence[str], description: str) -> str:
+    """Return the one name out of `roots` that the folder's tensors begin with."""
+    present_roots = {name.split(".")[0] for name in folder.tensors}
+    patterns = {root: f"{root}.*" for root in roots}
+    return take_naming(
+        folder, present_roots, patterns, f"the drafter's {description}", "a ReDrafter drafter"
+    )
 
 
 def check_disagreements(folder: HfFolder, params: ReDrafterParams) -> None:
     """Raise SpecDecError where tensors contradict a field of config.json by being there or not."""
     problems = Problems()
-    present = sorted(name for name in folder.tensors if name.split(".")[0] in ("rnn_u", "rnn_w"))
-    if present and not params.is_rnn:
+    rnn_tensors = sorted(
+        name for name in folder.tensors if name.split(".")[0] in ("rnn_u", "rnn_w")
+    )
+    if rnn_tensors and not params.is_rnn:
         problems.add(
-            f"{folder.path}: config.json says rnn is false, but there is {join_names(present)}",
+            f"{folder.path}: config.json says rnn is false, but there is {join_names(rnn_tensors)}",
             "set rnn to true, or remove the tensors",
         )
     names = {name for inputs in NAMINGS.values() for name in inputs}
-    present = sorted(name for name in folder.tensors if name.split(".")[0] in names)
-    if present and not params.has_input_proj:
+    projections = sorted(name for name in folder.tensors if name.split(".")[0] in names)
+    if projections and not params.has_input_proj:
         problems.add(
             f"{folder.path}: exit_dim {params.exit_dim} is twice hidden_size"
             f" {params.hidden_size}, which needs no input projection, but there is"
-            f" {join_names(present)}",
+            f" {join_names(projections)}",
             "correct exit_dim, or remove the tensors",
         )
     problems.raise_all()
 
 
 def list_modules(params: ReDrafterParams, *, is_quantized: bool) -> list[str]:
-    """The drafter's modules in a list of excluded ones.
+    """Return the drafter's modules for a list of excluded ones.
 
     The input projection, which NVIDIA's converter forgets, matters to a quantized target only.
     """
@@ -68,13 +72,14 @@ def list_modules(params: ReDrafterParams, *, is_quantized: bool) -> list[str]:
     return modules
 
 
-class Converter(DrafterConverter):
-    """A drafter's folder, of which every tensor counts."""
+class ReDrafterConverter(DrafterConverter):
+    """Converter of a drafter's folder, of which every tensor counts."""
 
     METHOD = METHOD
     params: ReDrafterParams
 
     def read_params(self) -> ReDrafterParams:
+        """Return the drafter's parameters; raise SpecDecError where they do not suit the target."""
         folder, model = self.folder, self.model
         options = as_options(self.settings, ReDrafterConvert)
         reader = ConfigReader(folder.config, folder.path)
@@ -108,7 +113,7 @@ class Converter(DrafterConverter):
         return params
 
     def find_source_rows(self, canonical: Sequence[str]) -> dict[str, tuple[SourceRows, ...]]:
-        """The same; more than one naming in the folder is an error."""
+        """Map canonical tensor names to the folder's; more than one naming there is an error."""
         folder, params = self.folder, self.params
         check_disagreements(folder, params)
         heads = _find_root(folder, tuple(NAMINGS), "layers and head")
@@ -127,14 +132,15 @@ class Converter(DrafterConverter):
         roots = {"input_proj": input_proj, "layers": heads, "rnn_u": "rnn_u", "rnn_w": "rnn_w"}
         sources: dict[str, tuple[SourceRows, ...]] = {}
         for name in canonical:
-            root, _, rest = name.removeprefix("drafter.").partition(".")
+            root, _, inner_name = name.removeprefix("drafter.").partition(".")
             if root == "lm_head":
-                sources[name] = (SourceRows(f"{heads}.{params.num_layers}.{rest}"),)
+                sources[name] = (SourceRows(f"{heads}.{params.num_layers}.{inner_name}"),)
             else:
-                sources[name] = (SourceRows(f"{roots[root]}.{rest}"),)
+                sources[name] = (SourceRows(f"{roots[root]}.{inner_name}"),)
         return sources
 
     def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:
+        """Return a target's config.json with the drafter's keys and architecture."""
         target = config["architecture"]
         pair = self.choose_pair(target)
         base, architecture = pair or (target, *METHOD.own_architectures)
@@ -151,3 +157,6 @@ class Converter(DrafterConverter):
         quantization = combined.get("quantization") or {}
         modules = list_modules(self.params, is_quantized=quantization.get("quant_algo") is not None)
         return exclude_modules(combined, modules, is_head_quantized=is_head_quantized)
+
+
+CONVERTER = ReDrafterConverter

@@ -80,7 +80,7 @@ def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources |
     sources = {}
     for source_slice in tensor.slices:
         found = folder.raw(source_slice.name)
-        is_changed = source_slice.is_transposed or source_slice.added
+        is_changed = source_slice.is_transposed or source_slice.addend
         if is_changed or found is None or found[2] is None or int(found[0]) not in TYPES:
             return None
         sources[source_slice.name] = found

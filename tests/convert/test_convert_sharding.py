@@ -170,7 +170,7 @@ def store(arrays: dict[str, Any], change: str) -> tuple[dict[str, Any], tuple[So
         return stored, tuple(SourceRows(name, skipped=2) for name in arrays)
     if change == "added":
         stored = {name: array - 1 for name, array in arrays.items()}
-        return stored, tuple(SourceRows(name, added=1.0) for name in arrays)
+        return stored, tuple(SourceRows(name, addend=1.0) for name in arrays)
     if change == "swapped" and [*arrays] == ["only"] and len(arrays["only"]) % 2 == 0:
         halves = np.split(arrays["only"], 2)
         parts = (SourceRows("only", share=1, num_shares=2), SourceRows("only", num_shares=2))
