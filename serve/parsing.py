@@ -1,7 +1,7 @@
-"""A chat's answer in its parts: reasoning, content and tool calls, found in the text as it comes.
+"""Parser of a chat's answer: reasoning, content and tool calls, found in the text as it comes.
 
-A step with drafts brings several tokens at once, so a piece of text may hold half a marker or two
-calls. The parts depend on the whole text only, never on where its pieces begin. So each reader
+A step with drafts brings several tokens at once, so that new text may hold half a marker or two
+calls. What is found depends on the whole text only, never on where new text begins. So each reader
 below is a generator that waits for more text, by `yield`, until it can decide.
 """
 
@@ -30,7 +30,7 @@ _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _NAME = re.compile(r"([^\s\[\]{}<>]+)((?:\[CALL_ID\][^\s\[\]{}<>]+)?(?:\[ARGS\])?)\s*(?=\{)")
 _NAME_SO_FAR = re.compile(r"([^\s\[\]{}<>]+)((?:\[[^\s{}<>]*)?\s*)")
 # An object's first key and, where it is a text, its value, as far as they have come.
-_FIRST = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
+_FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
 _NO_NAME = re.compile(r"[\s{}<>]|.{200}")  # where no name of a tool goes on
 # Outside of texts: what opens and closes, and what JSON cannot have.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s:,.+-]')
@@ -38,26 +38,26 @@ _TEXT_END = re.compile(r'["\\]')
 
 
 class JsonScan:
-    """Finds where a JSON value ends, in a text that grows."""
+    """Search for the end of a JSON value, in a text that grows."""
 
-    def __init__(self, at: int, depth: int = 0) -> None:
-        """at: where it begins, or goes on `depth` brackets deep. It moves to where it ends."""
-        self.at, self._depth, self._is_in_text = at, depth, False
+    def __init__(self, position: int, depth: int = 0) -> None:
+        """position: where the value begins, or goes on `depth` brackets deep; moves to its end."""
+        self.position, self._depth, self._is_in_text = position, depth, False
         self.is_whole = False
 
     def run(self, text: str) -> bool:
         """Go on; return whether the value has ended, whole or at what cannot be JSON."""
         while True:
-            found = (_TEXT_END if self._is_in_text else _STRUCTURE).search(text, self.at)
-            if found is None:
-                self.at = len(text)
+            match = (_TEXT_END if self._is_in_text else _STRUCTURE).search(text, self.position)
+            if match is None:
+                self.position = len(text)
                 return False
-            letter = found[0]
+            letter = match[0]
             if letter == "\\":
-                if found.end() == len(text):
-                    self.at = found.start()
+                if match.end() == len(text):
+                    self.position = match.start()
                     return False
-                self.at = found.end() + 1
+                self.position = match.end() + 1
                 continue
             if letter == '"':
                 self._is_in_text = not self._is_in_text
@@ -67,15 +67,15 @@ class JsonScan:
                 self._depth -= 1
                 self.is_whole = self._depth == 0
             else:
-                self.at = found.start()
+                self.position = match.start()
                 return True
-            self.at = found.end()
+            self.position = match.end()
             if self.is_whole:
                 return True
 
 
 class Parser:
-    """One answer. `feed` it text, then `finish`; both return what OpenAI's stream has as deltas."""
+    """Parser of one answer. `feed` it text, then `finish`; both return a stream's deltas."""
 
     def __init__(
         self,
@@ -87,7 +87,9 @@ class Parser:
         schemas: Mapping[str, Any] | None = None,
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """is_thinking: whether the prompt has opened the reasoning. needs_marker: whether a call is
+        """Begin an answer.
+
+        is_thinking: whether the prompt has opened the reasoning. needs_marker: whether a call is
         certain to have its opening, where the format has one, as a grammar sees to. schemas: of the
         arguments, by the names of the tools. marks: the markers that are special tokens, by their
         ids: texts have none, so that whoever feeds them puts these where the tokens are.
@@ -96,7 +98,7 @@ class Parser:
         self._format, self._reasoning = tools, reasoning
         self._is_thinking, self._schemas = is_thinking, schemas or {}
         self._needs_marker = needs_marker
-        self._text, self._at, self._is_over = "", 0, False
+        self._text, self._position, self._is_over = "", 0, False
         self._is_cut = False  # the answer, by a limit
         self._has_run_out = False  # the text, before it was clear whether it has a call
         self._deltas: list[Delta] = []
@@ -135,163 +137,179 @@ class Parser:
         yield
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
-        form = self._format
-        markers = [] if form is None else [form.begin] if form.begin else []
-        if form is not None and (form.is_bare or not self._needs_marker):
-            yield from self._read_bare(form)
-            markers += [form.inner] if form.inner and not self._needs_marker else []
-        while form is not None and markers:
-            if not (marker := (yield from self._copy(*markers))):
-                return
-            begun = self._text.index(marker, self._at)
-            behind, self._has_run_out = begun + len(marker), False
-            is_bare = marker != form.begin
-            ended = yield from self._read_calls(form, begun if is_bare else behind, is_bare)
-            if ended is None and self._is_cut and self._has_run_out:
-                ended = len(self._text)
-            if ended is None:  # it is text that has a marker in it
-                self._add(behind)
-            else:
-                self._at = yield from self._skip(ended)
+        if self._format is not None:
+            yield from self._read_content(self._format)
         yield from self._copy()
 
+    def _read_content(self, form: ToolFormat) -> Reading[None]:
+        """Read content and calls, as long as there are markers with which a call may begin."""
+        markers = [form.begin] if form.begin else []
+        if form.is_bare or not self._needs_marker:
+            yield from self._read_bare(form)
+            markers += [form.inner] if form.inner and not self._needs_marker else []
+        while markers and (marker := (yield from self._copy(*markers))):
+            yield from self._read_marked(form, marker)
+
+    def _read_marked(self, form: ToolFormat, marker: str) -> Reading[None]:
+        """Read the calls behind a marker; without a call there, the marker is content."""
+        marker_start = self._text.index(marker, self._position)
+        marker_end, self._has_run_out = marker_start + len(marker), False
+        is_bare = marker != form.begin
+        start = marker_start if is_bare else marker_end
+        end = yield from self._read_calls(form, start, is_bare)
+        if end is None and self._is_cut and self._has_run_out:
+            end = len(self._text)
+        if end is None:
+            self._add(marker_end)
+        else:
+            self._position = yield from self._skip(end)
+
     def _read_reasoning(self, form: ReasoningFormat) -> Reading[None]:
-        at = yield from self._skip(self._at)
-        if (yield from self._has(at, form.begin)):
-            at = yield from self._skip(at + len(form.begin))
+        position = yield from self._skip(self._position)
+        if (yield from self._has(position, form.begin)):
+            position = yield from self._skip(position + len(form.begin))
         elif not (self._is_thinking or form.is_assumed):
             return
-        self._at = at
-        if (yield from self._copy(form.end, part="reasoning_content")):
-            at = self._text.index(form.end, self._at) + len(form.end)
-            self.reasoning_end = at
-            self._at = yield from self._skip(at)
+        self._position = position
+        if (yield from self._copy(form.end, field="reasoning_content")):
+            position = self._text.index(form.end, self._position) + len(form.end)
+            self.reasoning_end = position
+            self._position = yield from self._skip(position)
         else:
             self.reasoning_end = len(self._text)
 
-    def _copy(self, *markers: str, part: str = "content") -> Reading[str]:
+    def _copy(self, *markers: str, field: str = "content") -> Reading[str]:
         """Add text up to the first marker and the white space before it; return the marker."""
         while True:
-            found = ((self._text.find(marker, self._at), marker) for marker in markers)
-            end, marker = min((one for one in found if one[0] >= 0), default=(-1, ""))
+            end, marker = self._find_first(markers)
             if not marker:
                 keeps_half = self._is_over and not self._is_cut
                 end = len(self._text) if keeps_half else self._find_half(markers)
             has_more = bool(marker) or not self._is_over or end < len(self._text)
             if has_more or self.calls:
-                end = self._at + len(self._text[self._at : end].rstrip())
-            self._add(end, part)
-            if self._is_over and not marker:
-                self._at = len(self._text)
-            if marker or self._is_over:
+                end = self._position + len(self._text[self._position : end].rstrip())
+            self._add(end, field)
+            if marker:
                 return marker
+            if self._is_over:
+                self._position = len(self._text)
+                return ""
             yield
+
+    def _find_first(self, markers: Sequence[str]) -> tuple[int, str]:
+        """Find where the first marker begins, and which it is; -1 and an empty text for none."""
+        starts = ((self._text.find(marker, self._position), marker) for marker in markers)
+        return min((pair for pair in starts if pair[0] >= 0), default=(-1, ""))
 
     def _find_half(self, markers: Sequence[str]) -> int:
         """Find where a marker may have begun with which the text ends; its end where none has."""
         size = max(map(len, markers), default=1) - 1
-        starts = range(max(self._at, len(self._text) - size), len(self._text))
-        halves = (at for at in starts if any(one.startswith(self._text[at:]) for one in markers))
-        return next(halves, len(self._text))
+        for start in range(max(self._position, len(self._text) - size), len(self._text)):
+            if any(marker.startswith(self._text[start:]) for marker in markers):
+                return start
+        return len(self._text)
 
     def _read_bare(self, form: ToolFormat) -> Reading[None]:
         """Read an answer that begins with a call of a tool that there is, without a marker.
 
         Where the format has no marker, the call may be marked as a block of code.
         """
-        at = begun = yield from self._skip(self._at)
-        fence = "```json" if form.is_bare and (yield from self._has(at, "```json")) else ""
-        at = yield from self._skip(at + len(fence))
-        if form.begin and (yield from self._has(at, form.begin)):
+        position = start = yield from self._skip(self._position)
+        fence = "```json" if form.is_bare and (yield from self._has(position, "```json")) else ""
+        position = yield from self._skip(position + len(fence))
+        if form.begin and (yield from self._has(position, form.begin)):
             return
-        ended = yield from self._read_written(form, at, is_bare=True)
-        if ended is None:
-            if self._is_cut and self._has_run_out and begun < len(self._text):
-                self._at = len(self._text)
+        end = yield from self._read_written(form, position, is_bare=True)
+        if end is None:
+            if self._is_cut and self._has_run_out and start < len(self._text):
+                self._position = len(self._text)
             return
-        self._at = yield from self._read_end("```" if fence else form.end, ended)
+        self._position = yield from self._read_end("```" if fence else form.end, end)
 
-    def _read_end(self, word: str, at: int) -> Reading[int]:
+    def _read_end(self, word: str, position: int) -> Reading[int]:
         """Find the end of the word that may be behind a call, or half of which ends the text."""
-        behind = yield from self._skip(at)
+        behind = yield from self._skip(position)
         if word and (yield from self._has(behind, word)):
             return behind + len(word)
         return len(self._text) if word.startswith(self._text[behind:]) else behind
 
-    def _read_calls(self, form: ToolFormat, at: int, is_bare: bool) -> Reading[int | None]:
+    def _read_calls(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
         """Read what is behind a marker; return where it ends, None where it is no call.
 
         is_bare: without the marker, which only a call of a tool that there is may be.
         """
-        at = yield from self._skip(at)
-        if (yield from self._has(at, FUNCTION)):
-            ended: int | None = yield from self._read_function(at + len(FUNCTION), is_bare)
+        position = yield from self._skip(position)
+        if (yield from self._has(position, FUNCTION)):
+            end: int | None = yield from self._read_function(position + len(FUNCTION), is_bare)
         else:
-            ended = yield from self._read_written(form, at)
-        return ended if ended is None else (yield from self._read_end(form.end, ended))
+            end = yield from self._read_written(form, position)
+        return end if end is None else (yield from self._read_end(form.end, end))
 
     def _read_written(
-        self, form: ToolFormat, at: int, *, is_bare: bool = False
+        self, form: ToolFormat, position: int, *, is_bare: bool = False
     ) -> Reading[int | None]:
         """Read calls in JSON, or Mistral's with names; return where they end, None for none."""
-        if form.begin == "[TOOL_CALLS]" and self._text[at : at + 1] not in ("[", "{"):
-            return (yield from self._read_named(at, is_bare=is_bare))
-        return (yield from self._read_list(at, is_bare=is_bare))
+        if form.begin == "[TOOL_CALLS]" and self._text[position : position + 1] not in ("[", "{"):
+            return (yield from self._read_named(position, is_bare=is_bare))
+        return (yield from self._read_list(position, is_bare=is_bare))
 
-    def _read_list(self, at: int, *, is_bare: bool = False) -> Reading[int | None]:
+    def _read_list(self, position: int, *, is_bare: bool = False) -> Reading[int | None]:
         """Read the JSON of a call, or a list of them; return where it ends, None for none."""
-        ended = None
-        if self._text[at : at + 1] == "[":
-            at = yield from self._skip(at + 1)
+        end = None
+        if self._text[position : position + 1] == "[":
+            position = yield from self._skip(position + 1)
         while True:
-            after = yield from self._read_object(at, is_bare)
-            if after is None:
-                has_half = ended is not None and self._is_cut and self._has_run_out
-                return len(self._text) if has_half else ended
-            ended = after
-            at = yield from self._skip(after)
-            letter = self._text[at : at + 1]
+            call_end = yield from self._read_object(position, is_bare)
+            if call_end is None:
+                has_half = end is not None and self._is_cut and self._has_run_out
+                return len(self._text) if has_half else end
+            end = call_end
+            position = yield from self._skip(call_end)
+            letter = self._text[position : position + 1]
             if letter in (",", ";", "]"):
-                ended = at + 1
+                end = position + 1
             if letter not in (",", ";"):
-                return ended
-            at = yield from self._skip(at + 1)
+                return end
+            position = yield from self._skip(position + 1)
 
-    def _read_object(self, at: int, is_bare: bool) -> Reading[int | None]:
+    def _read_object(self, position: int, is_bare: bool) -> Reading[int | None]:
         """Read the JSON of a call; a bare one must be of a tool that there is."""
-        scan = JsonScan(at)
-        if self._text[at : at + 1] != "{":
-            self._has_run_out |= at == len(self._text)
+        scan = JsonScan(position)
+        if self._text[position : position + 1] != "{":
+            self._has_run_out |= position == len(self._text)
             return None
-        while not is_bare or self._may_be_call(at):
-            head = _HEAD.match(self._text, at)
-            if head is not None and (name := _read_text(head[1])) is not None:
+        while not is_bare or self._may_be_call(position):
+            head = _HEAD.match(self._text, position)
+            if head is not None and (name := _read_json_text(head[1])) is not None:
                 if is_bare and name not in self._schemas:
                     return None
                 return (yield from self._read_arguments(name, head.end(), depth=1))
             if scan.run(self._text):
-                is_call = scan.is_whole and self._take_object(self._text[at : scan.at], is_bare)
-                return scan.at if is_call else None
+                is_call = scan.is_whole and self._take_object(
+                    self._text[position : scan.position], is_bare
+                )
+                return scan.position if is_call else None
             if self._is_over:
                 self._has_run_out = True
                 return None
             yield
         return None
 
-    def _may_be_call(self, at: int) -> bool:
+    def _may_be_call(self, position: int) -> bool:
         """Return whether an object may be a call of a known tool, by its first key and value."""
-        first = _FIRST.match(self._text, at)
-        assert first is not None
-        key, is_key, value, is_value = first.groups()
-        is_last, rest = first.end() == len(self._text), self._text[first.end() : first.end() + 1]
+        match = _FIRST_KEY.match(self._text, position)
+        assert match is not None
+        key, is_key, value, is_value = match.groups()
+        next_letter = self._text[match.end() : match.end() + 1]
+        is_last = not next_letter
         if not is_key:
-            return is_last and any(one.startswith(key or "") for one in _KEYS)
+            return is_last and is_a_beginning(key or "", _KEYS, is_whole=False)
         if key in ("name", "type"):
             words = self._schemas if key == "name" else ("function",)
             return is_last if value is None else is_a_beginning(value, words, bool(is_value))
         if key == "id":  # of something else as often, so that a limit leaves it content
             return not self._is_cut
-        return key in _KEYS and value is None and (is_last or rest == "{")
+        return key in _KEYS and value is None and (is_last or next_letter == "{")
 
     def _take_object(self, text: str, is_bare: bool) -> bool:
         """Add the call that an object is; return whether it is one."""
@@ -300,87 +318,92 @@ class Parser:
         except (ValueError, RecursionError):
             return False
         call = call["function"] if isinstance(call.get("function"), dict) else call
-        given = [call[key] for key in ("arguments", "parameters") if key in call]
+        values = [call[key] for key in ("arguments", "parameters") if key in call]
         if not isinstance(call.get("name"), str) or (
-            is_bare and (call["name"] not in self._schemas or not given)
+            is_bare and (call["name"] not in self._schemas or not values)
         ):
             return False
-        arguments = given[0] if given else None
+        arguments = values[0] if values else None
         if not isinstance(arguments, str):
             arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
         self._begin_call(call["name"])
         self._add_arguments(arguments)
         return True
 
-    def _read_arguments(self, name: str, at: int, depth: int) -> Reading[int]:
+    def _read_arguments(self, name: str, position: int, depth: int) -> Reading[int]:
         """Read arguments, and what closes the `depth` brackets around them; return its end."""
         self._begin_call(name)
-        scan, is_over = JsonScan(at), False
+        scan, is_over = JsonScan(position), False
         while not is_over:
             is_over = scan.run(self._text)
             if self._is_over and not is_over:  # cut off, perhaps behind a backslash
-                scan.at, is_over = len(self._text), True
-            self._add_arguments(self._text[at : scan.at])
-            at = scan.at
+                scan.position, is_over = len(self._text), True
+            self._add_arguments(self._text[position : scan.position])
+            position = scan.position
             if not is_over:
                 yield
         self.is_call_cut |= not scan.is_whole
-        scan = JsonScan(at, depth)
+        scan = JsonScan(position, depth)
         while depth and not scan.run(self._text) and not self._is_over:
             yield
-        return scan.at
+        return scan.position
 
-    def _read_named(self, at: int, *, is_bare: bool = False) -> Reading[int | None]:
+    def _read_named(self, position: int, *, is_bare: bool = False) -> Reading[int | None]:
         """Read Mistral's newer calls: a name, perhaps an id, and the arguments."""
-        while (head := _NAME.match(self._text, at)) is None:
-            name = _NAME_SO_FAR.fullmatch(self._text, at)
+        while (head := _NAME.match(self._text, position)) is None:
+            name = _NAME_SO_FAR.fullmatch(self._text, position)
             if is_bare and name and not is_a_beginning(name[1], self._schemas, bool(name[2])):
                 return None
             if self._is_over:
-                # A name alone is a word as well.
-                self._has_run_out |= bool(name and "[" in name[2]) if is_bare else (
-                    name is not None or at == len(self._text)
-                )  # fmt: skip
-                return None
-            if name is None:
+                self._has_run_out |= self._ends_in_name(name, position, is_bare)
+            if self._is_over or name is None:
                 return None
             yield
         if is_bare and (head[1] not in self._schemas or not (head[2] or head[0] == head[1])):
             return None
         return (yield from self._read_arguments(head[1], head.end(), depth=0))
 
-    def _read_function(self, at: int, is_bare: bool) -> Reading[int | None]:
+    def _ends_in_name(self, name: re.Match[str] | None, position: int, is_bare: bool) -> bool:
+        """Return whether the text ends in what may be a call's name; a bare one is a word, too."""
+        if is_bare:
+            return name is not None and "[" in name[2]
+        return name is not None or position == len(self._text)
+
+    def _read_function(self, position: int, is_bare: bool) -> Reading[int | None]:
         """Read a call of Qwen3-Coder's: <function=NAME>, parameters as tags, </function>."""
-        name = yield from self._read_name(at, is_bare)
+        name = yield from self._read_name(position, is_bare)
         if not name:
             return None
         self._begin_call(name)
-        at, begun = at + len(name) + 1, "{"
+        position, prefix = position + len(name) + 1, "{"
         while True:
-            at = yield from self._skip(at)
-            if not (yield from self._has(at, "<parameter=")):
+            position = yield from self._skip(position)
+            if not (yield from self._has(position, "<parameter=")):
                 break
-            close = yield from self._find(">", at)
+            close = yield from self._find(">", position)
             end = yield from self._find("</parameter>", close + 1)
             if close < 0 or end < 0:
-                return self._cut_function(begun)
-            key, text = self._text[at + len("<parameter=") : close], self._text[close + 1 : end]
+                return self._cut_function(prefix)
+            key, text = (
+                self._text[position + len("<parameter=") : close],
+                self._text[close + 1 : end],
+            )
             text = text.removeprefix("\n").removesuffix("\n")
             value = read_argument(text, key, self._schemas.get(name))
-            self._add_arguments(f"{begun}{json.dumps(key)}: {value}")
-            begun, at = ", ", end + len("</parameter>")
-        if (yield from self._has(at, "</function>")):
-            at += len("</function>")
-        elif any(tag.startswith(self._text[at:]) for tag in ("<parameter=", "</function>")):
-            return self._cut_function(begun)
-        self._add_arguments("{}" if begun == "{" else "}")
-        return at
+            self._add_arguments(f"{prefix}{json.dumps(key)}: {value}")
+            prefix, position = ", ", end + len("</parameter>")
+        if (yield from self._has(position, "</function>")):
+            position += len("</function>")
+        elif any(tag.startswith(self._text[position:]) for tag in ("<parameter=", "</function>")):
+            return self._cut_function(prefix)
+        self._add_arguments("{}" if prefix == "{" else "}")
+        return position
 
-    def _read_name(self, at: int, is_bare: bool) -> Reading[str | None]:
+    def _read_name(self, position: int, is_bare: bool) -> Reading[str | None]:
         """Read a name up to ">"; return None where that is no name, or a bare call's of no tool."""
         while True:
-            close = self._text.find(">", at)
-            name = self._text[at:] if close < 0 else self._text[at:close]
+            close = self._text.find(">", position)
+            name = self._text[position:] if close < 0 else self._text[position:close]
             is_name = not is_bare or is_a_beginning(name, self._schemas, close >= 0)
             if not is_name or _NO_NAME.search(name):
                 return None
@@ -391,45 +414,49 @@ class Parser:
                 return None
             yield
 
-    def _cut_function(self, begun: str) -> int:
-        """Leave a call's arguments as they are, where the text ends in it; return that end."""
-        self._add_arguments(begun if begun == "{" else "")
+    def _cut_function(self, prefix: str) -> int:
+        """Leave a call's arguments as they are, where the text ends in it; return that end.
+
+        prefix: what would have begun the next argument.
+        """
+        self._add_arguments(prefix if prefix == "{" else "")
         self.is_call_cut = True
         return len(self._text)
 
-    def _skip(self, at: int) -> Reading[int]:
-        """Where the white space from `at` on ends."""
+    def _skip(self, position: int) -> Reading[int]:
+        """Return where the white space from a position on ends."""
         while True:
-            while at < len(self._text) and self._text[at].isspace():
-                at += 1
-            if at < len(self._text) or self._is_over:
-                return at
+            while position < len(self._text) and self._text[position].isspace():
+                position += 1
+            if position < len(self._text) or self._is_over:
+                return position
             yield
 
-    def _has(self, at: int, word: str) -> Reading[bool]:
-        """Whether the text goes on with a word at `at`."""
-        while not self._text.startswith(word, at):
-            may_come = word.startswith(self._text[at:])
+    def _has(self, position: int, word: str) -> Reading[bool]:
+        """Return whether the text goes on with a word at a position."""
+        while not self._text.startswith(word, position):
+            may_come = word.startswith(self._text[position:])
             if self._is_over or not may_come:
                 self._has_run_out |= may_come
                 return False
             yield
         return True
 
-    def _find(self, word: str, at: int) -> Reading[int]:
-        """Where a word is, from `at` on; -1 where the text ends without it."""
-        while (found := self._text.find(word, at)) < 0:
+    def _find(self, word: str, position: int) -> Reading[int]:
+        """Return where a word is, from a position on; -1 where the text ends without it."""
+        while (start := self._text.find(word, position)) < 0:
             if self._is_over:
                 return -1
-            at = max(at, len(self._text) - len(word) + 1)
+            position = max(position, len(self._text) - len(word) + 1)
             yield
-        return found
+        return start
 
-    def _add(self, end: int, part: str = "content") -> None:
-        text, self._at = self._text[self._at : end], end
+    def _add(self, end: int, field: str = "content") -> None:
+        """Add the text up to an end to a field of the message."""
+        text, self._position = self._text[self._position : end], end
         if text:
-            self._texts[part] += text
-            self._deltas.append({part: text})
+            self._texts[field] += text
+            self._deltas.append({field: text})
 
     def _begin_call(self, name: str) -> None:
         call: Delta = {
@@ -437,19 +464,19 @@ class Parser:
             "function": {"name": name, "arguments": ""},
         }  # fmt: skip
         self.calls.append(call)
-        self._tell_call(call | {"function": dict(call["function"])})
+        self._add_call_delta(call | {"function": dict(call["function"])})
 
     def _add_arguments(self, text: str) -> None:
         if text:
             self.calls[-1]["function"]["arguments"] += text
-            self._tell_call({"function": {"arguments": text}})
+            self._add_call_delta({"function": {"arguments": text}})
 
-    def _tell_call(self, told: Delta) -> None:
-        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **told}]})
+    def _add_call_delta(self, delta: Delta) -> None:
+        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **delta}]})
 
 
 def make_id(form: ToolFormat | None) -> str:
-    """A new id of a call; Mistral's templates take nine letters and digits only."""
+    """Make a new id of a call; Mistral's templates take nine letters and digits only."""
     is_short = form is not None and form.begin == "[TOOL_CALLS]"
     return secrets.token_hex(5)[:9] if is_short else f"call_{secrets.token_hex(12)}"
 
@@ -459,9 +486,9 @@ def is_a_beginning(text: str, words: Iterable[str], is_whole: bool) -> bool:
     return any(text == word if is_whole else word.startswith(text) for word in words)
 
 
-def _read_text(written: str) -> str | None:
-    """The text that JSON writes so between quotation marks; None for what is none."""
+def _read_json_text(letters: str) -> str | None:
+    """Return the text that JSON writes with these letters in quotation marks; None for none."""
     try:
-        return str(json.loads(f'"{written}"'))
+        return str(json.loads(f'"{letters}"'))
     except ValueError:
         return None
