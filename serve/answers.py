@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from specdec import Event
 from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogprob
 
-from .metrics import FINISHED, describe_jobs
+from .metrics import FINISH_REASONS, describe_jobs
 from .parsing import Delta, Parser
 from .scheduler import Job
 from .schema import GenerationBody
@@ -45,7 +45,9 @@ class Choice(Job):
         starts: Sequence[int] = (),
         parser: Parser | None = None,
     ) -> None:
-        """is_echoed: whether the text begins with the prompt's. starts: where the prompt's tokens
+        """Begin a choice.
+
+        is_echoed: whether the text begins with the prompt's. starts: where the prompt's tokens
         begin, if their log-probabilities are asked for. parser: finds the parts of the text.
         """
         super().__init__(request, on_change, has_output=has_output)
@@ -73,7 +75,7 @@ class Choice(Job):
         self.total_logprob += sum(logprob.logprob for logprob in event.logprobs)
         self.prompt_logprobs += event.prompt_logprobs
         if event.finish_reason is not None:
-            self.finish_reason = FINISHED[event.finish_reason]
+            self.finish_reason = FINISH_REASONS[event.finish_reason]
         if not self.has_output:
             self.finish_reason = self.finish_reason and "length"
             return ""
@@ -142,7 +144,7 @@ class Choice(Job):
                 self.finish_reason = "tool_calls"
 
 
-class Answer:
+class EndpointAnswer:
     """Answer to one HTTP request: its id, its choices, and their forms."""
 
     ending = b"data: [DONE]\n\n"  # of a stream
@@ -190,8 +192,8 @@ class Answer:
         Only best_of makes more than `n`.
         """
         num_choices, num_returned = self.body.num_choices, self.body.num_returned
-        for first in range(0, len(self.choices), num_choices):
-            choices = self.choices[first : first + num_choices]
+        for start in range(0, len(self.choices), num_choices):
+            choices = self.choices[start : start + num_choices]
             if num_choices > num_returned:
                 choices = sorted(choices, key=lambda choice: -choice.total_logprob)[:num_returned]
             yield from choices
@@ -339,7 +341,7 @@ class Answer:
         raise NotImplementedError
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(EndpointAnswer):
     """Answer to a completion's body: texts."""
 
     id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
@@ -381,10 +383,12 @@ class CompletionAnswer(Answer):
         if token.logprob is None:
             return None
         text, top = self.table.get_text, token.logprob.top[:num_top]
-        return {text(token.id): token.logprob.logprob} | {text(other): v for other, v in top}
+        return {text(token.id): token.logprob.logprob} | {
+            text(top_token): value for top_token, value in top
+        }
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(EndpointAnswer):
     """Answer to a chat's body: messages, perhaps with reasoning and tool calls."""
 
     id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"

@@ -10,7 +10,14 @@ import json
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +35,7 @@ from specdec.errors import summarize
 from specdec.files.reading import parse_json
 from specdec.system import logs
 
-from .answers import Answer, ChatAnswer, Choice, CompletionAnswer
+from .answers import ChatAnswer, Choice, CompletionAnswer, EndpointAnswer
 from .formats import NO_FORMATS, ChatFormats
 from .metrics import Metrics
 from .parsing import Parser
@@ -153,7 +160,7 @@ class Endpoints:
         return app
 
     def _route(
-        self, path: str, body_class: type[GenerationBody], answer_class: type[Answer]
+        self, path: str, body_class: type[GenerationBody], answer_class: type[EndpointAnswer]
     ) -> Route:
         async def generate(http: Request) -> Response:
             return await self._generate(http, body_class, answer_class)
@@ -164,7 +171,7 @@ class Endpoints:
         raise BadRequest(f"the model {self._model!r} writes texts; it makes no embeddings", "model")
 
     async def _generate(
-        self, http: Request, body_class: type[GenerationBody], answer_class: type[Answer]
+        self, http: Request, body_class: type[GenerationBody], answer_class: type[EndpointAnswer]
     ) -> Response:
         body, (prepared, ignored) = await self._read(http, body_class, self._prepare)
         self._log_ignored(ignored)
@@ -236,7 +243,7 @@ class Endpoints:
         return prepared, ignored
 
     async def _follow(
-        self, answer: Answer, changed: asyncio.Event, deadline: float
+        self, answer: EndpointAnswer, changed: asyncio.Event, deadline: float
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of an answer as they come; raise what ended one of its requests."""
         loop = asyncio.get_running_loop()
@@ -250,10 +257,8 @@ class Endpoints:
                         code="timeout",
                     )  # fmt: skip
                 changed.clear()
-                for choice in answer.choices:
-                    if choice.finish_reason is None and (events := _take(choice)):
-                        for chunk in answer.add(choice, events):
-                            yield chunk
+                for chunk in _take_chunks(answer):
+                    yield chunk
         finally:
             timer.cancel()
 
@@ -421,6 +426,13 @@ async def _wait_for_leave(receive: Receive) -> None:
         pass
 
 
+def _take_chunks(answer: EndpointAnswer) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of the events that have come since the last call."""
+    for choice in answer.choices:
+        if choice.finish_reason is None and (events := _take(choice)):
+            yield from answer.add(choice, events)
+
+
 def _take(job: Job) -> list[Event]:
     try:
         return job.take()
@@ -434,7 +446,7 @@ async def _exhaust(events: AsyncIterator[Any]) -> None:
 
 
 async def _format_events(
-    events: AsyncIterator[dict[str, Any]], answer: Answer
+    events: AsyncIterator[dict[str, Any]], answer: EndpointAnswer
 ) -> AsyncIterator[bytes]:
     """Yield chunks as server-sent events; an error in between is one, too."""
     for chunk in answer.open():

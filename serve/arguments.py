@@ -61,10 +61,10 @@ def _read_literal(text: str) -> Any:
 
 
 class SchemaReader:
-    """The types and the values that a schema allows; what it says of nothing is allowed.
+    """Reader of the types and the values that a schema allows; without a rule all are allowed.
 
-    What decides is what tells a text from other values: types, values, objects' keys and what
-    combines these, but no bounds and no patterns.
+    It goes by the rules that distinguish a text from other values: types, values, objects' keys and
+    their combinations, but no bounds and no patterns.
     """
 
     def __init__(self, root: Any) -> None:
@@ -97,7 +97,9 @@ class SchemaReader:
         subschemas, types = list(self._list_joined(schema)), JSON_TYPES
         for subschema in subschemas:
             types &= self._find_direct_types(subschema)
-        if types == JSON_TYPES and any(TEXT_KEYWORDS & one.keys() for one in subschemas):
+        if types == JSON_TYPES and any(
+            TEXT_KEYWORDS & subschema.keys() for subschema in subschemas
+        ):
             types = frozenset(("string",))
         types |= {"null"} if _is_nullable(schema) else set()
         self._types[id(schema)] = types
@@ -133,27 +135,32 @@ class SchemaReader:
         if value is None and _is_nullable(schema):
             return True
         values = _list_values(schema)
-        if values is not None and not any(_is_equal(value, other) for other in values):
+        if values is not None and not any(
+            _is_equal(value, allowed_value) for allowed_value in values
+        ):
             return False
         if "not" in schema and self.allows(value, schema["not"]):
             return False
-        for keyword in ("anyOf", "oneOf"):
-            alternatives = _as_list(schema.get(keyword))
-            if alternatives and not any(self.allows(value, schema) for schema in alternatives):
-                return False
+        if not all(self._fits_any(value, schema.get(keyword)) for keyword in ("anyOf", "oneOf")):
+            return False
         if isinstance(value, dict):
             return self._fits_object(value, schema)
         return not isinstance(value, list) or self._fits_list(value, schema)
 
+    def _fits_any(self, value: Any, alternatives: Any) -> bool:
+        """Return whether one of alternatives allows a value, or there are none."""
+        schemas = _as_list(alternatives)
+        return not schemas or any(self.allows(value, schema) for schema in schemas)
+
     def _fits_object(self, value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
-        properties, other = schema.get("properties"), schema.get("additionalProperties", True)
+        properties, default = schema.get("properties"), schema.get("additionalProperties", True)
         properties = properties if isinstance(properties, dict) else {}
         required_names = [name for name in _as_list(schema.get("required")) if _is_text(name)]
         if any(name not in value for name in required_names):
             return False
         if "patternProperties" in schema:
-            other = True
-        return all(self.allows(item, properties.get(name, other)) for name, item in value.items())
+            default = True
+        return all(self.allows(item, properties.get(name, default)) for name, item in value.items())
 
     def _fits_list(self, value: list[Any], schema: Mapping[str, Any]) -> bool:
         prefix, items = _as_list(schema.get("prefixItems")), schema.get("items", True)
@@ -195,14 +202,14 @@ def _find_direct_property(name: str, schema: Mapping[str, Any]) -> Any | None:
 
     Patterns of names are a client's, and may take ages to match: any of them may hold.
     """
-    properties, other = schema.get("properties"), schema.get("additionalProperties")
+    properties, default = schema.get("properties"), schema.get("additionalProperties")
     patterns = schema.get("patternProperties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
-    others = [other] if isinstance(other, dict) else []
+    defaults = [default] if isinstance(default, dict) else []
     if isinstance(patterns, dict) and patterns:
-        return {"anyOf": [*patterns.values(), *others]}
-    return others[0] if others else None
+        return {"anyOf": [*patterns.values(), *defaults]}
+    return defaults[0] if defaults else None
 
 
 def _list_alternatives(schema: Mapping[str, Any]) -> list[Any]:
@@ -230,6 +237,7 @@ def _is_nullable(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.get("nullable") is True
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def _is_equal(value: Any, other_value: Any) -> bool:
     """Return whether two JSON values are equal, where true is not 1."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+    are_of_one_kind = isinstance(value, bool) == isinstance(other_value, bool)
+    return bool(value == other_value) and are_of_one_kind

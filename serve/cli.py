@@ -11,16 +11,17 @@ from specdec.system import logs
 
 from .settings import ServeSettings
 
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
 @stage_command("serve", ServeSettings)
 def command(settings: ServeSettings) -> None:
     """Serve an engine over HTTP, with the interface of OpenAI's."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    missing_packages = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing_packages:
         raise SpecDecError(
-            f"specdec-serve needs {', '.join(missing)}", f"install it: {name_extra('serve')}"
+            f"specdec-serve needs {', '.join(missing_packages)}",
+            f"install it: {name_extra('serve')}",
         )
     if logs.get_launched_rank():  # rank 0 serves; this one computes with it
         from specdec.decode.ranks.follower import follow_launcher

@@ -24,28 +24,36 @@ def read_messages(body: ConversationBody) -> tuple[list[Message], list[str]]:
     """
     messages, ignored = list[Message](), list[str]()
     for path, message in body.list_turns():
-        content, role = message.get("content"), message.get("role")
         fields = {
             name: value for name, value in message.items()
             if name not in ("role", "content") and value is not None and value != []
         }  # fmt: skip
+        role = message.get("role")
         if not FULL_TEXT[0](role):
             reason = f"is {shorten(role)}, not a text" if "role" in message else "is missing"
             raise refuse(f"{path}.role", reason)
+        content = message.get("content")
         if content is None and not fields:
             raise refuse(f"{path}.content", "is missing")
-        if isinstance(content, list):
-            ignored += _check_texts(content, f"{path}.content")
-            content = join_parts(content)
-        elif content is not None and not is_text(content):
-            raise _refuse_content(content, f"{path}.content")
+        text, ignored_keys = _read_text(content, f"{path}.content")
+        ignored += ignored_keys
         if "tool_calls" in fields:
             try:
                 fields["tool_calls"] = wrap_calls(fields["tool_calls"], f"{path}.tool_calls")
             except ChatError as error:
                 raise BadRequest(str(error), body.source) from None
-        messages.append({"role": role, "content": content, **fields})
+        messages.append({"role": role, "content": text, **fields})
     return messages, ignored
+
+
+def _read_text(content: Any, path: str) -> tuple[str | None, list[str]]:
+    """Return a content's text, which may come as a list of texts, and its keys that are ignored."""
+    if content is None or isinstance(content, str):
+        return content, []
+    if not isinstance(content, list):
+        raise _refuse_content(content, path)
+    ignored = _check_texts(content, path)
+    return join_parts(content), ignored
 
 
 def _check_texts(content: list[Any], path: str) -> list[str]:

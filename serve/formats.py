@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: one record per format, chosen by the chat template."""
+"""Formats of tool calls and reasoning: a record for each, chosen by the chat template."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"  # the format that the chat template shows
+NO_FORMAT = "none"
 FUNCTION = "<function="  # with which a call of Qwen3-Coder's begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A way of writing tool calls.
+    """Format of tool calls.
 
     begin, end: the markers around calls. inner: what a call begins with behind the marker, where a
     call is known by it if the marker is missing. is_bare: whether an answer that begins with the
     JSON of a call is one, without a marker. arguments: the key of the arguments in a call's JSON;
     empty where a call is its name, a marker and its arguments. sign: a regular expression of what
     the chat templates of its models have; empty for none.
-    first, between, last: what a forced answer has before, between and after its calls.
+    prefix, separator, suffix: what a forced answer has before, between and after its calls.
     """
 
     begin: str = ""
@@ -30,12 +31,12 @@ class ToolFormat:
     is_bare: bool = False
     arguments: str = "arguments"
     sign: str = ""
-    first: str = ""
-    between: str = ""
-    last: str = ""
+    prefix: str = ""
+    separator: str = ""
+    suffix: str = ""
 
     def open(self, name: str) -> str:
-        """The text of a forced call up to its arguments."""
+        """Return the text of a forced call up to its arguments."""
         if not self.arguments:
             return f"{name}[ARGS]"
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
@@ -44,31 +45,31 @@ class ToolFormat:
 # In the order in which their signs are looked for. A forced call of qwen3_coder is written as JSON,
 # in which all that a schema asks for can be kept to; its parser reads both.
 _TAGS: Any = {
-    "begin": "<tool_call>", "end": "</tool_call>", "first": "<tool_call>\n",
-    "between": "}\n</tool_call>\n<tool_call>\n", "last": "}\n</tool_call>",
+    "begin": "<tool_call>", "end": "</tool_call>", "prefix": "<tool_call>\n",
+    "separator": "}\n</tool_call>\n<tool_call>\n", "suffix": "}\n</tool_call>",
 }  # fmt: skip
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(**_TAGS, inner=FUNCTION, sign=FUNCTION),
     "hermes": ToolFormat(**_TAGS, sign=r"(?s)\A(?!.*<arg_key>).*<tool_call>"),
     "mistral": ToolFormat(
-        begin="[TOOL_CALLS]", arguments="", first="[TOOL_CALLS]", between="[TOOL_CALLS]",
+        begin="[TOOL_CALLS]", arguments="", prefix="[TOOL_CALLS]", separator="[TOOL_CALLS]",
         sign=r"\[ARGS\]",
     ),
     "mistral_list": ToolFormat(
-        begin="[TOOL_CALLS]", first="[TOOL_CALLS][", between="}, ", last="}]",
+        begin="[TOOL_CALLS]", prefix="[TOOL_CALLS][", separator="}, ", suffix="}]",
         sign=r"\[TOOL_CALLS\]",
     ),
     "llama3_json": ToolFormat(
-        begin="<|python_tag|>", is_bare=True, arguments="parameters", between="}; ", last="}",
+        begin="<|python_tag|>", is_bare=True, arguments="parameters", separator="}; ", suffix="}",
         sign=r'\{\\?"name\\?": function name, \\?"parameters\\?":',
     ),
-    "json": ToolFormat(is_bare=True, first="[", between="}, ", last="}]"),
+    "json": ToolFormat(is_bare=True, prefix="[", separator="}, ", suffix="}]"),
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningFormat:
-    """The markers around reasoning. is_assumed: whether each answer begins inside them."""
+    """Markers around reasoning. is_assumed: whether each answer begins inside them."""
 
     begin: str
     end: str
@@ -84,7 +85,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormats:
-    """How the served model writes: None for what it does not, or not in a way that is known.
+    """Formats of the served model: None for those that it lacks or that are not known.
 
     reads_tools: whether its chat template does. marks: the markers that are special tokens, which
     no text has, by their ids.
@@ -99,24 +100,36 @@ class ChatFormats:
     def choose(cls, tools: str, reasoning: str, tokenizer: Any) -> ChatFormats:
         """Choose by the names of formats, or by what the chat template contains for `auto`."""
         template = str(tokenizer.chat_template or "")
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        found = (
-            form for form in TOOL_FORMATS.values() if form.sign and re.search(form.sign, template)
-        )
-        thought = (form for form in REASONING_FORMATS.values() if form.end in template)
-        calls = next(found, None) if tools == AUTO else TOOL_FORMATS.get(tools)
-        thoughts = next(thought, None) if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
-        markers = {"[ARGS]", "[CALL_ID]"} if calls is not None else set[str]()
-        markers |= {mark for form in (calls, thoughts) if form for mark in (form.begin, form.end)}
-        marks = {
-            token: str(one) for token, one in added.items() if one.special and str(one) in markers
-        }
-        return cls(calls, thoughts, "tools" in template, marks)
+        tool_format, reasoning_format = TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning)
+        if tools == AUTO:
+            template_formats = (
+                f for f in TOOL_FORMATS.values() if f.sign and re.search(f.sign, template)
+            )
+            tool_format = next(template_formats, None)
+        if reasoning == AUTO:
+            marked = (form for form in REASONING_FORMATS.values() if form.end in template)
+            reasoning_format = next(marked, None)
+        marks = _find_marks(tool_format, reasoning_format, tokenizer)
+        return cls(tool_format, reasoning_format, "tools" in template, marks)
 
     @property
     def as_text(self) -> bool:
-        """Whether tools and their calls become text of messages, for a template without them."""
+        """True where tools and calls become text of messages, for a template without them."""
         return self.tools is TOOL_FORMATS["json"] and not self.reads_tools
+
+
+def _find_marks(
+    tools: ToolFormat | None, reasoning: ReasoningFormat | None, tokenizer: Any
+) -> dict[int, str]:
+    """Return the markers of formats that are special tokens of the tokenizer, by their ids."""
+    markers = {"[ARGS]", "[CALL_ID]"} if tools is not None else set[str]()
+    for form in (tools, reasoning):
+        markers |= {form.begin, form.end} if form is not None else set()
+    tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    return {
+        token_id: str(token) for token_id, token in tokens.items()
+        if token.special and str(token) in markers
+    }  # fmt: skip
 
 
 NO_FORMATS = ChatFormats()

@@ -1,4 +1,4 @@
-"""Counters for Prometheus under vLLM's names, and the `metrics` of a response."""
+"""Counters for Prometheus under vLLM's names, and the `metrics` of an answer."""
 
 from __future__ import annotations
 
@@ -46,39 +46,41 @@ HISTOGRAMS = {
     "request_generation_tokens": (SIZES, "Tokens of an output."),
     "iteration_tokens_total": (SIZES, "Tokens that a step read and generated."),
 }  # fmt: skip
-FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
+# How requests end, in OpenAI's words.
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 
 
 class Metrics:
-    """What a scheduler's steps add up to; a Watcher of it."""
+    """Counters of a scheduler's steps and requests; a Watcher of the scheduler."""
 
     def __init__(self, prefix: str, model: str, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self._engine = engine
         self._cached = 0, 0
-        own: dict[str, Any] = {"registry": self.registry}
+        options: dict[str, Any] = {"registry": self.registry}
 
-        def name(rest: str) -> str:
-            return f"{prefix}:{rest}"
+        def name(key: str) -> str:
+            return f"{prefix}:{key}"
 
         self._counters: dict[str, Any] = {
-            key: Counter(name(key), text, LABELS, **own).labels(model)
+            key: Counter(name(key), text, LABELS, **options).labels(model)
             for key, text in COUNTERS.items()
         }
         self._gauges: dict[str, Any] = {
-            key: Gauge(name(key), text, LABELS, **own).labels(model) for key, text in GAUGES.items()
+            key: Gauge(name(key), text, LABELS, **options).labels(model)
+            for key, text in GAUGES.items()
         }
         self._histograms: dict[str, Any] = {
-            key: Histogram(name(key), text, LABELS, buckets=buckets, **own).labels(model)
+            key: Histogram(name(key), text, LABELS, buckets=buckets, **options).labels(model)
             for key, (buckets, text) in HISTOGRAMS.items()
         }
         self._per_position = Counter(
             name("spec_decode_num_accepted_tokens_per_pos"),
             "Drafted tokens accepted, by their place in the draft.",
-            (*LABELS, "position"), **own,
+            (*LABELS, "position"), **options,
         )  # fmt: skip
         self._success = Counter(
-            name("request_success"), "Requests that ended.", (*LABELS, "finished_reason"), **own
+            name("request_success"), "Requests that ended.", (*LABELS, "finished_reason"), **options
         )
         self._model = model
         for reason in ("stop", "length", "abort", "error"):
@@ -92,7 +94,7 @@ class Metrics:
         return self._engine.num_sought_tokens, self._engine.num_reused_tokens
 
     def render(self, running: Sequence[Job], num_waiting: int) -> bytes:
-        """The text that Prometheus reads; gauges are of this moment."""
+        """Return the text that Prometheus reads; gauges are of this moment."""
         room = self._engine.max_batch_size * self._engine.max_seq_len
         for key, value in (
             ("num_requests_running", len(running)),
@@ -110,13 +112,13 @@ class Metrics:
         """Count what a step gave."""
         num_read = 0
         drafts = drafted = accepted = generated = 0
-        places: Counts[int] = Counts()
+        positions: Counts[int] = Counts()
         for job, event in jobs:
             generated += len(event.token_ids) if job.has_output else 0
             if event.token_ids and not job.gaps:
                 num_read += len(job.request.input_ids)
-                assert job.first_token is not None
-                seconds = job.first_token - job.queued
+                assert job.first_token_time is not None
+                seconds = job.first_token_time - job.queue_time
                 self._histograms["time_to_first_token_seconds"].observe(seconds)
             elif event.token_ids:
                 self._histograms["inter_token_latency_seconds"].observe(job.gaps[-1])
@@ -124,9 +126,9 @@ class Metrics:
                 drafts += num_drafted > 0
                 drafted += num_drafted
                 accepted += num_accepted
-                places.update(range(num_accepted))
-        for place, count in places.items():
-            self._per_position.labels(self._model, str(place)).inc(count)
+                positions.update(range(num_accepted))
+        for position, count in positions.items():
+            self._per_position.labels(self._model, str(position)).inc(count)
         (sought, reused), (sought_before, reused_before) = self._read_cache(), self._cached
         for key, value in (
             ("spec_decode_num_drafts", drafts),
@@ -146,66 +148,82 @@ class Metrics:
         """Count a request that is over."""
         if not job.has_output and reason == "eos":
             reason = "length"  # as it is told
-        self._success.labels(self._model, FINISHED.get(reason, "error")).inc()
-        begun, first, last = job.begun, job.first_token, job.last_token
+        self._success.labels(self._model, FINISH_REASONS.get(reason, "error")).inc()
+        row_time, first_time, last_time = job.row_time, job.first_token_time, job.last_token_time
         num_tokens = job.num_output_tokens
-        observed = {
-            "e2e_request_latency_seconds": time.perf_counter() - job.queued,
+        values = {
+            "e2e_request_latency_seconds": time.perf_counter() - job.queue_time,
             "request_prompt_tokens": len(job.request.input_ids),
             "request_generation_tokens": num_tokens,
         }
-        if begun is not None:
-            observed["request_queue_time_seconds"] = begun - job.queued
-        if begun is not None and first is not None and last is not None:
-            observed |= {
-                "request_prefill_time_seconds": first - begun,
-                "request_decode_time_seconds": last - first,
-                "request_inference_time_seconds": last - begun,
+        if row_time is not None:
+            values["request_queue_time_seconds"] = row_time - job.queue_time
+        if row_time is not None and first_time is not None and last_time is not None:
+            values |= {
+                "request_prefill_time_seconds": first_time - row_time,
+                "request_decode_time_seconds": last_time - first_time,
+                "request_inference_time_seconds": last_time - row_time,
             }
             if num_tokens > 1:
-                seconds = (last - first) / (num_tokens - 1)
-                observed["request_time_per_output_token_seconds"] = seconds
-        for key, value in observed.items():
+                seconds = (last_time - first_time) / (num_tokens - 1)
+                values["request_time_per_output_token_seconds"] = seconds
+        for key, value in values.items():
             self._histograms[key].observe(value)
 
 
 def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
-    """A response's `metrics`, in vLLM's names; of several choices, sums and the longest times."""
-    stats = [job.stats for job in jobs if job.stats is not None]
+    """Return an answer's `metrics`, in vLLM's names; of several choices, sums and longest times."""
+    return _describe_times(jobs) | {"speculative_decoding": _describe_speculation(jobs)}
+
+
+def _describe_times(jobs: Sequence[Job]) -> dict[str, float | None]:
+    """Return the times of an answer in milliseconds, and its speed."""
+    queue_time = min(job.queue_time for job in jobs)
+    row_time = min((job.row_time for job in jobs if job.row_time is not None), default=None)
+    first_times = [job.first_token_time for job in jobs if job.first_token_time is not None]
+    last_times = [job.last_token_time for job in jobs if job.last_token_time is not None]
+    gaps = [gap for job in jobs for gap in job.gaps]
+    first_time, last_time = min(first_times, default=None), max(last_times, default=None)
+    seconds = _subtract(last_time, row_time)
+    num_tokens = sum(job.num_output_tokens for job in jobs)
+    return {
+        "time_to_first_token_ms": _to_ms(_subtract(first_time, queue_time)),
+        "generation_time_ms": _to_ms(_subtract(last_time, first_time)),
+        "queue_time_ms": _to_ms(_subtract(row_time, queue_time)),
+        "mean_itl_ms": _to_ms(sum(gaps) / len(gaps) if gaps else None),
+        "tokens_per_second": round(num_tokens / seconds, 3) if seconds else None,
+    }
+
+
+def _describe_speculation(jobs: Sequence[Job]) -> dict[str, Any] | None:
+    """Return the counts of an answer's verify steps; None where the engine does not count them."""
+    all_stats = [job.stats for job in jobs if job.stats is not None]
+    if any(stats.unknown for stats in all_stats):
+        return None
     steps = [step for job in jobs for step in job.steps]
     drafted_steps = [step for step in steps if step[0]]
-    drafted, accepted = (sum(step[at] for step in drafted_steps) for at in (0, 1))
-    columns = itertools.zip_longest(*(s.accepted_histogram for s in stats), fillvalue=0)
-    emitted = sum(max(0, s.num_output_tokens - 1) for s in stats)
-    num_tokens = sum(job.num_output_tokens for job in jobs)
-    gaps = [gap for job in jobs for gap in job.gaps]
-    begun = min((job.begun for job in jobs if job.begun is not None), default=None)
-    ends = [job.last_token for job in jobs if job.last_token is not None]
-    queued = min(job.queued for job in jobs)
-    firsts = [job.first_token for job in jobs if job.first_token is not None]
-    generation = max(ends) - min(firsts) if ends and firsts else None
-    whole = max(ends) - begun if ends and begun is not None else None
-
-    def to_ms(seconds: float | None) -> float | None:
-        return None if seconds is None else round(1000 * seconds, 3)
-
+    num_drafted = sum(step[0] for step in drafted_steps)
+    num_accepted = sum(step[1] for step in drafted_steps)
+    histograms = (stats.accepted_histogram for stats in all_stats)
+    columns = itertools.zip_longest(*histograms, fillvalue=0)
+    num_emitted = sum(max(0, stats.num_output_tokens - 1) for stats in all_stats)
     return {
-        "time_to_first_token_ms": to_ms(min(firsts) - queued if firsts else None),
-        "generation_time_ms": to_ms(generation),
-        "queue_time_ms": to_ms(None if begun is None else begun - queued),
-        "mean_itl_ms": to_ms(sum(gaps) / len(gaps) if gaps else None),
-        "tokens_per_second": round(num_tokens / whole, 3) if whole else None,
-        "speculative_decoding": None
-        if any(s.unknown for s in stats)
-        else {
-            "mean_acceptance_length": round(emitted / len(steps), 4) if steps else None,
-            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else None,
-            "acceptance_histogram": [sum(column) for column in columns],
-            "num_spec_steps": len(drafted_steps),
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
-            "num_spec_tokens": max((step[0] for step in drafted_steps), default=0),
-            "per_step_accepted": [step[1] for step in steps],
-            "per_step_drafted": [step[0] for step in steps],
-        },
+        "mean_acceptance_length": round(num_emitted / len(steps), 4) if steps else None,
+        "draft_acceptance_rate": round(num_accepted / num_drafted, 4) if num_drafted else None,
+        "acceptance_histogram": [sum(column) for column in columns],
+        "num_spec_steps": len(drafted_steps),
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": max((step[0] for step in drafted_steps), default=0),
+        "per_step_accepted": [step[1] for step in steps],
+        "per_step_drafted": [step[0] for step in steps],
     }
+
+
+def _subtract(end: float | None, start: float | None) -> float | None:
+    """Return the seconds between two times; None where one has not come."""
+    return None if end is None or start is None else end - start
+
+
+def _to_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)

@@ -19,7 +19,7 @@ STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its a
 
 
 class BadRequest(Exception):
-    """The request cannot be served as it is, or not now: what `make_error` makes the answer of."""
+    """Error of a request that cannot be served as it is, or not now, as its client reads it."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None,
@@ -30,16 +30,16 @@ class BadRequest(Exception):
         self.headers = headers
 
 
-def refuse(where: str, reason: str, **more: Any) -> BadRequest:
-    """The error of a parameter or a part of one; `where` begins the sentence."""
-    return BadRequest(f"{where} {reason}", where.partition(".")[0], **more)
+def refuse(path: str, reason: str, **details: Any) -> BadRequest:
+    """Return the error of the value at a path in the body, which begins the sentence."""
+    return BadRequest(f"{path} {reason}", path.partition(".")[0], **details)
 
 
 def make_error(
     message: str, status: int, param: str | None = None, code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:  # fmt: skip
-    """An error in OpenAI's form."""
+    """Return an error as an HTTP answer in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
     error = {"message": message, "type": kind, "param": param, "code": code}
@@ -47,7 +47,7 @@ def make_error(
 
 
 class Connection(H11Protocol):
-    """A connection that ends where its client neither asks nor listens."""
+    """Connection that ends where its client neither asks nor listens."""
 
     _ending: asyncio.TimerHandle | None = None
     _sends_no_more = False
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
             self._end_in(HEAD_SECONDS)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has left, or it listens on for its answer.
+        """Find out whether a client that sends no more has left, or listens on for its answer.
 
         Which of the two shows only when something is written to it that clients pass over: before
         the answer 100 Continue, and between events a comment. Clients of HTTP before 1.1 count as
@@ -95,7 +95,7 @@ class Connection(H11Protocol):
         self.loop.call_later(seconds, self._probe, min(2 * seconds, 1.0))
 
     def pause_writing(self) -> None:
-        """What is sent piles up."""
+        """Give a client some time to take the answer that piles up."""
         super().pause_writing()
         self._end_in(STALL_SECONDS)
 
@@ -113,8 +113,8 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         status = HTTPStatus(getattr(sys.exc_info()[1], "error_status_hint", 400))
-        told = {400: "this is not a valid HTTP request", 431: "the headers are too large"}
-        answer = make_error(told.get(status, status.phrase), status)
+        messages = {400: "this is not a valid HTTP request", 431: "the headers are too large"}
+        answer = make_error(messages.get(status, status.phrase), status)
         headers = [*answer.raw_headers, (b"connection", b"close")]
         for event in (
             h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()),

@@ -65,9 +65,8 @@ def make_requests(
     inputs = _read_inputs(body, engine, formats, calling)
     ignored += inputs.ignored
     _check_number(len(inputs.prompts), body.num_choices)
-    if body.spaces_between_special_tokens is not None and getattr(
-        engine.tokenizer, "is_fast", False
-    ):
+    has_spaces = body.spaces_between_special_tokens is not None
+    if has_spaces and getattr(engine.tokenizer, "is_fast", False):
         ignored.append("spaces_between_special_tokens")
     param, grammar, ignored_keywords = find_grammar(body)
     ignored += ignored_keywords
@@ -90,10 +89,15 @@ def make_requests(
             if full_grammar is not grammar:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]
                 request = _prepare(engine, **{**fields, "grammar": full_grammar})
-        for _ in range(body.num_choices):
-            sampling = dataclasses.replace(request.sampling, seed=(seed + len(requests)) % 2**64)
-            requests.append(dataclasses.replace(request, index=len(requests), sampling=sampling))
+        requests += _repeat(request, body.num_choices, len(requests), seed)
     return requests, ignored
+
+
+def _repeat(request: Request, num_choices: int, first_index: int, seed: int) -> Iterator[Request]:
+    """Yield the requests of a prompt's choices, whose seeds are consecutive."""
+    for index in range(first_index, first_index + num_choices):
+        sampling = dataclasses.replace(request.sampling, seed=(seed + index) % 2**64)
+        yield dataclasses.replace(request, index=index, sampling=sampling)
 
 
 def _check_choices(body: GenerationBody) -> None:
@@ -190,16 +194,11 @@ def _read_settings(
     body: GenerationBody, engine: Engine, endpoint_settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings that all choices share, by the field of a Prompt."""
-    num_kept = body.truncate_prompt_tokens
-    if num_kept == -1:  # vLLM's for all that there is room for
-        room = engine.max_seq_len - (endpoint_settings["max_output_len"] or 1)
-        num_kept = max(1, min(engine.max_input_len, room))
-    words = [body.stop] if isinstance(body.stop, str) else body.stop or ()
     settings = {"temperature": 1.0} | body.list_given(PROMPT) | {
         "logit_bias": read_bias(body.logit_bias or {}) or None,
-        "stop": [word for word in words if word],
+        "stop": body.stop_words,
         "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's for all
-        "truncate_prompt_tokens": num_kept,
+        "truncate_prompt_tokens": _limit_prompt(body, engine, endpoint_settings["max_output_len"]),
         "end_ids": () if body.ignore_eos else None,
         "keep_trees": body.return_trees,
         **endpoint_settings,
@@ -210,6 +209,14 @@ def _read_settings(
     elif body.num_choices > body.num_returned and settings["logprobs"] is None:
         settings["logprobs"] = 0  # by which the best are chosen
     return settings
+
+
+def _limit_prompt(body: GenerationBody, engine: Engine, output_limit: int | None) -> int | None:
+    """Return how many of a prompt's last tokens are kept, None for all."""
+    if body.truncate_prompt_tokens != -1:
+        return body.truncate_prompt_tokens
+    room = engine.max_seq_len - (output_limit or 1)  # vLLM's -1 for all that there is room for
+    return max(1, min(engine.max_input_len, room))
 
 
 def _prepare(engine: Engine, *, index: int, **fields: Any) -> Request:

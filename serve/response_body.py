@@ -129,7 +129,7 @@ def _read_items(items: Any, instructions: str | None) -> Turns:
         path = f"input.{i}"
         item_type = item.get("type", "message" if "role" in item else None)
         if item_type == "reasoning":
-            thoughts.append(_read_text(item.get("content") or item.get("summary") or [], path))
+            thoughts.append(_read_reasoning(item, path))
             continue
         message = _read_item(item, item_type, path)
         if item_type == "function_call" and turns and turns[-1][1]["role"] == "assistant":
@@ -159,6 +159,10 @@ def _read_item(item: Mapping[str, Any], item_type: Any, path: str) -> Message:
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     reason = "nothing is stored" if item_type == "item_reference" else "it is not supported"
     raise refuse(path, f"is of type {shorten(item_type)}: {reason}")
+
+
+def _read_reasoning(item: Mapping[str, Any], path: str) -> str:
+    return _read_text(item.get("content") or item.get("summary") or [], path)
 
 
 def _read_text(content: Any, path: str) -> str:

@@ -20,13 +20,13 @@ from specdec.system import logs
 from .protocol import BadRequest
 
 logger = logs.get_logger(__name__)
-# That other ranks may be silent when nothing more is wanted of them; and when told to end twice.
-SILENT_SECONDS, HURRIED_SECONDS = 10.0, 2.0
+SILENT_SECONDS = 10.0  # that other ranks may be silent when the server ends
+HURRIED_SECONDS = 2.0  # that they may be silent when it was told twice to end
 IDLE_SECONDS = 1.0  # between two steps of an idle engine, which look after its other ranks
 
 
 class Job:
-    """A request on its way. The thread that submitted it takes its events at any time.
+    """Request on its way. The thread that submitted it takes its events at any time.
 
     What waits to be taken is never more than the request's own output. Times are those of
     time.perf_counter, and None where something has not happened yet.
@@ -40,10 +40,10 @@ class Job:
         has_output: whether new tokens are asked for, or only the prompt.
         """
         self.request, self.has_output = request, has_output
-        self.queued = time.perf_counter()
-        self.begun: float | None = None  # when its row was given
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+        self.queue_time = time.perf_counter()
+        self.row_time: float | None = None  # when its row was given
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
         self.num_new_tokens = 0  # that were told so far
         self.gaps: list[float] = []  # seconds between the steps that brought tokens
         self.stream: Stream | None = None
@@ -54,7 +54,7 @@ class Job:
         self.is_cancelled = False
         self.on_change = on_change
         self._events: deque[Event] = deque()
-        self._counted = 0, 0  # tokens drafted and accepted in `steps`
+        self._step_counts = 0, 0  # tokens drafted and accepted in `steps`
 
     @property
     def is_over(self) -> bool:
@@ -71,37 +71,37 @@ class Job:
         return len(self.request.input_ids) + self.num_new_tokens if self.num_new_tokens else 0
 
     def take(self) -> list[Event]:
-        """Return what has come since the last call; raise what ended the request."""
-        taken = [self._events.popleft() for _ in range(len(self._events))]
+        """Return the events since the last call; raise the error that ended the request."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
         if self.error is not None:
             raise self.error
-        return taken
+        return events
 
     def note(self, event: Event, stats: RequestStats) -> None:
-        """Take down what a step gave, before `give`."""
+        """Count an event of the request, before `give`."""
         now = time.perf_counter()
         self.num_new_tokens += len(event.token_ids)
         if event.token_ids:
-            if self.last_token is None:
-                self.first_token = now
+            if self.last_token_time is None:
+                self.first_token_time = now
             else:
-                self.gaps.append(now - self.last_token)
-            self.last_token = now
+                self.gaps.append(now - self.last_token_time)
+            self.last_token_time = now
         self.num_new_steps = int(stats.num_verify_steps > len(self.steps))
         if self.num_new_steps:
-            drafted, accepted = self._counted
-            self._counted = stats.num_draft_tokens, stats.num_accepted
-            self.steps.append((self._counted[0] - drafted, self._counted[1] - accepted))
+            drafted, accepted = self._step_counts
+            self._step_counts = stats.num_draft_tokens, stats.num_accepted
+            self.steps.append((self._step_counts[0] - drafted, self._step_counts[1] - accepted))
         self.stats = event.stats
 
     def give(self, event: Event) -> None:
-        """Let it be taken."""
+        """Let an event be taken."""
         self._events.append(event)
         self.on_change()
 
 
 class Watcher(Protocol):
-    """Is told what happens, in the engine's thread; for metrics."""
+    """Receiver of steps and ends of requests, in the engine's thread; for metrics."""
 
     def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None: ...
 
@@ -109,7 +109,7 @@ class Watcher(Protocol):
 
 
 class Scheduler:
-    """Owns an engine's steps. `start` it, `submit` to it, `stop` it."""
+    """Owner of an engine's steps. `start` it, `submit` to it, `stop` it."""
 
     def __init__(
         self, engine: Engine, *, max_queue: int, watcher: Watcher | None = None,
@@ -117,11 +117,11 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """max_queue: requests that may wait for a row. on_lost: called when the engine is lost."""
         self.engine, self.max_queue = engine, max_queue
-        self.lost: SpecDecError | None = None
+        self.lost_error: SpecDecError | None = None
         self._watcher, self._on_lost = watcher, on_lost
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._waiting_jobs: deque[Job] = deque()
+        self._running_jobs: list[Job] = []
         self._is_ready = self._is_draining = self._is_stopped = self._is_hurried = False
         self._seconds = 1.0  # that a request took, a moving mean
         self._has_ended = threading.Event()
@@ -129,22 +129,22 @@ class Scheduler:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a token has been made, and more can be."""
-        is_open = self._is_ready and not self._is_draining and self.lost is None
+        """True where a token has been made, and more can be."""
+        is_open = self._is_ready and not self._is_draining and self.lost_error is None
         return is_open and not list_stopped_ranks()
 
     @property
     def running(self) -> Sequence[Job]:
         """The requests that have a row now."""
-        return [job for job in self._running if not job.is_over]
+        return [job for job in self._running_jobs if not job.is_over]
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running_jobs)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting_jobs)
 
     def start(self) -> None:
         """Make a first token, which takes the memory of the cache, then wait for requests.
@@ -162,20 +162,20 @@ class Scheduler:
         where the engine is lost.
         """
         with self._changed:
-            if self.lost is not None:
-                raise self.lost
+            if self.lost_error is not None:
+                raise self.lost_error
             if self._is_draining:
-                later = {"Retry-After": "5"}
-                raise BadRequest("the server is about to end", status=503, headers=later)
-            free = self.engine.max_batch_size - len(self._running)
-            waiting = len(self._waiting)
-            if waiting + len(jobs) > self.max_queue + max(0, free):
-                seconds = max(1, round(self._seconds * waiting / self.engine.max_batch_size))
+                headers = {"Retry-After": "5"}
+                raise BadRequest("the server is about to end", status=503, headers=headers)
+            num_free = self.engine.max_batch_size - len(self._running_jobs)
+            num_waiting = len(self._waiting_jobs)
+            if num_waiting + len(jobs) > self.max_queue + max(0, num_free):
+                seconds = max(1, round(self._seconds * num_waiting / self.engine.max_batch_size))
                 raise BadRequest(
-                    f"{waiting} request{'s wait' if waiting != 1 else ' waits'} already",
+                    f"{num_waiting} request{'s wait' if num_waiting != 1 else ' waits'} already",
                     status=429, headers={"Retry-After": str(seconds)},
                 )  # fmt: skip
-            self._waiting.extend(jobs)
+            self._waiting_jobs.extend(jobs)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -184,8 +184,8 @@ class Scheduler:
             job.is_cancelled = True
             if job.stream is not None:
                 job.stream.close()
-            elif job in self._waiting:
-                self._waiting.remove(job)
+            elif job in self._waiting_jobs:
+                self._waiting_jobs.remove(job)
                 self._end(job, "cancelled")
             self._changed.notify()
 
@@ -204,7 +204,7 @@ class Scheduler:
         """
         with self._changed:
             self._is_draining = self._is_stopped = True
-            for job in self._running:
+            for job in self._running_jobs:
                 if job.stream is not None:
                     job.stream.close()
             self._changed.notify_all()
@@ -217,7 +217,8 @@ class Scheduler:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._running or self._waiting or self._is_stopped, IDLE_SECONDS
+                    lambda: self._running_jobs or self._waiting_jobs or self._is_stopped,
+                    IDLE_SECONDS,
                 )
                 if self._is_stopped:
                     break
@@ -229,47 +230,47 @@ class Scheduler:
                 continue
             self._deliver()
         with self._changed:
-            reason = self.lost or SpecDecError("the server was stopped", "ask again later")
-            self._fail_all([*self._running, *self._waiting], reason)
-            self._waiting.clear()
-            self._running = []
+            reason = self.lost_error or SpecDecError("the server was stopped", "ask again later")
+            self._fail_all([*self._running_jobs, *self._waiting_jobs], reason)
+            self._waiting_jobs.clear()
+            self._running_jobs = []
             self._changed.notify_all()
         self._has_ended.set()
 
     def _admit(self) -> None:
         """Give the rows that are free to requests that wait; the lock is held."""
-        for job in self._running:
+        for job in self._running_jobs:
             if job.is_cancelled:
                 self._end(job, "cancelled")
-        self._running = [job for job in self._running if not job.is_cancelled]
-        while self._waiting and len(self._running) < self.engine.max_batch_size:
-            job = self._waiting.popleft()
-            job.begun = time.perf_counter()
+        self._running_jobs = [job for job in self._running_jobs if not job.is_cancelled]
+        while self._waiting_jobs and len(self._running_jobs) < self.engine.max_batch_size:
+            job = self._waiting_jobs.popleft()
+            job.row_time = time.perf_counter()
             try:
                 job.stream = self.engine.stream(job.request)
             except Exception as error:  # noqa: BLE001 - only this request fails
                 self._fail_all([job], error)
                 continue
-            self._running.append(job)
+            self._running_jobs.append(job)
 
     def _deliver(self) -> None:
-        """Hand on what the step gave."""
-        given = []
+        """Hand on the events of a step."""
+        deliveries = []
         with self._changed:
-            for job in self._running:
+            for job in self._running_jobs:
                 assert job.stream is not None
                 event = job.stream.take()
                 if event is not None and not job.is_cancelled:
                     job.note(event, job.stream.stats)
-                    given.append((job, event))
+                    deliveries.append((job, event))
             if self._watcher is not None:
-                self._watcher.note_step(given)
-            for job, event in given:
+                self._watcher.note_step(deliveries)
+            for job, event in deliveries:
                 if event.finish_reason is not None:
                     self._end(job, event.finish_reason)
-            self._running = [job for job in self._running if not job.is_over]
+            self._running_jobs = [job for job in self._running_jobs if not job.is_over]
             self._changed.notify_all()
-        for job, event in given:  # last, so that an answer is counted before it can be had
+        for job, event in deliveries:  # last, so that an answer is counted before it can be had
             job.give(event)
 
     def _fail(self, error: Exception) -> None:
@@ -279,19 +280,19 @@ class Scheduler:
         else:
             logger.error("a step failed: %s", error.message)
         with self._changed:
-            failed, self._running = self._running, []
+            failed, self._running_jobs = self._running_jobs, []
             if self.engine.is_lost:
-                self.lost = (
+                self.lost_error = (
                     error if isinstance(error, SpecDecError)
                     else SpecDecError(f"the engine was lost: {error}", "start the server again")
                 )  # fmt: skip
-                failed += self._waiting
-                self._waiting.clear()
+                failed += self._waiting_jobs
+                self._waiting_jobs.clear()
                 self._is_stopped = True
-            self._fail_all(failed, self.lost or error)
+            self._fail_all(failed, self.lost_error or error)
             self._changed.notify_all()
-        if self.lost is not None and self._on_lost is not None:
-            self._on_lost(self.lost)
+        if self.lost_error is not None and self._on_lost is not None:
+            self._on_lost(self.lost_error)
 
     def _fail_all(self, jobs: Sequence[Job], error: Exception) -> None:
         for job in jobs:
@@ -302,6 +303,6 @@ class Scheduler:
     def _end(self, job: Job, reason: str) -> None:
         """Count a request that is over; the lock is held."""
         job.stream = None  # which holds on to the cache
-        self._seconds += 0.1 * (time.perf_counter() - job.queued - self._seconds)
+        self._seconds += 0.1 * (time.perf_counter() - job.queue_time - self._seconds)
         if self._watcher is not None:
             self._watcher.note_end(job, reason)

@@ -90,7 +90,7 @@ CHOICES: Check = (
     f"a list of at most {MAX_CHOICE} texts, none empty",
 )
 MESSAGES: Check = (lambda v: is_list(v, is_object), "a list of messages")
-ANY: Check = (lambda v: True, "")  # checked elsewhere
+UNCHECKED: Check = (lambda v: True, "")  # checked elsewhere
 FORMAT: Check = (
     lambda v: v in ("text", "json_object", "json_schema"), "text, json_object or json_schema"
 )  # fmt: skip
@@ -271,13 +271,19 @@ class GenerationBody(Body):
 
     @property
     def is_echoed(self) -> bool:
-        """Whether an answer's text begins with the prompt."""
+        """True where an answer's text begins with the prompt."""
         return False
 
     @property
     def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
         """The path of the parameter that has the answer's format, and that format."""
         return "response_format", self.response_format
+
+    @property
+    def stop_words(self) -> list[str]:
+        """The texts that end an output."""
+        words = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [word for word in words if word]
 
     @property
     def num_returned(self) -> int:
@@ -325,8 +331,8 @@ class ConversationBody(GenerationBody):
     add_generation_prompt: bool | None = _template_setting("add_generation_prompt")
     continue_final_message: bool | None = _template_setting("continue_final_message")
     chat_template_kwargs: Mapping[str, Any] | None = _template_setting("chat_template_kwargs")
-    tools: Any = parameter(ANY)
-    tool_choice: Any = parameter(ANY)
+    tools: Any = parameter(UNCHECKED)
+    tool_choice: Any = parameter(UNCHECKED)
     parallel_tool_calls: bool | None = parameter(BOOL)
 
     @property
@@ -375,7 +381,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = _template_setting("add_generation_prompt")
     continue_final_message: bool | None = _template_setting("continue_final_message")
     chat_template_kwargs: Mapping[str, Any] | None = _template_setting("chat_template_kwargs")
-    tools: Any = parameter(ANY)
+    tools: Any = parameter(UNCHECKED)
 
     def make_chat(self) -> ChatBody:
         """Return the body of a chat with this conversation."""
@@ -460,7 +466,9 @@ def _check_default(name: str, value: Any, path: str, rules: Mapping[str, Any]) -
         param = path.partition(".")[0] or full_name
         hint = suggest(name[:100], list(rules))
         raise BadRequest(f"unknown parameter {shorten(full_name)}{hint}", param)
-    if not any(type(value) is type(one) and value == one for one in ONLY_DEFAULTS[name]):
+    if not any(
+        type(value) is type(default) and value == default for default in ONLY_DEFAULTS[name]
+    ):
         raise refuse(name, "is not supported", code="unsupported_parameter")
 
 

@@ -1,4 +1,4 @@
-"""The process: an engine, the thread that runs it, and uvicorn, until a signal or a lost rank."""
+"""Process of the server: an engine, the thread that runs it, and uvicorn, until a signal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def serve(settings: ServeSettings) -> None:
     key = read_key(settings.api_key_file)
     check_address(settings, key)
     with keep_signals(), open_socket(settings) as listener, load(settings) as engine:
-        Server(settings, engine, key).run_until_told(listener)
+        EngineServer(settings, engine, key).run_until_told(listener)
         end_ranks(is_done=True)
 
 
@@ -52,16 +52,16 @@ def serve(settings: ServeSettings) -> None:
 def keep_signals() -> Iterator[None]:
     """Restore the handlers of signals, which a server takes from its first request to its end."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached only from this machine."""
+    """Return whether an address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -113,8 +113,8 @@ def load(settings: ServeSettings) -> Engine:
     return engine
 
 
-class Server:
-    """An engine being served."""
+class EngineServer:
+    """Server of one engine."""
 
     def __init__(self, settings: ServeSettings, engine: Engine, key: str | None) -> None:
         self._settings = settings
@@ -159,8 +159,8 @@ class Server:
         finally:
             sys.setswitchinterval(switch_seconds)
             self.scheduler.stop()
-        if self.scheduler.lost is not None:
-            raise self.scheduler.lost
+        if self.scheduler.lost_error is not None:
+            raise self.scheduler.lost_error
 
     def _end(self, _: SpecDecError) -> None:
         self._http.should_exit = True

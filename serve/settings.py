@@ -9,7 +9,7 @@ from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
 from specdec.options import add_options, like, option_group
 
-from .formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
+from .formats import AUTO, NO_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 
 ADDRESS = option_group("Address")
 ENGINE = option_group("Engine")
@@ -37,12 +37,12 @@ class ServeSettings:
     )
     tool_call_parser: str = ENGINE(
         AUTO,
-        choices=(AUTO, NONE, *TOOL_FORMATS),
+        choices=(AUTO, NO_FORMAT, *TOOL_FORMATS),
         help="How the model writes tool calls; auto goes by its chat template.",
     )
     reasoning_parser: str = ENGINE(
         AUTO,
-        choices=(AUTO, NONE, *REASONING_FORMATS),
+        choices=(AUTO, NO_FORMAT, *REASONING_FORMATS),
         help="How the model marks its reasoning; auto goes by its chat template.",
     )
     api_key_file: Path | None = ADDRESS(

@@ -1,4 +1,4 @@
-"""Single tokens as clients see them: their bytes, and what text those are."""
+"""Single tokens as clients see them: their bytes and texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specdec.files.vocabulary import list_byte_letters, read_piece
 
 
 class TokenTable:
-    """The bytes of each token of a tokenizer, by the two ways in which they are written."""
+    """Table of the bytes of a tokenizer's tokens, which are written in one of two ways."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -20,7 +20,7 @@ class TokenTable:
         self._letters = list_byte_letters() if is_byte_level else None
 
     def get_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that a token stands for; perhaps a part of a character."""
+        """Return the UTF-8 bytes that a token stands for; perhaps of half a character."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
@@ -29,9 +29,9 @@ class TokenTable:
         return read_piece(piece, self._letters)
 
     def get_text(self, token: int) -> str:
-        """The bytes as text; those that are no character are escaped, as OpenAI does."""
-        found = self.get_bytes(token)
+        """Return a token's text; bytes that are no character are escaped, as OpenAI does."""
+        data = self.get_bytes(token)
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,4 +1,4 @@
-"""Tools in a chat: what a request says of them, how the model is told, and the grammar for calls.
+"""Tools in a chat: how a body names them, how the model is told, and the grammar for calls.
 
 A grammar is made where OpenAI's interface promises what a model does not: calls that are required
 or named, one call at most, arguments that keep to the schema of a strict tool, and structured
@@ -64,27 +64,41 @@ def read_calling(body: ConversationBody, formats: ChatFormats) -> Calling | None
     tools = _read_tools(body.tools or [], body.has_flat_tools)
     choice = "auto" if body.tool_choice is None else body.tool_choice
     mode, names = _read_choice(choice, body.has_flat_tools)
-    for name in names or ():
+    _check_names(names or [], mode, tools)
+    if not tools or mode == "none":
+        return None
+    _check_formats(formats)
+    names_one = isinstance(choice, dict) and choice.get("type") == "function"
+    is_single = body.parallel_tool_calls is False
+    is_subset, is_forced = names is not None, mode == "required"
+    return Calling(
+        [tool.document for tool in tools.values()],
+        {name: tools[name].schema for name in names or tools},
+        is_forced=is_forced,
+        is_single=is_single or names_one,
+        is_strict=is_single or is_subset or any(tool.strict is True for tool in tools.values()),
+        promised_names=_list_promised(tools, keeps_all=is_forced or is_subset),
+        schema_paths={name: tool.schema_path for name, tool in tools.items()},
+    )
+
+
+def _check_names(names: Sequence[Any], mode: str, tools: Mapping[str, Tool]) -> None:
+    """Raise BadRequest for a tool_choice of tools that there are not."""
+    for name in names:
         if not isinstance(name, str) or name not in tools:
             raise refuse("tool_choice", f"names {shorten(name)}, which is no tool")
     if mode == "required" and not tools:
         raise refuse("tool_choice", "asks for a call, and there are no tools")
-    if not tools or mode == "none":
-        return None
-    _check_formats(formats)
-    is_single = body.parallel_tool_calls is False
-    strict_names = {name for name, tool in tools.items() if tool.strict is True}
-    loose_names = {name for name, tool in tools.items() if tool.strict is False}
-    keeps_all = mode == "required" or names is not None
-    return Calling(
-        [tool.document for tool in tools.values()],
-        {name: tools[name].schema for name in (tools if names is None else names)},
-        is_forced=mode == "required",
-        is_single=is_single or (isinstance(choice, dict) and choice.get("type") == "function"),
-        is_strict=bool(strict_names) or is_single or names is not None,
-        promised_names=tools.keys() - loose_names if keeps_all else strict_names,
-        schema_paths={name: tool.schema_path for name, tool in tools.items()},
-    )
+
+
+def _list_promised(tools: Mapping[str, Tool], *, keeps_all: bool) -> Set[str]:
+    """Return the names of tools whose arguments must keep to all of their schema.
+
+    keeps_all: whether all tools but those that are said to be loose are promised.
+    """
+    if keeps_all:
+        return {name for name, tool in tools.items() if tool.strict is not False}
+    return {name for name, tool in tools.items() if tool.strict is True}
 
 
 def _read_tools(documents: Any, is_flat: bool) -> dict[str, Tool]:
@@ -137,6 +151,12 @@ def _read_function(tool: Any, path: str, is_flat: bool) -> Mapping[str, Any]:
         path, function = f"{path}.function", tool.get("function")
     if not isinstance(function, dict):
         raise refuse(path, f"is {shorten(function)}, not an object")
+    _check_function(function, path)
+    return function
+
+
+def _check_function(function: Mapping[str, Any], path: str) -> None:
+    """Raise BadRequest for a function whose name or parameters are wrong."""
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise refuse(f"{path}.name", f"is {shorten(name)}, not letters, digits and _.:/-")
@@ -144,7 +164,6 @@ def _read_function(tool: Any, path: str, is_flat: bool) -> Mapping[str, Any]:
         raise refuse(f"{path}.parameters", f"is {shorten(parameters)}, not an object")
     if (kind := (parameters or {}).get("type", "object")) != "object":
         raise refuse(f"{path}.parameters.type", f"is {shorten(kind)}, not 'object'")
-    return function
 
 
 def _read_choice(choice: Any, is_flat: bool) -> tuple[str, list[Any] | None]:
@@ -289,6 +308,16 @@ class GrammarWriter:
         has_more = body_grammar is not None and (calling is not None or thinking is not False)
         if not needs_calls and not has_more:
             return body_grammar
+        return self._write_rules(calling, formats, body_grammar, thinking)
+
+    def _write_rules(
+        self,
+        calling: Calling | None,
+        formats: ChatFormats,
+        body_grammar: Mapping[str, Any] | None,
+        thinking: bool | None,
+    ) -> dict[str, str]:
+        """Return the Lark grammar of reasoning, calls and content; thinking: as found."""
         self._rules = {"TEXT": r"/(.|\n)*/", "SPACE": r"/\s{1,4}/"}
         main = self._write_body(body_grammar) if body_grammar is not None else ""
         if calling is not None and formats.tools is not None:
@@ -322,9 +351,9 @@ class GrammarWriter:
             self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
             calls.append(f"{self._write_literal(form.open(name))} args_{i}")
         self._rules["call"] = " | ".join(calls)
-        between = "" if calling.is_single else f"({self._write_literal(form.between)} call)*"
-        ending = f"call {between} {self._write_literal(form.last)}"
-        self._rules["calls"] = f"{self._write_literal(form.first)} {ending}"
+        between = "" if calling.is_single else f"({self._write_literal(form.separator)} call)*"
+        ending = f"call {between} {self._write_literal(form.suffix)}"
+        self._rules["calls"] = f"{self._write_literal(form.prefix)} {ending}"
         if calling.is_forced:
             return "calls"
         if body:
@@ -334,7 +363,7 @@ class GrammarWriter:
             return "calls | PLAIN"
         # What begins with the marker is a call; the marker is a token or is spelled.
         self._rules["trigger"] = self._write_text_to(form.begin)
-        self._rules["rest"] = f"{self._write_literal(form.first[len(form.begin) :])} {ending}"
+        self._rules["rest"] = f"{self._write_literal(form.prefix[len(form.begin) :])} {ending}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
 
     def _fit(self, calling: Calling, name: str, schema: Any) -> Any:

@@ -203,7 +203,7 @@ BREAKS = {
         ["export/test_export.py"],
     ),
     "a request beyond the queue is taken": Break(
-        "serve/scheduler.py", "> self.max_queue + max(0, free)", "> 1000",
+        "serve/scheduler.py", "> self.max_queue + max(0, num_free)", "> 1000",
         ["serve/test_scheduler.py"],
     ),
     "verify takes an engine's choice for the model's": Break(

@@ -15,7 +15,7 @@ import torch
 
 from specdec.decode import accept as rules
 from specdec.serve import app, requests
-from specdec.serve.answers import Answer
+from specdec.serve.answers import EndpointAnswer
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
 # What spoils a drafter's config.json and tensors.
@@ -33,14 +33,14 @@ def mix_columns(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
 @contextlib.contextmanager
 def alter_answers(alter: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
     """Alter each whole answer before it is sent: alter(body, document)."""
-    original = Answer.to_json
+    original = EndpointAnswer.to_json
 
-    def write(answer: Answer) -> dict[str, Any]:
+    def write(answer: EndpointAnswer) -> dict[str, Any]:
         document = copy.deepcopy(original(answer))
         alter(answer.body, document)
         return document
 
-    with mock.patch.object(Answer, "to_json", write):
+    with mock.patch.object(EndpointAnswer, "to_json", write):
         yield
 
 
@@ -49,7 +49,7 @@ def alter_streams(alter: Callable[[Any, list[Any]], list[Any]]) -> Iterator[None
     """Alter the events of each stream, which then come all at once."""
     original = app._format_events
 
-    async def write(events: Any, answer: Answer) -> Any:
+    async def write(events: Any, answer: EndpointAnswer) -> Any:
         sent = [event async for event in original(events, answer)]
         for event in alter(answer.body, sent):
             yield event
@@ -186,7 +186,7 @@ def forget_stops(request: Any) -> Any:
 
 @contextlib.contextmanager
 def fail_streams() -> Iterator[None]:
-    async def write(events: Any, answer: Answer) -> Any:
+    async def write(events: Any, answer: EndpointAnswer) -> Any:
         raise RuntimeError("planted")
         yield b""
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from specdec.serve import requests
-from specdec.serve.server import Server
+from specdec.serve.server import EngineServer
 from tests.serve.servers import make_served_engine, serve_here
 
 
@@ -20,13 +20,13 @@ def folder(lasting_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Server, str]]:
+def served(folder: Path) -> Iterator[tuple[EngineServer, str]]:
     with serve_here(folder, draft_budget="fixed") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def url(served: tuple[Server, str]) -> str:
+def url(served: tuple[EngineServer, str]) -> str:
     return served[1]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from specdec.serve.server import Server, load, open_socket
+from specdec.serve.server import EngineServer, load, open_socket
 from specdec.serve.settings import ServeSettings
 from specdec.system.http_client import read_key
 from tests.conftest import make_drafter, make_llama, make_tokenizer
@@ -53,12 +53,12 @@ def make_served_engine(parent: Path, **sizes: Any) -> Path:
 
 
 @contextlib.contextmanager
-def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]]:
+def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[EngineServer, str]]:
     """A server, and its address."""
     options = {"port": 0, "served_model_name": MODEL, "device": "cpu", "prompt_chunk": 16}
     made = ServeSettings(engine_dir=engine_dir, **(options | settings))
     with open_socket(made) as listener, load(made) as engine:
-        server = Server(made, engine, read_key(made.api_key_file))
+        server = EngineServer(made, engine, read_key(made.api_key_file))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=_run_quietly, args=(server, listener))
         thread.start()
@@ -72,7 +72,7 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[Server, str]
             assert not thread.is_alive()
 
 
-def _run_quietly(server: Server, listener: Any) -> None:
+def _run_quietly(server: EngineServer, listener: Any) -> None:
     try:
         server.run_until_told(listener)
     except Exception:  # a lost engine is what some tests are about

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from specdec import Event
 from specdec.decode.requests import Request
-from specdec.serve.answers import Answer, ChatAnswer, Choice
+from specdec.serve.answers import ChatAnswer, Choice, EndpointAnswer
 from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS
 from specdec.serve.parsing import Parser
 from specdec.serve.response_body import ResponseBody
@@ -65,7 +65,7 @@ def make_events(tokenizer: Any, ids: list[int], stop: list[str], blocks: Blocks)
             return
 
 
-def tell(kind: type[Answer], name: str, tokenizer: Any, events: Any) -> tuple[Any, ...]:
+def tell(kind: type[EndpointAnswer], name: str, tokenizer: Any, events: Any) -> tuple[Any, ...]:
     """What a stream tells, its deltas joined, which the whole answer is."""
     parser = Parser(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], schemas=SCHEMAS)
     request = Request(index=0, input_text="", input_ids=[1], max_output_len=9, end_ids=frozenset())
@@ -94,7 +94,7 @@ def tell(kind: type[Answer], name: str, tokenizer: Any, events: Any) -> tuple[An
 @pytest.mark.parametrize("kind", [ChatAnswer, ResponseAnswer])
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_answer_does_not_depend_on_blocks(
-    tokenizer: Any, name: str, kind: type[Answer], stop: list[str]
+    tokenizer: Any, name: str, kind: type[EndpointAnswer], stop: list[str]
 ) -> None:
     text = f"<think>\nhm é🙂 <tool_call>\n</think>\n\n{TEXTS[name]}"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -32,7 +32,7 @@ from specdec.serve.schema import (
     CompletionBody,
     list_rules,
 )
-from specdec.serve.server import Server, check_address
+from specdec.serve.server import EngineServer, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
 from specdec.system.http_client import read_key
@@ -767,7 +767,7 @@ def test_what_is_not_http_is_an_error_in_openais_form(
 
 
 def test_health_is_answered_as_all_else_is(
-    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+    served: tuple[EngineServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in several packets, behind another request, and with a body that nobody reads."""
     server, url = served
@@ -804,7 +804,7 @@ def test_answers_have_a_request_id(url: str) -> None:
 
 
 def test_connections_that_stall_are_ended(
-    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+    served: tuple[EngineServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Headers that do not come, a body that does not, and an answer that nobody takes."""
     server, url = served
@@ -923,7 +923,7 @@ def count_left(url: str) -> float:
 
 
 def test_who_leaves_frees_the_row(
-    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+    served: tuple[EngineServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they asked for is not finished without them."""
     server, url = served
@@ -942,7 +942,7 @@ def test_who_leaves_frees_the_row(
     assert count_left(url) == before + 3
 
 
-def test_a_slow_reader_delays_nobody(served: tuple[Server, str], expected: Any) -> None:
+def test_a_slow_reader_delays_nobody(served: tuple[EngineServer, str], expected: Any) -> None:
     """Its request ends without it, and what waits for it is no more than its own output."""
     server, url = served
     body = LONG | {"stream": True}
@@ -980,7 +980,9 @@ def test_queue_and_time_have_bounds(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failing_step_is_a_500_and_the_server_goes_on(
-    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: tuple[EngineServer, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, url = served
     step, left = Batch.step, [3, 3]

@@ -25,7 +25,7 @@ from benchmarks.under_load.client import ask
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.ranks import processes
 from specdec.serve import cli, scheduler, server
-from specdec.serve.server import Server
+from specdec.serve.server import EngineServer
 from specdec.system.processes import _list_family
 from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import call, run_cli_here
@@ -165,13 +165,13 @@ def test_a_launchers_other_rank_follows(folder: Path, monkeypatch: pytest.Monkey
     assert followed == [signal.SIG_IGN]
 
 
-def check_lost(server: Server) -> None:
+def check_lost(server: EngineServer) -> None:
     """The server ends, and says which rank it lost."""
     deadline = time.monotonic() + 30
     while not server._http.should_exit:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    lost = server.scheduler.lost
+    lost = server.scheduler.lost_error
     assert isinstance(lost, SpecDecError)
     assert "rank 1 of 2 was killed by signal 9" in lost.message
     assert not server.scheduler.is_ready
@@ -234,12 +234,12 @@ def test_a_rank_that_is_stopped_ends_the_server_that_is_told_to_end(
         (child,) = core._ranks._children
         os.kill(child.pid, signal.SIGSTOP)
         assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 504
-        assert server.scheduler.lost is None, "it may go on"
+        assert server.scheduler.lost_error is None, "it may go on"
         answer = CLIENT.get(f"{url}/health")
         assert answer.status_code == 503
         assert f"rank 1 of 2 is stopped (process {child.pid})" in answer.text
-    assert isinstance(server.scheduler.lost, SpecDecError)
-    assert f"rank 1 of 2 is stopped (process {child.pid})" in server.scheduler.lost.message
+    assert isinstance(server.scheduler.lost_error, SpecDecError)
+    assert f"rank 1 of 2 is stopped (process {child.pid})" in server.scheduler.lost_error.message
     assert child.poll() == -signal.SIGKILL
 
 

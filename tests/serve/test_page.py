@@ -11,7 +11,7 @@ import pytest
 
 from specdec import Engine, Prompt
 from specdec.decode.loop import Batch
-from specdec.serve.server import Server
+from specdec.serve.server import EngineServer
 from tests.conftest import ROOT
 from tests.serve.browser import (
     CONTROL,
@@ -39,7 +39,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser, served: tuple[Server, str]) -> Browser:
+def page(browser: Browser, served: tuple[EngineServer, str]) -> Browser:
     """The page, just opened, wide and light; what it has asked for and said so far is forgotten."""
     browser.resize(1200, 900)
     browser.set_dark(False)
@@ -74,7 +74,7 @@ def read_tokens(page: Browser) -> list[list[Any]]:
     return found
 
 
-def test_the_page_needs_nothing_from_elsewhere(served: tuple[Server, str]) -> None:
+def test_the_page_needs_nothing_from_elsewhere(served: tuple[EngineServer, str]) -> None:
     answer = CLIENT.get(served[1])
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -90,7 +90,7 @@ def test_the_page_needs_nothing_from_elsewhere(served: tuple[Server, str]) -> No
 
 
 def test_every_token_is_marked_and_both_sides_agree(
-    page: Browser, folder: Path, served: tuple[Server, str]
+    page: Browser, folder: Path, served: tuple[EngineServer, str]
 ) -> None:
     generate(page)
     drafted, plain = read_tokens(page)
@@ -161,7 +161,7 @@ def test_a_chosen_step_shows_its_tree_and_charts(page: Browser) -> None:
 
 
 def test_the_keyboard_is_enough(
-    page: Browser, served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+    page: Browser, served: tuple[EngineServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
     page.run("document.querySelector('details').open = true")

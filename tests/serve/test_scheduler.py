@@ -501,7 +501,7 @@ def test_a_cancelled_request_frees_its_row_within_a_step(
 
     def cancel_after_the_fifth(batch: Batch) -> None:
         step(batch)
-        has_begun.append(late.begun is not None)
+        has_begun.append(late.row_time is not None)
         if len(has_begun) == 5:
             run.scheduler.cancel(jobs[3])
 
@@ -529,7 +529,7 @@ def test_a_failing_step_fails_its_requests_alone(run: Run, monkeypatch: pytest.M
     expected = run.finish(run.submit([5, 9], max_output_len=6))
     jobs = [run.submit([5, n + 3], max_output_len=200) for n in range(8)]
     late = run.submit([5, 9], max_output_len=6)
-    wait_until(lambda: all(job.last_token for job in jobs))
+    wait_until(lambda: all(job.last_token_time for job in jobs))
     is_broken.set()
     for job in jobs:
         wait_until(functools.partial(getattr, job, "is_over"))
@@ -544,7 +544,7 @@ def test_a_lost_engine_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     with load(folder) as engine:
         run = Run(engine, on_lost=told.append)
         job = run.submit([5, 9], max_output_len=200)
-        wait_until(lambda: job.last_token is not None)
+        wait_until(lambda: job.last_token_time is not None)
         monkeypatch.setattr(type(engine), "is_lost", True)
 
         def lose(batch: Batch) -> None:
