@@ -1,10 +1,10 @@
-"""What is begun on a device before the host knows the step before: plain steps, and drafts.
+"""Plain steps and drafts that a device begins before the host has the step before them.
 
 The next plain step of a request needs its newest token, which is on the device already, and its
 position, which the host knows. So it is begun before the token has come to the host, and the device
-never waits for what the host does between steps. Steps are plain where nothing drafts, and where
-what drafts rests for a while. A request that turns out to have ended has one step too many in
-flight; its result is dropped.
+never waits for the host's work between steps. Steps are plain where nothing drafts, and where the
+drafter rests for a while. A request that turns out to have ended has one step too many in flight;
+the result of that step is dropped.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import accept_on_device
+from specdec.decode.device_tokens import run_tokens
 from specdec.decode.drafters.base import Drafter, list_rows
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.ranking import find_best
-from specdec.engine.step import States, Step
+from specdec.engine.step import States
 from specdec.engine.transfers import Array, Arrival, to_device, to_host
-from specdec.engine.tree import BoolArray, IntArray, Tree
+from specdec.engine.tree import BoolArray, Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A step that was begun; best: [B], the token that each request goes on with.
+    """One plain step that the device computes, or has computed.
 
-    states: of that step, [B, 1, D].
+    requests: the B requests of the step. states: the step's states, [B, 1, D].
+    next_tokens: [B], the token that each request goes on with. arrival: next_tokens on their way
+    to the host.
     """
 
     requests: list[ActiveRequest]
     states: States
-    best: Tensor
+    next_tokens: Tensor
     arrival: Arrival
 
 
 class PlainAhead:
-    """Begins steps, and hands over the tokens of the one begun first.
+    """Queue of at most two plain steps: the host takes the first while the device runs the second.
 
     is_allowed: whether no more of a step than its tokens is asked for.
     """
@@ -69,22 +72,20 @@ class PlainAhead:
         active: the requests that go on.
         """
         if not self.is_flying:
-            newest = [request.output_ids[-1] for request in active]
-            self._flight = self._begin(list(active), to_device(newest, self._decoder.device))
+            newest_tokens = [request.output_ids[-1] for request in active]
+            self._flight = self._begin(list(active), to_device(newest_tokens, self._decoder.device))
         flight, self._flight = self._flight, None
         assert flight is not None
         self._drafter.skip(len(flight.requests))
-        may_begin = self._may_begin(active)
         # Where requests came or went, those in flight land first.
-        is_same = len(active) == len(flight.requests) and all(
-            ours is theirs for ours, theirs in zip(active, flight.requests, strict=True)
-        )
+        is_same = [*map(id, active)] == [*map(id, flight.requests)]
+        may_begin = self._may_begin(active)
         if may_begin and is_same and any(request.remaining > 1 for request in active):
-            self._flight = self._begin(flight.requests, flight.best)
+            self._flight = self._begin(flight.requests, flight.next_tokens)
         (tokens,) = flight.arrival.wait()
-        found = [at for at, r in enumerate(flight.requests) if r.finish_reason is None]
-        states = flight.states.take(found)
-        return [flight.requests[at] for at in found], tokens[found, None], states
+        rows = [row for row, r in enumerate(flight.requests) if r.finish_reason is None]
+        states = flight.states.take(rows)
+        return [flight.requests[row] for row in rows], tokens[rows, None], states
 
     def _may_begin(self, active: Sequence[ActiveRequest]) -> bool:
         return (
@@ -96,42 +97,28 @@ class PlainAhead:
 
     def _begin(self, requests: list[ActiveRequest], tokens: Tensor) -> _Flight:
         states = run_tokens(self._decoder, self._cache, list_rows(requests), tokens)
-        best = find_best(self._decoder.compute_logits(states.last)[:, 0])
-        return _Flight(requests, states, best, Arrival(best))
-
-
-def run_tokens(decoder: Decoder, cache: KVCache, rows: IntArray, tokens: Tensor) -> States:
-    """Run and commit one token per row, `tokens` [B] on the device; return states [B, 1, D]."""
-    positions = cache.past_lens[rows][:, None]
-    step = Step(
-        rows=rows,
-        tokens=np.zeros_like(positions),  # the host does not know them
-        positions=positions,
-        tree_mask=np.ones((len(rows), 1, 1), np.bool_),
-    )
-    states = decoder.forward(step, cache, tokens[:, None])
-    for row in rows.tolist():
-        cache.commit(row, [0])
-    return States(states, decoder.observed)
+        next_tokens = find_best(self._decoder.compute_logits(states.last)[:, 0])
+        return _Flight(requests, states, next_tokens, Arrival(next_tokens))
 
 
 def draft_ahead(
-    proposer: Drafter,
+    drafter: Drafter,
     requests: Sequence[ActiveRequest],
     trees: Sequence[Tree],
     tree_mask: BoolArray,
     states: Tensor,
     logits: Tensor,
 ) -> Array | None:
-    """Let the next draft begin before the host knows what was accepted, where it can.
+    """Let the next draft begin before the host knows which tokens were accepted, where it can.
 
     Returns the greedy choices [B, T], which came to the host with the draft.
     """
     if not all(r.needs_only_best and r.request.drafts for r in requests):
         return None
-    best = find_best(logits)
-    last, roots = accept_on_device(trees, tree_mask, best)
-    newest = states[torch.arange(len(trees), device=states.device), last]
-    choices, ends, drafts = to_host(best, last, proposer.compute_drafts(newest, roots))
-    proposer.take_drafts(requests, choices[np.arange(len(trees)), ends].tolist(), drafts)
+    best_tokens = find_best(logits)
+    last_nodes, roots = accept_on_device(trees, tree_mask, best_tokens)
+    newest_states = states[torch.arange(len(trees), device=states.device), last_nodes]
+    drafts_on_device = drafter.compute_drafts(newest_states, roots)
+    choices, path_ends, drafts = to_host(best_tokens, last_nodes, drafts_on_device)
+    drafter.take_drafts(requests, choices[np.arange(len(trees)), path_ends].tolist(), drafts)
     return choices

@@ -322,9 +322,9 @@ class Engine:
         Raises PromptError that lists every prompt beyond the engine's limits, before anything is
         decoded; EngineBusyError and EngineLostError as their names say.
         """
-        listed, defaults = _list_prompts(prompts), _make_defaults(settings)
+        prompt_list, defaults = _list_prompts(prompts), _make_defaults(settings)
         with self._use() as core:
-            requests = self._make_requests(core, listed, defaults, repeats=True)
+            requests = self._make_requests(core, prompt_list, defaults, repeats=True)
             if not requests:
                 return []
             batch = self._batch
@@ -344,14 +344,16 @@ class Engine:
                         self._step(batch)
         return [_describe(result, self.tokenizer) for result in choose_best(results)]
 
-    def run(self, requests: Sequence[Request], **kept: Any) -> list[ActiveRequest]:
+    def run(self, requests: Sequence[Request], **option_fields: Any) -> list[ActiveRequest]:
         """Decode prepared requests while no stream is open; `generate` for commands.
 
         kept: fields of the loop's `Options`. Raises Interrupted on Ctrl-C, with what there is.
         """
         with self._use() as core:
             self._batch = None
-            return core.generate(requests, dataclasses.replace(self._make_options(core), **kept))
+            return core.generate(
+                requests, dataclasses.replace(self._make_options(core), **option_fields)
+            )
 
     def prepare(
         self, prompt: AnyPrompt, *, max_output_len: int | None = 100, index: int = ONLY
@@ -364,8 +366,8 @@ class Engine:
         core, defaults = self._get_core(), Prompt(max_output_len=max_output_len or 1)
         (request,) = self._make_requests(core, [prompt], defaults, index)
         if max_output_len is None and _to_prompt(prompt).max_output_len is None:
-            longest = core.find_limits(drafts=request.drafts)[1]
-            room = max(1, longest - len(request.input_ids))
+            max_seq_len = core.find_limits(drafts=request.drafts)[1]
+            room = max(1, max_seq_len - len(request.input_ids))
             request = dataclasses.replace(request, max_output_len=room)
             core.check_requests([request])
         return request
@@ -455,31 +457,32 @@ class Engine:
         )
 
     def _make_requests(
-        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt, first: int = 0,
-        *, repeats: bool = False,
+        self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt,
+        first_index: int = 0, *, repeats: bool = False,
     ) -> list[Request]:  # fmt: skip
         checked = []
-        for index, one in enumerate(prompts, first):
-            if one is None or isinstance(one, (Mapping, numbers.Number)):
+        for index, user_prompt in enumerate(prompts, first_index):
+            if user_prompt is None or isinstance(user_prompt, (Mapping, numbers.Number)):
+                type_name = type(user_prompt).__name__
                 raise PromptError(
-                    f"{name_prompt(index)} is {shorten(one)}, of the type {type(one).__name__}",
+                    f"{name_prompt(index)} is {shorten(user_prompt)}, of the type {type_name}",
                     "give a text, a list of token ids, or a Prompt, which has messages too",
                 )
-            prompt = _to_prompt(one)
-            given = prompt.list_given()
-            if "grammar" in given and "end_ids" in given:
+            prompt = _to_prompt(user_prompt)
+            prompt_settings = prompt.list_given()
+            if "grammar" in prompt_settings and "end_ids" in prompt_settings:
                 raise PromptError(
                     f"{name_prompt(index)} has both grammar and end_ids",
                     "leave one out: a text that keeps to a grammar ends as the model's do",
                     field="grammar",
                 )
-            filled = defaults.list_given() | given
-            if "grammar" in given:
-                filled.pop("end_ids", None)
-            checked.append(check_prompt(index, Prompt(**filled)))
+            all_settings = defaults.list_given() | prompt_settings
+            if "grammar" in prompt_settings:
+                all_settings.pop("end_ids", None)
+            checked.append(check_prompt(index, Prompt(**all_settings)))
         requests = make_requests(
             checked, self._settings, self.tokenizer, self._end_ids,
-            lambda grammar: self._grammars.compile(grammar), first, repeats,
+            lambda grammar: self._grammars.compile(grammar), first_index, repeats,
         )  # fmt: skip
         core.check_requests(requests)
         return requests
@@ -528,9 +531,9 @@ class Stream:
                     f" {len(active.output_ids)} tokens",
                     "ask for the prompt again; the failure was raised where the step was run",
                 )
-            at, self._num_taken = self._num_taken, len(active.output_ids)
-            trees_at, self._num_trees = self._num_trees, len(active.trees)
-            if at == self._num_taken and reason is None:
+            first_token, self._num_taken = self._num_taken, len(active.output_ids)
+            first_tree, self._num_trees = self._num_trees, len(active.trees)
+            if first_token == self._num_taken and reason is None:
                 return None
             text, stream = "", active.text_stream
             if stream is not None:
@@ -541,12 +544,12 @@ class Stream:
                 self._is_over = True
             return Event(
                 text=text,
-                token_ids=active.output_ids[at:],
-                origins=active.origins[at:],
-                ends=stream.ends[at:] if stream is not None else [],
-                logprobs=active.logprobs[at:],
-                trees=active.trees[trees_at:],
-                prompt_logprobs=active.prompt_logprobs if at == 0 else [],
+                token_ids=active.output_ids[first_token:],
+                origins=active.origins[first_token:],
+                ends=stream.ends[first_token:] if stream is not None else [],
+                logprobs=active.logprobs[first_token:],
+                trees=active.trees[first_tree:],
+                prompt_logprobs=active.prompt_logprobs if first_token == 0 else [],
                 finish_reason=reason,
                 stats=active.stats if reason is not None else None,
             )
@@ -580,12 +583,12 @@ class Stream:
 def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> DecodeSettings:
     """The settings that options mean, checked as those of a recipe are."""
     flags = {name: flag for name, (flag, _) in get_flags(DecodeSettings).items()}
-    known = [name for name in flags if name not in NO_OPTIONS]
+    option_names = [name for name in flags if name not in NO_OPTIONS]
     for name in options:
-        if name not in known:
+        if name not in option_names:
             raise UsageError(
-                f"Engine.load has no option {name!r}{suggest(name, known)}",
-                f"its options are {', '.join(known)}",
+                f"Engine.load has no option {name!r}{suggest(name, option_names)}",
+                f"its options are {', '.join(option_names)}",
             )
     values = dict(fixed) | {name: value for name, value in options.items() if value is not None}
     for name, value in values.items():
@@ -600,20 +603,20 @@ def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
         prompts = prompts.tolist()
     if isinstance(prompts, (str, bytes, Prompt, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]  # which are refused but for texts and prompts
-    listed: list[Any] = list(prompts)
-    if listed and isinstance(listed[0], numbers.Integral):
-        return [listed]
-    return listed
+    items: list[Any] = list(prompts)
+    if items and isinstance(items[0], numbers.Integral):
+        return [items]
+    return items
 
 
 def _make_defaults(settings: Settings) -> Prompt:
     """Settings of a call as a prompt's; UsageError for those that no prompt has."""
-    known = list(Settings.__annotations__)
+    setting_names = list(Settings.__annotations__)
     for name in settings:
         if name not in CHECKS:
             raise UsageError(
-                f"there is no setting {name!r}{suggest(name, known)}",
-                f"a call's are {', '.join(known)}; a Prompt has more",
+                f"there is no setting {name!r}{suggest(name, setting_names)}",
+                f"a call's are {', '.join(setting_names)}; a Prompt has more",
             )
     return Prompt(**settings)
 

@@ -72,7 +72,7 @@ class TorchEngine:
 
         drafting: None lets the checkpoint's own drafter draft, if it has one.
         """
-        began = time.perf_counter()
+        start_seconds = time.perf_counter()
         self.folder = folder
         self._read_config()
         tp_size = self.config.checkpoint.model.tp_size
@@ -96,7 +96,7 @@ class TorchEngine:
         except BaseException:
             self.close()
             raise
-        self.load_seconds = time.perf_counter() - began
+        self.load_seconds = time.perf_counter() - start_seconds
         self.timing = Timing()
 
     def _read_config(self) -> None:
@@ -158,10 +158,14 @@ class TorchEngine:
                 max_positions=min(count_positions(e.config.checkpoint.model) for e in engines),
             )
             length = len(request.input_ids)
-            table, total = self.decoder.rotary, length + request.max_output_len
-            if table is not None and (found := table.check_request(length, total)):
-                problems.add(f"{request.name}: {found[0]}", found[1], "text")
+            rotary, total = self.decoder.rotary, length + request.max_output_len
+            if rotary is not None and (fault := rotary.check_request(length, total)):
+                problems.add(f"{request.name}: {fault[0]}", fault[1], "text")
         problems.raise_all()
+
+    def open_draft_engine(self, folder: Path, devices: Sequence[int] | None) -> EngineHandle:
+        """Load the engine folder of a draft model, on the kind of device that this engine uses."""
+        return open_engine(folder, device=self.device.type, devices=devices)
 
     def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine.
@@ -181,13 +185,13 @@ class TorchEngine:
         """
         self.check_requests(requests)
         options = self.fill_options(options or Options())
-        num_known = self.graphs.num_recorded if self.graphs is not None else 0
+        num_graphs = self.graphs.num_recorded if self.graphs is not None else 0
         try:
             results = generate(self.decoder, self.proposer, requests, options, self.timing)
         finally:
             self._keep()
         self.check_whole()
-        if self.graphs is not None and self.graphs.num_recorded > num_known:
+        if self.graphs is not None and self.graphs.num_recorded > num_graphs:
             logger.info("graphs: %s", self.graphs.describe())
         return results
 
@@ -207,16 +211,18 @@ class TorchEngine:
 
     def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
         """Take fewer or shorter requests than the engine was built for; None leaves a limit."""
-        given = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
-        lower: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
+        limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+        new_limits: dict[str, Any] = {name: n for name, n in limits.items() if n is not None}
         build = self.config.build
-        for name, value in lower.items():
+        for name, value in new_limits.items():
             if type(value) is not int or not 1 <= value <= getattr(build, name):
                 raise UsageError(
                     f"{name} is {value!r}, the engine was built for 1 to {getattr(build, name)}",
                     f"give a whole number up to {getattr(build, name)}, or build a larger engine",
                 )
-        self.config = dataclasses.replace(self.config, build=dataclasses.replace(build, **lower))
+        self.config = dataclasses.replace(
+            self.config, build=dataclasses.replace(build, **new_limits)
+        )
 
     def fill_options(self, options: Options) -> Options:
         """The options with the engine's own limits instead of theirs."""

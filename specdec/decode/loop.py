@@ -73,9 +73,9 @@ def generate(
     Raises Interrupted on Ctrl-C.
     """
     num_rows = min(options.max_batch_size or len(requests), len(requests))
-    longest = max(len(r.input_ids) + r.max_output_len for r in requests)
+    max_seq_len = max(len(r.input_ids) + r.max_output_len for r in requests)
     batch = Batch(
-        decoder, proposer, options, timing or Timing(), num_rows=num_rows, max_seq_len=longest
+        decoder, proposer, options, timing or Timing(), num_rows=num_rows, max_seq_len=max_seq_len
     )
     active = [batch.submit(request) for request in requests]
     try:

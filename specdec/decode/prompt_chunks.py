@@ -20,14 +20,14 @@ def choose_chunk(costs: CostTable | None, num_active: int, num_requests: int) ->
     as long as theirs are otherwise; where reading the weights does, more tokens cost next to
     nothing. num_requests: those that run and those that wait.
     """
-    usual = min(max(LEAST_CHUNK, CHUNK_SHARE * num_requests), MOST_CHUNK)
+    usual_size = min(max(LEAST_CHUNK, CHUNK_SHARE * num_requests), MOST_CHUNK)
     if costs is None or not num_active:
-        return usual
-    least = num_active + max(num_active, LEAST_READ)
-    plain = float(costs.estimate_steps(num_active, np.array([1]))[0])
-    seconds = costs.estimate_pass(np.arange(least + 1, MOST_CHUNK + 1))
-    fewest, longest = (
-        least + int(np.searchsorted(seconds, times * plain, side="right"))
-        for times in (LEAST_TIMES, MOST_TIMES)
+        return usual_size
+    min_size = num_active + max(num_active, LEAST_READ)
+    plain_seconds = float(costs.estimate_steps(num_active, np.array([1]))[0])
+    seconds = costs.estimate_pass(np.arange(min_size + 1, MOST_CHUNK + 1))
+    safe_size, max_size = (
+        min_size + int(np.searchsorted(seconds, factor * plain_seconds, side="right"))
+        for factor in (LEAST_TIMES, MOST_TIMES)
     )
-    return min(max(usual, fewest), longest)
+    return min(max(usual_size, safe_size), max_size)

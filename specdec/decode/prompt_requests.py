@@ -45,7 +45,7 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     if settings.end_id is not None:
         return frozenset([settings.end_id])
     eos = getattr(tokenizer, "eos_token_id", None)
-    own: frozenset[int] = frozenset() if eos is None else frozenset([eos])
+    end_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos])
     if settings.tokenizer_dir is not None:
         folder = Path(localize(settings.tokenizer_dir))
         if not folder.is_dir():  # of the Hub, whose tokenizer alone was fetched
@@ -54,11 +54,11 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
         if path.is_file():
             document = read_json(path)
             _log_defaults(document, path)
-            told = _read_ids(document)
-            return own if told is None else told
+            config_ids = _read_ids(document)
+            return end_ids if config_ids is None else config_ids
         if (folder / "config.json").is_file():
-            own |= _read_ids(read_json(folder / "config.json")) or frozenset()
-    return own
+            end_ids |= _read_ids(read_json(folder / "config.json")) or frozenset()
+    return end_ids
 
 
 def _read_ids(document: Mapping[str, Any]) -> frozenset[int] | None:
@@ -70,12 +70,14 @@ def _read_ids(document: Mapping[str, Any]) -> frozenset[int] | None:
 
 def _log_defaults(document: Mapping[str, Any], path: Path) -> None:
     """Say which fields of a generation_config.json change texts and are not applied."""
-    told = [
+    ignored_fields = [
         f"{key} {shorten(document[key])}" for key in DEFAULTS
         if document.get(key) not in (None, False, 0, 1, [], {})
     ]  # fmt: skip
-    if told:
-        logger.info("%s: not applied, give it with each request: %s", path, ", ".join(told))
+    if ignored_fields:
+        logger.info(
+            "%s: not applied, give it with each request: %s", path, ", ".join(ignored_fields)
+        )
 
 
 def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:
@@ -85,11 +87,11 @@ def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:
     }  # fmt: skip
     for fact, remedy in find_faults(values, names=FLAGS):
         raise UsageError(fact, remedy)
-    shared = Prompt(max_output_len=settings.max_output_len, top_k=settings.top_k, **values)
+    common_prompt = Prompt(max_output_len=settings.max_output_len, top_k=settings.top_k, **values)
     if settings.temperature is None:
-        return [shared] * num_prompts
+        return [common_prompt] * num_prompts
     try:
-        temperatures = [float(part) for part in settings.temperature.split(",")]
+        temperatures = [float(number) for number in settings.temperature.split(",")]
     except ValueError:
         temperatures = [math.nan]
     if not all(map(CHECKS["temperature"][0], temperatures)):
@@ -103,7 +105,7 @@ def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:
         )
     if len(temperatures) == 1:
         temperatures *= num_prompts
-    return [dataclasses.replace(shared, temperature=value) for value in temperatures]
+    return [dataclasses.replace(common_prompt, temperature=value) for value in temperatures]
 
 
 def make_requests(
@@ -204,19 +206,19 @@ def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:
     assert top_p is not None
     if temperature is None:
         temperature = float(top_k > 0 or top_p < 1)
-    given = {name: value for name, value in prompt.list_given().items() if name in SHAPING}
-    bias = tuple(given.pop("logit_bias", {}).items())
-    allowed = prompt.allowed_token_ids
+    shaping_values = {name: value for name, value in prompt.list_given().items() if name in SHAPING}
+    bias = tuple(shaping_values.pop("logit_bias", {}).items())
+    allowed_ids = prompt.allowed_token_ids
     return SamplingParams(
         temperature=float(temperature),
         top_k=top_k,
         top_p=float(top_p),
         seed=prompt.seed,
         logit_bias=bias,
-        allowed_ids=None if allowed is None else frozenset(allowed),
+        allowed_ids=None if allowed_ids is None else frozenset(allowed_ids),
         bad_words=frozenset(_list_bad_words(prompt.bad_words or (), tokenizer)),
         min_tokens=prompt.min_tokens or 0,
-        **{name: float(value) for name, value in given.items()},
+        **{name: float(value) for name, value in shaping_values.items()},
     )
 
 

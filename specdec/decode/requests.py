@@ -228,10 +228,10 @@ class ActiveRequest:
     def note_prompt(self, states: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> None:
         """Keep what is told of the prompt's next tokens, which follow from states [n, D]."""
         tokens = self.request.input_ids[len(self.prompt_logprobs) :][: len(states)]
-        for at in range(0, len(tokens), LOGPROB_TOKENS):
-            part = tokens[at : at + LOGPROB_TOKENS]
-            logits = compute_logits(states[at : at + len(part)])
-            self.prompt_logprobs += self._describe(logits, part)
+        for start in range(0, len(tokens), LOGPROB_TOKENS):
+            block_tokens = tokens[start : start + LOGPROB_TOKENS]
+            logits = compute_logits(states[start : start + len(block_tokens)])
+            self.prompt_logprobs += self._describe(logits, block_tokens)
 
     def _describe(self, logits: Tensor, tokens: Sequence[int]) -> list[TokenLogprob]:
         num_top = self.request.num_logprobs
@@ -261,10 +261,10 @@ class ActiveRequest:
 
         origins: how each of the tokens came, where that is known.
         """
-        taken = 0
+        num_emitted = 0
         for token in tokens:
             self.output_ids.append(token)
-            taken += 1
+            num_emitted += 1
             is_stopped = self.text_stream is not None and self.text_stream.add(token)
             if token in self.request.end_ids:
                 is_cut = self.grammar is not None and self.grammar.is_cut
@@ -277,8 +277,8 @@ class ActiveRequest:
                 continue
             break
         self.stats.num_output_tokens = len(self.output_ids)
-        self.origins += origins[:taken]
-        return taken
+        self.origins += origins[:num_emitted]
+        return num_emitted
 
     def take(
         self,
@@ -295,24 +295,24 @@ class ActiveRequest:
         """
         is_step, num_draft_tokens = bool(self.output_ids), tree.num_draft_tokens
         drafted = tree.tokens[path[1:]].tolist() if len(path) > 1 else []
-        last = BONUS if num_draft_tokens else PLAIN
-        taken = self.emit([*drafted, bonus], [*[DRAFT] * len(drafted), last])
+        bonus_origin = BONUS if num_draft_tokens else PLAIN
+        num_emitted = self.emit([*drafted, bonus], [*[DRAFT] * len(drafted), bonus_origin])
         if self.request.keep_trees:
             self.trees.append(DraftTree(tree.tokens.tolist(), tree.parents.tolist(), path))
-        if keep_rejected and taken > len(drafted):
+        if keep_rejected and num_emitted > len(drafted):
             self.note_rejected(tree.list_below(path[-1]))
         if self.request.num_logprobs is not None or keep_logits:
             assert logits is not None
-            chosen = logits[to_device(path[:taken], logits.device)]
+            path_logits = logits[to_device(path[:num_emitted], logits.device)]
             if self.request.num_logprobs is not None:
-                self.logprobs += self._describe(chosen, self.output_ids[-taken:])
+                self.logprobs += self._describe(path_logits, self.output_ids[-num_emitted:])
             if keep_logits:
-                self.kept_logits.append(torch.from_numpy(to_host(chosen.float())[0]))
+                self.kept_logits.append(torch.from_numpy(to_host(path_logits.float())[0]))
         if is_step:  # the first token comes by the prompt's own pass
             self.stats.count_step(
                 num_draft_tokens=num_draft_tokens,
                 depth=tree.depth,
-                num_accepted=min(taken, len(drafted)),
+                num_accepted=min(num_emitted, len(drafted)),
             )
 
     def note_rejected(self, tokens: list[int]) -> None:
@@ -328,7 +328,7 @@ def choose_best(results: Sequence[ActiveRequest]) -> list[ActiveRequest]:
         return result.finish_reason is not None, sum(one.logprob for one in result.logprobs)
 
     by_prompt = itertools.groupby(results, lambda result: result.request.index)
-    return [max(own, key=rate) for _, own in by_prompt]
+    return [max(prompt_results, key=rate) for _, prompt_results in by_prompt]
 
 
 def find_problems(
@@ -340,43 +340,44 @@ def find_problems(
     max_positions: tokens of a prompt and its output that any engine of the model can take.
     is_built: whether `specdec-build` made the engine; else `specdec generate` is to make it.
     """
-    length, where = len(request.input_ids), request.name
+    length, request_name = len(request.input_ids), request.name
     problems = Problems()
     if length == 0:
-        problems.add(f"{where} is empty", "give at least one token", "text")
+        problems.add(f"{request_name} is empty", "give at least one token", "text")
     total = length + request.max_output_len
-    larger = f"--max-seq-len {total}" if total > max_seq_len else ""
+    build_flags = f"--max-seq-len {total}" if total > max_seq_len else ""
     if is_built and length > max_input_len:
-        larger += f"{' and ' if larger else ''}--max-input-len {length}"
-    way = f", or {'build with' if is_built else 'give'} {larger} or more"
+        build_flags += f"{' and ' if build_flags else ''}--max-input-len {length}"
+    remedy = f", or {'build with' if is_built else 'give'} {build_flags} or more"
     if total > max_positions:
-        way = f": the model takes {max_positions} tokens at most, prompt and output together"
+        remedy = f": the model takes {max_positions} tokens at most, prompt and output together"
     if length > max_input_len:
         problems.add(
-            f"{where} has {length} tokens, the engine's max_input_len is {max_input_len}",
-            f"shorten it{way}",
+            f"{request_name} has {length} tokens, the engine's max_input_len is {max_input_len}",
+            f"shorten it{remedy}",
             "text",
         )
     elif total > max_seq_len:
         problems.add(
-            f"{where} has {length} tokens and asks for {request.max_output_len} more, the"
+            f"{request_name} has {length} tokens and asks for {request.max_output_len} more, the"
             f" engine's max_seq_len is {max_seq_len}",
-            f"lower --max-output-len to {max_seq_len - length}{way}",
+            f"lower --max-output-len to {max_seq_len - length}{remedy}",
             "max_output_len",
         )
-    bad = [t for t in request.input_ids if not 0 <= t < vocab_size]
-    if bad:
+    foreign_tokens = [t for t in request.input_ids if not 0 <= t < vocab_size]
+    if foreign_tokens:
         problems.add(
-            f"{where} holds token {bad[0]}, the model's vocabulary has {vocab_size}",
+            f"{request_name} holds token {foreign_tokens[0]}, the model's vocabulary has"
+            f" {vocab_size}",
             "use the tokenizer that belongs to the model",
             "text",
         )
-    problems += _find_bans(request, where, vocab_size)
-    biased = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
-    if biased:
+    problems += _find_bans(request, request_name, vocab_size)
+    biased_tokens = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
+    if biased_tokens:
         problems.add(
-            f"{where} has a logit_bias for token {biased[0]}, the model's vocabulary has"
-            f" {vocab_size}",
+            f"{request_name} has a logit_bias for token {biased_tokens[0]}, the model's vocabulary"
+            f" has {vocab_size}",
             "leave it out",
             "logit_bias",
         )
@@ -386,21 +387,21 @@ def find_problems(
 def _find_bans(request: Request, where: str, vocab_size: int) -> Problems:
     """What is wrong with the tokens that are left out: one must be left at every place."""
     problems, params = Problems(), request.sampling
-    allowed = params.allowed_ids
+    allowed_ids = params.allowed_ids
     if not params.is_restricted:
         return problems
-    if allowed is not None and max(allowed) >= vocab_size:
+    if allowed_ids is not None and max(allowed_ids) >= vocab_size:
         problems.add(
-            f"{where} allows token {max(allowed)}, the model's vocabulary has {vocab_size}",
+            f"{where} allows token {max(allowed_ids)}, the model's vocabulary has {vocab_size}",
             "leave it out", "allowed_token_ids",
         )  # fmt: skip
-    banned = {word[-1] for word in params.bad_words}
-    banned |= request.end_ids if params.min_tokens else set()
-    left = frozenset(range(vocab_size)) if allowed is None else allowed
-    if left <= banned:
+    banned_ids = {word[-1] for word in params.bad_words}
+    banned_ids |= request.end_ids if params.min_tokens else set()
+    candidate_ids = frozenset(range(vocab_size)) if allowed_ids is None else allowed_ids
+    if candidate_ids <= banned_ids:
         problems.add(
             f"{where} allows tokens that bad_words and min_tokens rule out: none may be left",
-            "allow more tokens", "bad_words" if allowed is None else "allowed_token_ids",
+            "allow more tokens", "bad_words" if allowed_ids is None else "allowed_token_ids",
         )  # fmt: skip
     return problems
 
@@ -426,5 +427,5 @@ def sum_stats(results: Sequence[Counted]) -> dict[str, float | None]:
         "acceptance_length": round(emitted / steps, 4) if steps else 0.0,
         "acceptance_rate": round(accepted / depth, 4) if depth else 0.0,
     }
-    unknown = frozenset[str]().union(*(r.stats.unknown for r in results))
-    return {key: None if key in unknown else value for key, value in values.items()}
+    unknown_keys = frozenset[str]().union(*(r.stats.unknown for r in results))
+    return {key: None if key in unknown_keys else value for key, value in values.items()}

@@ -123,20 +123,20 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     scores = logits.float()
     if min(p.temperature for p in params) < COLD:
         scores = scores - scores.amax(-1, keepdim=True)
-    least = torch.finfo(torch.float32).tiny
+    least_temperature = torch.finfo(torch.float32).tiny
     temperature = to_device(
-        np.array([max(p.temperature, least) for p in params], np.float32), device
+        np.array([max(p.temperature, least_temperature) for p in params], np.float32), device
     )
     scores = scores / temperature[:, None]
     vocab_size = scores.shape[-1]
     top_k = [min(p.top_k, vocab_size) or vocab_size for p in params]
     if min(top_k) < vocab_size:
         limited = [k if k < vocab_size else 1 for k in top_k]
-        _, best = find_top(logits, max(limited))
+        _, best_tokens = find_top(logits, max(limited))
         is_kept = np.arange(max(limited)) < np.array(limited)[:, None]
         is_left = to_device(np.array([[k == vocab_size] for k in top_k]), device)
         is_left = is_left.repeat(1, vocab_size)
-        is_left.scatter_(1, best, to_device(is_kept, device) | is_left[:, :1])
+        is_left.scatter_(1, best_tokens, to_device(is_kept, device) | is_left[:, :1])
         scores = scores.masked_fill(~is_left, -torch.inf)
     top_p = [p.top_p for p in params]
     if min(top_p) < 1:
@@ -156,8 +156,8 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
     """Return what `draw_tokens` draws, on the host."""
     (tokens,) = to_host(draw_tokens(probs, uniforms))
-    drawn: list[int] = tokens.tolist()
-    return drawn
+    token_ids: list[int] = tokens.tolist()
+    return token_ids
 
 
 def draw_tokens(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -166,8 +166,8 @@ def draw_tokens(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     The sums are taken in float64 and need not end at 1; a token of probability 0 is never drawn.
     """
     sums = probs.double().cumsum(-1)
-    wanted = to_device(np.array(uniforms, np.float64), probs.device) * sums[:, -1]
-    return torch.searchsorted(sums, wanted[:, None], right=True)[:, 0]
+    thresholds = to_device(np.array(uniforms, np.float64), probs.device) * sums[:, -1]
+    return torch.searchsorted(sums, thresholds[:, None], right=True)[:, 0]
 
 
 def find_residual(target: Tensor, draft: Tensor) -> Tensor:

@@ -42,15 +42,17 @@ class Penalties:
             shaped[:, to_device(self._biased, device)] += to_device(self._biases, device)
         for node in range(tree.num_nodes):
             text = np.array([*self._output_ids, *list_branch(tree, node)], np.int64)
-            written, counts = np.unique(text, return_counts=True)
+            written_tokens, counts = np.unique(text, return_counts=True)
             row = shaped[node]
             if params.repetition_penalty != 1:
-                seen = to_device(np.union1d(self._prompt, written), device)
-                scores, penalty = row[seen], params.repetition_penalty
-                row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
+                repeated_tokens = to_device(np.union1d(self._prompt, written_tokens), device)
+                scores, penalty = row[repeated_tokens], params.repetition_penalty
+                row[repeated_tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
             if params.frequency_penalty or params.presence_penalty:
-                taken = params.frequency_penalty * counts + params.presence_penalty
-                row[to_device(written, device)] -= to_device(taken.astype(np.float32), device)
+                deductions = params.frequency_penalty * counts + params.presence_penalty
+                row[to_device(written_tokens, device)] -= to_device(
+                    deductions.astype(np.float32), device
+                )
         return shaped
 
 
@@ -74,14 +76,14 @@ class Bans:
     def shape(self, tree: Tree, logits: Tensor) -> Tensor:
         shaped = logits[: tree.num_nodes].float().clone()
         if self._params.allowed_ids is not None:
-            allowed = to_device(self._allowed, shaped.device)
-            kept, shaped = shaped[:, allowed], torch.full_like(shaped, -torch.inf)
-            shaped[:, allowed] = kept
+            allowed_tokens = to_device(self._allowed, shaped.device)
+            allowed_logits, shaped = shaped[:, allowed_tokens], torch.full_like(shaped, -torch.inf)
+            shaped[:, allowed_tokens] = allowed_logits
         _ban(shaped, self._single)
-        before = list(self._output_ids[-self._longest :]) if self._words else []
+        earlier_tokens = list(self._output_ids[-self._longest :]) if self._words else []
         for node in range(tree.num_nodes):
             branch = list_branch(tree, node)
-            text = (*before, *branch)
+            text = (*earlier_tokens, *branch)
             words = self._words.get(text[-1], ()) if text else ()
             banned = [word[-1] for word in words if text[1 - len(word) :] == word[:-1]]
             _ban(shaped[node], np.array(banned, np.int64))

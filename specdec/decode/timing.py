@@ -38,17 +38,17 @@ class Stopwatch:
     device: a CUDA device that is waited for at the end where the timing is exact, or None.
     """
 
-    def __init__(self, timing: Timing, part: str, device: torch.device) -> None:
-        self._timing, self._part, self._device = timing, part, device
-        self._began = 0.0
+    def __init__(self, timing: Timing, phase: str, device: torch.device) -> None:
+        self._timing, self._phase, self._device = timing, phase, device
+        self._start_seconds = 0.0
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter()
+        self._start_seconds = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            timing, part = self._timing, self._part
+            timing, phase = self._timing, self._phase
             if timing.is_exact and self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            seconds = time.perf_counter() - self._began
-            setattr(timing, part, getattr(timing, part) + seconds)
+            seconds = time.perf_counter() - self._start_seconds
+            setattr(timing, phase, getattr(timing, phase) + seconds)

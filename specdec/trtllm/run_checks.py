@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.decode.devices import check_count
+from specdec.decode.drafters.devices import check_count
 from specdec.decode.requests import Request, find_problems
 from specdec.decode.sampling import GREEDY
 from specdec.decode.settings import DecodeSettings

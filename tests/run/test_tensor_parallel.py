@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from specdec.decode import engine as torch_engine
-from specdec.decode.devices import check_devices
+from specdec.decode.drafters.devices import check_devices
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
 from specdec.decode.engine import TorchEngine

@@ -173,6 +173,12 @@ class EngineHandle(Protocol):
     load_seconds: float
     drafter_network: Any
 
+    def open_draft_engine(self, folder: Path, devices: Sequence[int] | None) -> EngineHandle:
+        """Load the engine folder of a draft model, on the kind of device that this engine uses."""
+
+    def check_whole(self) -> None:
+        """Wait until the engine's files are compared; SpecDecError where one is damaged."""
+
     def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine."""
 

@@ -13,12 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.ahead import run_tokens
-from specdec.decode.devices import check_devices
+from specdec.decode.device_tokens import run_tokens
 from specdec.decode.drafters.base import DraftContext, EngineHandle
+from specdec.decode.drafters.devices import check_devices
 from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
 from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.decode.engine import open_engine
 from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
@@ -49,9 +48,7 @@ def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreePropo
             f"give {', '.join(list_starters(METHOD.mode))}, or --no-speculation to decode without",
         )
     assert isinstance(options, DraftOptions)
-    draft = open_engine(
-        options.engine_dir, device=target.device.type, devices=options.draft_devices
-    )
+    draft = target.open_draft_engine(options.engine_dir, options.draft_devices)
     try:
         draft.check_whole()
         check_devices("draft", options.draft_devices, draft)

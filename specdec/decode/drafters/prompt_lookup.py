@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specdec.decode.accept import Candidates
-from specdec.decode.devices import check_devices
 from specdec.decode.drafters.base import DraftContext, Drafter
+from specdec.decode.drafters.devices import check_devices
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import make_root, pack_beams
 from specdec.methods.prompt_lookup import METHOD, LookupOptions

@@ -48,7 +48,7 @@ class LeadingDecoder(Decoder):
         super().__init__(*arguments, **options)
         self._ranks = ranks
         self._handle = handle
-        ranks.own(self, handle)
+        ranks.drop_with_owner(self, handle)
 
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row on every rank."""
@@ -58,7 +58,7 @@ class LeadingDecoder(Decoder):
             cache = super().make_cache(num_rows, num_positions)
         assert isinstance(cache, LeadingCache)
         cache.handle = handle
-        self._ranks.own(cache, handle)
+        self._ranks.drop_with_owner(cache, handle)
         return cache
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -112,11 +112,11 @@ def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
 
 def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
     """Bring a cache up to date and return the step."""
-    moves, at = arrays["moves"].tolist(), 0
-    while at < len(moves):
-        source, row, start, count = moves[at : at + 4]
-        at += 4 + count
-        cache.move(source, row, np.array(moves[at - count : at], np.int64), start)
+    moves, offset = arrays["moves"].tolist(), 0
+    while offset < len(moves):
+        source, row, start, count = moves[offset : offset + 4]
+        offset += 4 + count
+        cache.move(source, row, np.array(moves[offset - count : offset], np.int64), start)
     if cache.states is not None:
         cache.states.repeat(arrays["state_moves"].tolist())
     cache.past_lens[:] = arrays["past_lens"]
@@ -138,18 +138,18 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
 
 def open_decoder(
     ranks: Ranks | None, folder: Path, device: torch.device,
-    kinds: tuple[type[Decoder], type[LeadingDecoder]], make: Callable[..., Any],
+    decoder_classes: tuple[type[Decoder], type[LeadingDecoder]], make: Callable[..., Any],
 ) -> Any:  # fmt: skip
     """Rank 0's part of an engine folder: what `make` makes of a class and options for it.
 
     kinds: the class where there are no other ranks, and where there are. These load their parts.
     """
     if ranks is None:
-        return make(kinds[0])
+        return make(decoder_classes[0])
     ranks.meet()
     handle = ranks.make_handle()
     with ranks.together():
         ranks.tell("load", {}, decoder=handle, folder=str(folder.resolve()), device=device.type)
-        decoder = make(kinds[1], group=ranks.group, ranks=ranks, handle=handle)
+        decoder = make(decoder_classes[1], group=ranks.group, ranks=ranks, handle=handle)
         ranks.check_loaded()
     return decoder

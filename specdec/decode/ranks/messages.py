@@ -40,12 +40,12 @@ class Message:
         """Read what `encode` returned; bytes beyond it are ignored."""
         header_size = int(np.frombuffer(data, np.int64, 2)[1])
         call, values, shapes = json.loads(data[16 : 16 + header_size])
-        at = 16 + header_size
+        offset = 16 + header_size
         arrays = {}
-        for name, kind, shape in shapes:
-            array = np.frombuffer(data, np.dtype(kind), int(np.prod(shape)), at)
+        for name, dtype, shape in shapes:
+            array = np.frombuffer(data, np.dtype(dtype), int(np.prod(shape)), offset)
             arrays[name] = array.reshape(shape).copy()
-            at += array.nbytes
+            offset += array.nbytes
         return cls(call, values, arrays)
 
 
@@ -64,9 +64,9 @@ def receive(group: Group) -> Message:
     frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
     group.broadcast(frame)
     data = frame.numpy().tobytes()
-    rest = int(np.frombuffer(data, np.int64, 1)[0]) - FRAME_BYTES
-    if rest > 0:
-        frame = torch.empty(rest, dtype=torch.uint8)
+    num_more_bytes = int(np.frombuffer(data, np.int64, 1)[0]) - FRAME_BYTES
+    if num_more_bytes > 0:
+        frame = torch.empty(num_more_bytes, dtype=torch.uint8)
         group.broadcast(frame)
         data += frame.numpy().tobytes()
     return Message.decode(data)

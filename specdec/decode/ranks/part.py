@@ -31,8 +31,8 @@ logger = logs.get_logger(__name__)
 def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     """Load the part of a rank other than 0."""
     if read_backend(folder) == TENSORRT:
-        part: Decoder = find_backend(folder).load_module().open_part(folder, device, group)
-        return part
+        decoder: Decoder = find_backend(folder).load_module().open_part(folder, device, group)
+        return decoder
     config = read_engine_config(folder)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
         name = name_weight_file(config.checkpoint.model, group.rank)

@@ -65,7 +65,7 @@ def join_group(rank: int, size: int, store: Any) -> Group:
     if has_cuda:
         launch = find_launch()
         torch.cuda.set_device(launch.local_rank if launch is not None else rank)
-    place = "their store" if store else check_meeting_place()
+    meeting_place = "their store" if store else check_meeting_place()
     try:
         with keep_stdout_clean():
             torch.distributed.init_process_group(
@@ -76,7 +76,8 @@ def join_group(rank: int, size: int, store: Any) -> Group:
             )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise SpecDecError(
-            f"rank {rank} of {size} cannot reach the other ranks at {place}: {summarize(error)}",
+            f"rank {rank} of {size} cannot reach the other ranks at {meeting_place}:"
+            f" {summarize(error)}",
             "check MASTER_ADDR and MASTER_PORT, and that every rank has its own RANK",
         ) from None
     group = Group(rank, size)
@@ -98,7 +99,7 @@ class Ranks:
         self._has_met = False
         self._handles = itertools.count()
         self._dropped: list[int] = []
-        self._entered: float | None = None  # when the exchange began that rank 0 is in
+        self._exchange_start: float | None = None  # when the exchange began that rank 0 is in
         self._children: list[subprocess.Popen[bytes]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._signals: int | None = None  # where the numbers of signals are read from
@@ -158,13 +159,13 @@ class Ranks:
         while not store.check([f"rank{rank}" for rank in range(1, self.size)]):
             self._check_children()
             time.sleep(0.01)
-        before = os.environ.get("GLOO_SOCKET_IFNAME")
-        if before is None and sys.platform == "linux":
+        old_interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        if old_interface is None and sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         try:
             return join_group(0, self.size, store)
         finally:
-            if before is None:
+            if old_interface is None:
                 os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def join(self) -> None:
@@ -181,7 +182,7 @@ class Ranks:
         """A number for an object that every rank has its part of."""
         return next(self._handles)
 
-    def own(self, owner: object, handle: int) -> None:
+    def drop_with_owner(self, owner: object, handle: int) -> None:
         """Let the other ranks drop their parts when `owner` is gone."""
         weakref.finalize(owner, self._dropped.append, handle).atexit = False
 
@@ -203,7 +204,7 @@ class Ranks:
                 "the other ranks of this engine have ended", "load the engine again"
             )
         self._check_children()
-        self._entered = time.monotonic()
+        self._exchange_start = time.monotonic()
         try:
             yield
         except BaseException as error:  # Ctrl-C too: the others still are where rank 0 was
@@ -215,7 +216,7 @@ class Ranks:
                 raise explained from None
             raise
         finally:
-            self._entered = None
+            self._exchange_start = None
 
     def check_loaded(self) -> None:
         """Raise what another rank reports of its part of an engine; inside of `together`."""
@@ -271,26 +272,27 @@ class Ranks:
             self.end()
             raise explained
 
-    def _explain(self, lost: Exception | None) -> SpecDecError:
+    def _explain(self, exchange_error: Exception | None) -> SpecDecError:
         """Say which rank ended and how. lost: what the exchange with it ended in."""
         if self._silent is not None:
             return self._silent
         deadline = time.monotonic() + (2.0 if self._children else 0.0)
         # The rank that took the others along may be the last whose end is seen: memory is returned
         # to the system after connections are closed.
-        while (ended := self._find_ended()) is None or ended[1] == LOST_STATUS:
+        while (ended_rank := self._find_ended()) is None or ended_rank[1] == LOST_STATUS:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
-        if not ended:
+        if not ended_rank:
             return SpecDecError(
-                f"another of {self.size} ranks cannot be reached: {' '.join(str(lost).split())}",
+                f"another of {self.size} ranks cannot be reached:"
+                f" {' '.join(str(exchange_error).split())}",
                 "what it wrote to stderr, or its launcher's log, says why",
             )
-        rank, status = ended
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        rank, status = ended_rank
+        ending = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return SpecDecError(
-            f"rank {rank} of {self.size} {how}; the other ranks were stopped",
+            f"rank {rank} of {self.size} {ending}; the other ranks were stopped",
             "run it again; what the rank wrote to stderr, or the machine's memory, may explain it",
         )
 
@@ -303,10 +305,10 @@ class Ranks:
 
         Called by another thread. Where a launcher started the ranks, this process ends.
         """
-        entered = self._entered
-        if entered is None or self.is_ended or self._silent is not None:
+        exchange_start = self._exchange_start
+        if exchange_start is None or self.is_ended or self._silent is not None:
             return
-        if (seconds := time.monotonic() - entered) < patience:
+        if (seconds := time.monotonic() - exchange_start) < patience:
             return
         self._silent = self._explain_silence(seconds)
         if self._children:
@@ -342,12 +344,12 @@ class Ranks:
 
     def _find_ended(self) -> tuple[int, int] | None:
         """A rank that has ended and its status: the one that took the others along, if known."""
-        ended = [
+        ended_ranks = [
             (rank, status)
             for rank, child in enumerate(self._children, 1)
             if (status := child.poll()) is not None
         ]
-        return min(ended, key=lambda one: one[1] == LOST_STATUS, default=None)
+        return min(ended_ranks, key=lambda rank_status: rank_status[1] == LOST_STATUS, default=None)
 
     def _watch(self) -> None:
         """Free this process where it hangs in an exchange: a rank has ended, or is stuck at Ctrl-C.
@@ -358,16 +360,16 @@ class Ranks:
         while not self.is_ended:
             time.sleep(0.25)
             self.stopped = self._list_stopped()
-            entered, is_interrupted = self._entered, self._take_interrupt()
-            if entered is None or not (is_interrupted or self._find_ended()):
+            exchange_start, is_interrupted = self._exchange_start, self._take_interrupt()
+            if exchange_start is None or not (is_interrupted or self._find_ended()):
                 continue
             if is_interrupted:
                 time.sleep(INTERRUPT_SECONDS)
-                if self._entered != entered or self.is_ended:
+                if self._exchange_start != exchange_start or self.is_ended:
                     continue
                 self._kill_children()
             time.sleep(GRACE_SECONDS)
-            if self._entered == entered and not self.is_ended:
+            if self._exchange_start == exchange_start and not self.is_ended:
                 explained = self._explain(None)
                 if is_interrupted:
                     explained = SpecDecError("interrupted", "run it again")
@@ -397,9 +399,9 @@ def _open_signals() -> int | None:
     reader, writer = _signal_pipe = _signal_pipe or os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before not in (-1, writer):
-        signal.set_wakeup_fd(before)
+    old_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if old_descriptor not in (-1, writer):
+        signal.set_wakeup_fd(old_descriptor)
         return None
     return reader
 
@@ -411,10 +413,12 @@ def exchange_status(group: Group, problem: tuple[str, str] | None) -> list[str]:
     text = json.dumps(problem).encode() if problem else b""
     if len(text) > STATUS_BYTES and problem:
         text = json.dumps([problem[0][: STATUS_BYTES // 16], problem[1][:80]]).encode()
-    own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
-    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    together = bytes(group.gather(own).tolist())
-    rows = [together[at : at + STATUS_BYTES] for at in range(0, len(together), STATUS_BYTES)]
+    report = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+    report[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    reports = bytes(group.gather(report).tolist())
+    rows = [
+        reports[offset : offset + STATUS_BYTES] for offset in range(0, len(reports), STATUS_BYTES)
+    ]
     return [row.rstrip(b"\0").decode() for row in rows]
 
 
