@@ -100,7 +100,7 @@ def observe_run(bench: Bench, batch_size: int) -> RunObservations:
                 length = len(request.request.input_ids) + len(request.output_ids)
                 observations.contexts.append((length - len(path), len(path) - 1))
             if is_float16:
-                hidden = states.last[row, list(path)]
+                hidden = states.hidden[row, list(path)]
                 logits = bench.engine.decoder.compute_logits(hidden[None])
                 observations.max_magnitude = find_max_magnitude(
                     observations.max_magnitude, hidden, logits

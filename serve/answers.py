@@ -268,7 +268,7 @@ class EndpointAnswer:
         """Count the output's tokens that were drafted and those of reasoning, where known."""
         details: dict[str, int] = {}
         all_stats = [choice.stats for choice in self.choices if choice.stats is not None]
-        if not any("num_draft_tokens" in stats.unknown for stats in all_stats):
+        if not any("num_draft_tokens" in stats.unknown_keys for stats in all_stats):
             num_accepted = sum(stats.num_accepted for stats in all_stats)
             num_drafted = sum(stats.num_draft_tokens for stats in all_stats)
             details["accepted_prediction_tokens"] = num_accepted

@@ -198,7 +198,7 @@ def _describe_times(jobs: Sequence[Job]) -> dict[str, float | None]:
 def _describe_speculation(jobs: Sequence[Job]) -> dict[str, Any] | None:
     """Return the counts of an answer's verify steps; None where the engine does not count them."""
     all_stats = [job.stats for job in jobs if job.stats is not None]
-    if any(stats.unknown for stats in all_stats):
+    if any(stats.unknown_keys for stats in all_stats):
         return None
     steps = [step for job in jobs for step in job.steps]
     drafted_steps = [step for step in steps if step[0]]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.decode.api import Engine, Event, Output, Stream
+    from specdec.decode.api import Engine, Stream
+    from specdec.decode.outputs import Event, Output
     from specdec.decode.requests import RequestStats
     from specdec.errors import (
         EngineBusyError,
@@ -37,7 +38,8 @@ _MODULES = {
     "Prompt": "specdec.text.prompts",
     "RequestStats": "specdec.decode.requests",
     **{name: "specdec.errors" for name in __all__ if name.endswith("Error")},
-    **dict.fromkeys(("Engine", "Event", "Output", "Stream"), "specdec.decode.api"),
+    **dict.fromkeys(("Engine", "Stream"), "specdec.decode.api"),
+    **dict.fromkeys(("Event", "Output"), "specdec.decode.outputs"),
 }
 
 if not TYPE_CHECKING:  # else a checker would believe that every name is here

@@ -394,7 +394,7 @@ class OracleProposer(Drafter):
         states: States,
         paths: Sequence[Sequence[int]],
     ) -> None:
-        assert len(states.last) == len(requests) == len(paths)
+        assert len(states.hidden) == len(requests) == len(paths)
         self.observed_rows += len(requests)
 
 

@@ -48,8 +48,8 @@ BREAKS = {
         "token = int(choices[path[0]])", ["run/test_accept.py"],
     ),
     "a drawn draft is kept twice as often": Break(
-        "specdec/decode/accept.py", "(ACCEPT, places[at]) * q < p:",
-        "(ACCEPT, places[at]) * q < 2 * p:", ["run/test_sampling.py"],
+        "specdec/decode/accept.py", "(ACCEPT, position) * q < p:",
+        "(ACCEPT, position) * q < 2 * p:", ["run/test_sampling.py"],
     ),
     "a GPU's rejection goes by another number": Break(
         "specdec/decode/accept.py", "get_uniform(ACCEPT, positions[row] + end)",

@@ -95,7 +95,16 @@ def test_every_format_of_quantized_models_is_on_its_page(name: str) -> None:
 def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
     """What lies alongside the methods is the common base, or what drafters share."""
     files = {path.stem for path in (ROOT / folder).glob("*.py")}
-    drafters = {"calibration", "pace", "paced", "trees", "levels", "draft_model", "draft_tree"}
+    drafters = {
+        "calibration",
+        "devices",
+        "pace",
+        "paced",
+        "trees",
+        "levels",
+        "draft_model",
+        "draft_tree",
+    }
     shared = drafters if folder.startswith("specdec") else set()
     assert files - {"__init__", "base"} - shared <= set(METHODS)
 

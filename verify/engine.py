@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from specdec.command.settings import need
-from specdec.decode.api import Engine, Output
+from specdec.decode.api import Engine
+from specdec.decode.outputs import Output
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings

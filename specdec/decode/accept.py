@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,18 +30,18 @@ from specdec.engine.tree import BoolArray, IntArray, Tree
 from specdec.text.grammar import GrammarState
 
 Accepted = tuple[list[int], int]  # the accepted nodes, root first, and the bonus token
-MAX_NODES = 256  # whose distributions are held at once, where each is drawn from
+MAX_NODES = 256  # most nodes whose distributions are in memory at once, on a device
 
 
 @dataclasses.dataclass(slots=True)
 class Candidates:
-    """What is proposed for one row.
+    """Draft tree that is proposed for one row, with what its drafter knows of it.
 
     draft_probs: for a tree that is one path, drawn token by token from these distributions: the
     one that node n + 1 was drawn from at index n, each [V]. None for candidates that were not
     drawn, such as the beams of a search, or that are only to be compared.
-    confidence: [T], what the drafter knows of each node's probability below its parent (the root's
-    is 1); None where that is nothing. source: by whose measure, in a chain of drafters.
+    confidence: [T], the drafter's estimate of each node's probability below its parent (the root's
+    is 1); None where it has none. source: index, in a chain of drafters, of the one that estimated.
     """
 
     tree: Tree
@@ -50,18 +50,18 @@ class Candidates:
     source: int = 0
 
     def prune(self, grammar: GrammarState) -> Candidates:
-        """Leave out what a grammar forbids."""
+        """Leave out the nodes that a grammar forbids."""
         probs = self.draft_probs
         tree = grammar.prune(self.tree, is_drawn=probs is not None)
         return Candidates(tree, None if probs is None else probs[: tree.num_draft_tokens] or None)
 
     def keep(self, nodes: Sequence[int] | IntArray) -> Candidates:
-        """Candidates of these nodes only, which were not drawn; see `Tree.keep`."""
+        """Return candidates of these nodes only, which were not drawn; see `Tree.keep`."""
         confidence = None if self.confidence is None else self.confidence[nodes]
         return Candidates(self.tree.keep(nodes), self.draft_probs, confidence, self.source)
 
     def make_chain(self) -> Candidates:
-        """The likeliest path alone: at a fork the child of most confidence, else the first."""
+        """Keep the likeliest path: at a fork the child of most confidence, else the first."""
         parents = self.tree.parents
         if (parents == np.arange(-1, len(parents) - 1)).all():
             return self
@@ -93,7 +93,7 @@ def accept(tree: Tree, choices: Sequence[int]) -> Accepted:
 
 
 def map_children(tree: Tree) -> dict[tuple[int, int], int]:
-    """(parent node, token) -> node."""
+    """Return a tree's edges: (parent node, token) -> node."""
     edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     return {edge: node for node, edge in enumerate(edges)}
 
@@ -114,35 +114,50 @@ def accept_batch(
     if choices is not None:
         return [accept(c.tree, row) for c, row in zip(candidates, choices, strict=True)]
     assert logits is not None
-    shaped = [row for row, sampler in enumerate(samplers) if sampler.shaper is not None]
-    if shaped:
-        logits = logits.to(torch.float32, copy=True)
-        for row in shaped:
-            tree, shaper = candidates[row].tree, samplers[row].shaper
-            assert shaper is not None
-            logits[row, : tree.num_nodes] = shaper.shape(tree, logits[row])
+    logits = _shape_logits(candidates, logits, samplers)
     results: list[Accepted] = [([0], 0)] * len(candidates)
-    greedy = [b for b, sampler in enumerate(samplers) if sampler.params.is_greedy]
-    if greedy:
-        (choices,) = to_host(find_best(take_rows(logits, greedy)))
-        for row, row_choices in zip(greedy, choices.tolist(), strict=True):
+    greedy_rows = [row for row, sampler in enumerate(samplers) if sampler.params.is_greedy]
+    if greedy_rows:
+        (best_tokens,) = to_host(find_best(take_rows(logits, greedy_rows)))
+        for row, row_choices in zip(greedy_rows, best_tokens.tolist(), strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
-    if len(greedy) == len(candidates):
-        return results
-    sampled = sorted({*range(len(candidates))} - {*greedy})
-    if sampled and logits.is_cuda:
-        count = max(1, MAX_NODES // logits.shape[1])
-        for rows in (sampled[at : at + count] for at in range(0, len(sampled), count)):
-            found = accept_at_once(
-                [candidates[b] for b in rows], take_rows(logits, rows),
-                [samplers[b] for b in rows], [positions[b] for b in rows],
-            )  # fmt: skip
-            for row, result in zip(rows, found, strict=True):
-                results[row] = result
-        return results
-    for row, result in _walk(candidates, logits, samplers, positions, sampled).items():
+    sampled_rows = sorted({*range(len(candidates))} - {*greedy_rows})
+    accept_sampled = _accept_in_groups if logits.is_cuda else _walk
+    for row, result in accept_sampled(candidates, logits, samplers, positions, sampled_rows):
         results[row] = result
     return results
+
+
+def _shape_logits(
+    candidates: Sequence[Candidates], logits: Tensor, samplers: Sequence[Sampler]
+) -> Tensor:
+    """Return logits [B, T, V] with the penalties, bans and grammars of the rows that have any."""
+    shapers = {row: s.shaper for row, s in enumerate(samplers) if s.shaper is not None}
+    if not shapers:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    for row, shaper in shapers.items():
+        tree = candidates[row].tree
+        logits[row, : tree.num_nodes] = shaper.shape(tree, logits[row])
+    return logits
+
+
+def _accept_in_groups(
+    candidates: Sequence[Candidates],
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    sampled_rows: Sequence[int],
+) -> Iterator[tuple[int, Accepted]]:
+    """Yield sampled rows and their results, of groups of rows that a device accepts at once."""
+    group_size = max(1, MAX_NODES // logits.shape[1])
+    for start in range(0, len(sampled_rows), group_size):
+        rows = sampled_rows[start : start + group_size]
+        group_results = accept_at_once(
+            [candidates[row] for row in rows], take_rows(logits, rows),
+            [samplers[row] for row in rows], [positions[row] for row in rows],
+        )  # fmt: skip
+        yield from zip(rows, group_results, strict=True)
 
 
 def _walk(
@@ -150,42 +165,46 @@ def _walk(
     logits: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
-    rows: Sequence[int],
-) -> dict[int, Accepted]:
-    """Follow sampled rows down their trees, all of them a node at a time."""
-    paths, results = {row: [0] for row in rows}, dict[int, Accepted]()
-    children = {row: map_children(candidates[row].tree) for row in rows}
-    while walking := [row for row in rows if row not in results]:
+    sampled_rows: Sequence[int],
+) -> Iterator[tuple[int, Accepted]]:
+    """Follow sampled rows down their trees, all of them a node at a time; yield their results."""
+    paths = {row: [0] for row in sampled_rows}
+    children = {row: map_children(candidates[row].tree) for row in sampled_rows}
+    walking = [*sampled_rows]
+    while walking:
         ends = [paths[row][-1] for row in walking]
-        places = [positions[row] + len(paths[row]) - 1 for row in walking]
         probs = process_logits(logits[walking, ends], [samplers[row].params for row in walking])
         uniforms = [
-            samplers[row].get_uniform(CHOICE, place)
-            for row, place in zip(walking, places, strict=True)
+            samplers[row].get_uniform(CHOICE, positions[row] + len(paths[row]) - 1)
+            for row in walking
         ]
-        for at, (row, choice) in enumerate(zip(walking, draw(probs, uniforms), strict=True)):
-            end, draft_probs = ends[at], candidates[row].draft_probs
-            child = children[row].get((end, choice)) if draft_probs is None else None
-            if draft_probs is not None and end < len(draft_probs):
+        choices = draw(probs, uniforms)
+        for index, row in enumerate(walking):
+            end, choice, draft_probs = ends[index], choices[index], candidates[row].draft_probs
+            child = None
+            if draft_probs is None:
+                child = children[row].get((end, choice))
+            elif end < len(draft_probs):
                 # Leviathan et al. 2023, algorithm 1: a token drawn with probability q is kept with
                 # probability min(1, p / q), else replaced by one drawn from what p has beyond q.
                 token = int(candidates[row].tree.tokens[end + 1])
-                p, q = float(probs[at][token]), float(draft_probs[end][token])
-                if samplers[row].get_uniform(ACCEPT, places[at]) * q < p:
+                p, q = float(probs[index][token]), float(draft_probs[end][token])
+                position = positions[row] + len(paths[row]) - 1
+                if samplers[row].get_uniform(ACCEPT, position) * q < p:
                     child = end + 1
                 else:
-                    choice = draw_residual(probs[at], draft_probs[end], uniforms[at])
+                    choice = draw_residual(probs[index], draft_probs[end], uniforms[index])
             if child is None:
-                results[row] = paths[row], choice
+                yield row, (paths.pop(row), choice)
             else:
                 paths[row].append(child)
-    return results
+        walking = [row for row in walking if row in paths]
 
 
 def accept_on_device(
     trees: Sequence[Tree], tree_mask: BoolArray, choices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `accept` finds, before the host knows: each row's last accepted node and bonus token.
+    """Apply `accept` before the host knows: return each row's last accepted node and bonus token.
 
     tree_mask: [B, T, T], padded as the step's; choices: [B, T], on the device.
     """
@@ -199,8 +218,8 @@ def accept_on_device(
     is_chosen = choices.gather(1, to_device(parents, device)) == to_device(tokens, device)
     is_chosen[:, 0] = True
     is_accepted = (is_chosen[:, None] | ~sees).all(-1)  # with all nodes before it
-    last = (is_accepted * sees.sum(-1)).argmax(-1)
-    return last, choices.gather(1, last[:, None])[:, 0]
+    last_nodes = (is_accepted * sees.sum(-1)).argmax(-1)
+    return last_nodes, choices.gather(1, last_nodes[:, None])[:, 0]
 
 
 def accept_at_once(
@@ -209,56 +228,66 @@ def accept_at_once(
     samplers: Sequence[Sampler],
     positions: Sequence[int],
 ) -> list[Accepted]:
-    """Return what the walks of sampled rows come to, with one wait for the device.
+    """Accept as the walks of sampled rows do, with one wait for the device.
 
     A token is drawn at every node, as if the walk came there, and the host then walks by itself.
     That is more arithmetic than a walk's, and on a device takes less time than the waits.
+    Legend: M nodes of all trees, numbered tree by tree.
     """
     device = logits.device
     trees = [c.tree for c in candidates]
     counts = [tree.num_nodes for tree in trees]
     rows = [row for row, count in enumerate(counts) for _ in range(count)]
     nodes = [node for count in counts for node in range(count)]
-    firsts = [0, *itertools.accumulate(counts)]
     probs = process_logits(
         logits[to_device(rows, device), to_device(nodes, device)],
         [samplers[row].params for row in rows],
-    )  # [M, V], M the nodes of all trees
+    )  # [M, V]
     uniforms = [
         samplers[row].get_uniform(CHOICE, positions[row] + int(trees[row].depths[node]))
         for row, node in zip(rows, nodes, strict=True)
     ]
-    # For each node whose child was drawn: its place, what the child was drawn from, its token.
-    drawn = [
-        (firsts[row] + node, draft, int(candidate.tree.tokens[node + 1]))
-        for row, candidate in enumerate(candidates)
-        for node, draft in enumerate(candidate.draft_probs or [])
-    ]
-    if not drawn:
-        tokens = to_host(draw_tokens(probs, uniforms))[0]
-        kept = {}
-    else:
-        places = to_device([place for place, _, _ in drawn], device)
-        draft_probs = torch.stack([draft.to(device) for _, draft, _ in drawn])
-        children = to_device([token for _, _, token in drawn], device)[:, None]
-        own = probs[places]
-        likelihoods = own.gather(1, children), draft_probs.gather(1, children)
-        probs[places] = find_residual(own, draft_probs)
-        tokens, p, q = to_host(draw_tokens(probs, uniforms), *likelihoods)
-        kept = {place: (float(p[at, 0]), float(q[at, 0])) for at, (place, *_) in enumerate(drawn)}
+    roots = [0, *itertools.accumulate(counts)]
+    tokens, likelihoods = _draw_at_nodes(candidates, roots, probs, uniforms)
     results = []
     for row, candidate in enumerate(candidates):
-        first = firsts[row]
-        row_tokens = tokens[first : first + counts[row]].tolist()
+        root = roots[row]
+        row_tokens = tokens[root : root + counts[row]].tolist()
         if candidate.draft_probs is None:
             results.append(accept(candidate.tree, row_tokens))
             continue
         end = 0
-        while first + end in kept:
-            p_child, q_child = kept[first + end]
-            uniform = samplers[row].get_uniform(ACCEPT, positions[row] + end)
-            if not uniform * q_child < p_child:
+        while root + end in likelihoods:
+            p, q = likelihoods[root + end]
+            if not samplers[row].get_uniform(ACCEPT, positions[row] + end) * q < p:
                 break
             end += 1
         results.append((list(range(end + 1)), row_tokens[end]))
     return results
+
+
+def _draw_at_nodes(
+    candidates: Sequence[Candidates], roots: Sequence[int], probs: Tensor, uniforms: Sequence[float]
+) -> tuple[Array, dict[int, tuple[float, float]]]:
+    """Draw a token at each of M nodes; where the node's child was drawn, from the residual.
+
+    probs: [M, V], changed. roots: the number of each row's root among the M. Returns the tokens,
+    and by node whose child was drawn that child's probabilities, the target's and the drafter's.
+    """
+    parents, draft_rows, child_tokens = [], [], []
+    for root, candidate in zip(roots, candidates, strict=False):
+        for node, draft_row in enumerate(candidate.draft_probs or ()):
+            parents.append(root + node)
+            draft_rows.append(draft_row.to(probs.device))
+            child_tokens.append(int(candidate.tree.tokens[node + 1]))
+    if not parents:
+        return to_host(draw_tokens(probs, uniforms))[0], {}
+    parents_on_device = to_device(parents, probs.device)
+    children = to_device(child_tokens, probs.device)[:, None]
+    draft_probs, target_probs = torch.stack(draft_rows), probs[parents_on_device]
+    target_likelihoods = target_probs.gather(1, children)
+    draft_likelihoods = draft_probs.gather(1, children)
+    probs[parents_on_device] = find_residual(target_probs, draft_probs)
+    tokens, p, q = to_host(draw_tokens(probs, uniforms), target_likelihoods, draft_likelihoods)
+    pairs = zip(p[:, 0].tolist(), q[:, 0].tolist(), strict=True)
+    return tokens, dict(zip(parents, pairs, strict=True))

@@ -58,12 +58,12 @@ class PlainAhead:
 
     @property
     def is_flying(self) -> bool:
-        """Whether a step was begun that a request still waits for."""
+        """Return whether a step was begun that a request still waits for."""
         flight = self._flight
         return flight is not None and any(r.finish_reason is None for r in flight.requests)
 
     def serves(self, active: Sequence[ActiveRequest]) -> bool:
-        """Whether the next step of these requests comes from here."""
+        """Return whether the next step of these requests comes from here."""
         return bool(active) and (self.is_flying or self._may_begin(active))
 
     def step(self, active: Sequence[ActiveRequest]) -> tuple[list[ActiveRequest], Array, States]:
@@ -97,7 +97,7 @@ class PlainAhead:
 
     def _begin(self, requests: list[ActiveRequest], tokens: Tensor) -> _Flight:
         states = run_tokens(self._decoder, self._cache, list_rows(requests), tokens)
-        next_tokens = find_best(self._decoder.compute_logits(states.last)[:, 0])
+        next_tokens = find_best(self._decoder.compute_logits(states.hidden)[:, 0])
         return _Flight(requests, states, next_tokens, Arrival(next_tokens))
 
 

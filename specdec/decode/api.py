@@ -1,129 +1,47 @@
-"""The public API: an engine in this process, asked for text. docs/api.md is its page."""
+"""The public API: an engine in this process, and its streams. docs/api.md is its page."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import numbers
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
+from specdec.decode.call_settings import (
+    AnyPrompt,
+    Settings,
+    fill_prompt,
+    list_prompts,
+    make_defaults,
+    make_prompt,
+    read_options,
+)
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Batch, Options
+from specdec.decode.outputs import Event, Output, describe_output
 from specdec.decode.prompt_requests import find_end_ids, make_requests
-from specdec.decode.requests import (
-    ActiveRequest,
-    DraftTree,
-    FinishReason,
-    Origin,
-    Request,
-    RequestStats,
-    TokenLogprob,
-    choose_best,
-)
+from specdec.decode.requests import ActiveRequest, Request, RequestStats, choose_best
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import (
     EngineBusyError,
     EngineLostError,
-    PromptError,
     SpecDecError,
     StepError,
     UsageError,
     shorten,
-    suggest,
 )
 from specdec.files.folders import TENSORRT_LLM, read_backend
-from specdec.options import check_value, get_flags
 from specdec.system import logs
 from specdec.text.encoding import use_template
 from specdec.text.grammar import GrammarCompiler
-from specdec.text.prompts import CHECKS, ONLY, Prompt, check_prompt, name_prompt
-from specdec.text.text_stream import decode_text
+from specdec.text.prompts import ONLY, Prompt
 from specdec.text.tokenizer import find_tokenizer, load_engine_tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Settings of specdec-run that say nothing of an engine: parameters of `generate` have their place,
-# and of `load`, under shorter names.
-NO_OPTIONS = (
-    "engine_dir", "tokenizer_dir", "draft_engine_dir", "device", "no_speculation",
-    "apply_chat_template", "max_output_len", "temperature", "top_k", "top_p", "random_seed",
-    "stop_words", "end_id",
-)  # fmt: skip
-
-
-AnyPrompt = str | Sequence[int] | Prompt
-
-
-class Settings(TypedDict, total=False):
-    """Settings for the prompts of a call that have none of their own.
-
-    max_output_len: most new tokens, 100 if not given. temperature: 0 decodes greedily; if not given
-    it is 1 with top_k or top_p, else 0. top_k: 0 keeps all tokens. top_p: 1 keeps all. seed: equal
-    seeds give equal texts, in any batch. stop: texts that end an output. end_ids: tokens that end
-    it; None is those of the model, empty is none.
-    """
-
-    max_output_len: int
-    temperature: float | None
-    top_k: int
-    top_p: float
-    seed: int
-    stop: str | Sequence[str]
-    end_ids: Collection[int] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Output:
-    """What a prompt was continued with.
-
-    text: without the stop word, empty where the engine has no tokenizer. token_ids: the new tokens,
-    the one that ended them included. origins: how each of them came: "draft", an accepted draft;
-    "bonus", the target's own token behind a draft; "plain", a token for which nothing was drafted.
-    finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
-    logprobs: one a token where the prompt asks for them, else empty. prompt_logprobs: the same of
-    the prompt's tokens, None of the first. logits: [tokens, V] in float32, where `generate` was to
-    keep them.
-    """
-
-    prompt: str
-    prompt_ids: list[int]
-    text: str
-    token_ids: list[int]
-    origins: list[Origin]
-    finish_reason: FinishReason | None
-    stats: RequestStats
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
-    logits: Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
-    """What a stream has gained.
-
-    text: what has become certain; a character of several tokens, or the beginning of a stop word,
-    comes later than its tokens. ends: by token, how many characters the stream's text has with it;
-    empty without a tokenizer. trees: what each of its steps verified, the prompt's own pass first,
-    where the prompt asks for them. prompt_logprobs: see Output; only of the first event.
-    finish_reason and stats: only of the last event.
-    """
-
-    text: str
-    token_ids: list[int]
-    origins: list[Origin]
-    ends: list[int]
-    logprobs: list[TokenLogprob]
-    trees: list[DraftTree] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stats: RequestStats | None = None
 
 
 class Engine:
@@ -141,7 +59,7 @@ class Engine:
         end_ids: frozenset[int],
         prompt_chunk: int | Literal["auto"] | None = None,
     ) -> None:
-        """Called by `load` and `open` only."""
+        """Take a loaded engine; programs call `load`."""
         self._core: TorchEngine | None = core
         self._settings, self._end_ids = settings, end_ids
         self._prompt_chunk = prompt_chunk
@@ -217,7 +135,7 @@ class Engine:
         max_seq_len: int | None = None,
         prompt_chunk: int | Literal["auto"] | None = None,
     ) -> Engine:
-        """What `load` does, by the settings of a command that decodes.
+        """Load an engine as `load` does, by the settings of a command that decodes.
 
         tokenizer: a transformers tokenizer; None is that of the settings, or the engine's own. In
         a process of a launcher, this is rank 0, which the others follow.
@@ -269,17 +187,17 @@ class Engine:
 
     @property
     def core(self) -> TorchEngine:
-        """The loaded parts, for measuring them one by one."""
+        """The loaded engine, for measuring its steps one by one."""
         return self._get_core()
 
     @property
     def is_lost(self) -> bool:
-        """Whether another rank has ended, after which nothing can be generated any more."""
+        """Return whether another rank has ended, after which nothing can be generated any more."""
         return self._get_core().is_lost
 
     @property
     def tells_origins(self) -> bool:
-        """Whether it is known of each token how it came."""
+        """Return whether the engine knows of each token how it came, drafted or not."""
         return True
 
     @property
@@ -322,7 +240,7 @@ class Engine:
         Raises PromptError that lists every prompt beyond the engine's limits, before anything is
         decoded; EngineBusyError and EngineLostError as their names say.
         """
-        prompt_list, defaults = _list_prompts(prompts), _make_defaults(settings)
+        prompt_list, defaults = list_prompts(prompts), make_defaults(settings)
         with self._use() as core:
             requests = self._make_requests(core, prompt_list, defaults, repeats=True)
             if not requests:
@@ -342,7 +260,7 @@ class Engine:
                 for request in results:
                     while request.finish_reason is None:
                         self._step(batch)
-        return [_describe(result, self.tokenizer) for result in choose_best(results)]
+        return [describe_output(result, self.tokenizer) for result in choose_best(results)]
 
     def run(self, requests: Sequence[Request], **option_fields: Any) -> list[ActiveRequest]:
         """Decode prepared requests while no stream is open; `generate` for commands.
@@ -365,7 +283,7 @@ class Engine:
         """
         core, defaults = self._get_core(), Prompt(max_output_len=max_output_len or 1)
         (request,) = self._make_requests(core, [prompt], defaults, index)
-        if max_output_len is None and _to_prompt(prompt).max_output_len is None:
+        if max_output_len is None and make_prompt(prompt).max_output_len is None:
             max_seq_len = core.find_limits(drafts=request.drafts)[1]
             room = max(1, max_seq_len - len(request.input_ids))
             request = dataclasses.replace(request, max_output_len=room)
@@ -384,7 +302,7 @@ class Engine:
             if isinstance(prompt, Request):
                 request = prompt
             else:
-                (request,) = self._make_requests(core, [prompt], _make_defaults(settings), ONLY)
+                (request,) = self._make_requests(core, [prompt], make_defaults(settings), ONLY)
             if self._batch is None:
                 self._batch = self._make_batch(core)
             return Stream(self, self._batch, self._batch.submit(request))
@@ -460,28 +378,12 @@ class Engine:
         self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt,
         first_index: int = 0, *, repeats: bool = False,
     ) -> list[Request]:  # fmt: skip
-        checked = []
-        for index, user_prompt in enumerate(prompts, first_index):
-            if user_prompt is None or isinstance(user_prompt, (Mapping, numbers.Number)):
-                type_name = type(user_prompt).__name__
-                raise PromptError(
-                    f"{name_prompt(index)} is {shorten(user_prompt)}, of the type {type_name}",
-                    "give a text, a list of token ids, or a Prompt, which has messages too",
-                )
-            prompt = _to_prompt(user_prompt)
-            prompt_settings = prompt.list_given()
-            if "grammar" in prompt_settings and "end_ids" in prompt_settings:
-                raise PromptError(
-                    f"{name_prompt(index)} has both grammar and end_ids",
-                    "leave one out: a text that keeps to a grammar ends as the model's do",
-                    field="grammar",
-                )
-            all_settings = defaults.list_given() | prompt_settings
-            if "grammar" in prompt_settings:
-                all_settings.pop("end_ids", None)
-            checked.append(check_prompt(index, Prompt(**all_settings)))
+        checked_prompts = [
+            fill_prompt(index, user_prompt, defaults)
+            for index, user_prompt in enumerate(prompts, first_index)
+        ]
         requests = make_requests(
-            checked, self._settings, self.tokenizer, self._end_ids,
+            checked_prompts, self._settings, self.tokenizer, self._end_ids,
             lambda grammar: self._grammars.compile(grammar), first_index, repeats,
         )  # fmt: skip
         core.check_requests(requests)
@@ -489,14 +391,14 @@ class Engine:
 
 
 class Stream:
-    """The events of one prompt, as they come: an iterator.
+    """Iterator over the events of one prompt, as they come.
 
-    A stream that is closed or garbage collected is cancelled: its place in the batch is
-    free from the next step on.
+    A stream that is closed or garbage collected is cancelled: its row in the batch is free from
+    the next step on.
     """
 
     def __init__(self, engine: Engine, batch: Batch, active: ActiveRequest) -> None:
-        """Called by `Engine.stream` only."""
+        """Follow a request of a batch; programs call `Engine.stream`."""
         self._engine, self._batch, self._active = engine, batch, active
         self._num_taken = self._num_trees = 0
         self._is_over = False
@@ -562,7 +464,7 @@ class Stream:
     @property
     def output(self) -> Output:
         """All that there is so far, taken or not; of text, what is certain while it goes on."""
-        return _describe(self._active, self._engine.tokenizer)
+        return describe_output(self._active, self._engine.tokenizer)
 
     def close(self) -> None:
         """Cancel the stream if it goes on."""
@@ -578,71 +480,3 @@ class Stream:
     def __del__(self) -> None:
         if hasattr(self, "_active"):
             self._batch.cancel(self._active)
-
-
-def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> DecodeSettings:
-    """The settings that options mean, checked as those of a recipe are."""
-    flags = {name: flag for name, (flag, _) in get_flags(DecodeSettings).items()}
-    option_names = [name for name in flags if name not in NO_OPTIONS]
-    for name in options:
-        if name not in option_names:
-            raise UsageError(
-                f"Engine.load has no option {name!r}{suggest(name, option_names)}",
-                f"its options are {', '.join(option_names)}",
-            )
-    values = dict(fixed) | {name: value for name, value in options.items() if value is not None}
-    for name, value in values.items():
-        if not (isinstance(value, (list, tuple)) and flags[name].takes_list):
-            values[name] = check_value(name, value, flags[name])
-    return DecodeSettings(**values)
-
-
-def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
-    """Tell one prompt from several."""
-    if hasattr(prompts, "tolist"):  # an array or a tensor
-        prompts = prompts.tolist()
-    if isinstance(prompts, (str, bytes, Prompt, Mapping)) or not isinstance(prompts, Iterable):
-        return [prompts]  # which are refused but for texts and prompts
-    items: list[Any] = list(prompts)
-    if items and isinstance(items[0], numbers.Integral):
-        return [items]
-    return items
-
-
-def _make_defaults(settings: Settings) -> Prompt:
-    """Settings of a call as a prompt's; UsageError for those that no prompt has."""
-    setting_names = list(Settings.__annotations__)
-    for name in settings:
-        if name not in CHECKS:
-            raise UsageError(
-                f"there is no setting {name!r}{suggest(name, setting_names)}",
-                f"a call's are {', '.join(setting_names)}; a Prompt has more",
-            )
-    return Prompt(**settings)
-
-
-def _to_prompt(prompt: AnyPrompt) -> Prompt:
-    if isinstance(prompt, Prompt):
-        return prompt
-    return Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
-
-
-def _describe(result: ActiveRequest, tokenizer: Any) -> Output:
-    """What there is of a request, which this does not change."""
-    stream, is_cancelled = result.text_stream, result.is_cancelled
-    if stream is not None:
-        text = stream.whole if result.is_over else stream.certain
-    else:
-        text = "" if tokenizer is None else decode_text(tokenizer, result.output_ids)
-    return Output(
-        prompt=result.request.input_text,
-        prompt_ids=result.request.input_ids,
-        text=text,
-        token_ids=list(result.output_ids),
-        origins=list(result.origins),
-        logprobs=list(result.logprobs),
-        prompt_logprobs=list(result.prompt_logprobs),
-        logits=result.logits,
-        finish_reason=result.finish_reason or ("cancelled" if is_cancelled else None),
-        stats=result.stats,
-    )

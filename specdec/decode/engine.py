@@ -68,8 +68,9 @@ class TorchEngine:
         drafting: Drafting | None = None,
         recorder: CudaRecorder | None = None,
     ) -> None:
-        """speculate: False decodes one token per step. recorder: of graphs on devices without one.
+        """Load an engine folder, start its other ranks, and make its drafter.
 
+        speculate: False decodes one token per step. recorder: of graphs on devices without one.
         drafting: None lets the checkpoint's own drafter draft, if it has one.
         """
         start_seconds = time.perf_counter()
@@ -116,7 +117,9 @@ class TorchEngine:
         )  # fmt: skip
         self.decoder = open_decoder(
             self._ranks, folder, self.device, (Decoder, LeadingDecoder),
-            lambda kind, **more: kind(model, weights, **options, **more),
+            lambda decoder_class, **rank_options: decoder_class(
+                model, weights, **options, **rank_options
+            ),
         )  # fmt: skip
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
@@ -225,7 +228,7 @@ class TorchEngine:
         )
 
     def fill_options(self, options: Options) -> Options:
-        """The options with the engine's own limits instead of theirs."""
+        """Return the options with the engine's own limits instead of theirs."""
         build = self.config.build
         costs = self.proposer.pace.costs if self.proposer.pace is not None else None
         if costs is None and options.prompt_chunk == "auto":
@@ -249,7 +252,7 @@ class TorchEngine:
         }
 
     def describe_profile(self) -> dict[str, float | None]:
-        """Return the seconds of each part of a step."""
+        """Return the seconds of each phase of a step."""
         return {**self.timing.list_seconds()}
 
     @property
@@ -258,7 +261,7 @@ class TorchEngine:
         return self.find_limits(drafts=True)[1]
 
     def find_limits(self, *, drafts: bool) -> tuple[int, int]:
-        """Tokens of the longest prompt, and of a prompt and its output, with drafts or without."""
+        """Return the most tokens of a prompt, and of prompt and output, with drafts or without."""
         builds = [engine.config.build for engine in self._list_limiting(drafts=drafts)]
         return min(b.max_input_len for b in builds), min(b.max_seq_len for b in builds)
 
@@ -268,7 +271,7 @@ class TorchEngine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another rank of this engine has ended."""
+        """Return whether another rank of this engine has ended."""
         return self._ranks is not None and self._ranks.is_ended
 
     def check_ranks(self) -> None:

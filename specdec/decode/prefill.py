@@ -1,4 +1,4 @@
-"""Prompts into the cache: in pieces, side by side, behind what a row already holds of them."""
+"""Prefill: prompts go into the cache in chunks, side by side, behind their cached prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.engine.tree import IntArray
 ROW_POSITIONS = 2048
 
 
-# Takes what a pass was about: rows, the first token of each, their number, states [B, T, D].
+# Observer of a prefill pass: cache rows, first token of each, number of tokens, states [B, T, D].
 Follow = Callable[[Sequence[int], Sequence[int], Sequence[int], States], None]
 
 
@@ -32,10 +32,10 @@ def fill_cache(
     follow: Follow | None = None,
     forward: Callable[[Step, KVCache], Tensor] | None = None,
 ) -> Tensor:
-    """Run the part of each prompt that its row does not hold yet.
+    """Run the tokens of each prompt that are not in its row of the cache yet.
 
     Returns the hidden states [B, D] of the prompts' last tokens, so at least that one must be left
-    to run. follow: called after every pass. forward: what runs a pass; None is the decoder's.
+    to run. follow: called after every pass. forward: runs a pass; None is `decoder.forward`.
     """
     forward = forward or decoder.forward
     reader = PromptReader(decoder, cache, max_num_tokens)
@@ -43,61 +43,61 @@ def fill_cache(
         reader.add(row, prompt)
     hidden: dict[int, Tensor] = {}
     while reader.is_busy:
-        reading = reader.plan(reads_all=follow is not None)
-        states = forward(pack_segments(reading.segments, cache, reading.size), cache)
-        hidden |= dict(zip(reading.ended, reading.pick_last(states), strict=True))
-        reader.commit(reading)
+        chunk = reader.plan(reads_all=follow is not None)
+        pass_hidden = forward(pack_segments(chunk.segments, cache, chunk.size), cache)
+        hidden |= dict(zip(chunk.ended_rows, chunk.pick_last(pass_hidden), strict=True))
+        reader.commit(chunk)
         if follow is not None:
-            found = reading.gather(States(states, decoder.observed))
-            follow(reading.rows, reading.starts, reading.counts, found)
+            prompt_states = chunk.gather(States(pass_hidden, decoder.observed))
+            follow(chunk.rows, chunk.starts, chunk.counts, prompt_states)
     return torch.stack([hidden[row] for row in rows])
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """The next tokens of some prompts.
+class PrefillChunk:
+    """The prompt tokens of one forward pass.
 
-    rows, starts, counts: of each prompt, its cache row, its tokens that are in there already, and
-    those that are read now. ended: rows whose prompts end here. segments: of `size` tokens at most;
-    a prompt of more goes on in the segments after its first.
+    rows, starts, counts: for each prompt, its cache row, the number of its tokens that are cached
+    already, and the number that the pass reads. ended_rows: rows whose prompts end in this chunk.
+    segments: of at most `size` tokens; a longer prompt goes on in the segments after its first.
     """
 
     rows: list[int]
     starts: list[int]
     counts: list[int]
-    ended: list[int]
+    ended_rows: list[int]
     segments: list[Segment]
     size: int
 
     @property
-    def _first(self) -> IntArray:
-        """Where each prompt begins among the tokens of a pass, segment after segment, [R]."""
-        parts = [-(-count // self.size) for count in self.counts]
-        return self.size * np.cumsum([0, *parts])[:-1]
+    def _offsets(self) -> IntArray:
+        """Index of each prompt's first token among the pass's tokens, segment by segment, [R]."""
+        num_segments = [-(-count // self.size) for count in self.counts]
+        return self.size * np.cumsum([0, *num_segments])[:-1]
 
-    def pick_last(self, states: Tensor) -> Tensor:
-        """The states [E, D] of the last tokens of prompts that end, of the pass's [B, T, D]."""
-        ended_rows = set(self.ended)
-        ended = [at for at, row in enumerate(self.rows) if row in ended_rows]
-        last = (self._first + np.array(self.counts) - 1)[ended]
-        return states.reshape(-1, states.shape[-1])[to_device(last, states.device)]
+    def pick_last(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states [E, D] of the prompts' last tokens, of a pass's [B, T, D]."""
+        ended_rows = set(self.ended_rows)
+        ended_prompts = [index for index, row in enumerate(self.rows) if row in ended_rows]
+        last_tokens = (self._offsets + np.array(self.counts) - 1)[ended_prompts]
+        return hidden.reshape(-1, hidden.shape[-1])[to_device(last_tokens, hidden.device)]
 
     def gather(self, states: States) -> States:
-        """Those of all tokens, of the pass's [B, T, D], a row for each prompt."""
+        """Return the states of the chunk's tokens, a row for each prompt, of the pass's states."""
         if len(self.rows) == len(self.segments):
             return states
         counts = np.array(self.counts)[:, None]
-        places = self._first[:, None] + np.minimum(np.arange(counts.max()), counts - 1)
-        at = to_device(places, states.last.device)
-        last, layers = states.last, states.layers
+        tokens = self._offsets[:, None] + np.minimum(np.arange(counts.max()), counts - 1)
+        hidden, layers = states.hidden, states.layers
+        indices = to_device(tokens, hidden.device)
         return States(
-            last.reshape(-1, last.shape[-1])[at],
-            None if layers is None else layers.reshape(-1, layers.shape[-1])[at],
+            hidden.reshape(-1, hidden.shape[-1])[indices],
+            None if layers is None else layers.reshape(-1, layers.shape[-1])[indices],
         )
 
 
 class PromptReader:
-    """Prompts on their way into a cache, a pass at a time.
+    """Prompts on their way into a cache, one prefill chunk at a time.
 
     Where a decoder allows it, the tokens of all prompts share a pass, each prompt in as many rows
     of the step as it takes; else rows of like length do. Padding is never committed. A prompt of n
@@ -106,10 +106,10 @@ class PromptReader:
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_num_tokens: int) -> None:
-        """max_num_tokens: of a pass."""
+        """Start without prompts; max_num_tokens: most tokens of a pass."""
         self._decoder, self._cache, self._max_num_tokens = decoder, cache, max_num_tokens
-        self._prompts: dict[int, Sequence[int]] = {}  # by row, the one that is due first first
-        self._due: dict[int, int] = {}
+        self._prompts: dict[int, Sequence[int]] = {}  # by row, ordered by when they are due
+        self._due: dict[int, int] = {}  # by row, the value of num_read at which its prompt is due
         self.num_read = 0  # tokens so far
 
     @property
@@ -117,27 +117,27 @@ class PromptReader:
         return bool(self._prompts)
 
     @property
-    def num_left(self) -> int:
-        """Tokens that are still to be read."""
-        return sum(self._count_left().values())
+    def num_unread(self) -> int:
+        """Tokens of all prompts that are still to be read."""
+        return sum(self._count_unread().values())
 
     @property
     def joins(self) -> bool:
-        """Whether what is read may be part of a step with other rows."""
+        """Return whether a prefill chunk may share its pass with the rows of running requests."""
         return self._decoder.max_joined_tokens is not None
 
     def add(self, row: int, prompt: Sequence[int]) -> None:
         """Take a prompt, of which the row may hold a beginning, but not its last token."""
         self._decoder.start_row(self._cache, row, len(prompt))
-        left = len(prompt) - int(self._cache.past_lens[row])
-        assert left > 0
-        self._prompts[row], self._due[row] = prompt, self.num_read + left
+        num_unread = len(prompt) - int(self._cache.past_lens[row])
+        assert num_unread > 0
+        self._prompts[row], self._due[row] = prompt, self.num_read + num_unread
         if len(self._prompts) > 1:
             order = sorted(self._prompts, key=self._due.__getitem__)
             self._prompts = {row: self._prompts[row] for row in order}
 
     def drop(self, row: int) -> None:
-        """Forget a row's prompt; what the row holds of it stays."""
+        """Forget a row's prompt; its tokens that are cached stay."""
         del self._prompts[row], self._due[row]
 
     def plan(
@@ -145,120 +145,128 @@ class PromptReader:
         max_tokens: int | None = None,
         *,
         num_others: int = 0,
-        longest: int = 0,
+        max_past: int = 0,
         min_size: int = 1,
         reads_all: bool = False,
-    ) -> Reading:
-        """What to read next.
+    ) -> PrefillChunk:
+        """Choose the next chunk.
 
         max_tokens: of the pass; None is as many as one should have. num_others: rows of `min_size`
-        tokens or fewer that the pass will have as well, padded to its size behind `longest`
-        committed positions at most. reads_all: whether the last states of all tokens are read,
-        instead of only those with which prompts end.
+        tokens or fewer that the pass will have as well, padded to its size behind `max_past`
+        committed positions at most. reads_all: whether the hidden states of all tokens are read,
+        instead of only those of the prompts' last tokens.
         """
-        left = self._count_left()
-        joined = self._decoder.max_joined_tokens
-        if joined is None:
-            counts = self._pause(self._choose_alike(left, max_tokens))
+        unread_counts = self._count_unread()
+        max_joined = self._decoder.max_joined_tokens
+        if max_joined is None:
+            counts = self._pause(self._choose_alike(unread_counts, max_tokens))
             size = max(counts.values())
         else:
-            counts = _share_out(left, min(max_tokens or joined, self._max_num_tokens))
+            counts = _share_out(unread_counts, min(max_tokens or max_joined, self._max_num_tokens))
             counts = self._pause(counts)
-            size = self._choose_size(counts, num_others, longest, min_size)
+            size = self._choose_size(counts, num_others, max_past, min_size)
         rows = sorted(counts)
-        return Reading(
+        return PrefillChunk(
             rows=rows,
             starts=self._cache.past_lens[rows].tolist(),
             counts=[counts[row] for row in rows],
-            ended=[row for row in rows if counts[row] == left[row]],
+            ended_rows=[row for row in rows if counts[row] == unread_counts[row]],
             segments=[
                 segment
                 for row in rows
-                for segment in self._cut(row, counts[row], size, reads_all=reads_all)
+                for segment in self._make_segments(row, counts[row], size, reads_all=reads_all)
             ],
             size=size,
         )
 
-    def commit(self, reading: Reading) -> None:
-        """Keep what a pass has read."""
-        for row, count in zip(reading.rows, reading.counts, strict=True):
+    def commit(self, chunk: PrefillChunk) -> None:
+        """Commit the tokens of a chunk whose pass is done, and drop the prompts that end there."""
+        for row, count in zip(chunk.rows, chunk.counts, strict=True):
             self._cache.commit(row, list(range(count)))
-        self.num_read += sum(reading.counts)
-        for row in reading.ended:
+        self.num_read += sum(chunk.counts)
+        for row in chunk.ended_rows:
             self.drop(row)
 
-    def _count_left(self) -> dict[int, int]:
-        """Tokens of each row that are still to be read, the one that is due first first."""
+    def _count_unread(self) -> dict[int, int]:
+        """Count the tokens of each row that are still to be read, ordered by when they are due."""
         past = self._cache.past_lens
         return {row: len(prompt) - int(past[row]) for row, prompt in self._prompts.items()}
 
     def _pause(self, counts: dict[int, int]) -> dict[int, int]:
-        """Tokens to read of each row, no further than where its state is to be kept."""
+        """Lower each row's number of tokens so that it ends where its state is to be kept."""
         if (states := self._cache.states) is None:
             return counts
         past = self._cache.past_lens
         return {row: min(n, states.find_stop(row) - int(past[row])) for row, n in counts.items()}
 
-    def _choose_alike(self, left: dict[int, int], max_tokens: int | None) -> dict[int, int]:
-        """Tokens to read of each row, in a pass in which a prompt has one row."""
-        most = self._max_num_tokens
+    def _choose_alike(
+        self, unread_counts: dict[int, int], max_tokens: int | None
+    ) -> dict[int, int]:
+        """Choose the number of tokens of each row, in a pass in which a prompt has one row."""
+        max_pass_tokens = self._max_num_tokens
         if max_tokens is None:
-            longest, chunk = max(left.values()), most // len(left)
+            max_unread, row_tokens = (
+                max(unread_counts.values()),
+                max_pass_tokens // len(unread_counts),
+            )
         else:
-            most = min(max_tokens, most)
-            longest, chunk = next(iter(left.values())), most
-        size = min(max(1, chunk), self._decoder.max_chunk_tokens, longest)
+            max_pass_tokens = min(max_tokens, max_pass_tokens)
+            max_unread, row_tokens = next(iter(unread_counts.values())), max_pass_tokens
+        size = min(max(1, row_tokens), self._decoder.max_chunk_tokens, max_unread)
         # Padding at most doubles what a row costs, and stays inside of the cache.
         past = self._cache.past_lens
         rows = [
             row
-            for row, count in left.items()
+            for row, count in unread_counts.items()
             if min(count, size) * 2 >= size and past[row] + size <= self._cache.num_positions
         ]
         if max_tokens is not None:
-            rows = rows[: max(1, most // size)]
-        return {row: min(left[row], size) for row in rows}
+            rows = rows[: max(1, max_pass_tokens // size)]
+        return {row: min(unread_counts[row], size) for row in rows}
 
     def _choose_size(
-        self, counts: dict[int, int], num_others: int, furthest: int, min_size: int
+        self, counts: dict[int, int], num_others: int, max_past: int, min_size: int
     ) -> int:
-        """Tokens of a row, for the fewest of padding and the fewest rows.
+        """Choose the number of tokens of a segment, for little padding and few segments.
 
-        Every row goes through all keys before it, which takes about as long as the products of one
-        token do for some thousand of them.
+        Every segment's attention goes through all keys before it, which takes about as long for
+        some thousand keys as the products of one token do.
         """
-        longest = min(max(counts.values()), self._decoder.max_chunk_tokens)
-        if longest <= min_size or (longest == 1 and not num_others):
+        max_size = min(max(counts.values()), self._decoder.max_chunk_tokens)
+        if max_size <= min_size or (max_size == 1 and not num_others):
             return min_size
         past = self._cache.past_lens[list(counts)][:, None]
         tokens = np.array(list(counts.values()))[:, None]
-        sizes = np.arange(min_size, max(min_size, longest) + 1)
-        parts = -(-tokens // sizes)
-        price = (parts * (sizes + (past + tokens) / ROW_POSITIONS)).sum(0) + num_others * sizes
-        # One token per row always fits.
-        fits = (past + parts * sizes <= self._cache.num_positions).all(0)
-        fits &= furthest + sizes <= self._cache.num_positions
-        return int(sizes[np.where(fits, price, np.inf).argmin()])
+        sizes = np.arange(min_size, max(min_size, max_size) + 1)
+        num_segments = -(-tokens // sizes)
+        prices = (num_segments * (sizes + (past + tokens) / ROW_POSITIONS)).sum(0)
+        prices += num_others * sizes
+        # One token per segment always fits.
+        fits = (past + num_segments * sizes <= self._cache.num_positions).all(0)
+        fits &= max_past + sizes <= self._cache.num_positions
+        return int(sizes[np.where(fits, prices, np.inf).argmin()])
 
-    def _cut(self, row: int, count: int, size: int, *, reads_all: bool) -> list[Segment]:
-        """The next tokens of a row's prompt, in pieces of `size`."""
+    def _make_segments(self, row: int, count: int, size: int, *, reads_all: bool) -> list[Segment]:
+        """Cut the next `count` tokens of a row's prompt into segments of `size`."""
         start, segments = int(self._cache.past_lens[row]), []
         end = start + count
         tokens = np.array(self._prompts[row][start:end], np.int64)
-        for at in range(start, end, size):
-            own = tokens[at - start : at - start + size]
-            offsets = np.arange(len(own))
+        for past in range(start, end, size):
+            segment_tokens = tokens[past - start : past - start + size]
+            num_tokens = len(segment_tokens)
+            offsets = np.arange(num_tokens)
             causal = offsets[:, None] >= offsets
-            is_end = at + len(own) == len(self._prompts[row])
-            wanted = reads_all | ((offsets == len(own) - 1) & is_end)
-            segments.append(Segment(row, at, own, offsets, causal, wanted, len(own)))
+            is_end = past + num_tokens == len(self._prompts[row])
+            is_read = reads_all | ((offsets == num_tokens - 1) & is_end)
+            segment = Segment(row, past, segment_tokens, offsets, causal, is_read, num_tokens)
+            segments.append(segment)
         return segments
 
 
-def _share_out(left: dict[int, int], max_tokens: int) -> dict[int, int]:
-    """Tokens to read of each row, of so many in all."""
+def _share_out(unread_counts: dict[int, int], max_tokens: int) -> dict[int, int]:
+    """Share max_tokens out to the rows in order; return the tokens of each row that gets any."""
     counts = {}
-    for row, count in left.items():
+    for row, count in unread_counts.items():
         if max_tokens <= 0:
             break
         counts[row] = min(count, max_tokens)
@@ -266,8 +274,8 @@ def _share_out(left: dict[int, int], max_tokens: int) -> dict[int, int]:
     return counts
 
 
-def count_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens that two sequences have in common from the start."""
-    size = min(len(first), len(second))
-    equal = np.asarray(first[:size]) == np.asarray(second[:size])
-    return size if equal.all() else int(equal.argmin())
+def count_shared(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
+    """Count the tokens that two sequences have in common from the start."""
+    size = min(len(tokens), len(other_tokens))
+    is_equal = np.asarray(tokens[:size]) == np.asarray(other_tokens[:size])
+    return size if is_equal.all() else int(is_equal.argmin())

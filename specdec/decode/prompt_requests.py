@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from specdec.errors import (
 from specdec.files.reading import read_json
 from specdec.gguf.folder import localize
 from specdec.system.logs import get_logger
+from specdec.text.encoding import encode_prompt
 from specdec.text.grammar import Grammar, GrammarCompiler
 from specdec.text.prompts import CHECKS, SHAPING, Prompt, find_faults, name_prompt
 from specdec.text.text_stream import TextForm
@@ -37,10 +39,11 @@ FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
 
 
 def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a request: --end-id, else generation_config.json's, else the tokenizer's.
+    """Find the tokens that end a request: --end-id, else a configuration's, else the tokenizer's.
 
-    Without a generation_config.json, config.json's also end one. What else the former would do to
-    a text is logged, for it is not done.
+    The configuration is generation_config.json; without one, config.json's end tokens count beside
+    the tokenizer's. Other fields of generation_config.json that would change texts are logged,
+    since they are not applied.
     """
     if settings.end_id is not None:
         return frozenset([settings.end_id])
@@ -62,14 +65,14 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
 
 
 def _read_ids(document: Mapping[str, Any]) -> frozenset[int] | None:
-    """The end tokens that a configuration names; None where it names none."""
+    """Return the end tokens that a configuration names; None where it names none."""
     ids = document.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [ids]
     return frozenset(ids) if all(type(i) is int for i in ids) else None
 
 
 def _log_defaults(document: Mapping[str, Any], path: Path) -> None:
-    """Say which fields of a generation_config.json change texts and are not applied."""
+    """Log the fields of a generation_config.json that change texts and are not applied."""
     ignored_fields = [
         f"{key} {shorten(document[key])}" for key in DEFAULTS
         if document.get(key) not in (None, False, 0, 1, [], {})
@@ -81,7 +84,7 @@ def _log_defaults(document: Mapping[str, Any], path: Path) -> None:
 
 
 def read_flags(settings: DecodeSettings, num_prompts: int) -> list[Prompt]:
-    """What the flags say of each prompt; UsageError for values of no use."""
+    """Return the settings that the flags give each prompt; UsageError for values of no use."""
     values: dict[str, Any] = {
         "top_p": settings.top_p, "seed": settings.random_seed, "stop": settings.stop_words,
     }  # fmt: skip
@@ -114,76 +117,44 @@ def make_requests(
     tokenizer: Any,
     end_ids: frozenset[int] | None = None,
     compile_grammar: Callable[[Mapping[str, Any]], Grammar] | None = None,
-    first: int = 0,
+    first_index: int = 0,
     repeats: bool = False,
 ) -> list[Request]:
     """Tokenize prompts that are checked already; a prompt's own settings win over the flags.
 
-    first: the index of the first one. end_ids: tokens that end a request, where they are known
-    already. compile_grammar: for prompts that have a grammar, where there is one already. repeats:
-    whether a prompt may have several requests, of which `choose_best` takes one.
+    first_index: of the prompts' indices. end_ids: tokens that end a request, where they are known
+    already. compile_grammar: compiler for prompts with a grammar; None makes one. repeats: whether
+    a prompt may have several requests, of which `choose_best` takes one.
     """
-    from specdec.text.encoding import encode_prompt  # which knows prompts
-
     if end_ids is None:
         end_ids = find_end_ids(settings, tokenizer)
+    make_compiler = functools.cache(lambda: GrammarCompiler(tokenizer, end_ids))
+    compile_grammar = compile_grammar or (lambda grammar: make_compiler().compile(grammar))
     requests = []
-    for index, (own, flags) in enumerate(
-        zip(prompts, read_flags(settings, len(prompts)), strict=True), first
-    ):
-        text, ids = encode_prompt(own, settings, tokenizer)
-        prompt = dataclasses.replace(flags, **own.list_given())
-        if tokenizer is None and (prompt.stop or prompt.bad_words):
-            raise lack_tokenizer("stop words need" if prompt.stop else "bad_words need")
-        _check_combination(name_prompt(index), prompt)
-        best_of = prompt.best_of or 1
-        if best_of > 1 and not repeats:
-            raise PromptError(
-                f"{name_prompt(index)} has best_of {best_of}, which chooses among complete outputs;"
-                " here it has one, or its output is streamed",
-                "leave best_of out",
-                field="best_of",
-            )
-        grammar = None
-        if prompt.grammar is not None:
-            compile_grammar = compile_grammar or GrammarCompiler(tokenizer, end_ids).compile
-            try:
-                grammar = compile_grammar(prompt.grammar)
-            except SpecDecError as error:
-                raise PromptError(error.message, error.hint, field="grammar") from None
-        stop, stop_ids = prompt.stop or (), frozenset(prompt.stop_token_ids or ())
-        ends = stop_ids | (end_ids if prompt.end_ids is None else frozenset(prompt.end_ids))
-        hidden = stop_ids if prompt.skip_special_tokens is not False else ends
-        assert prompt.max_output_len is not None
-        sampling = _make_sampling(prompt, tokenizer)
+    flag_prompts = read_flags(settings, len(prompts))
+    for index, (prompt, flags) in enumerate(zip(prompts, flag_prompts, strict=True), first_index):
+        text, ids = encode_prompt(prompt, settings, tokenizer)
+        full_prompt = dataclasses.replace(flags, **prompt.list_given())
+        _check_combination(name_prompt(index), full_prompt, tokenizer, repeats=repeats)
+        request = dataclasses.replace(
+            _make_request(full_prompt, ids, end_ids, tokenizer),
+            index=index, input_text=text, grammar=_make_grammar(full_prompt, compile_grammar),
+        )  # fmt: skip
+        sampling = request.sampling
         requests += [
-            Request(
-                index=index,
-                input_text=text,
-                input_ids=ids,
-                max_output_len=prompt.max_output_len,
-                end_ids=ends,
-                sampling=dataclasses.replace(sampling, seed=(sampling.seed + at) % 2**64),
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                form=TextForm(
-                    hidden=frozenset() if prompt.include_stop_str_in_output else hidden,
-                    includes_stop=bool(prompt.include_stop_str_in_output),
-                    skips_special=prompt.skip_special_tokens is not False,
-                    spaces_special=prompt.spaces_between_special_tokens is not False,
-                    min_tokens=prompt.min_tokens or 0,
-                ),
-                num_logprobs=prompt.logprobs if best_of == 1 else prompt.logprobs or 0,
-                wants_prompt_logprobs=bool(prompt.prompt_logprobs),
-                drafts=prompt.speculation is not False,
-                keep_trees=bool(prompt.keep_trees),
-                grammar=grammar,
+            dataclasses.replace(
+                request,
+                sampling=dataclasses.replace(sampling, seed=(sampling.seed + repeat) % 2**64),
             )
-            for at in range(best_of)
+            for repeat in range(full_prompt.best_of or 1)
         ]
     return requests
 
 
-def _check_combination(name: str, prompt: Prompt) -> None:
+def _check_combination(name: str, prompt: Prompt, tokenizer: Any, *, repeats: bool) -> None:
+    """Raise PromptError for settings of a prompt that contradict each other or what is there."""
+    if tokenizer is None and (prompt.stop or prompt.bad_words):
+        raise lack_tokenizer("stop words need" if prompt.stop else "bad_words need")
     if prompt.prompt_logprobs and prompt.logprobs is None:
         raise PromptError(
             f"{name} has prompt_logprobs and no logprobs",
@@ -197,10 +168,61 @@ def _check_combination(name: str, prompt: Prompt) -> None:
                 "leave one out",
                 field=field,
             )
+    if (prompt.best_of or 1) > 1 and not repeats:
+        raise PromptError(
+            f"{name} has best_of {prompt.best_of}, which chooses among complete outputs;"
+            " here it has one, or its output is streamed",
+            "leave best_of out",
+            field="best_of",
+        )
+
+
+def _make_grammar(
+    prompt: Prompt, compile_grammar: Callable[[Mapping[str, Any]], Grammar]
+) -> Grammar | None:
+    """Compile a prompt's grammar, if it has one; PromptError where it cannot be compiled."""
+    if prompt.grammar is None:
+        return None
+    try:
+        return compile_grammar(prompt.grammar)
+    except SpecDecError as error:
+        raise PromptError(error.message, error.hint, field="grammar") from None
+
+
+def _make_request(
+    prompt: Prompt, ids: list[int], end_ids: frozenset[int], tokenizer: Any
+) -> Request:
+    """Make a request of a prompt whose flags are filled in, without its index, text and grammar."""
+    stop, stop_ids = prompt.stop or (), frozenset(prompt.stop_token_ids or ())
+    all_end_ids = stop_ids | (end_ids if prompt.end_ids is None else frozenset(prompt.end_ids))
+    skips_special = prompt.skip_special_tokens is not False
+    includes_stop = bool(prompt.include_stop_str_in_output)
+    hidden_ids = stop_ids if skips_special else all_end_ids
+    assert prompt.max_output_len is not None
+    return Request(
+        index=0,
+        input_ids=ids,
+        max_output_len=prompt.max_output_len,
+        end_ids=all_end_ids,
+        sampling=_make_sampling(prompt, tokenizer),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        form=TextForm(
+            hidden=frozenset() if includes_stop else hidden_ids,
+            includes_stop=includes_stop,
+            skips_special=skips_special,
+            spaces_special=prompt.spaces_between_special_tokens is not False,
+            min_tokens=prompt.min_tokens or 0,
+        ),
+        # To choose the best of several outputs takes the log-probabilities of their tokens.
+        num_logprobs=prompt.logprobs or 0 if (prompt.best_of or 1) > 1 else prompt.logprobs,
+        wants_prompt_logprobs=bool(prompt.prompt_logprobs),
+        drafts=prompt.speculation is not False,
+        keep_trees=bool(prompt.keep_trees),
+    )
 
 
 def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:
-    """How a prompt's tokens are chosen, its flags filled in."""
+    """Return the sampling settings of a prompt whose flags are filled in."""
     top_k, top_p, temperature = prompt.top_k or 0, prompt.top_p, prompt.temperature
     assert prompt.seed is not None
     assert top_p is not None
@@ -223,7 +245,7 @@ def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:
 
 
 def _list_bad_words(words: Sequence[str], tokenizer: Any) -> Iterator[tuple[int, ...]]:
-    """The tokens that words are written with, behind a space and not."""
+    """Yield the tokens that words are written with, behind a space and without one."""
     for word in words:
         for text in (word, f" {word.lstrip()}"):
             yield tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

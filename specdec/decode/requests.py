@@ -1,4 +1,4 @@
-"""A request and its result, the same for every backend."""
+"""A request and its result, in the form that all backends share."""
 
 from __future__ import annotations
 
@@ -62,21 +62,22 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the request in messages."""
         return name_prompt(self.index)
 
     def make_text(self, tokenizer: Any, *, is_followed: bool) -> TextStream | None:
-        """Its text to be, where that decides what it is or is to be followed."""
-        needs = is_followed or self.stop or self.form != PLAIN_FORM
-        is_text = needs and tokenizer is not None
-        return TextStream(tokenizer, self.stop, self.form) if is_text else None
+        """Make the stream of the request's text, where the text ends it or is to be followed."""
+        needs_text = is_followed or self.stop or self.form != PLAIN_FORM
+        if not needs_text or tokenizer is None:
+            return None
+        return TextStream(tokenizer, self.stop, self.form)
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
-    """What was verified in one step: each node's token and parent (-1 of the root).
+    """Draft tree of one verify step: each node's token and parent (-1 of the root).
 
-    accepted: the nodes that were, the root first.
+    accepted: the accepted nodes, the root first.
     """
 
     tokens: list[int]
@@ -102,7 +103,7 @@ class RequestStats:
     The prompt's own forward pass yields the first token outside of any verify step.
     accepted_histogram[n]: verify steps in which n draft tokens were accepted. num_drafted_steps:
     those in which anything was drafted.
-    unknown: keys of the JSON form that the backend cannot tell; they are null there.
+    unknown_keys: keys of the JSON form that the backend does not count; they are null there.
     """
 
     accepted_histogram: list[int]
@@ -112,7 +113,7 @@ class RequestStats:
     num_draft_tokens: int = 0
     num_draft_depth: int = 0
     num_accepted: int = 0
-    unknown: frozenset[str] = frozenset()
+    unknown_keys: frozenset[str] = frozenset()
 
     def count_step(self, *, num_draft_tokens: int, depth: int, num_accepted: int) -> None:
         """Record a verify step; `depth` is the longest path proposed."""
@@ -146,7 +147,7 @@ class RequestStats:
             "acceptance_rate": round(self.acceptance_rate, 4),
             "accepted_histogram": self.accepted_histogram,
         }
-        return {key: None if key in self.unknown else value for key, value in values.items()}
+        return {key: None if key in self.unknown_keys else value for key, value in values.items()}
 
 
 class ActiveRequest:
@@ -181,7 +182,7 @@ class ActiveRequest:
 
     @functools.cached_property
     def sampler(self) -> Sampler:
-        """The request's random numbers, drawn when the first is needed."""
+        """Random numbers of the request, drawn when the first is needed."""
         # One more than the limit: the token after a full block is chosen, then cut.
         request = self.request
         return Sampler(
@@ -194,13 +195,13 @@ class ActiveRequest:
 
     @functools.cached_property
     def grammar(self) -> GrammarState | None:
-        """Where the output is in the grammar that it keeps to."""
+        """State of the request's grammar behind its output so far."""
         grammar = self.request.grammar
         return None if grammar is None else grammar.follow(self.output_ids)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or ends when the next step begins."""
+        """Return whether it has ended, or ends when the next step begins."""
         return self.finish_reason is not None or self.is_cancelled
 
     def take_cancellation(self) -> None:
@@ -210,23 +211,23 @@ class ActiveRequest:
 
     @property
     def text(self) -> str | None:
-        """The text of all tokens so far, without the stop word, where it was followed."""
+        """Text of all tokens so far, without the stop word, where it was followed."""
         return self.text_stream.whole if self.text_stream is not None else None
 
     @property
     def logits(self) -> Tensor | None:
-        """[output tokens, V] in float32, those that each token was chosen by, if asked for."""
+        """Logits [output tokens, V] in float32 that each token was chosen by, if they are kept."""
         return torch.cat(self.kept_logits) if self.kept_logits else None
 
     @property
     def needs_only_best(self) -> bool:
-        """Whether only the target's likeliest tokens decide, as its logits are."""
+        """Return whether only the target's likeliest tokens decide, as its logits are."""
         params = self.request.sampling
         is_shaped = params.is_shaped or self.request.grammar is not None
         return params.is_greedy and not is_shaped and self.request.num_logprobs is None
 
     def note_prompt(self, states: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> None:
-        """Keep what is told of the prompt's next tokens, which follow from states [n, D]."""
+        """Keep the log-probabilities of the prompt's next tokens, which follow states [n, D]."""
         tokens = self.request.input_ids[len(self.prompt_logprobs) :][: len(states)]
         for start in range(0, len(tokens), LOGPROB_TOKENS):
             block_tokens = tokens[start : start + LOGPROB_TOKENS]
@@ -238,16 +239,16 @@ class ActiveRequest:
         assert num_top is not None
         logits = logits.float()
         logprobs = logits.log_softmax(-1)
-        own = logprobs.gather(1, to_device(list(tokens), logits.device)[:, None])
-        _, best = find_top(logits, min(num_top, logprobs.shape[-1]))
-        found = (part.tolist() for part in to_host(own, logprobs.gather(1, best), best))
+        token_logprobs = logprobs.gather(1, to_device(list(tokens), logits.device)[:, None])
+        _, top_tokens = find_top(logits, min(num_top, logprobs.shape[-1]))
+        arrays = to_host(token_logprobs, logprobs.gather(1, top_tokens), top_tokens)
         return [
             TokenLogprob(value, list(zip(ids, values, strict=True)))
-            for (value,), values, ids in zip(*found, strict=True)
+            for (value,), values, ids in zip(*(a.tolist() for a in arrays), strict=True)
         ]
 
     def release(self) -> None:
-        """Forget what only further tokens would need: a run may have many requests."""
+        """Free the sampler and the grammar, which only further tokens would need."""
         self.__dict__.pop("sampler", None)
         self.__dict__.pop("grammar", None)
 
@@ -316,16 +317,16 @@ class ActiveRequest:
             )
 
     def note_rejected(self, tokens: list[int]) -> None:
-        """Keep what was drafted where the newest token was emitted instead."""
+        """Keep the drafted tokens in whose place the newest token was emitted."""
         if tokens:
             self.rejected[len(self.output_ids) - 1] = tokens
 
 
 def choose_best(results: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-    """Of each prompt's results that with the highest sum of log-probabilities, ended ones first."""
+    """Choose each prompt's result of the highest sum of log-probabilities, ended ones first."""
 
     def rate(result: ActiveRequest) -> tuple[bool, float]:
-        return result.finish_reason is not None, sum(one.logprob for one in result.logprobs)
+        return result.finish_reason is not None, sum(token.logprob for token in result.logprobs)
 
     by_prompt = itertools.groupby(results, lambda result: result.request.index)
     return [max(prompt_results, key=rate) for _, prompt_results in by_prompt]
@@ -335,48 +336,30 @@ def find_problems(
     request: Request, *, max_input_len: int, max_seq_len: int, vocab_size: int,
     max_positions: int = MAX_SIZE, is_built: bool = True,
 ) -> Problems:  # fmt: skip
-    """List what of a request is beyond an engine's limits, each with a remedy.
+    """List where a request is beyond an engine's limits, each with a remedy.
 
     max_positions: tokens of a prompt and its output that any engine of the model can take.
     is_built: whether `specdec-build` made the engine; else `specdec generate` is to make it.
     """
-    length, request_name = len(request.input_ids), request.name
     problems = Problems()
-    if length == 0:
-        problems.add(f"{request_name} is empty", "give at least one token", "text")
-    total = length + request.max_output_len
-    build_flags = f"--max-seq-len {total}" if total > max_seq_len else ""
-    if is_built and length > max_input_len:
-        build_flags += f"{' and ' if build_flags else ''}--max-input-len {length}"
-    remedy = f", or {'build with' if is_built else 'give'} {build_flags} or more"
-    if total > max_positions:
-        remedy = f": the model takes {max_positions} tokens at most, prompt and output together"
-    if length > max_input_len:
-        problems.add(
-            f"{request_name} has {length} tokens, the engine's max_input_len is {max_input_len}",
-            f"shorten it{remedy}",
-            "text",
-        )
-    elif total > max_seq_len:
-        problems.add(
-            f"{request_name} has {length} tokens and asks for {request.max_output_len} more, the"
-            f" engine's max_seq_len is {max_seq_len}",
-            f"lower --max-output-len to {max_seq_len - length}{remedy}",
-            "max_output_len",
-        )
+    if not request.input_ids:
+        problems.add(f"{request.name} is empty", "give at least one token", "text")
+    _add_length_problem(
+        problems, request, max_input_len, max_seq_len, max_positions, is_built=is_built
+    )
     foreign_tokens = [t for t in request.input_ids if not 0 <= t < vocab_size]
     if foreign_tokens:
         problems.add(
-            f"{request_name} holds token {foreign_tokens[0]}, the model's vocabulary has"
+            f"{request.name} holds token {foreign_tokens[0]}, the model's vocabulary has"
             f" {vocab_size}",
             "use the tokenizer that belongs to the model",
             "text",
         )
-    problems += _find_bans(request, request_name, vocab_size)
+    problems += _find_bans(request, vocab_size)
     biased_tokens = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
     if biased_tokens:
         problems.add(
-            f"{request_name} has a logit_bias for token {biased_tokens[0]}, the model's vocabulary"
+            f"{request.name} has a logit_bias for token {biased_tokens[0]}, the model's vocabulary"
             f" has {vocab_size}",
             "leave it out",
             "logit_bias",
@@ -384,15 +367,44 @@ def find_problems(
     return problems
 
 
-def _find_bans(request: Request, where: str, vocab_size: int) -> Problems:
-    """What is wrong with the tokens that are left out: one must be left at every place."""
+def _add_length_problem(
+    problems: Problems, request: Request, max_input_len: int, max_seq_len: int,
+    max_positions: int, *, is_built: bool,
+) -> None:  # fmt: skip
+    """Note where a prompt, or a prompt with its output, is longer than the engine allows."""
+    length = len(request.input_ids)
+    total = length + request.max_output_len
+    build_flags = [f"--max-seq-len {total}"] if total > max_seq_len else []
+    if is_built and length > max_input_len:
+        build_flags.append(f"--max-input-len {length}")
+    remedy = f", or {'build with' if is_built else 'give'} {' and '.join(build_flags)} or more"
+    if total > max_positions:
+        remedy = f": the model takes {max_positions} tokens at most, prompt and output together"
+    if length > max_input_len:
+        problems.add(
+            f"{request.name} has {length} tokens, the engine's max_input_len is {max_input_len}",
+            f"shorten it{remedy}",
+            "text",
+        )
+    elif total > max_seq_len:
+        problems.add(
+            f"{request.name} has {length} tokens and asks for {request.max_output_len} more, the"
+            f" engine's max_seq_len is {max_seq_len}",
+            f"lower --max-output-len to {max_seq_len - length}{remedy}",
+            "max_output_len",
+        )
+
+
+def _find_bans(request: Request, vocab_size: int) -> Problems:
+    """List faults of the tokens that a request leaves out: one must be left at every position."""
     problems, params = Problems(), request.sampling
     allowed_ids = params.allowed_ids
     if not params.is_restricted:
         return problems
     if allowed_ids is not None and max(allowed_ids) >= vocab_size:
         problems.add(
-            f"{where} allows token {max(allowed_ids)}, the model's vocabulary has {vocab_size}",
+            f"{request.name} allows token {max(allowed_ids)}, the model's vocabulary has"
+            f" {vocab_size}",
             "leave it out", "allowed_token_ids",
         )  # fmt: skip
     banned_ids = {word[-1] for word in params.bad_words}
@@ -400,21 +412,22 @@ def _find_bans(request: Request, where: str, vocab_size: int) -> Problems:
     candidate_ids = frozenset(range(vocab_size)) if allowed_ids is None else allowed_ids
     if candidate_ids <= banned_ids:
         problems.add(
-            f"{where} allows tokens that bad_words and min_tokens rule out: none may be left",
+            f"{request.name} allows tokens that bad_words and min_tokens rule out: none may be"
+            " left",
             "allow more tokens", "bad_words" if allowed_ids is None else "allowed_token_ids",
         )  # fmt: skip
     return problems
 
 
-class Counted(Protocol):
-    """A result, or an output of the API."""
+class HasStats(Protocol):
+    """Result of a run, or an output of the API: an object with counts of verify steps."""
 
     @property
     def stats(self) -> RequestStats: ...
 
 
-def sum_stats(results: Sequence[Counted]) -> dict[str, float | None]:
-    """Acceptance over all requests' verify steps, and the number of tokens."""
+def sum_stats(results: Sequence[HasStats]) -> dict[str, float | None]:
+    """Sum up the acceptance over all requests' verify steps, and the number of tokens."""
     tokens = sum(r.stats.num_output_tokens for r in results)
     steps = sum(r.stats.num_verify_steps for r in results)
     depth = sum(r.stats.num_draft_depth for r in results)
@@ -427,5 +440,5 @@ def sum_stats(results: Sequence[Counted]) -> dict[str, float | None]:
         "acceptance_length": round(emitted / steps, 4) if steps else 0.0,
         "acceptance_rate": round(accepted / depth, 4) if depth else 0.0,
     }
-    unknown_keys = frozenset[str]().union(*(r.stats.unknown for r in results))
+    unknown_keys = frozenset[str]().union(*(r.stats.unknown_keys for r in results))
     return {key: None if key in unknown_keys else value for key, value in values.items()}

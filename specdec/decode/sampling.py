@@ -20,12 +20,12 @@ from specdec.engine.tree import Tree
 # Streams of a request's random numbers. Each emitted token reads each stream at its own position,
 # so what a token is drawn with depends neither on the batch nor on how many steps it took.
 CHOICE, DRAFT, ACCEPT = range(3)
-COLD = 1e-30  # a temperature below which logits over it may be too large for float32
+COLD = 1e-30  # below this temperature, logits divided by it may be too large for float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen.
+    """Settings by which a request's tokens are chosen.
 
     temperature: 0 decodes greedily. top_k: 0 keeps all. top_p: 1 keeps all. min_p: least share of
     the likeliest token's probability, 0 keeps all. Applied in this order, as transformers' logits
@@ -49,23 +49,23 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is the only one left."""
+        """Return whether the most likely token is the only one left."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def is_shaped(self) -> bool:
-        """Whether logits depend on more than the target."""
+        """Return whether logits depend on more than the target."""
         return self.is_penalized or self.is_restricted
 
     @property
     def is_penalized(self) -> bool:
-        """Whether there are penalties or a bias."""
+        """Return whether there are penalties or a bias."""
         penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         return bool(penalties or self.logit_bias)
 
     @property
     def is_restricted(self) -> bool:
-        """Whether tokens are left out."""
+        """Return whether tokens are left out."""
         return bool(self.bad_words or self.min_tokens) or self.allowed_ids is not None
 
 
@@ -73,14 +73,14 @@ GREEDY = SamplingParams()
 
 
 class Shaper(Protocol):
-    """Changes the logits of one request."""
+    """Function of one request's logits: a penalty, a ban, a grammar's mask."""
 
     def shape(self, tree: Tree, logits: Tensor) -> Tensor:
         """Return float32 logits [T, V] for those after each node; the tree may be padded there."""
 
 
 class Sampler:
-    """The random numbers of one request: uniform on [0, 1), by stream and output position.
+    """Random numbers of one request: uniform on [0, 1), by stream and output position.
 
     They come from Philox counters keyed only by the seed (Salmon et al., "Parallel random numbers:
     as easy as 1, 2, 3", 2011), so equal seeds give equal numbers in any batch.
@@ -107,7 +107,7 @@ class Sampler:
 
 
 def take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of logits [B, ...], in order."""
+    """Return some rows of logits [B, ...], in order."""
     return logits if len(rows) == len(logits) else logits[to_device(rows, logits.device)]
 
 
@@ -128,24 +128,8 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         np.array([max(p.temperature, least_temperature) for p in params], np.float32), device
     )
     scores = scores / temperature[:, None]
-    vocab_size = scores.shape[-1]
-    top_k = [min(p.top_k, vocab_size) or vocab_size for p in params]
-    if min(top_k) < vocab_size:
-        limited = [k if k < vocab_size else 1 for k in top_k]
-        _, best_tokens = find_top(logits, max(limited))
-        is_kept = np.arange(max(limited)) < np.array(limited)[:, None]
-        is_left = to_device(np.array([[k == vocab_size] for k in top_k]), device)
-        is_left = is_left.repeat(1, vocab_size)
-        is_left.scatter_(1, best_tokens, to_device(is_kept, device) | is_left[:, :1])
-        scores = scores.masked_fill(~is_left, -torch.inf)
-    top_p = [p.top_p for p in params]
-    if min(top_p) < 1:
-        order = sort_all(logits)
-        mass = scores.gather(1, order).softmax(-1).cumsum(-1)
-        is_tail = mass <= 1 - to_device(np.array(top_p, np.float32), device)[:, None]
-        is_tail &= to_device(np.array([p < 1 for p in top_p]), device)[:, None]
-        is_tail[:, -1] = False
-        scores = scores.masked_fill(is_tail.scatter(1, order, is_tail), -torch.inf)
+    scores = _keep_top_k(scores, logits, [p.top_k for p in params])
+    scores = _keep_top_p(scores, logits, [p.top_p for p in params])
     if any(p.min_p for p in params):
         probs = scores.softmax(-1)
         least_share = to_device(np.array([p.min_p for p in params], np.float32), device)[:, None]
@@ -153,8 +137,35 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return scores.softmax(-1)
 
 
+def _keep_top_k(scores: Tensor, logits: Tensor, limits: Sequence[int]) -> Tensor:
+    """Leave in each row of scores [B, V] its top_k tokens by the logits; a limit of 0 keeps all."""
+    device, vocab_size = scores.device, scores.shape[-1]
+    top_k = [min(limit, vocab_size) or vocab_size for limit in limits]
+    if min(top_k) == vocab_size:
+        return scores
+    limited = [k if k < vocab_size else 1 for k in top_k]
+    _, best_tokens = find_top(logits, max(limited))
+    is_kept = np.arange(max(limited)) < np.array(limited)[:, None]
+    is_left = to_device(np.array([[k == vocab_size] for k in top_k]), device)
+    is_left = is_left.repeat(1, vocab_size)
+    is_left.scatter_(1, best_tokens, to_device(is_kept, device) | is_left[:, :1])
+    return scores.masked_fill(~is_left, -torch.inf)
+
+
+def _keep_top_p(scores: Tensor, logits: Tensor, top_p: Sequence[float]) -> Tensor:
+    """Leave in each row of scores [B, V] the likeliest tokens whose probabilities sum to top_p."""
+    if min(top_p) >= 1:
+        return scores
+    device, order = scores.device, sort_all(logits)
+    mass = scores.gather(1, order).softmax(-1).cumsum(-1)
+    is_tail = mass <= 1 - to_device(np.array(top_p, np.float32), device)[:, None]
+    is_tail &= to_device(np.array([p < 1 for p in top_p]), device)[:, None]
+    is_tail[:, -1] = False
+    return scores.masked_fill(is_tail.scatter(1, order, is_tail), -torch.inf)
+
+
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """Return what `draw_tokens` draws, on the host."""
+    """Draw a token for each row as `draw_tokens` does; return them on the host."""
     (tokens,) = to_host(draw_tokens(probs, uniforms))
     token_ids: list[int] = tokens.tolist()
     return token_ids
@@ -171,9 +182,9 @@ def draw_tokens(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 
 def find_residual(target: Tensor, draft: Tensor) -> Tensor:
-    """The part of target [..., V] that exceeds draft [..., V], not normalized.
+    """Return the part of target [..., V] that exceeds draft [..., V], not normalized.
 
-    Where none does, as only rounding can bring about after a rejection, the target itself.
+    Where none does, as only rounding can bring about after a rejection, return the target itself.
     """
     residual = (target - draft.to(target.device)).clamp(min=0)  # models on two devices
     return torch.where(residual.any(-1, keepdim=True), residual, target)

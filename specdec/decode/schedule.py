@@ -1,4 +1,4 @@
-"""Which request has which row of the cache, and what each pass of the target is about."""
+"""The scheduler: which request has which row of the cache, and the plan of each forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from specdec.decode.accept import Accepted
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.prefill import PromptReader, Reading, count_shared
+from specdec.decode.prefill import PrefillChunk, PromptReader, count_shared
 from specdec.decode.prompt_chunks import choose_chunk
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.timing import Timing
@@ -26,13 +26,14 @@ DRAFTER_SHARE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pass:
-    """One forward pass of the target.
+class ForwardPlan:
+    """Plan of one forward pass of the target, made before drafts are proposed for it.
 
-    verifies: whether running requests are in it. drafts: whether anything may be drafted for them.
-    reads: whether prompts are in it. max_tokens: prompt tokens at most, None as many as a pass
-    should have. is_shared: what the requests verify counts among `max_tokens`. num_prompt_tokens:
-    that the pass reads, if no draft takes their place.
+    verifies: whether running requests are in the pass. drafts: whether anything may be drafted for
+    them. reads: whether a prefill chunk is in the pass. max_tokens: most prompt tokens of that
+    chunk; None is as many as a pass should have. is_shared: whether the tokens that running
+    requests verify count among `max_tokens`. num_prompt_tokens: prompt tokens that the pass reads,
+    if no draft takes their place.
     """
 
     verifies: bool = False
@@ -44,13 +45,17 @@ class Pass:
 
 
 class Scheduler:
-    """The requests that wait, those whose prompts are being read, and those that run."""
+    """Owner of the cache's rows: of requests that wait, those in prefill, and those that run.
+
+    queue: requests that wait for a row. prefilling: requests whose prompts are being read.
+    active: requests that run, ordered by row.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         cache: KVCache,
-        proposer: Drafter,
+        drafter: Drafter,
         timing: Timing,
         *,
         max_num_tokens: int,
@@ -58,83 +63,90 @@ class Scheduler:
         reuses_prefixes: bool,
         costs: CostTable | None = None,
     ) -> None:
-        """See `Options` of the loop."""
-        self.waiting: deque[ActiveRequest] = deque()
-        self.reading: list[ActiveRequest] = []
-        self.active: list[ActiveRequest] = []  # by row
+        """Start with free rows; `Options` of the loop describes the settings."""
+        self.queue: deque[ActiveRequest] = deque()
+        self.prefilling: list[ActiveRequest] = []
+        self.active: list[ActiveRequest] = []
         self.reader = PromptReader(decoder, cache, max_num_tokens)
         self.max_prefill: int | None = None  # prompt tokens that drafters may read in a step
-        self._cache, self._proposer, self._timing = cache, proposer, timing
+        self._cache, self._drafter, self._timing = cache, drafter, timing
         self._prompt_chunk, self._reuses_prefixes = prompt_chunk, reuses_prefixes
-        # By row, the prompt and the output that are in its cache; no output that no drafter has
-        # seen, if it follows prompts.
-        self._texts: list[tuple[list[int], list[int]]] = [([], []) for _ in cache.past_lens]
+        # By row, the prompt and the output that are in its cache; no output of a request without
+        # drafts, since a drafter that follows prompts has not seen it.
+        self._row_texts: list[tuple[list[int], list[int]]] = [([], []) for _ in cache.past_lens]
         self._costs = costs
         self._drafted_size = 1  # nodes of a row in the newest step that might be drafted for
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step has anything to do."""
-        requests = (*self.active, *self.reading, *self.waiting)
+        """Return whether a step has anything to do."""
+        requests = (*self.active, *self.prefilling, *self.queue)
         return not all(r.is_over for r in requests)
 
-    def plan(self) -> Iterator[Pass]:
-        """Free the rows of requests that have ended, fill them, and tell the step's passes.
+    def plan(self) -> Iterator[ForwardPlan]:
+        """Free the rows of requests that have ended, fill them, and plan the step's passes.
 
-        That is one, or two where the prompts' tokens cannot share the others' pass. Here alone
-        cancellations are taken: who leaves later is in this step to its end.
+        A step has one pass, or two where the prompts' tokens cannot share the pass of the running
+        requests. Cancellations take effect here alone: a request that is cancelled later stays in
+        this step to its end.
         """
-        for request in (*self.active, *self.reading, *self.waiting):
+        for request in (*self.active, *self.prefilling, *self.queue):
             request.take_cancellation()
         self.retire()
         self._admit()
         chunk = self._choose_chunk()
-        if not self.reading:
+        if not self.prefilling:
             if self.active:
-                yield Pass(verifies=True)
+                yield ForwardPlan(verifies=True)
         elif chunk is None or not self.active:  # whole prompts first, or no request waits for it
-            yield Pass(reads=True)
+            yield ForwardPlan(reads=True)
         elif not self.reader.joins:
-            yield Pass(reads=True, max_tokens=chunk)
+            yield ForwardPlan(reads=True, max_tokens=chunk)
             if self.active:
-                yield Pass(verifies=True)
+                yield ForwardPlan(verifies=True)
         else:
-            left, is_shared = self.reader.num_left, self._prompt_chunk == "auto"
+            num_unread, is_shared = self.reader.num_unread, self._prompt_chunk == "auto"
             # A token of a prompt and one of a draft cost the same, and requests that wait for
             # their first token have none yet: prompts go before drafts.
-            fits = left + len(self.active) * self._drafted_size <= chunk
-            drafts = fits or not is_shared or self._proposer.is_indivisible
-            yield Pass(True, drafts, True, chunk, is_shared, min(chunk, left))
+            fits = num_unread + len(self.active) * self._drafted_size <= chunk
+            drafts = fits or not is_shared or self._drafter.is_indivisible
+            yield ForwardPlan(True, drafts, True, chunk, is_shared, min(chunk, num_unread))
 
-    def plan_reading(self, task: Pass, num_rows: int, num_nodes: int) -> Reading:
-        """The prompts' tokens of a pass that verifies so many nodes of so many rows."""
-        max_tokens, proposer = task.max_tokens, self._proposer
-        if task.is_shared and max_tokens is not None:
+    def plan_chunk(self, plan: ForwardPlan, num_rows: int, num_nodes: int) -> PrefillChunk | None:
+        """Choose the prompt tokens of a pass that verifies num_nodes nodes in num_rows rows.
+
+        Returns None where the plan reads no prompts.
+        """
+        if not plan.reads:
+            return None
+        max_tokens, drafter = plan.max_tokens, self._drafter
+        if plan.is_shared and max_tokens is not None:
             max_tokens = max(1, max_tokens - num_rows * num_nodes)
-        reads_all = proposer.follows_prompts and proposer.follows_last
-        reads_all |= any(r.request.wants_prompt_logprobs for r in self.reading)
-        longest = max((int(self._cache.past_lens[r.row]) for r in self.active), default=0)
+        reads_all = drafter.follows_prompts and drafter.follows_last
+        reads_all |= any(r.request.wants_prompt_logprobs for r in self.prefilling)
+        max_past = max((int(self._cache.past_lens[r.row]) for r in self.active), default=0)
         return self.reader.plan(
-            max_tokens, num_others=num_rows, longest=longest, min_size=max(1, num_nodes),
+            max_tokens, num_others=num_rows, max_past=max_past, min_size=max(1, num_nodes),
             reads_all=reads_all,
         )  # fmt: skip
 
-    def record(self, task: Pass, num_rows: int, num_nodes: int) -> None:
-        """Take what a pass was that verified so many nodes of so many rows."""
-        if num_rows and task.drafts:
+    def record(self, plan: ForwardPlan, num_rows: int, num_nodes: int) -> None:
+        """Remember the number of nodes that a pass has verified in each of num_rows rows."""
+        if num_rows and plan.drafts:
             self._drafted_size = num_nodes
 
     def retire(self) -> None:
         """Give back the rows of requests that have ended."""
-        ended = [r for r in (*self.active, *self.reading) if r.finish_reason is not None]
-        if not ended:
+        requests = (*self.active, *self.prefilling)
+        ended_requests = [r for r in requests if r.finish_reason is not None]
+        if not ended_requests:
             return
-        for request in ended:
+        for request in ended_requests:
             request.release()
-            if request in self.reading:
+            if request in self.prefilling:
                 self.reader.drop(request.row)
-        self.active = [r for r in self.active if r not in ended]
-        self.reading = [r for r in self.reading if r not in ended]
+        self.active = [r for r in self.active if r not in ended_requests]
+        self.prefilling = [r for r in self.prefilling if r not in ended_requests]
 
     def commit(
         self,
@@ -145,84 +157,97 @@ class Scheduler:
         for request, (path, _) in zip(requests, accepted, strict=True):
             self._cache.commit(request.row, path)
 
-    def finish_reading(self, reading: Reading) -> list[ActiveRequest]:
-        """Keep what a pass has read of prompts; return the requests whose prompts have ended."""
-        self.reader.commit(reading)
-        by_row = {request.row: request for request in self.reading}
-        begun = [by_row[row] for row in reading.ended]
-        self.reading = [r for r in self.reading if r not in begun]
-        self.active = sorted([*self.active, *begun], key=lambda r: r.row)
-        return begun
+    def finish_chunk(self, chunk: PrefillChunk) -> list[ActiveRequest]:
+        """Commit a prefill chunk; let the requests whose prompts end there run, and return them."""
+        self.reader.commit(chunk)
+        by_row = {request.row: request for request in self.prefilling}
+        new_requests = [by_row[row] for row in chunk.ended_rows]
+        self.prefilling = [r for r in self.prefilling if r not in new_requests]
+        self.active = sorted([*self.active, *new_requests], key=lambda r: r.row)
+        return new_requests
 
     def _choose_chunk(self) -> int | None:
-        """Tokens of prompts that a step may read where requests run; None is all.
+        """Choose how many prompt tokens a step may read where requests run; None is all.
 
-        With "auto" those that the others verify count, too, where they share a pass.
+        With "auto" the tokens that running requests verify count, too, where they share a pass.
         """
         chunk = self._prompt_chunk
         if chunk == "auto":
-            num_requests = len(self.active) + len(self.reading) + len(self.waiting)
+            num_requests = len(self.active) + len(self.prefilling) + len(self.queue)
             chunk = choose_chunk(self._costs, len(self.active), num_requests)
         self.max_prefill = None if chunk is None else DRAFTER_SHARE * chunk
         return chunk
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, with what other rows hold of their prompts."""
-        if not self.waiting:
+        """Give free rows to waiting requests, with the cached beginnings of their prompts."""
+        if not self.queue:
             return
-        taken = {request.row for request in (*self.active, *self.reading)}
-        free = [row for row in range(len(self._texts)) if row not in taken]
-        while free and self.waiting:
-            request = self.waiting[0]
-            if request.finish_reason is None:  # not cancelled before its turn
-                prompt = request.request.input_ids
-                source, shared, places = free[0], 0, list[int]()
-                if self._reuses_prefixes and not request.request.wants_prompt_logprobs:
-                    source, shared, places = self._find_prefix(free, prompt)
-                    if self._is_being_read(prompt, shared):
-                        return
-                    self._timing.num_sought_tokens += len(prompt)
-                request.row = source if source in free else free[0]
-                free.remove(request.row)
-                self._cache.copy_prefix(source, request.row, shared)
-                self._cache.want_places(request.row, places)
-                self._proposer.copy_prefix(source, request.row, shared)
-                self._timing.num_reused_tokens += shared
-                self.reader.add(request.row, prompt)
-                output = request.output_ids if request.request.drafts else []
-                self._texts[request.row] = prompt, output
-                self.reading.append(request)
-            self.waiting.popleft()
+        taken_rows = {request.row for request in (*self.active, *self.prefilling)}
+        free_rows = [row for row in range(len(self._row_texts)) if row not in taken_rows]
+        while free_rows and self.queue:
+            request = self.queue[0]
+            # One that was cancelled before its turn only leaves the queue.
+            if request.finish_reason is None and not self._give_row(request, free_rows):
+                return
+            self.queue.popleft()
+
+    def _give_row(self, request: ActiveRequest, free_rows: list[int]) -> bool:
+        """Give a request one of the free rows; return False where it waits for another's prompt."""
+        prompt = request.request.input_ids
+        source, num_shared, fork_lengths = free_rows[0], 0, list[int]()
+        if self._reuses_prefixes and not request.request.wants_prompt_logprobs:
+            source, num_shared, fork_lengths = self._find_prefix(free_rows, prompt)
+            if self._is_being_read(prompt, num_shared):
+                return False
+            self._timing.num_sought_tokens += len(prompt)
+        request.row = source if source in free_rows else free_rows[0]
+        free_rows.remove(request.row)
+        self._cache.copy_prefix(source, request.row, num_shared)
+        self._cache.want_places(request.row, fork_lengths)
+        self._drafter.copy_prefix(source, request.row, num_shared)
+        self._timing.num_reused_tokens += num_shared
+        self.reader.add(request.row, prompt)
+        output = request.output_ids if request.request.drafts else []
+        self._row_texts[request.row] = prompt, output
+        self.prefilling.append(request)
+        return True
 
     def _find_prefix(
-        self, free: Sequence[int], prompt: Sequence[int]
+        self, free_rows: Sequence[int], prompt: Sequence[int]
     ) -> tuple[int, int, list[int]]:
-        """The row that holds most of a prompt's beginning, and how many tokens that is.
+        """Find the row that holds most of a prompt's beginning; return it and that many tokens.
 
-        And behind which tokens later prompts may part from this one: where it parts from what is
-        held, if that is much further than it can be taken over, and where it ends.
+        Returned third: the lengths at which later prompts may part from this one, namely where
+        this one parts from a cached text, if that is much further than the cache can be taken
+        over, and where it ends.
         """
-        held = [self._count_held(row, prompt) for row in range(len(self._texts))]
-        known = [self._cache.find_prefix(row, length) for row, length in enumerate(held)]
-        source = max(range(len(known)), key=lambda row: (known[row], row in free))
-        fork = max(held)
-        places = [fork] if fork >= known[source] + WORTH_WAITING else []
-        return source, known[source], [*places, len(prompt) - 1]
+        cached_lengths = [self._count_cached(row, prompt) for row in range(len(self._row_texts))]
+        usable_lengths = [
+            self._cache.find_prefix(row, length) for row, length in enumerate(cached_lengths)
+        ]
+        source = max(
+            range(len(usable_lengths)), key=lambda row: (usable_lengths[row], row in free_rows)
+        )
+        num_shared, fork = usable_lengths[source], max(cached_lengths)
+        fork_lengths = [fork] if fork >= num_shared + WORTH_WAITING else []
+        return source, num_shared, [*fork_lengths, len(prompt) - 1]
 
-    def _count_held(self, row: int, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are in a row's cache, without the prompt's last."""
-        read, output = self._texts[row]
-        shared = count_shared(read, prompt)
-        if shared == len(read):
-            shared += count_shared(output, prompt[shared:])
+    def _count_cached(self, row: int, prompt: Sequence[int]) -> int:
+        """Count a prompt's first tokens that are in a row's cache, without the prompt's last."""
+        row_prompt, row_output = self._row_texts[row]
+        num_shared = count_shared(row_prompt, prompt)
+        if num_shared == len(row_prompt):
+            num_shared += count_shared(row_output, prompt[num_shared:])
         # The last token is always run: its hidden state is needed.
-        return min(shared, int(self._cache.past_lens[row]), len(prompt) - 1)
+        return min(num_shared, int(self._cache.past_lens[row]), len(prompt) - 1)
 
-    def _is_being_read(self, prompt: Sequence[int], known: int) -> bool:
-        """Whether much more of a prompt than is known will be, from one that is being read."""
+    def _is_being_read(self, prompt: Sequence[int], num_cached: int) -> bool:
+        """Return whether a prompt in prefill shares much more of this prompt than is cached."""
         worth = 1 if self._prompt_chunk is None else WORTH_WAITING
-        for other in self.reading:
-            shared = min(count_shared(other.request.input_ids, prompt), len(prompt) - 1)
-            if shared >= known + worth and self._cache.want_places(other.row, (shared,)):
+        for request in self.prefilling:
+            num_shared = min(count_shared(request.request.input_ids, prompt), len(prompt) - 1)
+            if num_shared >= num_cached + worth and self._cache.want_places(
+                request.row, (num_shared,)
+            ):
                 return True
         return False

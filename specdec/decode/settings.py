@@ -1,4 +1,4 @@
-"""What says how an engine decodes: flags of specdec-run, and options of `Engine.load`."""
+"""Settings of decoding: flags of specdec-run, and options of `Engine.load`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MACHINE = option_group("Machine", rare=True)
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """Which engine, what drafts for it, and how requests are sampled that do not say it themselves.
+    """Settings of an engine, of its drafter, and of the sampling of requests without their own.
 
     One field is one flag and one recipe key.
     """

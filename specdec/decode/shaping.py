@@ -29,7 +29,7 @@ class Penalties:
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], output_ids: Sequence[int]
     ) -> None:
-        """output_ids: the request's own list, which grows."""
+        """Follow a request; output_ids: its own list, which grows."""
         self._params = params
         self._prompt, self._output_ids = np.unique(np.array(prompt, np.int64)), output_ids
         self._biased = np.array([token for token, _ in params.logit_bias], np.int64)
@@ -57,18 +57,20 @@ class Penalties:
 
 
 class Bans:
-    """Tokens that may not come have no probability: see SamplingParams."""
+    """Bans of tokens, whose probability becomes 0; `SamplingParams` has their kinds."""
 
     def __init__(
         self, params: SamplingParams, end_ids: Collection[int], output_ids: Sequence[int]
     ) -> None:
-        """output_ids: the request's own list, which grows."""
+        """Follow a request; output_ids: its own list, which grows."""
         self._params, self._output_ids = params, output_ids
         self._ends = np.array(sorted(end_ids), np.int64)
-        self._allowed = np.array(sorted(params.allowed_ids or ()), np.int64)
-        self._single = np.array([word[0] for word in params.bad_words if len(word) == 1], np.int64)
+        self._allowed_tokens = np.array(sorted(params.allowed_ids or ()), np.int64)
+        self._single_tokens = np.array(
+            [word[0] for word in params.bad_words if len(word) == 1], np.int64
+        )
         words = [word for word in params.bad_words if len(word) > 1]
-        self._longest = max(map(len, words), default=1) - 1
+        self._num_earlier = max(map(len, words), default=1) - 1
         self._words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
         for word in words:
             self._words.setdefault(word[-2], []).append(word)
@@ -76,11 +78,11 @@ class Bans:
     def shape(self, tree: Tree, logits: Tensor) -> Tensor:
         shaped = logits[: tree.num_nodes].float().clone()
         if self._params.allowed_ids is not None:
-            allowed_tokens = to_device(self._allowed, shaped.device)
+            allowed_tokens = to_device(self._allowed_tokens, shaped.device)
             allowed_logits, shaped = shaped[:, allowed_tokens], torch.full_like(shaped, -torch.inf)
             shaped[:, allowed_tokens] = allowed_logits
-        _ban(shaped, self._single)
-        earlier_tokens = list(self._output_ids[-self._longest :]) if self._words else []
+        _ban(shaped, self._single_tokens)
+        earlier_tokens = list(self._output_ids[-self._num_earlier :]) if self._words else []
         for node in range(tree.num_nodes):
             branch = list_branch(tree, node)
             text = (*earlier_tokens, *branch)
@@ -102,7 +104,7 @@ def _ban(logits: Tensor, tokens: NDArray[np.int64]) -> Tensor:
 
 
 def list_branch(tree: Tree, node: int) -> list[int]:
-    """The tokens of the path to a node, without the root's."""
+    """List the tokens of the path to a node, without the root's."""
     tokens: list[int] = []
     while node > 0:
         tokens.append(int(tree.tokens[node]))
@@ -111,7 +113,7 @@ def list_branch(tree: Tree, node: int) -> list[int]:
 
 
 class ShaperChain:
-    """One shaper after another."""
+    """Chain of shapers, of which each changes the logits of the one before."""
 
     def __init__(self, shapers: Sequence[Shaper]) -> None:
         self._shapers = shapers
@@ -129,7 +131,7 @@ def make_shaper(
     mask: Shaper | None = None,
     end_ids: Collection[int] = (),
 ) -> Shaper | None:
-    """Return what shapes a request's logits, `mask` before bans; None where nothing does."""
+    """Make the shaper of a request's logits, `mask` before bans; None where it needs none."""
     shapers: list[Shaper] = [] if mask is None else [mask]
     if params.is_penalized:
         shapers.insert(0, Penalties(params, prompt, output_ids))

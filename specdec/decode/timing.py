@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Seconds of a run by phase: prefill, draft, verify, accept, other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds spent, by part, verify steps, and prompt tokens looked for in and taken from a cache.
+    """Seconds of each phase, and numbers of steps, of prompt tokens sought in a cache and found.
 
-    is_exact: wait for the device at the end of each part, so that no part is charged for what an
-    earlier one began.
+    is_exact: wait for the device at the end of each phase, so that no phase is charged for the work
+    that an earlier one began.
     """
 
     prefill: float = 0.0
@@ -27,13 +27,13 @@ class Timing:
     is_exact: bool = False
 
     def list_seconds(self) -> dict[str, float]:
-        """The seconds of each part, by its name."""
+        """Return the seconds of each phase, by its name."""
         fields = dataclasses.fields(self)
         return {field.name: getattr(self, field.name) for field in fields if field.type == "float"}
 
 
 class Stopwatch:
-    """Counts the seconds between its beginning and its end as a part's; none if it is left early.
+    """Context that adds its seconds to a phase; none if it is left by an exception.
 
     device: a CUDA device that is waited for at the end where the timing is exact, or None.
     """

@@ -52,28 +52,32 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """The states of a pass: the last ones, [B, T, D], and the outputs of observed layers.
+    """Hidden states of a forward pass.
 
-    layers: [B, T, L * D], side by side; None where the decoder observes none.
+    hidden: those of the last layer, normed, [B, T, D]. layers: outputs of the L observed layers,
+    side by side, [B, T, L * D]; None where the decoder observes none.
     """
 
-    last: Tensor
+    hidden: Tensor
     layers: Tensor | None = None
 
     def split(self, num_rows: int) -> tuple[States, States]:
-        """The states of the first rows, and of the others."""
-        last, layers = self.last, self.layers
+        """Return the states of the first num_rows rows, and those of all other rows."""
+        hidden, layers = self.hidden, self.layers
         if layers is None:
-            return States(last[:num_rows]), States(last[num_rows:])
-        first, others = (last[:num_rows], layers[:num_rows]), (last[num_rows:], layers[num_rows:])
-        return States(*first), States(*others)
+            return States(hidden[:num_rows]), States(hidden[num_rows:])
+        return (
+            States(hidden[:num_rows], layers[:num_rows]),
+            States(hidden[num_rows:], layers[num_rows:]),
+        )
 
     def take(self, rows: Sequence[int]) -> States:
-        """The states of some rows, in order."""
-        if len(rows) == len(self.last):
+        """Return the states of some rows, in order."""
+        if len(rows) == len(self.hidden):
             return self
-        at = to_device(rows, self.last.device)
-        return States(self.last[at], None if self.layers is None else self.layers[at])
+        indices = to_device(rows, self.hidden.device)
+        layers = None if self.layers is None else self.layers[indices]
+        return States(self.hidden[indices], layers)
 
 
 @dataclasses.dataclass(slots=True)

@@ -88,12 +88,12 @@ class Followed:
             for _ in range(num_tokens - 1):
                 stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
             return
-        stats.unknown = UNTOLD
+        stats.unknown_keys = UNTOLD
         steps = None if num_iterations is None else num_iterations - 1
         max_step_tokens = self._folder.max_draft_len + 1
         # Steps that emitted what was cut behind a stop word are counted too: then it is not known.
         is_cut = len(tokens) > num_tokens
         if steps is None or is_cut or not steps <= num_tokens - 1 <= steps * max_step_tokens:
-            stats.unknown |= UNTOLD_STEPS
+            stats.unknown_keys |= UNTOLD_STEPS
         else:
             stats.num_verify_steps = steps

@@ -10,7 +10,7 @@ import pytest
 
 import specdec
 from specdec import Engine
-from specdec.decode.api import Settings
+from specdec.decode.call_settings import Settings
 from tests.conftest import ROOT, make_drafter, make_llama, make_tokenizer
 from tests.engines import make_engine
 

@@ -285,13 +285,13 @@ def test_a_prompt_has_the_same_bits_in_a_step_with_trees(library: Path) -> None:
         reader = PromptReader(decoder, cache, 8192)
         reader.add(1, prompt)
         while reader.is_busy:
-            reading = reader.plan(23, num_others=1, min_size=size)
-            assert reading.size >= size
-            segments = [place_tree(tree, 0, cache), *reading.segments]
-            states = decoder.forward(pack_segments(segments, cache, reading.size), cache)
+            chunk = reader.plan(23, num_others=1, min_size=size)
+            assert chunk.size >= size
+            segments = [place_tree(tree, 0, cache), *chunk.segments]
+            states = decoder.forward(pack_segments(segments, cache, chunk.size), cache)
             assert torch.equal(states[0, : len(TOKENS)], expected)
-            ended = reading.pick_last(states[1:])
-            reader.commit(reading)
+            ended = chunk.pick_last(states[1:])
+            reader.commit(chunk)
         assert torch.equal(ended[0], last)
 
 

@@ -103,9 +103,9 @@ def test_short_prompts_overtake_long_ones_which_are_not_starved() -> None:
     order: list[int] = []
     for row in range(1, 30):
         reader.add(row, [2] * 16)
-        reading = reader.plan(16)
-        order += reading.ended
-        reader.commit(reading)
+        chunk = reader.plan(16)
+        order += chunk.ended_rows
+        reader.commit(chunk)
     assert order == [*range(1, 7), 0, *range(7, 23)]
 
 
@@ -116,7 +116,7 @@ def test_a_pass_stays_in_the_cache_of_a_row_that_is_nearly_full() -> None:
     cache.past_lens[:] = 2046, 1500
     reader.add(1, [5] * 2020)
     assert reader.plan(512, num_others=1).size == 4
-    assert reader.plan(512, num_others=1, longest=2046).size == 2
+    assert reader.plan(512, num_others=1, max_past=2046).size == 2
 
 
 @pytest.mark.parametrize("least", [1, 5])
@@ -125,14 +125,14 @@ def test_a_pass_over_many_prompts_has_little_padding(least: int) -> None:
     reader = make_reader(cache)
     for row in range(8):
         reader.add(row, [row] * (row * 9 + 1))
-    reading = reader.plan(None, num_others=8, min_size=least)
-    assert sum(reading.counts) == 260
-    step = pack_segments(reading.segments, cache, reading.size)
+    chunk = reader.plan(None, num_others=8, min_size=least)
+    assert sum(chunk.counts) == 260
+    step = pack_segments(chunk.segments, cache, chunk.size)
     assert step.tokens.size < 1.2 * 260
-    assert reading.size >= least
+    assert chunk.size >= least
     places = torch.from_numpy(step.positions)[..., None]
-    assert reading.pick_last(places).flatten().tolist() == [row * 9 for row in range(8)]
-    gathered = reading.gather(States(places)).last[..., 0].tolist()
+    assert chunk.pick_last(places).flatten().tolist() == [row * 9 for row in range(8)]
+    gathered = chunk.gather(States(places)).hidden[..., 0].tolist()
     assert [own[: row * 9 + 1] for row, own in enumerate(gathered)] == [
         [*range(row * 9 + 1)] for row in range(8)
     ]
@@ -144,8 +144,8 @@ def test_of_prompts_that_nobody_follows_the_last_tokens_are_wanted() -> None:
     for row, size in enumerate((30, 9, 90)):
         reader.add(row, [row] * size)
     for reads_all, positions in ((False, [29, 8]), (True, [*range(30), *range(9), *range(11)])):
-        reading = reader.plan(50, reads_all=reads_all)
-        step = pack_segments(reading.segments, cache, reading.size)
+        chunk = reader.plan(50, reads_all=reads_all)
+        step = pack_segments(chunk.segments, cache, chunk.size)
         assert step.wanted is not None
         assert step.positions[step.wanted].tolist() == positions, "the third does not end here"
 

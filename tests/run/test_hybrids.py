@@ -104,13 +104,13 @@ def test_states_after_drafts_are_those_of_plain_decoding(
             close = 1e-5 if dtype == "float32" else 0.1
             assert torch.allclose(found.float(), expected.float(), atol=close, rtol=close)
 
-    hidden = [run_chain(decoder, plain, 0, [token], 1).last[0, 0] for token in text]
+    hidden = [run_chain(decoder, plain, 0, [token], 1).hidden[0, 0] for token in text]
     at = 0
     for size, right in ((1, 1), (5, 5), (5, 1), (4, 3), (6, 2), (2, 2), (7, 7), (5, 4), (9, 9)):
         wrong = [(token + 1) % 100 + 3 for token in text[at + right : at + size]]
         wrong += [3] * (size - right - len(wrong))
         states = run_chain(decoder, drafted, 1, [*text[at : at + right], *wrong], right)
-        compare(states.last[0, :right], torch.stack(hidden[at : at + right]))
+        compare(states.hidden[0, :right], torch.stack(hidden[at : at + right]))
         at += right
     assert plain.states is not None
     assert drafted.states is not None

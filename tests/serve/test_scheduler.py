@@ -248,9 +248,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     plan = PromptReader.plan
 
     def note(reader: PromptReader, *arguments: Any, **options: Any) -> Any:
-        left, reading = reader.num_left, plan(reader, *arguments, **options)
-        found.append(Plan(reader._decoder, sum(reading.counts), left, options))
-        return reading
+        left, chunk = reader.num_unread, plan(reader, *arguments, **options)
+        found.append(Plan(reader._decoder, sum(chunk.counts), left, options))
+        return chunk
 
     monkeypatch.setattr(PromptReader, "plan", note)
     return found

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec.decode.api import Engine, Output
+from specdec.decode.api import Engine
+from specdec.decode.outputs import Output
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json

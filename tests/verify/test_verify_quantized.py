@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.decode.api import Output
+from specdec.decode.outputs import Output
 from specdec.errors import SpecDecError
 from specdec.verify.engine import verify_engine
 from specdec.verify.greedy import Text

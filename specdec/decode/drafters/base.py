@@ -400,7 +400,7 @@ class StateKeeper(Drafter):
 
     def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: States) -> None:
         """Keep the states of some nodes of a step behind those that are known of each row."""
-        kept = states.last if self.follows_last else states.layers
+        kept = states.hidden if self.follows_last else states.layers
         assert kept is not None
         self._steps.append((rows, paths, kept))
         self._num_unsorted += kept.shape[0] * kept.shape[1]
@@ -544,4 +544,4 @@ class StateProposer(Drafter):
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
         for at, (request, path) in enumerate(zip(requests, paths, strict=True)):
-            self._newest[request.row] = states.last, at, path[-1]
+            self._newest[request.row] = states.hidden, at, path[-1]

@@ -259,7 +259,7 @@ class DraftTargetProposer(DraftModel):
                 newest = self.tokens.to_draft(take_rows(best, [before.index(c) for c in active]))
                 rows = np.array([chain.request.row for chain in active])
                 states = run_tokens(self.decoder, self._cache, rows, newest)
-                logits = self.tokens.restrict(self.decoder.compute_logits(states.last)[:, 0])
+                logits = self.tokens.restrict(self.decoder.compute_logits(states.hidden)[:, 0])
             passes.append((active, find_best(logits)))
         found = to_host(*(places for _, places in passes)) if passes else ()
         for (active, _), places in zip(passes, found, strict=True):

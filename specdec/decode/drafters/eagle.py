@@ -349,7 +349,7 @@ class EagleProposer(PairProposer):
         def keep(
             read: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
         ) -> None:
-            for own, row, start, count in zip(states.last, read, starts, counts, strict=True):
+            for own, row, start, count in zip(states.hidden, read, starts, counts, strict=True):
                 at = lines[row]
                 first = ends[at] - 1
                 skipped = max(0, first - start)

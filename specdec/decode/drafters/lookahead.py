@@ -207,10 +207,10 @@ class LookaheadProposer(Drafter):
         if not lookaheads[0].ends:  # the prompts' own pass, or a step without drafts
             return
         ends = to_device(
-            np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.last.device
+            np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.hidden.device
         )
-        rows = torch.arange(len(ends), device=states.last.device)[:, None]
-        chosen = find_best(self._decoder.compute_logits(states.last[rows, ends]))  # [B, W]
+        rows = torch.arange(len(ends), device=states.hidden.device)[:, None]
+        chosen = find_best(self._decoder.compute_logits(states.hidden[rows, ends]))  # [B, W]
         (tokens,) = to_host(chosen)
         for lookahead, row in zip(lookaheads, tokens.tolist(), strict=True):
             lookahead.advance(row)

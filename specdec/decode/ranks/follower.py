@@ -31,7 +31,7 @@ class Follower:
         self._objects: dict[int | None, Any] = {}
 
     def serve(self) -> None:
-        """Do as told until told to end."""
+        """Execute rank 0's calls until it sends the end."""
         import torch
 
         from specdec.decode.ranks.leader import unpack_forward

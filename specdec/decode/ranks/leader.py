@@ -1,4 +1,4 @@
-"""Rank 0's decoder: what it is asked for, it tells the other ranks, and all compute it together.
+"""Rank 0's decoder, which sends each call to the other ranks, so that all compute it together.
 
 Loop, sampler and drafters run only on rank 0 and call this decoder as they call any other, so the
 ranks can never come to different decisions.
@@ -92,7 +92,7 @@ class LeadingDecoder(Decoder):
 
 
 def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
-    """A step, and what became of the cache since the last one, as a message's arrays."""
+    """Return a step, and the cache's changes since the last one, as a message's arrays."""
     return {
         "rows": step.rows,
         "tokens": step.tokens,
@@ -140,7 +140,7 @@ def open_decoder(
     ranks: Ranks | None, folder: Path, device: torch.device,
     decoder_classes: tuple[type[Decoder], type[LeadingDecoder]], make: Callable[..., Any],
 ) -> Any:  # fmt: skip
-    """Rank 0's part of an engine folder: what `make` makes of a class and options for it.
+    """Load rank 0's part of an engine folder, by `make` of a class and of options for it.
 
     kinds: the class where there are no other ranks, and where there are. These load their parts.
     """

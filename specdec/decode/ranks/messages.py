@@ -1,4 +1,4 @@
-"""What rank 0 of a tensor-parallel engine tells the other ranks: a call, with its arguments.
+"""Messages from rank 0 of a tensor-parallel engine to the other ranks: calls with arguments.
 
 A message is one broadcast, and a second one where it is long.
 """
@@ -20,7 +20,10 @@ FRAME_BYTES = 4096  # of the first broadcast; a verify step of a few requests fi
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A call by name. values: plain numbers and texts; arrays: of any shape."""
+    """Call of a method by name.
+
+    values: arguments that are plain numbers and texts. arrays: arguments of any shape.
+    """
 
     call: str
     values: dict[str, Any]
@@ -50,7 +53,7 @@ class Message:
 
 
 def send(group: Group, message: Message) -> None:
-    """Tell all other ranks."""
+    """Send a message to all other ranks."""
     data = message.encode()
     frame = torch.zeros(max(FRAME_BYTES, len(data)), dtype=torch.uint8)
     frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""One rank's part of an engine in memory: all of it where there is one rank."""
+"""Loading of one rank's part of an engine, which is all of it where there is one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
 
 
 def list_options(config: EngineConfig, folder: Path, device: torch.device) -> dict[str, Any]:
-    """The arguments of an engine's decoder besides its model and weights."""
+    """Return the arguments of an engine's decoder besides its model and weights."""
     kernels = _load_kernels(config, folder, device)
     algorithm = config.checkpoint.quantization.quant_algo
     integers = config.quantization or (algorithm if algorithm in INT4_ALGORITHMS else None)
@@ -70,7 +70,7 @@ def list_options(config: EngineConfig, folder: Path, device: torch.device) -> di
 
 
 def is_packed(config: EngineConfig, options: Mapping[str, Any]) -> bool:
-    """Whether a decoder with these options packs its matrices."""
+    """Return whether a decoder with these options packs its matrices."""
     if options["kernels"] is not None:
         return True
     dtype = TORCH_DTYPES[config.checkpoint.model.dtype]
@@ -78,7 +78,7 @@ def is_packed(config: EngineConfig, options: Mapping[str, Any]) -> bool:
 
 
 def choose_device(name: str, num_ranks: int, devices: Sequence[int] | None = None) -> torch.device:
-    """The device that `--device` means, one on every rank.
+    """Choose the device that `--device` means, one on every rank.
 
     devices: the GPU that an engine of one rank is to have, of those that torch sees.
     """

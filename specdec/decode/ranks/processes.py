@@ -179,7 +179,7 @@ class Ranks:
             self.end()
 
     def make_handle(self) -> int:
-        """A number for an object that every rank has its part of."""
+        """Return a new number for an object that every rank has its part of."""
         return next(self._handles)
 
     def drop_with_owner(self, owner: object, handle: int) -> None:
@@ -343,7 +343,7 @@ class Ranks:
         ]
 
     def _find_ended(self) -> tuple[int, int] | None:
-        """A rank that has ended and its status: the one that took the others along, if known."""
+        """Find a rank that has ended, and its status: the first to end, if that is known."""
         ended_ranks = [
             (rank, status)
             for rank, child in enumerate(self._children, 1)
@@ -376,7 +376,7 @@ class Ranks:
                 self._give_up(explained, 130 if is_interrupted else 1)
 
     def _take_interrupt(self) -> bool:
-        """Whether Ctrl-C or SIGTERM has come since the last call."""
+        """Return whether Ctrl-C or SIGTERM has come since the last call."""
         if self._signals is None:
             return False
         try:
@@ -426,7 +426,7 @@ _ranks: Ranks | None = None
 
 
 def open_ranks(size: int) -> Ranks | None:
-    """The ranks that an engine of `size` is split over; None for an engine of one rank.
+    """Return the ranks that an engine of `size` is split over; None for an engine of one rank.
 
     All engines of a process share their ranks; one rank's engine may draft for several ranks'.
     """
@@ -458,7 +458,7 @@ def leave_signals() -> None:
 
 
 def list_stopped_ranks() -> list[str]:
-    """Which of the ranks that this process started were stopped, as by SIGSTOP, in words."""
+    """List the ranks of this process that were stopped, as by SIGSTOP, in words."""
     return _ranks.stopped if _ranks is not None and not _ranks.is_ended else []
 
 
