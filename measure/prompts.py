@@ -104,9 +104,9 @@ def read_human_eval(path: Path) -> list[BenchPrompt]:
     """Read the functions' heads of https://github.com/openai/human-eval, each as a user's turn."""
     lines = read_prompts(path, "--prompts", HUMAN_EVAL_KEYS)
     for line in lines:
-        if line.prompt.text is None or "task_id" not in line.others:
+        if line.prompt.text is None or "task_id" not in line.other_fields:
             raise SpecDecError(
-                f'{line.where} has no "task_id" or no "prompt"',
+                f'{line.location} has no "task_id" or no "prompt"',
                 "name HumanEval.jsonl or HumanEval.jsonl.gz",
             )
     return [BenchPrompt(HUMAN_EVAL, Prompt(), (str(line.prompt.text),)) for line in lines]
@@ -117,8 +117,9 @@ BENCHMARKS = {"spec-bench": read_spec_bench, "humaneval": read_human_eval}
 
 
 def _make_prompt(line: Line) -> BenchPrompt:
-    source = line.where
-    category, turns = line.others.get("category", ONLY_CATEGORY), line.others.get("turns")
+    source = line.location
+    fields = line.other_fields
+    category, turns = fields.get("category", ONLY_CATEGORY), fields.get("turns")
     if not isinstance(category, str) or not category:
         raise SpecDecError(f"{source}: category is {category!r}, not a text", "correct category")
     if turns is None:

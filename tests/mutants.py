@@ -100,11 +100,12 @@ BREAKS = {
         "self.move(source, row, np.arange(length) + 1, 0)", ["run/test_requests.py"],
     ),
     "text ends at the last stop word": Break(
-        "specdec/text/text_stream.py", "at, size = min(found)", "at, size = max(found)",
+        "specdec/text/text_stream.py", "word_start, size = min(matches)",
+        "word_start, size = max(matches)",
         ["run/test_text.py"],
     ),
     "a stop word over two tokens is not seen": Break(
-        "specdec/text/text_stream.py", "max(self._least, len(self._text) - longest)",
+        "specdec/text/text_stream.py", "max(self._stop_start, len(self._text) - max_stop_len)",
         "len(self._text)",
         ["run/test_text.py"],
     ),
@@ -117,8 +118,8 @@ BREAKS = {
         ["run/test_eagle.py"],
     ),
     "a token shared by two vocabularies is named by its place": Break(
-        "specdec/text/token_map.py", "target, draft = self._pairs[:, places]",
-        "target, draft = places, self._pairs[1, places]",
+        "specdec/text/token_map.py", "target, draft = self._pairs[:, indices]",
+        "target, draft = indices, self._pairs[1, indices]",
         ["run/test_mixed_vocabularies.py"],
     ),
     # What models compute.

@@ -69,7 +69,7 @@ def describe_output(result: ActiveRequest, tokenizer: Any) -> Output:
     """Return the output of a request so far, without changing the request."""
     stream, is_cancelled = result.text_stream, result.is_cancelled
     if stream is not None:
-        text = stream.whole if result.is_over else stream.certain
+        text = stream.full_text if result.is_over else stream.certain
     else:
         text = "" if tokenizer is None else decode_text(tokenizer, result.output_ids)
     return Output(

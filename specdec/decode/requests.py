@@ -212,7 +212,7 @@ class ActiveRequest:
     @property
     def text(self) -> str | None:
         """Text of all tokens so far, without the stop word, where it was followed."""
-        return self.text_stream.whole if self.text_stream is not None else None
+        return self.text_stream.full_text if self.text_stream is not None else None
 
     @property
     def logits(self) -> Tensor | None:

@@ -37,7 +37,7 @@ OPTIONS = ("tools", "documents")
 # Keys of what the turns of a row point to by a mark in their text, as LLaVA's data sets have them.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # A row that lost one of these would teach another text than the target writes or is asked with.
-NEEDED = (
+NEEDED_FIELDS = (
     "content", "tool_calls", "reasoning_content", "reasoning", "thinking", "refusal", "audio",
     *OPTIONS,
 )  # fmt: skip
@@ -65,7 +65,7 @@ Message = dict[str, Any]
 
 
 class ChatError(ValueError):
-    """A conversation cannot be used. hint: what to do, where it is known."""
+    """Error for a conversation that cannot be used, with a hint where the remedy is known."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ class Rendered:
 
 
 def get_speaker(message: Message) -> str:
-    """Whose turn a message is: system, user, assistant or tool."""
+    """Return whose turn a message is: system, user, assistant or tool."""
     return ROLES[message["role"]]
 
 
@@ -108,7 +108,9 @@ def join_parts(content: str | list[Any]) -> str:
     """Return a message's content as one text."""
     if isinstance(content, str):
         return content
-    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return "".join(
+        text_part if isinstance(text_part, str) else text_part["text"] for text_part in content
+    )
 
 
 def parse_conversation(row: dict[str, Any]) -> Conversation:
@@ -144,11 +146,11 @@ def parse_conversation(row: dict[str, Any]) -> Conversation:
 
 def _is_cut(row: dict[str, Any], turns: list[Any]) -> bool:
     """Return whether a row or its last turn says that the last answer met a limit of tokens."""
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    last_turn = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     return any(
-        one.get("truncated") is True
-        or any(one.get(key) in CUT_REASONS for key in ("finish_reason", "stop_reason"))
-        for one in (row, last)
+        fields.get("truncated") is True
+        or any(fields.get(key) in CUT_REASONS for key in ("finish_reason", "stop_reason"))
+        for fields in (row, last_turn)
     )
 
 
@@ -182,7 +184,7 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
         raise ChatError(f"turn {number}: function_call is a {type(call).__name__}")
     if "tool_calls" in fields:
         fields["tool_calls"] = wrap_calls(fields["tool_calls"], f"turn {number}: tool_calls")
-    if content is None and speaker == "assistant" and any(name in NEEDED for name in fields):
+    if content is None and speaker == "assistant" and any(name in NEEDED_FIELDS for name in fields):
         content = ""
     message = {"role": speaker if speaker in ("user", "assistant") else role}
     return {**message, "content": _check_content(number, content, turn), **fields}, is_learned
@@ -193,20 +195,20 @@ def _check_content(number: int, content: Any, turn: dict[str, Any]) -> str | lis
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        others = ", ".join(name for name in turn if name not in ("role", "from")) or "nothing"
+        field_names = ", ".join(name for name in turn if name not in ("role", "from")) or "nothing"
         raise ChatError(
-            f"turn {number} has no text as `content` or `value`, it has {others}"
+            f"turn {number} has no text as `content` or `value`, it has {field_names}"
             if content is None
             else f"turn {number} has no text as `content` or `value`, but a"
             f" {type(content).__name__}"
         )
-    for part in content:
-        if not isinstance(part, (str, dict)):
+    for content_part in content:
+        if not isinstance(content_part, (str, dict)):
             raise ChatError(f"turn {number} has no text as part of its content")
-        if isinstance(part, dict) and not isinstance(part.get("text"), str):
+        if isinstance(content_part, dict) and not isinstance(content_part.get("text"), str):
             raise ChatError(
                 f"turn {number} has no text as part of its content, but a part of type"
-                f" {part.get('type')!r}",
+                f" {content_part.get('type')!r}",
                 "leave such rows out: a drafter learns from text",
             )
     return content
@@ -221,18 +223,18 @@ def _parse_calls(number: int, role: str, content: Any) -> list[Message]:
     return wrap_calls(calls if isinstance(calls, list) else [calls], f"turn {number} ({role})")
 
 
-def wrap_calls(calls: Any, where: str) -> list[Message]:
+def wrap_calls(calls: Any, location: str) -> list[Message]:
     """Return calls of functions in OpenAI's form; ChatError for what is none, found at `where`."""
     wrapped: list[Message] = []
     for call in calls if isinstance(calls, list) else [calls]:
         if isinstance(call, dict) and "function" not in call:
             bare = {k: v for k, v in call.items() if k in ("name", "arguments")}
-            rest = {k: v for k, v in call.items() if k not in bare}
-            call = {"type": "function", **rest, "function": bare}
+            call_fields = {k: v for k, v in call.items() if k not in bare}
+            call = {"type": "function", **call_fields, "function": bare}
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ChatError(
-                f"{where} holds {shorten(call)}, which is no call of a function, as"
+                f"{location} holds {shorten(call)}, which is no call of a function, as"
                 ' {"name": "...", "arguments": {...}}'
             )
         wrapped.append(call)
@@ -303,26 +305,26 @@ def render_calls(
     wants_text: whether texts are tried before objects. Returns the text, and which form it was.
     Raises what the template raises.
     """
-    given = convert_arguments(messages, to_text=wants_text)
-    other = convert_arguments(messages, to_text=not wants_text)
+    first_form = convert_arguments(messages, to_text=wants_text)
+    second_form = convert_arguments(messages, to_text=not wants_text)
     try:
-        text = apply(given)
-        if wants_text or other == given or not _shows_objects(given, text):
+        text = apply(first_form)
+        if wants_text or second_form == first_form or not _shows_objects(first_form, text):
             return text, wants_text
     except Exception:
-        if other == given:
+        if second_form == first_form:
             raise
         with contextlib.suppress(Exception):  # the first one tells more
-            return apply(other), not wants_text
+            return apply(second_form), not wants_text
         raise
-    return apply(other), not wants_text
+    return apply(second_form), not wants_text
 
 
 class ChatFormat:
-    """How a tokenizer's chat template renders conversations, and what of them it does not read.
+    """Chat template of a tokenizer, with a check of the fields that it does not read.
 
-    A template that leaves out what the target writes or is asked with makes ChatError; of other
-    fields that it leaves out a log line tells once.
+    A template that leaves out a field that the target writes or is asked with makes ChatError; for
+    every other field that it leaves out there is one log line.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -331,7 +333,7 @@ class ChatFormat:
         self._source = str(tokenizer.chat_template or PLAIN_TEMPLATE)
         self._wants_text = False  # as arguments of a call
         self._read: set[tuple[object, ...]] = set()
-        self._told: set[tuple[str, ...]] = set()
+        self._logged_lines: set[tuple[str, ...]] = set()
 
     def render(self, conversation: Conversation, *, ask: bool = False) -> str:
         """Render a conversation; ChatError if the template refuses it or loses what it needs.
@@ -342,9 +344,9 @@ class ChatFormat:
         return self._render(conversation.messages, conversation.options, ask)
 
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
-        """Render a conversation with the assistant's parts; ChatError as `render` raises it, and
-        SeamError where an answer does not follow its prompt.
+        """Render a conversation with the spans that the assistant wrote.
 
+        Raises ChatError as `render` does, and SeamError where an answer does not follow its prompt.
         The assistant's part of a turn is what the turn adds to the prompt that asks for it, up to
         the token that ends it. Some templates render earlier turns differently later on (they drop
         the reasoning, for example). Such a conversation becomes one text per turn, each as the
@@ -374,20 +376,20 @@ class ChatFormat:
         text = self._render(messages, options)
         answer = messages[-1]
         content = join_parts(answer["content"])
-        is_plain = not any(answer.get(name) for name in NEEDED if name != "content")
+        is_plain = not any(answer.get(name) for name in NEEDED_FIELDS if name != "content")
         if is_cut and is_plain:
             text = prompt + _drop_opening(content, prompt)
             return Rendered(text, [(len(prompt), len(text))])
         if not text.startswith(prompt):
             text = self._join_answer(messages, options, prompt, text)
         start = len(prompt)
-        added = text[start : max(start, text.find(content.strip(), start))]
-        if is_plain and EMPTY_BLOCK.match(added):
+        opening = text[start : max(start, text.find(content.strip(), start))]
+        if is_plain and EMPTY_BLOCK.match(opening):
             self._tell_once(
                 "the chat template writes %r before answers without thoughts: it is in their"
-                " context and is not learned", added,
+                " context and is not learned", opening,
             )  # fmt: skip
-            start += len(added)
+            start += len(opening)
         return Rendered(text, [(start, len(text.rstrip()))])
 
     def _join_answer(
@@ -398,17 +400,17 @@ class ChatFormat:
         SeamError where the target cannot have written the answer behind that prompt.
         """
         answer = messages[-1]
-        shared = len(os.path.commonprefix([prompt, text]))
-        seam = prompt[shared:]
+        num_shared = len(os.path.commonprefix([prompt, text]))
+        seam = prompt[num_shared:]
         if not seam.strip():
-            return prompt + text[shared:].lstrip()
+            return prompt + text[num_shared:].lstrip()
         content = join_parts(answer["content"])
         tag = OPENING_TAG.search(seam)
         closing = f"{tag[1]}/{tag[2]}{tag[3]}" if tag else ""
-        if closing not in content or any(answer.get(n) for n in NEEDED if n != "content"):
+        if closing not in content or any(answer.get(n) for n in NEEDED_FIELDS if n != "content"):
             raise SeamError(
                 f"the prompt of an answer ends with {shorten(prompt[-40:])}, and the chat template"
-                f" writes the answer behind {shorten(text[:shared][-40:])}: the target is never"
+                f" writes the answer behind {shorten(text[:num_shared][-40:])}: the target is never"
                 " asked for it like this",
                 "let the target answer with `specdec-train data`, write the content as the target"
                 f" does{f', its thoughts, {closing} and the answer' * bool(tag)}, or give"
@@ -470,7 +472,7 @@ class ChatFormat:
         return PROBE in text and "'type'" not in text
 
     def _check_fields(self, conversation: Conversation) -> None:
-        """Render with and without each field; of one that makes no difference, say so."""
+        """Render with and without each field, to find the fields that make no difference."""
         messages, options = conversation.messages, conversation.options
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
         asked = messages[: next(iter(answers), len(messages))]
@@ -500,25 +502,25 @@ class ChatFormat:
                 )  # fmt: skip
 
     def _check(
-        self, whose: str, name: str, given: tuple[Any, ...], without: tuple[Any, ...],
+        self, owner: str, name: str, arguments: tuple[Any, ...], reduced_arguments: tuple[Any, ...],
         circumstances: tuple[object, ...] = (),
     ) -> None:  # fmt: skip
-        """Say that a field is not read; ChatError where it is one that must not be lost.
+        """Log a field that the template does not read; ChatError where it must not be lost.
 
         circumstances: what a template looks at, so that equal ones need no other rendering.
         """
-        key = (whose, name, *circumstances)
+        key = (owner, name, *circumstances)
         if key in self._read:
             return
-        text = self._render(*given)
+        text = self._render(*arguments)
         try:
-            is_read = text != self._render(*without)
+            is_read = text != self._render(*reduced_arguments)
         except ChatError:  # the template cannot do without it
             is_read = True
-        if not is_read and name in NEEDED:
+        if not is_read and name in NEEDED_FIELDS:
             template = "chat template" if self._template is None else "plain form of chats"
             raise ChatError(
-                f"{whose} has {name}, which the tokenizer's {template} does not read: it would be"
+                f"{owner} has {name}, which the tokenizer's {template} does not read: it would be"
                 " missing in the tokens",
                 f"use a tokenizer whose chat template reads {name}, rename it to what the template"
                 " reads, or leave such rows out",
@@ -526,41 +528,44 @@ class ChatFormat:
         if not is_read:
             self._tell_once(
                 "%s has %s, which the tokenizer's chat template does not read: it is not in the"
-                " tokens", whose, name,
+                " tokens", owner, name,
             )  # fmt: skip
         self._read.add(key)
 
     def _tell_once(self, *line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._logged_lines:
+            self._logged_lines.add(line)
             logger.warning(*line)
 
 
 def _drop_opening(content: str, prompt: str) -> str:
     """Return an answer without the opening tag, where the prompt that asks for it ends with it."""
     tag = OPENING_TAG.search(prompt)
-    rest = content.lstrip()
-    if tag is None or not rest.startswith(written := tag[0].rstrip()):
+    answer = content.lstrip()
+    if tag is None or not answer.startswith(opening := tag[0].rstrip()):
         return content
-    return rest[len(written) :].removeprefix(prompt[len(prompt.rstrip()) :])
+    return answer[len(opening) :].removeprefix(prompt[len(prompt.rstrip()) :])
 
 
 def _is_filled(name: str, value: object) -> bool:
     """Return whether a message's field says something; 0 and False do where it is no text."""
-    is_falsy_value = isinstance(value, (bool, int, float)) and name not in NEEDED
+    is_falsy_value = isinstance(value, (bool, int, float)) and name not in NEEDED_FIELDS
     return name != "role" and (bool(value) or is_falsy_value)
 
 
 def _shows_objects(messages: Sequence[Message], text: str) -> bool:
-    """Whether a template printed arguments as Python does: it wants texts."""
+    """Return whether a template printed arguments as Python does: it wants texts."""
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
     arguments = [function.get("arguments") for function in functions]
-    return any(isinstance(one, dict) and one and str(one) in text for one in arguments)
+    return any(
+        isinstance(argument_object, dict) and argument_object and str(argument_object) in text
+        for argument_object in arguments
+    )
 
 
 def mask_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Mask:
-    """Tell for each token, given its characters, whether it starts within one of the spans."""
+    """Return for each token, by its characters, whether it starts within one of the spans."""
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), bool)
     for begin, finish in spans:

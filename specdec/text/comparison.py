@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# What a difference is: within the bound, beyond it, without a margin, the end of one text.
+# Kinds of differences: within the bound, beyond it, without a margin, the end of one text.
 NEAR_TIE, DIFFERS, UNKNOWN, LENGTH = "near-tie", "differs", "unknown", "length"
 EXACT, NEAR_TIES = "exact", "near-ties"  # verdicts, alongside DIFFERS and UNKNOWN
 
 
-def find_difference(own: Sequence[Any], reference: Sequence[Any]) -> int | None:
-    """The first place where two sequences differ, or the end of the shorter one; None if equal."""
-    pairs = enumerate(zip(own, reference, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(own), len(reference)))
-    return None if at == len(own) == len(reference) else at
+def find_difference(tokens: Sequence[Any], reference: Sequence[Any]) -> int | None:
+    """Find the first position where two sequences differ, or the shorter's end; None if equal."""
+    pairs = enumerate(zip(tokens, reference, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
+    return None if position == len(tokens) == len(reference) else position
 
 
 def judge_margin(margin: float | None, bound: float, *, is_least: bool = False) -> str:
@@ -34,13 +34,13 @@ def judge_margin(margin: float | None, bound: float, *, is_least: bool = False) 
 
 
 def find_verdict(differences: Iterable[str]) -> str:
-    """The verdict on texts with these differences: the gravest one's."""
-    found = set(differences)
-    if found & {DIFFERS, LENGTH}:
+    """Return the verdict on texts with these differences: that of the gravest one."""
+    kinds = set(differences)
+    if kinds & {DIFFERS, LENGTH}:
         return DIFFERS
-    return UNKNOWN if UNKNOWN in found else NEAR_TIES if found else EXACT
+    return UNKNOWN if UNKNOWN in kinds else NEAR_TIES if kinds else EXACT
 
 
 def name_token(token: int, text: str | None) -> str:
-    """A token's number, with its text where that is known."""
+    """Return a token's number, with its text where that is known."""
     return str(token) if text is None else f"{token} {text!r}"

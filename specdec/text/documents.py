@@ -13,7 +13,7 @@ from specdec.errors import SpecDecError
 from specdec.text.chat import ChatError, Conversation, parse_conversation
 
 KEYS = "text, messages, conversations or prompt and completion"
-# What data sets call the answer to a prompt.
+# Names that data sets give the answer to a prompt.
 ANSWERS = (
     "completion", "completions", "response", "responses", "output", "answer", "chosen", "target",
     "reply", "generation", "preferred_output", "solution",
@@ -64,17 +64,17 @@ def name_line(path: Path, number: int, keys: str = KEYS) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        what = f"is not UTF-8 ({error.reason})"
+        fault = f"is not UTF-8 ({error.reason})"
     except RecursionError:
-        what = "is nested too deeply"
+        fault = "is nested too deeply"
     except ValueError as error:
-        what = f"cannot be used: {error}"
+        fault = f"cannot be used: {error}"
         hint = getattr(error, "hint", None)
     else:
         return
-    place = "line" if path.suffix in (".jsonl", ".txt") else "row"
+    line_noun = "line" if path.suffix in (".jsonl", ".txt") else "row"
     raise SpecDecError(
-        f"{path} {place} {number} {what}", hint or f"write JSON objects with the key {keys}"
+        f"{path} {line_noun} {number} {fault}", hint or f"write JSON objects with the key {keys}"
     )
 
 
@@ -87,7 +87,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def holds_conversation(row: dict[str, Any]) -> bool:
-    """Whether an object has turns; rows of tables have every field, null where it is another's."""
+    """Return whether an object has turns; a table's rows have every field, null where unused."""
     return any(row.get(key) is not None for key in ("messages", "conversations"))
 
 

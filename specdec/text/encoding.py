@@ -42,30 +42,31 @@ RESERVED = frozenset((
 ))  # fmt: skip
 
 
-def use_template(tokenizer: Any, given: str | None) -> Any:
+def use_template(tokenizer: Any, template_name: str | None) -> Any:
     """Return the tokenizer with the chat template that --chat-template names: FILE or NAME.
 
     NAME: one of TEMPLATES, or of the tokenizer's own templates where it has several.
     """
-    if given is None:
+    if template_name is None:
         return tokenizer
     if tokenizer is None:
         raise lack_tokenizer("--chat-template needs")
-    own = tokenizer.chat_template
-    known = TEMPLATES | (own if isinstance(own, dict) else {})
-    if given in known:
-        text = known[given]
-    elif Path(given).is_file():
+    tokenizer_templates = tokenizer.chat_template
+    templates = TEMPLATES | (tokenizer_templates if isinstance(tokenizer_templates, dict) else {})
+    if template_name in templates:
+        text = templates[template_name]
+    elif Path(template_name).is_file():
         try:
-            text = Path(given).read_text(encoding="utf-8")
+            text = Path(template_name).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise SpecDecError(
-                f"--chat-template {given} cannot be read: {summarize(error)}", "check the file"
+                f"--chat-template {template_name} cannot be read: {summarize(error)}",
+                "check the file",
             ) from None
     else:
         raise SpecDecError(
-            f"--chat-template {shorten(given)} is neither a file nor a template's name",
-            f"give a file of Jinja, or one of {', '.join(known)}",
+            f"--chat-template {shorten(template_name)} is neither a file nor a template's name",
+            f"give a file of Jinja, or one of {', '.join(templates)}",
         )
     tokenizer.chat_template = text
     import jinja2
@@ -74,7 +75,7 @@ def use_template(tokenizer: Any, given: str | None) -> Any:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
         raise SpecDecError(
-            f"--chat-template {given} line {error.lineno}: {summarize(error)}", "correct it"
+            f"--chat-template {template_name} line {error.lineno}: {summarize(error)}", "correct it"
         ) from None
     except Exception:  # noqa: BLE001 - a template refuses what it likes; messages are told of that
         return tokenizer
@@ -105,10 +106,10 @@ def choose_form(
                 " formatted already with --no-apply-chat-template", join_names(names),
             )  # fmt: skip
     elif is_chat or (has_template and choice is None):
-        other = "the model has no chat template"
+        alternative = "the model has no chat template"
         if has_template:
-            other = "--apply-chat-template: a user's turn in the model's chat template"
-        logger.info("prompts: text to continue (%s)", other)
+            alternative = "--apply-chat-template: a user's turn in the model's chat template"
+        logger.info("prompts: text to continue (%s)", alternative)
     return applies
 
 
@@ -117,9 +118,9 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Return a prompt as text, empty without a tokenizer, and as token ids."""
     text, ids = _encode(prompt, settings, tokenizer)
-    if (most := prompt.truncate_prompt_tokens) is None or len(ids) <= most:
+    if (max_tokens := prompt.truncate_prompt_tokens) is None or len(ids) <= max_tokens:
         return text, ids
-    return "" if tokenizer is None else str(tokenizer.decode(ids[-most:])), ids[-most:]
+    return "" if tokenizer is None else str(tokenizer.decode(ids[-max_tokens:])), ids[-max_tokens:]
 
 
 def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[str, list[int]]:
@@ -207,7 +208,7 @@ def render_chat(prompt: Prompt, messages: Any, tokenizer: Any) -> str:
 
 
 class SpecialNames:
-    """The names of a tokenizer's special tokens, to be kept apart from equal text in messages.
+    """Names of a tokenizer's special tokens, which it keeps apart from equal text in messages.
 
     Before a template is rendered, names in messages are replaced by marks, which nobody can write
     who does not know the process's own number. What is rendered then has a name only where the
@@ -216,16 +217,18 @@ class SpecialNames:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        ids = {str(token.content): number for number, token in added.items() if token.special}
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+        ids = {
+            str(token.content): number for number, token in added_tokens.items() if token.special
+        }
         ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        own = str(secrets.randbelow(10**18))
+        process_number = str(secrets.randbelow(10**18))
         self._ids = {name: ids[name] for name in sorted(ids, key=len, reverse=True) if name}
-        self._texts = {f"\ue000{own}.{n}\ue001": name for name, n in self._ids.items()}
-        self._tokens = {name: f"\ue002{own}.{n}\ue003" for name, n in self._ids.items()}
+        self._texts = {f"\ue000{process_number}.{n}\ue001": name for name, n in self._ids.items()}
+        self._tokens = {name: f"\ue002{process_number}.{n}\ue003" for name, n in self._ids.items()}
         self._marks = {name: mark for mark, name in self._texts.items()}
         self._name = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
-        self._mark = re.compile(f"\ue000{own}[.][0-9]+\ue001")
+        self._mark = re.compile(f"\ue000{process_number}[.][0-9]+\ue001")
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
 
     def list_in(self, text: str) -> list[str]:
@@ -233,39 +236,39 @@ class SpecialNames:
         return list(dict.fromkeys(self._name.findall(text)))
 
     def hide(self, value: Any) -> Any:
-        """A document with marks in place of names."""
+        """Return a document with marks in place of names."""
         if isinstance(value, str):
-            return self._name.sub(lambda found: self._marks[found[0]], value)
+            return self._name.sub(lambda match: self._marks[match[0]], value)
         if isinstance(value, Mapping):
-            return {key: self.hide(one) for key, one in value.items()}
-        return [self.hide(one) for one in value] if isinstance(value, (list, tuple)) else value
+            return {key: self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def is_hidden(self, text: str) -> bool:
-        """Whether a name in a message is in what was rendered."""
+        """Return whether a rendered text has a name that a message wrote."""
         return self._mark.search(text) is not None
 
     def show(self, text: str) -> str:
-        """A text with the names in place of their marks."""
-        return self._mark.sub(lambda found: self._texts[found[0]], text)
+        """Return a text with the names in place of their marks."""
+        return self._mark.sub(lambda match: self._texts[match[0]], text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of what was rendered: only names that the template wrote are special."""
+        """Tokenize a rendered text, in which only names that the template wrote are special."""
         if self._backend is None:
-            found = self._mark.search(text)
-            assert found is not None
+            match = self._mark.search(text)
+            assert match is not None
             raise PromptError(
-                f"the messages have {self._texts[found[0]]}, the name of a special token, which"
+                f"the messages have {self._texts[match[0]]}, the name of a special token, which"
                 " this tokenizer cannot take as text",
                 "leave it out, or give --allow-special-tokens", field="messages",
             )  # fmt: skip
-        written = self.show(self._name.sub(lambda found: self._tokens[found[0]], text))
+        marked_text = self.show(self._name.sub(lambda match: self._tokens[match[0]], text))
         copy, numbers = self._renamed
-        found_ids = copy.encode(written, add_special_tokens=add_special_tokens).ids
+        found_ids = copy.encode(marked_text, add_special_tokens=add_special_tokens).ids
         return [numbers.get(token, token) for token in found_ids]
 
     @functools.cached_property
     def _renamed(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer with other names of special tokens, and its ids where they differ."""
+        """Tokenizer with marks as names of special tokens, and the original ids that differ."""
         from tokenizers import Tokenizer
 
         document = json.loads(self._backend.to_str())
@@ -277,15 +280,19 @@ class SpecialNames:
         if isinstance(vocab := model["vocab"], dict):
             model["vocab"] = {self._tokens.get(name, name): n for name, n in vocab.items()}
         else:
-            model["vocab"] = [[self._tokens.get(piece, piece), *more] for piece, *more in vocab]
+            model["vocab"] = [[self._tokens.get(piece, piece), *score] for piece, *score in vocab]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._tokens.get(model["unk_token"], model["unk_token"])
         copy = Tokenizer.from_str(json.dumps(document))
-        found = {copy.token_to_id(self._tokens.get(name, name)): n for name, n in names.items()}
-        return copy, {token: n for token, n in found.items() if token is not None and token != n}
+        original_ids = {
+            copy.token_to_id(self._tokens.get(name, name)): n for name, n in names.items()
+        }
+        return copy, {
+            token: n for token, n in original_ids.items() if token is not None and token != n
+        }
 
 
 @functools.lru_cache(maxsize=4)
 def find_names(tokenizer: Any) -> SpecialNames:
-    """The names of a tokenizer's special tokens."""
+    """Return the names of a tokenizer's special tokens."""
     return SpecialNames(tokenizer)

@@ -44,7 +44,7 @@ class Grammar:
 
 
 class GrammarState:
-    """Where a request is in its grammar; a Shaper."""
+    """State of a request in its grammar, which shapes the request's logits."""
 
     def __init__(self, matcher: Any, end_ids: frozenset[int], output_ids: Sequence[int]) -> None:
         self._matcher, self._end_ids, self._output_ids = matcher, end_ids, output_ids
@@ -55,12 +55,12 @@ class GrammarState:
         """Return float32 logits [T, V], those of tokens that the grammar forbids at -inf."""
         shaped = logits[: tree.num_nodes].float().clone()
         masks = self._walk(tree)
-        for node, allowed in masks.items():
-            if allowed is None:
+        for node, mask in masks.items():
+            if mask is None:
                 continue
-            size = min(len(allowed), shaped.shape[1])
+            size = min(len(mask), shaped.shape[1])
             shaped[node, size:] = -torch.inf
-            shaped[node, :size].masked_fill_(to_device(~allowed[:size], shaped.device), -torch.inf)
+            shaped[node, :size].masked_fill_(to_device(~mask[:size], shaped.device), -torch.inf)
         return shaped
 
     def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
@@ -70,16 +70,16 @@ class GrammarState:
         rejected for certain, and what takes its place has to be drawn from what the draft leaves of
         the target's distribution.
         """
-        inside = self._walk(tree)
-        kept = [
+        valid_nodes = self._walk(tree)
+        kept_nodes = [
             node
             for node in range(tree.num_nodes)
-            if node in inside or (is_drawn and int(tree.parents[node]) in inside)
+            if node in valid_nodes or (is_drawn and int(tree.parents[node]) in valid_nodes)
         ]
-        return tree if len(kept) == tree.num_nodes else tree.keep(kept)
+        return tree if len(kept_nodes) == tree.num_nodes else tree.keep(kept_nodes)
 
     def _walk(self, tree: Tree) -> dict[int, BoolArray | None]:
-        """The mask [V] after each node whose path is in the grammar; None after an end."""
+        """Return the mask [V] after each node whose path is in the grammar; None after an end."""
         for token in self._output_ids[self._num_read :]:
             self._matcher.consume_token(token)
         self._num_read = len(self._output_ids)
@@ -111,7 +111,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer."""
+    """Compiler of grammars for one tokenizer."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -133,13 +133,13 @@ class GrammarCompiler:
                 f"llguidance cannot use this tokenizer: {error}", "leave structured output out"
             ) from None
 
-    def compile(self, given: Mapping[str, Any]) -> Grammar:
+    def compile(self, spec: Mapping[str, Any]) -> Grammar:
         """Return the grammar of {kind: what it is}; SpecDecError for one that is wrong."""
-        if len(given) != 1 or not set(given) <= set(KINDS):
+        if len(spec) != 1 or not set(spec) <= set(KINDS):
             raise SpecDecError(
-                f"grammar is {shorten(dict(given))}, not one of {', '.join(KINDS)}", "give one"
+                f"grammar is {shorten(dict(spec))}, not one of {', '.join(KINDS)}", "give one"
             )
-        ((kind, text),) = given.items()
+        ((kind, text),) = spec.items()
         matcher_class = self._guidance.LLMatcher
         try:
             if kind in ("json_object", "json_schema"):
@@ -176,15 +176,15 @@ class GrammarCompiler:
 
 
 def space_schema(schema: Any, spacing: Mapping[str, Any] = SPACING) -> Any:
-    """A JSON schema that says which white space a text may have, if it did not say so itself."""
-    own = schema.get("x-guidance") or {} if isinstance(schema, Mapping) else None
-    if not isinstance(own, Mapping) or {*SPACING, "whitespace_pattern"} & own.keys():
+    """Add to a JSON schema the white space that a text may have, if it does not say so itself."""
+    guidance = schema.get("x-guidance") or {} if isinstance(schema, Mapping) else None
+    if not isinstance(guidance, Mapping) or {*SPACING, "whitespace_pattern"} & guidance.keys():
         return schema
-    return {**schema, "x-guidance": {**spacing, **own}}
+    return {**schema, "x-guidance": {**spacing, **guidance}}
 
 
 def write_choice(texts: Any) -> str:
-    """The regular expression of one of several texts; SpecDecError for what are none."""
+    """Return the regular expression of one of several texts; SpecDecError where there are none."""
     if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts or not all(
         isinstance(text, str) and text for text in texts
     ):  # fmt: skip

@@ -37,12 +37,12 @@ AMOUNTS = frozenset("weight weights loss scale factor multiplier coefficient".sp
 ONLY_NEGATIONS = frozenset(
     "no not non dont without never disable disabled".split()
 )  # of some other word, not of learning
-WRITTEN = {
+TRUTH_WORDS = {
     "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
 }  # fmt: skip
 
 
-def read_mark(fields: Mapping[str, Any], where: str) -> tuple[bool, list[str]]:
+def read_mark(fields: Mapping[str, Any], location: str) -> tuple[bool, list[str]]:
     """Return whether a turn's fields let it be learned, and the names of the fields that say so.
 
     where: the turn, for the error. Raises MarkError for a mark that is neither yes nor no.
@@ -54,21 +54,23 @@ def read_mark(fields: Mapping[str, Any], where: str) -> tuple[bool, list[str]]:
             marks[name] = mark
         elif _asks_for_a_part(name, value):
             raise MarkError(
-                f"{where} has {name} {shorten(value)}: a turn is learned whole or not at all"
+                f"{location} has {name} {shorten(value)}: a turn is learned whole or not at all"
             )
     return all(marks.values()), list(marks)
 
 
-def read_turn(turn: Mapping[str, Any], where: str) -> tuple[bool, list[str]]:
-    """Return what `read_mark` does; parts of a turn's content may have marks of their own."""
-    is_learned, names = read_mark(turn, where)
+def read_turn(turn: Mapping[str, Any], location: str) -> tuple[bool, list[str]]:
+    """Read a turn's marks as `read_mark` does, with those that parts of its content have."""
+    is_learned, names = read_mark(turn, location)
     content = turn.get("content", turn.get("value"))
-    parts = (
-        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    content_parts = (
+        [content_part for content_part in content if isinstance(content_part, dict)]
+        if isinstance(content, list)
+        else []
     )
-    marks = {read_mark(part, f"a part of {where}")[0] for part in parts}
+    marks = {read_mark(content_part, f"a part of {location}")[0] for content_part in content_parts}
     if len(marks) > 1:
-        raise MarkError(f"{where} has parts that are learned and others that are not")
+        raise MarkError(f"{location} has parts that are learned and others that are not")
     return is_learned and marks != {False}, names
 
 
@@ -91,7 +93,7 @@ def is_row_learned(row: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
 
 
 class MarkError(ValueError):
-    """A mark asks for what training does not do."""
+    """Error for a mark that asks training for something that it does not do."""
 
     hint = (
         "write 1 or true for a turn that is to be learned, 0 or false for one that is not, or"
@@ -105,15 +107,15 @@ def _read_field(name: str, value: Any) -> bool | None:
     values = value if isinstance(value, list) else [value]
     if is_positive is None or (name.startswith("label") and not isinstance(value, bool)):
         return None  # a label that is no bool is a class, as `quality:4`
-    answers = {_read_value(one) for one in values}
+    answers = {_read_value(item) for item in values}
     return answers.pop() is is_positive if len(answers) == 1 and None not in answers else None
 
 
 def _read_value(value: Any) -> bool | None:
     if isinstance(value, dict):  # a part of a turn, as axolotl's train_detail has them
-        marks = {_read_field(name, part) for name, part in value.items()} - {None}
+        marks = {_read_field(name, item) for name, item in value.items()} - {None}
         return marks.pop() if len(marks) == 1 else None
-    if isinstance(value, str) and (answer := WRITTEN.get(value.strip().lower())) is not None:
+    if isinstance(value, str) and (answer := TRUTH_WORDS.get(value.strip().lower())) is not None:
         return answer
     number = _read_number(value)
     return bool(number) if number in (0, 1) else None

@@ -76,10 +76,10 @@ def warn_of_other_ids(folder: Path) -> None:
     options = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = load_tokenizer(folder, "--model-dir")
     try:
-        theirs = open_by_class(files, **options)
+        class_tokenizer = open_by_class(files, **options)
         difference = find_difference(
             lambda text: tokenizer(text, verbose=False)["input_ids"],
-            lambda text: theirs(text, verbose=False)["input_ids"],
+            lambda text: class_tokenizer(text, verbose=False)["input_ids"],
             list_texts(tokenizer.all_special_tokens),
         )
     except Exception:  # noqa: BLE001 - what its classes cannot load, they cannot be asked for
@@ -88,8 +88,8 @@ def warn_of_other_ids(folder: Path) -> None:
         logger.warning(
             "%s: %s of transformers %s reads texts otherwise than tokenizer.json, which specdec"
             " follows: %s",
-            folder, type(theirs).__name__, transformers.__version__,
-            difference.describe("by tokenizer.json", f"by {type(theirs).__name__}"),
+            folder, type(class_tokenizer).__name__, transformers.__version__,
+            difference.describe("by tokenizer.json", f"by {type(class_tokenizer).__name__}"),
         )  # fmt: skip
 
 
@@ -131,7 +131,9 @@ def load_model(
         # As convert does. Classes of wrappers leave out what a text model does to its logits.
         text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
         config = text
-        options["key_mapping"] = {f"^{re.escape(theirs)}": ours for theirs, ours in NAMES}
+        options["key_mapping"] = {
+            f"^{re.escape(wrapper_name)}": text_name for wrapper_name, text_name in NAMES
+        }
     _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
@@ -176,7 +178,7 @@ def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:
     return kind.from_pretrained(None, state_dict=tensors, **options)
 
 
-def _tie(model: Any, text: Any, missing: set[str]) -> None:
+def _tie(model: Any, text: Any, missing_names: set[str]) -> None:
     """Tie head and embedding as transformers 5 does: not where both are stored and differ.
 
     Versions before drop a head that is stored.
@@ -187,15 +189,17 @@ def _tie(model: Any, text: Any, missing: set[str]) -> None:
     if head is None:
         return
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    known, own = names[id(embedding.weight)], names[id(head.weight)]
-    if known in missing and own not in missing:
+    embedding_name, head_name = names[id(embedding.weight)], names[id(head.weight)]
+    if embedding_name in missing_names and head_name not in missing_names:
         embedding.weight = head.weight
-    elif own in missing or torch.equal(embedding.weight, head.weight):
+    elif head_name in missing_names or torch.equal(embedding.weight, head.weight):
         head.weight = embedding.weight
     else:
         return
     text.tie_word_embeddings = True
-    missing -= {known, own} if not {known, own} <= missing else set()
+    missing_names -= (
+        {embedding_name, head_name} if not {embedding_name, head_name} <= missing_names else set()
+    )
 
 
 def _refuse_stale_copies(folder: Path) -> None:
@@ -206,18 +210,21 @@ def _refuse_stale_copies(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file() or (folder / "model.safetensors").exists():
         return
-    last: dict[str, str] = {}
+    last_shards: dict[str, str] = {}
     try:
-        places = read_json(index).get("weight_map", {})
-        for name in sorted(set(places.values())):
-            last |= dict.fromkeys(TensorFile(folder / name).tensors, name)
+        shard_names = read_json(index).get("weight_map", {})
+        for name in sorted(set(shard_names.values())):
+            last_shards |= dict.fromkeys(TensorFile(folder / name).tensors, name)
     except (OSError, SpecDecError, AttributeError, TypeError):
         return  # whoever loads it says what is wrong
-    stale = [tensor for tensor, name in places.items() if last.get(tensor, name) != name]
-    if stale:
+    stale_tensors = [
+        tensor for tensor, name in shard_names.items() if last_shards.get(tensor, name) != name
+    ]
+    if stale_tensors:
         raise SpecDecError(
-            f"{folder}: the index places {join_names(stale)} in {places[stale[0]]}, but"
-            f" transformers would read the copies in {last[stale[0]]}",
+            f"{folder}: the index places {join_names(stale_tensors)} in"
+            f" {shard_names[stale_tensors[0]]}, but transformers would read the copies in"
+            f" {last_shards[stale_tensors[0]]}",
             "delete the copies that the index does not name: load the tensors and save them again"
             " without these",
         )
@@ -241,20 +248,32 @@ def load_generation_config(source: str | Path) -> Any:
 
 
 def _load(
-    load: Callable[..., Any], source: str | Path, flag: str, wanted: str, what: str, **options: Any
+    load: Callable[..., Any],
+    source: str | Path,
+    flag: str,
+    folder_kind: str,
+    content_noun: str,
+    **options: Any,
 ) -> Any:
-    """Let a class of transformers load from a folder or Hub id, and say what keeps it from it."""
+    """Load from a folder or Hub id by `load`, a method of transformers, with errors that explain.
+
+    folder_kind: MODEL or TOKENIZER. content_noun: the loaded thing, as messages name it.
+    """
     if not str(source):
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
-    name = str(source) if wanted == TOKENIZER and has_tokenizer(Path(source)) else localize(source)
+    name = (
+        str(source)
+        if folder_kind == TOKENIZER and has_tokenizer(Path(source))
+        else localize(source)
+    )
     is_local = Path(name).is_dir()
     if is_local:
-        expect_folder(name, wanted, flag)
-        if wanted == MODEL and not os.path.lexists(Path(name) / "config.json"):
-            raise SpecDecError(f"{flag} {name} has no config.json", _hint(wanted))
+        expect_folder(name, folder_kind, flag)
+        if folder_kind == MODEL and not os.path.lexists(Path(name) / "config.json"):
+            raise SpecDecError(f"{flag} {name} has no config.json", _hint(folder_kind))
         _refuse_foreign_attention(Path(name), flag)
         _refuse_pointers(Path(name))
-        if wanted == MODEL:
+        if folder_kind == MODEL:
             check_model_sizes(read_json(Path(name) / "config.json"), Path(name) / "config.json")
     else:
         options["local_files_only"] = not _is_on_hub(name, flag)
@@ -265,12 +284,12 @@ def _load(
     except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
         code = _list_code(Path(name)) if is_local else []
         if code or "trust_remote_code" in str(error):
-            raise _refuse_code(name, flag, wanted, code) from None
-        if wanted == TOKENIZER and is_local and not has_tokenizer(Path(name)):
-            raise SpecDecError(f"{flag} {name} has no tokenizer", _hint(wanted)) from None
+            raise _refuse_code(name, flag, folder_kind, code) from None
+        if folder_kind == TOKENIZER and is_local and not has_tokenizer(Path(name)):
+            raise SpecDecError(f"{flag} {name} has no tokenizer", _hint(folder_kind)) from None
         raise SpecDecError(
-            f"{flag} {name}: transformers cannot load its {what}: {summarize(error)}",
-            _hint(wanted),
+            f"{flag} {name}: transformers cannot load its {content_noun}: {summarize(error)}",
+            _hint(folder_kind),
         ) from None
 
 
@@ -281,8 +300,8 @@ def _refuse_pointers(folder: Path) -> None:
             open_file(folder / file).close()
 
 
-def _hint(wanted: str) -> str:
-    if wanted == TOKENIZER:
+def _hint(folder_kind: str) -> str:
+    if folder_kind == TOKENIZER:
         return (
             "give the Hugging Face folder of the model, with its tokenizer's files; to read a"
             " tokenizer.model without a tokenizer.json, transformers needs the packages"
@@ -294,32 +313,33 @@ def _hint(wanted: str) -> str:
     )
 
 
-def _refuse_code(name: str, flag: str, wanted: str, code: list[str]) -> SpecDecError:
-    """The error for a folder whose own Python would have to run."""
-    shown = f" ({shorten(', '.join(code), 200)[1:-1]})" if code else ""
+def _refuse_code(name: str, flag: str, folder_kind: str, code: list[str]) -> SpecDecError:
+    """Return the error for a folder whose own Python would have to run."""
+    code_note = f" ({shorten(', '.join(code), 200)[1:-1]})" if code else ""
     remedy = "use a model of an architecture that transformers has itself"
-    if wanted == TOKENIZER:
+    if folder_kind == TOKENIZER:
         remedy = (
             "use a tokenizer that transformers has itself: where its code is trusted, load it"
             " elsewhere and save it with save_pretrained, which writes tokenizer.json"
         )
     return SpecDecError(
-        f"{flag} {name} asks to run its own Python code{shown}, which specdec never does", remedy
+        f"{flag} {name} asks to run its own Python code{code_note}, which specdec never does",
+        remedy,
     )
 
 
 def _list_code(folder: Path) -> list[str]:
-    """What a folder's files name as Python to run, `module.Class`."""
-    found: list[str] = []
+    """List the Python classes that a folder's files ask to run, as `module.Class`."""
+    code_names: list[str] = []
     for file in CODE_FILES:
         try:
-            named = read_json(folder / file).get("auto_map")
+            auto_map = read_json(folder / file).get("auto_map")
         except (OSError, SpecDecError):
             continue
-        values = named.values() if isinstance(named, dict) else [named] if named else []
+        values = auto_map.values() if isinstance(auto_map, dict) else [auto_map] if auto_map else []
         for value in values:
-            found += [str(v) for v in (value if isinstance(value, list) else [value]) if v]
-    return list(dict.fromkeys(found))
+            code_names += [str(v) for v in (value if isinstance(value, list) else [value]) if v]
+    return list(dict.fromkeys(code_names))
 
 
 def _refuse_foreign_attention(folder: Path, flag: str) -> None:

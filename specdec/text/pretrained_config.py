@@ -1,4 +1,4 @@
-"""What transformers has made of a config.json, made the same as what our own reader finds there.
+"""Corrections of configurations of transformers, which then say what our own reader finds.
 
 transformers 4.57 knows nothing of the names that 5 writes, and takes its defaults without a word.
 """
@@ -27,7 +27,7 @@ ROTARY_NAMES = {
     "local_base": ("rope_local_base_freq",),
 }
 # Fields that classes of transformers 4.57 have not yet, with what these compute.
-LATER = {
+LATER_FIELDS = {
     "use_bidirectional_attention": (None, False), "swiglu_alpha": (None, 1.702),
     "swiglu_limit": (None, 7.0),
 }  # fmt: skip
@@ -43,60 +43,67 @@ def adapt_config(config: Any, document: Mapping[str, Any], path: Path) -> Rotary
     import transformers
 
     text = config.get_text_config()
-    said = _find_text(config, text, document)
-    usual = type(text)()
-    reader = ConfigReader(said, path)
+    text_document = _find_text(config, text, document)
+    default_config = type(text)()
+    reader = ConfigReader(text_document, path)
     rotary, is_old = read_rotary(reader), transformers.__version__.startswith("4.")
-    translates = is_old and said.get("rope_parameters")
-    lost = _translate_rotary(text, usual, rotary) if translates else []
-    for name, other in (EXPERT_COUNTS, EXPERT_COUNTS[::-1]):
-        if said.get(name) is not None and not hasattr(usual, name) and hasattr(usual, other):
-            setattr(text, other, count_experts(reader))
+    translates = is_old and text_document.get("rope_parameters")
+    lost_fields = _translate_rotary(text, default_config, rotary) if translates else []
+    for name, other_name in (EXPERT_COUNTS, EXPERT_COUNTS[::-1]):
+        if (
+            text_document.get(name) is not None
+            and not hasattr(default_config, name)
+            and hasattr(default_config, other_name)
+        ):
+            setattr(text, other_name, count_experts(reader))
     reader.finish()
     if is_old:
-        later = LATER | {"layer_types": (None, [FULL] * len(said.get("layer_types") or ()))}
-        lost += [
-            f"{name} {shorten(said[name])}" for name, computed in later.items()
-            if name in said and not hasattr(usual, name) and said[name] not in computed
+        later_fields = LATER_FIELDS | {
+            "layer_types": (None, [FULL] * len(text_document.get("layer_types") or ()))
+        }
+        lost_fields += [
+            f"{name} {shorten(text_document[name])}" for name, computed in later_fields.items()
+            if name in text_document and not hasattr(default_config, name)
+            and text_document[name] not in computed
         ]  # fmt: skip
-    if lost:
+    if lost_fields:
         raise SpecDecError(
-            f"{path}: transformers {transformers.__version__} takes no notice of {join_names(lost)}"
-            f" in a {text.model_type} model",
+            f"{path}: transformers {transformers.__version__} takes no notice of"
+            f" {join_names(lost_fields)} in a {text.model_type} model",
             NEWER,
         )
     return rotary
 
 
 def _find_text(config: Any, text: Any, document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object of a config.json that describes the text model."""
+    """Find the object of a config.json that describes the text model."""
     if text is config:
         return document
     inner = (value for name, value in document.items() if getattr(config, name, None) is text)
     return next((value for value in inner if isinstance(value, dict)), {})
 
 
-def _translate_rotary(text: Any, usual: Any, rotary: Rotary) -> list[str]:
-    """Set a configuration's fields of transformers 4; return what it has no field for."""
-    lost = []
+def _translate_rotary(text: Any, default_config: Any, rotary: Rotary) -> list[str]:
+    """Set a configuration's fields of transformers 4; return the values without a field there."""
+    lost_fields = []
     for field, names in ROTARY_NAMES.items():
         value = getattr(rotary, field)
-        known = next((name for name in names if hasattr(usual, name)), None)
-        if known is not None and value is not None:
-            setattr(text, known, value)
+        field_name = next((name for name in names if hasattr(default_config, name)), None)
+        if field_name is not None and value is not None:
+            setattr(text, field_name, value)
         elif value not in (None, {"fraction": 1.0, "local_base": rotary.base}.get(field)):
-            lost.append(f"{names[0]} {value:g}")
+            lost_fields.append(f"{names[0]} {value:g}")
     local_scaling = rotary.local_scaling
-    if rotary.by_layer_type and not hasattr(usual, "rope_local_base_freq"):
+    if rotary.by_layer_type and not hasattr(default_config, "rope_local_base_freq"):
         local_scaling = None if local_scaling == rotary.scaling else local_scaling or {}
     if local_scaling is not None:
-        lost.append(f"rope_parameters of sliding layers {shorten(local_scaling)}")
+        lost_fields.append(f"rope_parameters of sliding layers {shorten(local_scaling)}")
     if rotary.scaling:
         text.rope_scaling = dict(rotary.scaling)
         original = rotary.scaling.get("original_max_position_embeddings")
-        if original is not None and hasattr(usual, "original_max_position_embeddings"):
+        if original is not None and hasattr(default_config, "original_max_position_embeddings"):
             text.original_max_position_embeddings = original
-    return lost
+    return lost_fields
 
 
 def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
@@ -107,12 +114,16 @@ def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
     from specdec.engine.rotary import compute_frequencies
 
     text = config.get_text_config()
-    taken = read_rotary(ConfigReader(text.to_dict(), Path(name)))
+    config_rotary = read_rotary(ConfigReader(text.to_dict(), Path(name)))
     for key, buffer in model.named_buffers():
         if not key.endswith("inv_freq") or "original" in key or "vision" in key:
             continue
         is_local = "local" in key or "sliding" in key
-        base = (rotary.local_base or taken.local_base) if is_local else rotary.base or taken.base
+        base = (
+            (rotary.local_base or config_rotary.local_base)
+            if is_local
+            else rotary.base or config_rotary.base
+        )
         expected = ModelConfig(
             architecture="LlamaForCausalLM", dtype="float32", vocab_size=1, hidden_size=1,
             num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
@@ -127,8 +138,8 @@ def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
         if base is None or expected.find_scaling_problems():
             continue  # of a kind that only transformers knows
         frequencies, factor = compute_frequencies(expected, 1)
-        owner, _, own = key.rpartition(".")
-        scale_name = own.replace("inv_freq", "attention_scaling")
+        owner, _, buffer_name = key.rpartition(".")
+        scale_name = buffer_name.replace("inv_freq", "attention_scaling")
         scale = getattr(model.get_submodule(owner), scale_name, factor)
         ratios = torch.cat((buffer.float().cpu() / frequencies, torch.tensor([scale / factor])))
         if float((ratios - 1).abs().max()) > TOLERANCE:

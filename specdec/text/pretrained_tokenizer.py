@@ -83,29 +83,29 @@ class TokenizerFiles:
     @functools.cached_property
     def class_name(self) -> str:
         """The class that transformers 4.57 chooses, without "Fast"; empty where it knows none."""
-        named = self.config.get("tokenizer_class") or self.model.get("tokenizer_class")
-        if isinstance(named, str):
-            return named if named in PLAIN_CLASSES else named.removesuffix("Fast")
+        class_key = self.config.get("tokenizer_class") or self.model.get("tokenizer_class")
+        if isinstance(class_key, str):
+            return class_key if class_key in PLAIN_CLASSES else class_key.removesuffix("Fast")
         model_type = self.model.get("model_type")
         return next((name for name, types in MODEL_TYPES.items() if model_type in types), "")
 
     @functools.cached_property
     def document(self) -> Mapping[str, Any]:
-        """What tokenizer.json says beside its vocabulary."""
+        """Keys of tokenizer.json that are read here, without its vocabulary."""
         assert self.path is not None
         document = read_json(self.path)
         return {key: document.get(key) for key in ("added_tokens", "pre_tokenizer")}
 
     @property
     def is_plain(self) -> bool:
-        """Whether every transformers takes tokenizer.json as it is; some types have own classes."""
+        """Return whether all versions of transformers take tokenizer.json as it is."""
         return self.class_name in PLAIN_CLASSES and self.model.get("model_type") == "llama"
 
     @property
     def needs_code(self) -> bool:
-        """Whether the folder names Python of its own for its tokenizer."""
-        named = self.model.get("auto_map")
-        is_asked = isinstance(named, Mapping) and "AutoTokenizer" in named
+        """Return whether the folder names Python of its own for its tokenizer."""
+        auto_map = self.model.get("auto_map")
+        is_asked = isinstance(auto_map, Mapping) and "AutoTokenizer" in auto_map
         return "auto_map" in self.config or is_asked
 
 
@@ -161,8 +161,8 @@ def open_by_class(files: TokenizerFiles, **options: Any) -> Any:
         if files.config.get("tokenizer_class") and "auto_map" not in files.config and files.model:
             # To import the model's configuration, which it would read for its choice, takes 60 MB
             # and longer than to load an engine.
-            chosen = {key: files.model[key] for key in CHOOSING if key in files.model}
-            options["config"] = transformers.PreTrainedConfig(name_or_path=files.name, **chosen)
+            class_keys = {key: files.model[key] for key in CHOOSING if key in files.model}
+            options["config"] = transformers.PreTrainedConfig(name_or_path=files.name, **class_keys)
     return transformers.AutoTokenizer.from_pretrained(files.name, **options)
 
 
@@ -208,20 +208,22 @@ def _open_by_file(files: TokenizerFiles, **options: Any) -> Any:
 
 def _list_new_tokens(files: TokenizerFiles) -> dict[str, Any]:
     """List what added_tokens_decoder adds to tokenizer.json, whose own tokens stay as they are."""
-    known = {token["content"]: token["id"] for token in files.document["added_tokens"] or ()}
-    named = files.config["added_tokens_decoder"]
-    for number, token in named.items():
-        if (known_number := known.get(token["content"], int(number))) != int(number):
+    file_ids = {token["content"]: token["id"] for token in files.document["added_tokens"] or ()}
+    config_tokens = files.config["added_tokens_decoder"]
+    for number, token in config_tokens.items():
+        if (known_number := file_ids.get(token["content"], int(number))) != int(number):
             raise SpecDecError(
                 f"{files.name}: token {token['content']!r} is {number} in {CONFIG_FILE}'s"
                 f" added_tokens_decoder and {known_number} in {TOKENIZER_FILE}",
                 "copy or download both files again, from one model",
             )
-    return {number: token for number, token in named.items() if token["content"] not in known}
+    return {
+        number: token for number, token in config_tokens.items() if token["content"] not in file_ids
+    }
 
 
 def _is_newer(files: TokenizerFiles) -> bool:
-    """Whether transformers 5 has saved a tokenizer."""
+    """Return whether transformers 5 has saved a tokenizer."""
     config = files.config
     return (
         "backend" in config
@@ -232,10 +234,14 @@ def _is_newer(files: TokenizerFiles) -> bool:
 
 def _add_class_tokens(tokenizer: Any, files: TokenizerFiles) -> None:
     """Name the special tokens that no file names and the class has, where they are tokens."""
-    absent = [key for key in SPECIAL_KEYS if key not in files.config.keys() | files.special.keys()]
-    chosen = _find_class(files) if absent else None
-    parameters = {} if chosen is None else inspect.signature(chosen.__init__).parameters
-    for key in absent:
+    absent_keys = [
+        key for key in SPECIAL_KEYS if key not in files.config.keys() | files.special.keys()
+    ]
+    tokenizer_class = _find_class(files) if absent_keys else None
+    parameters = (
+        {} if tokenizer_class is None else inspect.signature(tokenizer_class.__init__).parameters
+    )
+    for key in absent_keys:
         default = parameters[key].default if key in parameters else None
         if isinstance(default, str) and default in tokenizer.get_vocab():
             setattr(tokenizer, key, default)
@@ -253,8 +259,8 @@ def _find_class(files: TokenizerFiles) -> Any:
         names = [mapped] if isinstance(mapped, str) else [str(name) for name in mapped or ()]
     if files.class_name not in PLAIN_CLASSES:  # 4.57's others need sentencepiece
         names = [name.removesuffix("Fast") + "Fast" for name in names[-1:]] + names
-    found = [getattr(transformers, name, None) for name in names if name]
-    return next((kind for kind in found if isinstance(kind, type)), None)
+    candidates = [getattr(transformers, name, None) for name in names if name]
+    return next((kind for kind in candidates if isinstance(kind, type)), None)
 
 
 def _restore_prefix_space(backend: Any, files: TokenizerFiles) -> None:
@@ -262,8 +268,8 @@ def _restore_prefix_space(backend: Any, files: TokenizerFiles) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
     if isinstance(backend.pre_tokenizer, ByteLevel):
-        described = files.document["pre_tokenizer"]
-        backend.pre_tokenizer.add_prefix_space = bool(described.get("add_prefix_space", True))
+        description = files.document["pre_tokenizer"]
+        backend.pre_tokenizer.add_prefix_space = bool(description.get("add_prefix_space", True))
 
 
 def apply_keys(backend: Any, files: TokenizerFiles, bos: str | None, eos: str | None) -> None:
@@ -354,9 +360,11 @@ def _apply_end_keys(backend: Any, files: TokenizerFiles, bos: str | None, eos: s
 def _add_processor_template(templates: Any, name: str, **options: Any) -> Any:
     """Return templates with those of chat_template.json, where a tokenizer has no default one."""
     path = find_file(name, TEMPLATE_FILE, **options)
-    added = None if path is None else read_json(path).get("chat_template")
-    if isinstance(added, list):
-        added = {entry["name"]: entry["template"] for entry in added}
-    if not added or (isinstance(added, str) and not templates):
-        return added or templates
-    return ({"default": added} if isinstance(added, str) else added) | (templates or {})
+    file_templates = None if path is None else read_json(path).get("chat_template")
+    if isinstance(file_templates, list):
+        file_templates = {entry["name"]: entry["template"] for entry in file_templates}
+    if not file_templates or (isinstance(file_templates, str) and not templates):
+        return file_templates or templates
+    return ({"default": file_templates} if isinstance(file_templates, str) else file_templates) | (
+        templates or {}
+    )

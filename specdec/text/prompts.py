@@ -38,17 +38,17 @@ SHAPING = (
     "min_p", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
 ONLY = -1  # the index of a prompt that was given alone
-# Whether a value is of use, and what is expected in its place.
+# Check of a setting: a function that accepts good values, and the words for these.
 Check = tuple[Callable[[Any], bool], str]
 
 
 def name_prompt(index: int) -> str:
-    """What messages call the prompt of an index."""
+    """Return the name of a prompt in messages, by its index."""
     return "the prompt" if index == ONLY else f"prompt {index}"
 
 
-def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
-    return type(value) is int and least <= value <= most
+def _is_count(value: Any, minimum: int = 0, maximum: int = MAX_COUNT) -> bool:
+    return type(value) is int and minimum <= value <= maximum
 
 
 def _is_text(value: Any) -> bool:
@@ -80,8 +80,8 @@ def _is_number(value: Any, low: float, high: float) -> bool:
         return False
 
 
-def _count(least: int, most: int = MAX_COUNT) -> Check:
-    return lambda v: _is_count(v, least, most), f"a whole number from {least} to {most}"
+def _count(minimum: int, maximum: int = MAX_COUNT) -> Check:
+    return lambda v: _is_count(v, minimum, maximum), f"a whole number from {minimum} to {maximum}"
 
 
 def _number(low: float, high: float) -> Check:
@@ -89,7 +89,7 @@ def _number(low: float, high: float) -> Check:
 
 
 def _field(check: Check) -> Any:
-    """A setting of a prompt, and what it may be."""
+    """Make the field of a prompt's setting, with the check of its values."""
     return dataclasses.field(default=None, metadata={"check": check})
 
 
@@ -192,11 +192,11 @@ class Prompt:
     grammar: Mapping[str, Any] | None = _field(OBJECT)
 
     def list_given(self) -> dict[str, Any]:
-        """The settings that are not None, by name."""
+        """Return the settings that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# What a prompt's settings may be: for files, flags, Python and HTTP.
+# Checks of all settings of a prompt, by name: for files, flags, Python and HTTP.
 CHECKS: dict[str, Check] = {
     field.name: field.metadata["check"] for field in dataclasses.fields(Prompt)
 }
@@ -207,28 +207,32 @@ LINE_FIELDS = SOURCES | {
     name: name for name in CHECKS if name not in {*NOT_IN_LINES, *SOURCES.values()}
 }
 FIELD_KEYS = {field: key for key, field in LINE_FIELDS.items()}
-# What a row that `specdec-train data` wrote has besides its prompt, and what it says of the row.
+# Keys of a row that `specdec-train data` wrote: the one by which it is known, and those about it.
 ROW_MARK, ROW_FACTS = "index", ("index", "id", "truncated")
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A prompt of a file. where: the file and the line. others: what else the line says."""
+    """Prompt of one line of a file.
 
-    where: str
+    location: the file and the line's number. other_fields: fields of the line that are no setting
+    of a prompt.
+    """
+
+    location: str
     prompt: Prompt
-    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    other_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def list_prompts(texts: Sequence[str], input_file: Path | None, *, json: bool) -> list[Prompt]:
-    """The prompts of a command line: texts, or those of --input-file.
+    """Return the prompts of a command line: texts, or those of --input-file.
 
-    json: whether the command prints JSON; UsageError for what texts alone do not show.
+    json: whether the command prints JSON; UsageError for prompts whose output needs it.
     """
     if input_file is None:
         return [Prompt(text=text) for text in texts]
     lines = read_prompts(input_file, "--input-file")
-    asking = [line.where for line in lines if line.prompt.logprobs is not None]
+    asking = [line.location for line in lines if line.prompt.logprobs is not None]
     if asking and not json:
         raise UsageError(f"{asking[0]} asks for logprobs, which texts do not show", "add --json")
     return [line.prompt for line in lines]
@@ -243,30 +247,30 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
     lines, name = _read_lines(path, flag), "stdin" if path == STDIN else path
     suffix = Path(path.stem).suffix if path.suffix == GZIP else path.suffix
     if path == STDIN:
-        first = next((line for line in lines if line.strip()), "")
-        suffix = ".jsonl" if first.lstrip().startswith("{") else ".txt"
+        first_line = next((line for line in lines if line.strip()), "")
+        suffix = ".jsonl" if first_line.lstrip().startswith("{") else ".txt"
     if suffix not in (".txt", ".jsonl"):
         raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
-    found, problems = [], Problems()
+    prompt_lines, problems = [], Problems()
     for number, line in enumerate(lines, 1):
-        where = f"{name} line {number}"
+        location = f"{name} line {number}"
         if not line.strip():
             continue
         if suffix == ".txt":
-            found.append(Line(where, Prompt(text=line)))
+            prompt_lines.append(Line(location, Prompt(text=line)))
             continue
         try:
-            found.append(read_line(where, line, more_keys))
+            prompt_lines.append(read_line(location, line, more_keys))
         except SpecDecError as error:
             problems += error.problems
     problems.raise_all()
-    if not found:
+    if not prompt_lines:
         raise SpecDecError(f"{name} holds no prompt", "write one prompt per line")
-    return found
+    return prompt_lines
 
 
 def _read_lines(path: Path, flag: str) -> list[str]:
-    """The lines of a file or of stdin, without a byte order mark before them."""
+    """Return the lines of a file or of stdin, without a byte order mark before them."""
     name, remedy = path if path != STDIN else "stdin", "the file " if path != STDIN else "it "
     try:
         if path == STDIN:
@@ -291,39 +295,39 @@ def _read_lines(path: Path, flag: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def _read_once(stream: TextIO) -> str:
-    """All that stdin holds, also for who asks again: specdec generate checks it, then runs it."""
+    """Return all of stdin, also to a second caller: specdec generate checks it, then runs it."""
     return stream.read()
 
 
-def read_line(where: str, line: str, more_keys: Sequence[str] = ()) -> Line:
+def read_line(location: str, line: str, more_keys: Sequence[str] = ()) -> Line:
     """Read a line of .jsonl; see `read_prompts`."""
     try:
         entry = parse_json(line.encode())
     except ValueError as error:
         raise SpecDecError(
-            f"{where} is not JSON: {error}", "write one JSON object per line"
+            f"{location} is not JSON: {error}", "write one JSON object per line"
         ) from None
     if not isinstance(entry, dict):
-        raise SpecDecError(f"{where} is not a JSON object", 'write {"prompt": "..."}')
+        raise SpecDecError(f"{location} is not a JSON object", 'write {"prompt": "..."}')
     entry = _read_data_row(entry)
-    known = (*LINE_FIELDS, *more_keys)
+    known_keys = (*LINE_FIELDS, *more_keys)
     for key in entry:
-        if key not in known:
+        if key not in known_keys:
             raise SpecDecError(
-                f"{where}: unknown key {shorten(key)}{suggest(key[:100], known)}",
-                f"this release knows {', '.join(known)}",
+                f"{location}: unknown key {shorten(key)}{suggest(key[:100], known_keys)}",
+                f"this release knows {', '.join(known_keys)}",
             )
     sources = (*SOURCES, *({"turns"} & set(more_keys)))
     if sum(key in entry for key in sources) != 1:
         raise SpecDecError(
-            f"{where} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
+            f"{location} needs exactly one of {', '.join(sources)}", 'write {"prompt": "..."}'
         )
     values = {LINE_FIELDS[key]: value for key, value in entry.items() if key in LINE_FIELDS}
     if isinstance(bias := values.get("logit_bias"), dict):
         values["logit_bias"] = read_bias(bias)
-    find_faults(values, f"{where}: ").raise_all()
-    others = {key: value for key, value in entry.items() if key not in LINE_FIELDS}
-    return Line(where, Prompt(**values), others)
+    find_faults(values, f"{location}: ").raise_all()
+    other_fields = {key: value for key, value in entry.items() if key not in LINE_FIELDS}
+    return Line(location, Prompt(**values), other_fields)
 
 
 def _read_data_row(entry: dict[str, Any]) -> dict[str, Any]:
@@ -340,43 +344,43 @@ def _read_data_row(entry: dict[str, Any]) -> dict[str, Any]:
     if _is_list(messages, _is_message) and messages and messages[-1]["role"] == "assistant":
         line["messages"] = messages[:-1]
     options = {name: line.pop(name) for name in OPTIONS if name in line}
-    more = line.get("chat_template_kwargs", {})
-    if options and isinstance(more, dict):
-        line["chat_template_kwargs"] = {**options, **more}
+    template_options = line.get("chat_template_kwargs", {})
+    if options and isinstance(template_options, dict):
+        line["chat_template_kwargs"] = {**options, **template_options}
     return line
 
 
 def read_bias(value: Mapping[str, Any]) -> dict[Any, Any]:
-    """A logit_bias of JSON by token ids; a key that is no id stays a text."""
+    """Return a logit_bias of JSON by token ids; a key that is no id stays a text."""
     return {int(k) if TOKEN_NAME.fullmatch(k) else k: value[k] for k in value}
 
 
 def find_faults(
-    values: Mapping[str, Any], where: str = "", names: Mapping[str, str] = FIELD_KEYS
+    values: Mapping[str, Any], location: str = "", names: Mapping[str, str] = FIELD_KEYS
 ) -> Problems:
     """List which of a prompt's settings have values of no use; names: what they are called."""
     problems = Problems()
     for field, (is_good, expected) in CHECKS.items():
         if field in values and not is_good(values[field]):
             name, reason = names.get(field, field), f"is {shorten(values[field])}, not {expected}"
-            problems.add(f"{where}{name} {reason}", f"give {name} {expected}", field, reason)
+            problems.add(f"{location}{name} {reason}", f"give {name} {expected}", field, reason)
     return problems
 
 
 def check_prompt(index: int, prompt: Prompt) -> Prompt:
     """Return a prompt with plain values; PromptError for one that is of no use."""
-    given = {name: _make_plain(value) for name, value in prompt.list_given().items()}
-    if sum(source in given for source in SOURCES.values()) != 1:
+    settings = {name: _make_plain(value) for name, value in prompt.list_given().items()}
+    if sum(source in settings for source in SOURCES.values()) != 1:
         raise PromptError(
             f"{name_prompt(index)} has not exactly one of text, token_ids and messages",
             "give one of them",
         )
-    find_faults(given, f"{name_prompt(index)}: ").raise_all()
-    return Prompt(**given)
+    find_faults(settings, f"{name_prompt(index)}: ").raise_all()
+    return Prompt(**settings)
 
 
 def _make_plain(value: Any) -> Any:
-    """A list, dict or int for what is like one, as an array of token ids is; else the value."""
+    """Return a list, dict or int for a value that is like one, such as an array; else the value."""
     if isinstance(value, (str, bytes, bool, int, float)):
         return value
     if hasattr(value, "tolist"):  # an array or a tensor
@@ -385,4 +389,4 @@ def _make_plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, numbers.Integral):
         return int(value)
-    return [_make_plain(one) for one in value] if isinstance(value, Iterable) else value
+    return [_make_plain(item) for item in value] if isinstance(value, Iterable) else value

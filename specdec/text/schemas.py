@@ -35,19 +35,19 @@ _MAX_TRIALS = 3000  # of keywords and of parts, some 0.1 ms each
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A keyword that no grammar keeps to, in the `part` of a schema that has it.
+    """A keyword that no grammar keeps to, in the `subschema` that has it.
 
     path: of the keyword; of the part, or empty for the whole, where it is no keyword's alone.
     """
 
     path: str
     reason: str
-    part: dict[str, Any] | None = None
+    subschema: dict[str, Any] | None = None
     keyword: str = ""
 
     def __str__(self) -> str:
-        place = f" (at {self.path})" if self.path else ""
-        return f"{cut_middle(' '.join(self.reason.split()), 200)}{place}"
+        location = f" (at {self.path})" if self.path else ""
+        return f"{cut_middle(' '.join(self.reason.split()), 200)}{location}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +72,11 @@ def fit_schema(schema: Any, *, keeps_all: bool = True) -> FittedSchema:
     while faults and not keeps_all:
         for fault in faults:
             fitter.left_out.append(fault.path)
-            if fault.part is None:
+            if fault.subschema is None:
                 return FittedSchema({"type": "object"}, fitter.left_out)
-            value = fault.part.pop(fault.keyword, None)
+            value = fault.subschema.pop(fault.keyword, None)
             if fault.keyword == "oneOf":
-                fault.part.setdefault("anyOf", value)
+                fault.subschema.setdefault("anyOf", value)
         faults = fitter.find_faults()
     return FittedSchema(fitter.root, fitter.left_out, faults)
 
@@ -122,47 +122,51 @@ class _Fitter:
 
     def find_faults(self) -> list[Fault]:
         """List the keywords that no grammar has; else the smallest part that is no grammar."""
-        faults = [fault for path, part in self._walk() for fault in self._try_keywords(path, part)]
+        faults = [
+            fault
+            for path, subschema in self._walk()
+            for fault in self._try_keywords(path, subschema)
+        ]
         if faults or not (error := _find_error(self.root)):
             return faults
         definitions = self._choose(DEFINITIONS)
-        parts = list(self._walk())
-        for path, part in reversed(parts):
-            if self._try({**definitions, **part}) == error:
-                return [self._name_keyword(path, part, definitions, error)]
+        subschemas = list(self._walk())
+        for path, subschema in reversed(subschemas):
+            if self._try({**definitions, **subschema}) == error:
+                return [self._name_keyword(path, subschema, definitions, error)]
         return [Fault("", error)]
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each part once that the root leads to, with its path, outer ones first."""
         pending, seen_ids = [("", self.root)], set[int]()
         while pending:
-            path, part = pending.pop()
-            if not isinstance(part, dict) or id(part) in seen_ids:
+            path, subschema = pending.pop()
+            if not isinstance(subschema, dict) or id(subschema) in seen_ids:
                 continue
-            seen_ids.add(id(part))
-            yield path, part
-            inner_parts = list(_list_parts(path, part))
-            if (target := find_target(part.get("$ref"), self.root)) is not None:
-                inner_parts.append(target)
-            pending += reversed(inner_parts)
+            seen_ids.add(id(subschema))
+            yield path, subschema
+            inner_schemas = list(_list_parts(path, subschema))
+            if (target := find_target(subschema.get("$ref"), self.root)) is not None:
+                inner_schemas.append(target)
+            pending += reversed(inner_schemas)
 
-    def _try_keywords(self, path: str, part: dict[str, Any]) -> Iterator[Fault]:
+    def _try_keywords(self, path: str, subschema: dict[str, Any]) -> Iterator[Fault]:
         """Try each keyword of a part by itself; take away those without effect."""
-        _open_choice(part)
+        _open_choice(subschema)
         base = self._choose(("$schema", "x-guidance"))
-        for keyword, value in list(part.items()):
+        for keyword, value in list(subschema.items()):
             trial, keyword_path = self._make_trial(keyword, value), _join(path, keyword)
             error = "" if trial is None else self._try({**base, keyword: trial})
-            has_partner = keyword not in _PARTNERS or _PARTNERS[keyword] & part.keys()
+            has_partner = keyword not in _PARTNERS or _PARTNERS[keyword] & subschema.keys()
             if not error:
                 continue
             if not has_partner or value in _NEUTRAL.get(keyword, ()):
-                del part[keyword]
+                del subschema[keyword]
             elif keyword in ("format", "$schema") and isinstance(value, str):  # only described
-                del part[keyword]
+                del subschema[keyword]
                 self.left_out.append(keyword_path)
             else:
-                yield Fault(keyword_path, error, part, keyword)
+                yield Fault(keyword_path, error, subschema, keyword)
 
     def _make_trial(self, keyword: str, value: Any) -> Any:
         """Return a keyword's value without the parts that it holds; None where nothing is left."""
@@ -176,13 +180,13 @@ class _Fitter:
         return None if keyword in DEFINITIONS or is_list or is_part else value
 
     def _name_keyword(
-        self, path: str, part: dict[str, Any], definitions: Mapping[str, Any], error: str
+        self, path: str, subschema: dict[str, Any], definitions: Mapping[str, Any], error: str
     ) -> Fault:
         """Return the fault of a part, by the keyword without which it is a grammar."""
-        for keyword in sorted(part, key=lambda name: name == "type"):  # which many others need
-            remainder = {key: value for key, value in part.items() if key != keyword}
+        for keyword in sorted(subschema, key=lambda name: name == "type"):  # which many others need
+            remainder = {key: value for key, value in subschema.items() if key != keyword}
             if keyword not in definitions and not self._try({**definitions, **remainder}):
-                return Fault(_join(path, keyword), error, part, keyword)
+                return Fault(_join(path, keyword), error, subschema, keyword)
         return Fault(path, error)
 
     def _choose(self, keywords: tuple[str, ...]) -> dict[str, Any]:
@@ -194,9 +198,9 @@ class _Fitter:
         return _find_error(schema) if self._num_trials <= _MAX_TRIALS else ""
 
 
-def _list_parts(path: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _list_parts(path: str, subschema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas that a part holds, with their paths."""
-    for keyword, value in part.items():
+    for keyword, value in subschema.items():
         keyword_path = _join(path, keyword)
         if keyword in NAMED_PARTS and isinstance(value, dict):
             yield from ((_join(keyword_path, name), inner) for name, inner in value.items())
@@ -207,13 +211,13 @@ def _list_parts(path: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield keyword_path, value
 
 
-def _open_choice(part: dict[str, Any]) -> None:
+def _open_choice(subschema: dict[str, Any]) -> None:
     """Let one of several values be any of them, where none is there twice: grammars have no oneOf.
 
     llguidance does so for types and for keys of objects.
     """
-    options = part.get("oneOf")
-    if not isinstance(options, list) or "anyOf" in part:
+    options = subschema.get("oneOf")
+    if not isinstance(options, list) or "anyOf" in subschema:
         return
     values = []
     for option in options:
@@ -224,7 +228,7 @@ def _open_choice(part: dict[str, Any]) -> None:
             return
         values += [json.dumps(value) for value in listed_values]
     if len(set(values)) == len(values):
-        part["anyOf"] = part.pop("oneOf")
+        subschema["anyOf"] = subschema.pop("oneOf")
 
 
 def _join(path: str, name: str) -> str:

@@ -32,17 +32,17 @@ ROLES = ("eos_token_id", "bos_token_id", "unk_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """What a model's tokens stand for.
+    """Tokens of a model, with the bytes that they stand for.
 
-    texts: by token, its bytes. best: by bytes, the token that is meant by them; a token for a
-    single byte only where no other is. special: tokens without a text, by their role and by name.
-    longest: bytes of a token at most.
+    texts: by token, its bytes. by_bytes: by bytes, the token that writes them; a token for a single
+    byte only where there is no other. special: tokens without a text, by their role and by name.
+    max_bytes: bytes of the longest token.
     """
 
     texts: dict[int, bytes]
-    best: dict[bytes, int]
+    by_bytes: dict[bytes, int]
     special: dict[str, int]
-    longest: int
+    max_bytes: int
 
     @property
     def num_tokens(self) -> int:
@@ -60,19 +60,19 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
         )
     kinds = set(_list_kinds(backend.decoder)) | set(_list_kinds(backend.pre_tokenizer))
     letters = list_byte_letters() if "ByteLevel" in kinds else None
-    added = tokenizer.added_tokens_decoder
+    added_tokens = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}
     special: dict[str, int] = {}
     singles: set[int] = set()  # that stand for a byte by name
     for token, number in tokenizer.get_vocab().items():
         if number >= num_tokens:
             continue
-        if number in added and added[number].special:
+        if number in added_tokens and added_tokens[number].special:
             special[token] = number
             continue
-        is_spelled = letters is not None and number in added  # as it is
-        own = token.encode("utf-8", "surrogatepass")
-        texts[number] = own if is_spelled else read_piece(token, letters)
+        is_spelled = letters is not None and number in added_tokens  # as it is
+        name_bytes = token.encode("utf-8", "surrogatepass")
+        texts[number] = name_bytes if is_spelled else read_piece(token, letters)
         if letters is None and BYTE_TOKEN.fullmatch(token):
             singles.add(number)
     for role in ROLES:
@@ -80,25 +80,25 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
         if number is not None and number < num_tokens:
             special[role] = number
             texts.pop(number, None)
-    best: dict[bytes, int] = {}
+    by_bytes: dict[bytes, int] = {}
     for number in sorted(texts, key=lambda number: (number in singles, number)):
-        best.setdefault(texts[number], number)
-    best.pop(b"", None)
-    return Words(texts, best, special, max(map(len, best), default=0))
+        by_bytes.setdefault(texts[number], number)
+    by_bytes.pop(b"", None)
+    return Words(texts, by_bytes, special, max(map(len, by_bytes), default=0))
 
 
 def _list_kinds(component: Any) -> Iterable[str]:
-    """The types of a part of a tokenizer, and of the parts that it is made of."""
+    """Yield the types of a component of a tokenizer, and of the components inside it."""
     if component is None:
         return
-    waiting = [json.loads(component.__getstate__())]
-    while waiting:
-        value = waiting.pop()
+    pending = [json.loads(component.__getstate__())]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict):
             yield str(value.get("type"))
-            waiting += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            waiting += value
+            pending += value
 
 
 def split_bytes(text: bytes, words: Words) -> list[int]:
@@ -108,8 +108,8 @@ def split_bytes(text: bytes, words: Words) -> list[int]:
     """
     tokens, start = [], 0
     while start < len(text):
-        for end in range(min(len(text), start + words.longest), start, -1):
-            if (token := words.best.get(text[start:end])) is not None:
+        for end in range(min(len(text), start + words.max_bytes), start, -1):
+            if (token := words.by_bytes.get(text[start:end])) is not None:
                 tokens.append(token)
                 start = end
                 break
@@ -128,29 +128,29 @@ class SameTokens:
         self.drafts_all = draft_size <= target_size  # whether any token may be drafted
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """The draft model's logits [..., U] of tokens that may be drafted, [..., N]."""
+        """Keep of the draft model's logits [..., U] those of shared tokens, [..., N]."""
         return logits[..., : self._sizes[0]]
 
     def spread(self, probs: Tensor) -> Tensor:
-        """Give probabilities [..., N] their places among the target's tokens, [..., V]."""
-        missing = self._sizes[0] - probs.shape[-1]
-        return torch.nn.functional.pad(probs, (0, missing)) if missing else probs
+        """Spread probabilities of shared tokens, [..., N], over the target's tokens, [..., V]."""
+        num_missing = self._sizes[0] - probs.shape[-1]
+        return torch.nn.functional.pad(probs, (0, num_missing)) if num_missing else probs
 
-    def to_draft(self, places: Tensor) -> Tensor:
-        """The draft model's tokens at places among the N."""
-        return places
+    def to_draft(self, indices: Tensor) -> Tensor:
+        """Return the draft model's tokens for indices among the N shared ones."""
+        return indices
 
-    def name(self, places: IntArray) -> tuple[IntArray, IntArray]:
-        """The target's tokens and the draft model's at places among the N."""
-        return places, places
+    def name(self, indices: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the target's tokens and the draft model's for indices among the N shared ones."""
+        return indices, indices
 
     def say_prompt(self, tokens: Sequence[int]) -> list[int] | None:
-        """A prompt of the target in the draft model's tokens; None where it has none for it."""
+        """Translate a prompt of the target into the draft model's tokens; None if it cannot be."""
         # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
         return list(tokens) if max(tokens) < self._sizes[1] else None
 
     def say(self, token: int) -> Sequence[int] | None:
-        """A token of the target in the draft model's; None where it has none for it."""
+        """Translate a token of the target into the draft model's; None if it cannot be."""
         return (token,) if token < self._sizes[1] else None
 
 
@@ -168,104 +168,114 @@ class SharedTokens:
     def __init__(
         self, target: Any, draft: Any, target_size: int, draft_size: int, device: torch.device
     ) -> None:
-        """target, draft: tokenizers. target_size, draft_size: of the models' tables."""
-        ours, theirs = read_words(target, target_size), read_words(draft, draft_size)
+        """Find the shared tokens of two tokenizers.
+
+        target_size, draft_size: rows of the models' embedding tables.
+        """
+        target_words, draft_words = read_words(target, target_size), read_words(draft, draft_size)
         pairs = {
-            number: theirs.best[text] for text, number in ours.best.items() if text in theirs.best
+            number: draft_words.by_bytes[text]
+            for text, number in target_words.by_bytes.items()
+            if text in draft_words.by_bytes
         }
-        taken: set[int] = set()
+        used_twins: set[int] = set()
         special: dict[int, int] = {}
-        for name, number in sorted(ours.special.items(), key=lambda item: _rank(item[0])):
-            twin = theirs.special.get(name)
-            if twin is not None and number not in special and twin not in taken:
+        for name, number in sorted(target_words.special.items(), key=lambda item: _rank(item[0])):
+            twin = draft_words.special.get(name)
+            if twin is not None and number not in special and twin not in used_twins:
                 special[number] = twin
-                taken.add(twin)
+                used_twins.add(twin)
         pairs |= special
-        self.counts = len(pairs), ours.num_tokens, theirs.num_tokens
+        self.counts = len(pairs), target_words.num_tokens, draft_words.num_tokens
         self._check_share(target, draft)
-        places = sorted(pairs)
-        self._pairs: Array = np.array([[n, pairs[n]] for n in places], np.int64).T  # [2, N]
+        target_ids = sorted(pairs)
+        self._pairs: Array = np.array([[n, pairs[n]] for n in target_ids], np.int64).T  # [2, N]
         self._target_ids = to_device(self._pairs[0], device)
         self._draft_ids = to_device(self._pairs[1], device)
         self._target_size = target_size
         self._target, self._draft = target, draft
-        self._special = special, frozenset(ours.special.values())
-        self._bos = ours.special.get("bos_token_id")
+        self._special = special, frozenset(target_words.special.values())
+        self._bos = target_words.special.get("bos_token_id")
         # The draft model's tokens for each of the target's: [firsts[n], firsts[n + 1]).
-        said = [
-            [pairs[n]] if n in pairs else split_bytes(ours.texts.get(n, b""), theirs)
+        translations = [
+            [pairs[n]] if n in pairs else split_bytes(target_words.texts.get(n, b""), draft_words)
             for n in range(target_size)
         ]
-        self._firsts = np.cumsum([0, *map(len, said)]).astype(np.int32)
-        self._said = np.array([token for tokens in said for token in tokens], np.int32)
+        self._offsets = np.cumsum([0, *map(len, translations)]).astype(np.int32)
+        self._translations = np.array(
+            [token for tokens in translations for token in tokens], np.int32
+        )
         self._draft_size = draft_size
-        first = list(draft("a")["input_ids"])[:1]
-        has_start = draft.bos_token_id is not None and first == [draft.bos_token_id]
-        self._start = first if has_start and first[0] < draft_size else []
+        first_ids = list(draft("a")["input_ids"])[:1]
+        has_start = draft.bos_token_id is not None and first_ids == [draft.bos_token_id]
+        self._start = first_ids if has_start and first_ids[0] < draft_size else []
 
     def _check_share(self, target: Any, draft: Any) -> None:
-        shared, ours, theirs = self.counts
-        least = int(LEAST_SHARE * min(ours, theirs))
-        told = (
-            f"{shared} tokens are in both vocabularies, of {ours} of the target and {theirs} of the"
-            " draft model"
+        num_shared, num_target, num_draft = self.counts
+        min_shared = int(LEAST_SHARE * min(num_target, num_draft))
+        fact = (
+            f"{num_shared} tokens are in both vocabularies, of {num_target} of the target and"
+            f" {num_draft} of the draft model"
         )
-        if shared < least:
+        if num_shared < min_shared:
             raise SpecDecError(
-                f"{told}: fewer than {least}, a tenth of the smaller",
+                f"{fact}: fewer than {min_shared}, a tenth of the smaller",
                 f"use another draft model, or check that {target.name_or_path} and"
                 f" {draft.name_or_path} are the models' own tokenizers",
             )
-        logger.info("%s: these are drafted", told)
+        logger.info("%s: these are drafted", fact)
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """See SameTokens, as for the other methods."""
+        """Keep of the draft model's logits those of shared tokens, as `SameTokens` does."""
         return logits.index_select(-1, self._draft_ids)
 
     def spread(self, probs: Tensor) -> Tensor:
         spread = probs.new_zeros((*probs.shape[:-1], self._target_size))
         return spread.index_copy_(-1, self._target_ids, probs)
 
-    def to_draft(self, places: Tensor) -> Tensor:
-        return self._draft_ids[places]
+    def to_draft(self, indices: Tensor) -> Tensor:
+        return self._draft_ids[indices]
 
-    def name(self, places: IntArray) -> tuple[IntArray, IntArray]:
-        target, draft = self._pairs[:, places]
+    def name(self, indices: IntArray) -> tuple[IntArray, IntArray]:
+        target, draft = self._pairs[:, indices]
         return target, draft
 
     def say_prompt(self, tokens: Sequence[int]) -> list[int] | None:
-        """As the draft model's tokenizer would have it; special tokens without a twin are left out.
+        """Translate a prompt as the draft model's tokenizer would read it.
 
-        Begun with the token that the draft model's texts begin with.
+        Special tokens without a twin are left out, and the first token is the one that the draft
+        model's texts begin with.
         """
         twins, special = self._special
-        said, run = [*self._start], []
-        for at, token in enumerate([*tokens, None]):
+        draft_ids, run = [*self._start], []
+        for index, token in enumerate([*tokens, None]):
             if token is not None and token not in special:
                 run.append(token)
                 continue
-            said += self._say_text(run)
+            draft_ids += self._say_text(run)
             run = []
-            if token in twins and not (at == 0 and token == self._bos):
-                said.append(twins[token])
-        return said or None
+            if token in twins and not (index == 0 and token == self._bos):
+                draft_ids.append(twins[token])
+        return draft_ids or None
 
     def _say_text(self, run: list[int]) -> list[int]:
-        """Tokens of the target that are no special ones, in the draft model's."""
+        """Translate tokens of the target that are no special ones into the draft model's."""
         text = decode_text(self._target, run) if run else ""
         if INCOMPLETE in text:  # a character is cut off: its bytes are said one by one
-            return [token for each in run for token in self.say(each)]
-        found = self._draft(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return [token for token in found if token < self._draft_size]
+            return [token for target_id in run for token in self.say(target_id)]
+        draft_ids = self._draft(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return [token for token in draft_ids if token < self._draft_size]
 
     def say(self, token: int) -> Sequence[int]:
-        said: list[int] = self._said[self._firsts[token] : self._firsts[token + 1]].tolist()
-        return said
+        draft_ids: list[int] = self._translations[
+            self._offsets[token] : self._offsets[token + 1]
+        ].tolist()
+        return draft_ids
 
 
 TokenMap = SameTokens | SharedTokens
 
 
 def _rank(name: str) -> tuple[bool, str]:
-    """Roles first, in their order."""
+    """Return the key by which roles come first, in their order, then other names."""
     return (False, str(ROLES.index(name))) if name in ROLES else (True, name)

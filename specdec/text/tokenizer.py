@@ -31,15 +31,15 @@ MAX_SHOWN = 3
 logger = get_logger(__name__)
 
 
-def find_tokenizer(engine_dir: Path, given: str | None = None) -> str | None:
+def find_tokenizer(engine_dir: Path, tokenizer_dir: str | None = None) -> str | None:
     """Return the tokenizer that is given, or else the one that the engine folder holds."""
     folder = engine_dir / FOLDER
-    if given is None:
+    if tokenizer_dir is None:
         return str(folder) if folder.is_dir() else None
-    return localize(given)
+    return localize(tokenizer_dir)
 
 
-def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
+def check_tokenizer(directory: str, manifest_vocabulary: dict[str, Any] | None) -> Path:
     """Return the folder of a tokenizer; raise SpecDecError for one that is not the model's.
 
     directory: a folder, a GGUF file, or a hub id, of which the tokenizer's files are downloaded.
@@ -47,29 +47,33 @@ def check_tokenizer(directory: str, recorded: dict[str, Any] | None) -> Path:
     """
     folder = _find_folder(directory)
     load_tokenizer(str(folder))
-    if recorded is not None:
-        _compare_recorded(folder, recorded, f"the tokenizer in {directory}", "the checkpoint")
+    if manifest_vocabulary is not None:
+        _compare_recorded(
+            folder, manifest_vocabulary, f"the tokenizer in {directory}", "the checkpoint"
+        )
     return folder
 
 
 def load_engine_tokenizer(
-    engine_dir: Path, given: str | None = None, flag: str = "--tokenizer-dir"
+    engine_dir: Path, tokenizer_dir: str | None = None, flag: str = "--tokenizer-dir"
 ) -> tuple[str | None, Any]:
     """Load the tokenizer that is given, or else the engine's; return its folder, too.
 
     flag: the option that gives it. Raises SpecDecError for the tokenizer of another model.
     """
-    folder = find_tokenizer(engine_dir, given)
+    folder = find_tokenizer(engine_dir, tokenizer_dir)
     if folder is None:
         return None, None
     tokenizer = load_tokenizer(folder, flag)
-    remembered, whose = engine_dir / FOLDER, f"{flag} {given}"
-    if given is None or remembered.resolve() == Path(folder).resolve():
+    stored_tokenizer, subject = engine_dir / FOLDER, f"{flag} {tokenizer_dir}"
+    if tokenizer_dir is None or stored_tokenizer.resolve() == Path(folder).resolve():
         return folder, tokenizer
-    if remembered.is_dir():
-        _compare(load_tokenizer(remembered), tokenizer, engine_dir, whose)
-    elif recorded := read_recorded(engine_dir):
-        _compare_recorded(_find_folder(given), recorded, whose, str(engine_dir))
+    if stored_tokenizer.is_dir():
+        _compare(load_tokenizer(stored_tokenizer), tokenizer, engine_dir, subject)
+    elif manifest_vocabulary := read_recorded(engine_dir):
+        _compare_recorded(
+            _find_folder(tokenizer_dir), manifest_vocabulary, subject, str(engine_dir)
+        )
     return folder, tokenizer
 
 
@@ -78,50 +82,58 @@ def _find_folder(directory: str) -> Path:
     return folder if folder.is_dir() else fetch_tokenizer(directory)
 
 
-def _compare_recorded(folder: Path, recorded: dict[str, Any], whose: str, maker: str) -> None:
+def _compare_recorded(
+    folder: Path, manifest_vocabulary: dict[str, Any], subject: str, maker: str
+) -> None:
     """Raise SpecDecError for a tokenizer other than the one whose vocabulary a manifest records."""
-    found = read_vocabulary(folder)
-    keys = [] if found is None else list_differences(found, recorded)
-    if found is None or not keys:
+    vocabulary = read_vocabulary(folder)
+    keys = [] if vocabulary is None else list_differences(vocabulary, manifest_vocabulary)
+    if vocabulary is None or not keys:
         return
     fact = (
-        f"{whose} ({found['num_tokens']} tokens) is not the one that {maker} was made with"
-        f" ({recorded['num_tokens']} tokens)"
+        f"{subject} ({vocabulary['num_tokens']} tokens) is not the one that {maker} was made with"
+        f" ({manifest_vocabulary['num_tokens']} tokens)"
     )
     if keys == [READING_KEY]:
         fact = (
-            f"{whose} reads texts otherwise than the one that {maker} was made with, though"
-            f" both have the same {found['num_tokens']} tokens: its tokenizer.json splits texts or"
-            " decodes tokens in another way"
+            f"{subject} reads texts otherwise than the one that {maker} was made with, though"
+            f" both have the same {vocabulary['num_tokens']} tokens: its tokenizer.json splits"
+            " texts or decodes tokens in another way"
         )
     raise SpecDecError(
         fact, "give the folder of the Hugging Face base model, or leave --tokenizer-dir out"
     )
 
 
-def _compare(known: Any, tokenizer: Any, engine_dir: Path, whose: str) -> None:
+def _compare(stored_tokenizer: Any, tokenizer: Any, engine_dir: Path, subject: str) -> None:
     """Raise SpecDecError for a tokenizer other than an engine's own. known: the engine's own.
 
     Tokens that are added to either are no difference.
     """
-    ours, theirs = ({n: t for t, n in one.get_vocab().items()} for one in (known, tokenizer))
-    added = known.added_tokens_decoder.keys()
-    different = [
-        number for number, token in sorted(ours.items())
-        if theirs.get(number, token if number in added else None) != token
+    engine_tokens, other_tokens = (
+        {n: t for t, n in each_tokenizer.get_vocab().items()}
+        for each_tokenizer in (stored_tokenizer, tokenizer)
+    )
+    added_ids = stored_tokenizer.added_tokens_decoder.keys()
+    different_ids = [
+        number for number, token in sorted(engine_tokens.items())
+        if other_tokens.get(number, token if number in added_ids else None) != token
     ]  # fmt: skip
-    remedy = f"leave {whose.split()[0]} out: the engine holds its own tokenizer"
-    if different:
-        shown = ", ".join(
-            f"{number} is {ours[number]!r} and {theirs.get(number, 'absent')!r}"
-            for number in different[:MAX_SHOWN]
+    remedy = f"leave {subject.split()[0]} out: the engine holds its own tokenizer"
+    if different_ids:
+        examples = ", ".join(
+            f"{number} is {engine_tokens[number]!r} and {other_tokens.get(number, 'absent')!r}"
+            for number in different_ids[:MAX_SHOWN]
         )
         raise SpecDecError(
-            f"{whose} is not the tokenizer of {engine_dir}: {len(different)} of its {len(ours)}"
-            f" tokens differ: {shown}",
+            f"{subject} is not the tokenizer of {engine_dir}: {len(different_ids)} of its"
+            f" {len(engine_tokens)} tokens differ: {examples}",
             remedy,
         )
-    backends = [getattr(one, "backend_tokenizer", None) for one in (known, tokenizer)]
+    backends = [
+        getattr(each_tokenizer, "backend_tokenizer", None)
+        for each_tokenizer in (stored_tokenizer, tokenizer)
+    ]
     if None in backends:
         return
     difference = find_difference(
@@ -129,8 +141,8 @@ def _compare(known: Any, tokenizer: Any, engine_dir: Path, whose: str) -> None:
         TEXTS,
     )  # fmt: skip
     if difference is not None:
-        shown = difference.describe("to the engine's own", "to that one")
-        raise SpecDecError(f"{whose} is not the tokenizer of {engine_dir}: {shown}", remedy)
+        examples = difference.describe("to the engine's own", "to that one")
+        raise SpecDecError(f"{subject} is not the tokenizer of {engine_dir}: {examples}", remedy)
 
 
 def fetch_tokenizer(hub_id: str) -> Path:
@@ -170,9 +182,12 @@ def list_templates(folder: Path) -> list[Path]:
     return sorted((folder / TEMPLATES).glob("*.jinja"))
 
 
-def lack_tokenizer(whose: str) -> UsageError:
-    """The error for an engine without a tokenizer; whose: who needs one, as "stop words need"."""
+def lack_tokenizer(subject: str) -> UsageError:
+    """Return the error for an engine without a tokenizer.
+
+    subject: the feature that needs one, with its verb, as "stop words need".
+    """
     return UsageError(
-        f"{whose} a tokenizer, and the engine holds none",
+        f"{subject} a tokenizer, and the engine holds none",
         "give the base model's folder as --tokenizer-dir, here or to specdec-build",
     )

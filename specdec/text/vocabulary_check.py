@@ -1,4 +1,4 @@
-"""Whether two models speak of the same tokens."""
+"""Check that two models give token ids the same meaning."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class ModelTokens:
-    """What is known of an engine's tokens: how many, and what its manifest records of them."""
+    """Tokens of an engine's model: their number, and the vocabulary that its manifest records."""
 
     folder: Path
     vocab_size: int
-    recorded: dict[str, Any] | None
+    manifest_vocabulary: dict[str, Any] | None
 
 
 def check_vocabularies(
@@ -44,21 +44,21 @@ def check_vocabularies(
         )
         return
     sizes = target.vocab_size, draft.vocab_size
-    known = target.recorded, draft.recorded
-    if known[0] is not None and known[1] is not None:
-        if not has_same_tokens(known[0], known[1]):
-            ours, theirs = known[0]["num_tokens"], known[1]["num_tokens"]
-            how = (
-                f"{target.folder} was made with one of {ours} tokens, {draft.folder} with one of"
-                f" {theirs}"
+    manifests = target.manifest_vocabulary, draft.manifest_vocabulary
+    if manifests[0] is not None and manifests[1] is not None:
+        if not has_same_tokens(manifests[0], manifests[1]):
+            num_target, num_draft = manifests[0]["num_tokens"], manifests[1]["num_tokens"]
+            difference = (
+                f"{target.folder} was made with one of {num_target} tokens, {draft.folder} with"
+                f" one of {num_draft}"
             )
-            if ours == theirs:
-                how = (
-                    f"those of {target.folder} and {draft.folder} are both of {ours} tokens, some"
-                    " of which have other ids"
+            if num_target == num_draft:
+                difference = (
+                    f"those of {target.folder} and {draft.folder} are both of {num_target} tokens,"
+                    " some of which have other ids"
                 )
             raise SpecDecError(
-                f"the tokenizers differ: {how}",
+                f"the tokenizers differ: {difference}",
                 "use a draft model of the target's family, or let it draft the tokens that both"
                 " have: --draft-vocabulary shared (with --draft-tokenizer-dir DRAFT, except in"
                 " specdec generate)",
@@ -87,17 +87,17 @@ def load_pair(
     """
     folder = find_tokenizer(draft.folder, draft_tokenizer_dir)
     if tokenizer is None or folder is None:
-        lacking = target.folder if tokenizer is None else draft.folder
+        folder_without = target.folder if tokenizer is None else draft.folder
         flag = "--tokenizer-dir" if tokenizer is None else "--draft-tokenizer-dir"
         raise SpecDecError(
-            f"--draft-vocabulary shared needs both tokenizers, and {lacking} holds none",
+            f"--draft-vocabulary shared needs both tokenizers, and {folder_without} holds none",
             f"give {flag}, or build that engine with --tokenizer-dir",
         )
-    known = target.recorded, draft.recorded
-    if known[0] and known[1] and has_same_tokens(known[0], known[1]):
+    manifests = target.manifest_vocabulary, draft.manifest_vocabulary
+    if manifests[0] and manifests[1] and has_same_tokens(manifests[0], manifests[1]):
         logger.warning(
             "both models have the same %d tokens: --draft-vocabulary shared is not needed",
-            known[0]["num_tokens"],
+            manifests[0]["num_tokens"],
         )
     return tokenizer, load_engine_tokenizer(
         draft.folder, draft_tokenizer_dir, "--draft-tokenizer-dir"
@@ -106,20 +106,27 @@ def load_pair(
 
 def compare_tokenizers(target: Any, draft: Any) -> None:
     """Raise SpecDecError that names the first tokens that differ."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
+    target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     different = sorted(
-        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
-        key=lambda token: (min(ours.get(token, 1 << 62), theirs.get(token, 1 << 62)), token),
+        (
+            token
+            for token in target_ids.keys() | draft_ids.keys()
+            if target_ids.get(token) != draft_ids.get(token)
+        ),
+        key=lambda token: (
+            min(target_ids.get(token, 1 << 62), draft_ids.get(token, 1 << 62)),
+            token,
+        ),
     )
     if not different:
         return
-    shown = ", ".join(
-        f"{token!r} is {_describe(ours.get(token))} and {_describe(theirs.get(token))}"
+    examples = ", ".join(
+        f"{token!r} is {_describe(target_ids.get(token))} and {_describe(draft_ids.get(token))}"
         for token in different[:MAX_SHOWN]
     )
     raise SpecDecError(
-        f"the tokenizers differ in {len(different)} tokens (target {len(ours)}, draft"
-        f" {len(theirs)}): {shown}",
+        f"the tokenizers differ in {len(different)} tokens (target {len(target_ids)}, draft"
+        f" {len(draft_ids)}): {examples}",
         "use a draft model of the target's family, or add --draft-vocabulary shared: it then"
         " drafts the tokens that both have",
     )

@@ -512,9 +512,9 @@ def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
         return ModelTokens(engine, config.checkpoint.model.vocab_size, config.vocabulary)
 
     target, draft = describe(folder / "target"), describe(folder / "draft")
-    assert target.recorded == draft.recorded
-    assert target.recorded is not None
-    assert target.recorded["num_tokens"] == 128
+    assert target.manifest_vocabulary == draft.manifest_vocabulary
+    assert target.manifest_vocabulary is not None
+    assert target.manifest_vocabulary["num_tokens"] == 128
     make_llama(tmp_path, vocab=160, name="other-hf")
     make_tokenizer(tmp_path / "other-hf", vocab=150)
     other = describe(build(tmp_path, "other"))
@@ -527,7 +527,7 @@ def test_vocabularies_are_compared(folder: Path, tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert "the tokenizers differ" in read_error_lines(failed.stderr)[0]
     recorded = {"num_tokens": 128, "sha256": "0"}
-    same_size = dataclasses.replace(draft, recorded=recorded)
+    same_size = dataclasses.replace(draft, manifest_vocabulary=recorded)
     with pytest.raises(SpecDecError, match="both of 128 tokens, some of which have other ids"):
         check_vocabularies(target, same_size, None, None)
     make_tokenizer(tmp_path / "padded-hf", vocab=128)

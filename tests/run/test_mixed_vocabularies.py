@@ -248,7 +248,7 @@ def test_bytes_of_tokens(folder: Path, name: str) -> None:
         "unk_token_id": names.index("<unk>"), "bos_token_id": names.index("<s>"),
         "eos_token_id": names.index("</s>"),
     }  # fmt: skip
-    for text, number in words.best.items():
+    for text, number in words.by_bytes.items():
         assert tokens[number][1] == text
         others = [tokens[n][0] for n, (_, same) in enumerate(tokens) if same == text]
         assert len(others) == 1 or not tokens[number][0].startswith("<0x")
