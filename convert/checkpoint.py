@@ -105,19 +105,19 @@ class CheckpointFolder:
         }
         comparison = compare_tensors(file.tensors, expected, self.quantization)
         tensors = {}
-        for name in (*comparison.kept, *comparison.scales):  # copied as they are
+        for name in (*comparison.matching_tensors, *comparison.scales):  # copied as they are
             info = file.tensors[name]
             tensors[name] = PlannedTensor(info, (SourceSlice(file, name, Block(0, info.num_rows)),))
-        missing_names = list(comparison.missing)
+        missing_names = list(comparison.missing_tensors)
         if HEAD in missing_names and (head := self._share_embedding(rank, file)):
             tensors[HEAD] = head
             missing_names.remove(HEAD)
         report_missing(file, missing_names, problems)
-        report_unread(file, comparison.unread, problems)
-        if comparison.wrong:
+        report_unread(file, comparison.unread_tensors, problems)
+        if comparison.mismatches:
             problems.add(
-                f"{file.path}: {count(len(comparison.wrong), 'tensor')} at odds with config.json:"
-                f" {join_names(comparison.wrong)}",
+                f"{file.path}: {count(len(comparison.mismatches), 'tensor')} at odds with"
+                f" config.json: {join_names(comparison.mismatches)}",
                 "take both from the same conversion",
             )
         return tensors

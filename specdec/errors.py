@@ -107,7 +107,7 @@ MAX_PROBLEMS = 20  # in one message
 
 
 class Problems(list[tuple[str, str]]):
-    """What is wrong, as (fact, remedy) pairs, collected so that one error tells all of it."""
+    """List of (fact, remedy) pairs, collected so that one error tells all of them."""
 
     def add(
         self, fact: str, remedy: str, field: str | None = None, reason: str | None = None
@@ -118,7 +118,7 @@ class Problems(list[tuple[str, str]]):
 
     @classmethod
     def from_table(cls, *rows: tuple[object, str, str] | tuple[object, str, str, str]) -> Problems:
-        """The wrong ones of a table's rows: is wrong, fact, remedy, and a field where one is."""
+        """Return the wrong rows of a table: (is wrong, fact, remedy), and a field where one is."""
         problems = cls()
         for is_wrong, *row in rows:
             if is_wrong:

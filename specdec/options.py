@@ -48,7 +48,7 @@ def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
 
 
 def option_group(title: str, *, rare: bool = False) -> Callable[..., Any]:
-    """`setting` for the options of a group; see `Flag`."""
+    """Return `setting` for the options of a group; see `Flag`."""
     return functools.partial(setting, group=title, rare=rare)
 
 
@@ -145,7 +145,7 @@ def find_given(settings: object, *names: str) -> str | None:
 
 
 def no_speculation(*names: str) -> Contradiction:
-    """The rule that options have no effect with --no-speculation."""
+    """Return the rule that options have no effect with --no-speculation."""
     return (
         lambda settings: settings.no_speculation and find_given(settings, *names),
         "{found} has no effect with --no-speculation", "leave one of them out",
@@ -179,7 +179,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
 
 
 class _Unexpected(ValueError):
-    """What is expected of a value, in words."""
+    """Words for the value that was expected."""
 
 
 def _read_switch(value: Any, flag: Flag) -> bool:
@@ -209,13 +209,17 @@ def _read_number(value: Any, flag: Flag) -> Any:
         value = int(value) if is_whole else float(value)
     except (TypeError, ValueError, OverflowError):
         raise _Unexpected("a whole number" if is_whole else "a number") from None
-    if not is_whole and not math.isfinite(value):
+    _check_bounds(value, flag)
+    return value
+
+
+def _check_bounds(value: float, flag: Flag) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
         raise _Unexpected("a finite number")
     if flag.minimum is not None and not value >= flag.minimum:
         raise _Unexpected(f"at least {flag.minimum}")
     if flag.maximum is not None and not value <= flag.maximum:
         raise _Unexpected(f"at most {flag.maximum}")
-    return value
 
 
 def _read_text(value: Any, flag: Flag) -> str | Path:
@@ -233,7 +237,7 @@ def _read_text(value: Any, flag: Flag) -> str | Path:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text has neither bytes that the locale cannot read nor halves of characters."""
+    """Return whether a text has neither bytes that the locale cannot read nor half characters."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

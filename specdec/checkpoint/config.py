@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, read once and checked as a whole."""
+"""Reader of a checkpoint's config.json, which is checked as a whole."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from specdec.model.experts import parse_experts
 from specdec.model.linear_attention import KEY, LinearAttention
 from specdec.model.quantization import Quantization, parse_quantization
 
-# What a key may be, by the type of the field of ModelConfig that it is.
+# Python type of a key's value, by the annotation of the field of ModelConfig that it fills.
 KINDS: Mapping[str, type] = {
     "str": str, "int": int, "float": float, "bool": bool, "dict[str, Any]": dict,
     "tuple[str, ...]": list,
 }  # fmt: skip
-# Fields that are not read of a key of their name.
-OTHERS = ("architecture", "tp_size", "pp_size", "experts", KEY, "own_arithmetic")
+# Fields that are not read from a key of their name.
+COMPUTED_FIELDS = ("architecture", "tp_size", "pp_size", "experts", KEY, "own_arithmetic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,27 +45,62 @@ class CheckpointConfig:
 
 def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     """Read a checkpoint's config.json; raise SpecDecError that lists everything wrong with it."""
-    architecture = config.get("architecture")
     method = find_method(config)
-    base = find_target_architecture(config) if method else architecture
-    known = [*ARCHITECTURES, *(a for m in METHODS.values() for a in m.architectures)]
-    arithmetic = find_arithmetic(config, base) if isinstance(base, str) else None
-    if not isinstance(base, str) or arithmetic is None:
-        raise SpecDecError(
-            f"checkpoint architecture {base!r} is not supported{suggest(str(base), known)}",
-            f"the supported ones are {', '.join(known)}",
-        )
-    mapping = _get_object(config, "mapping")
-    tp_size, pp_size = (mapping.get(name, 1) for name in ("tp_size", "pp_size"))
-    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
-        if type(size) is not int:
-            fact = f"checkpoint config: mapping.{name} is {size!r}"
-            raise SpecDecError(fact, "give it as a whole number")
+    architecture, arithmetic = _find_target(config, method)
+    tp_size, pp_size = _read_mapping(config)
     if pp_size != 1 and method is not None:
         raise SpecDecError(
             f"checkpoint has pp_size={pp_size} and a {method.name} drafter",
             "convert it without pipeline parallelism: speculative engines have none",
         )
+    values = _read_model_fields(config, arithmetic)
+    if arithmetic.mlp == "experts":
+        values["experts"] = parse_experts(config, tp_size)
+    quantization = parse_quantization(config)
+    if arithmetic.mlp == "experts":
+        _refuse_quantized_experts(quantization)
+    is_named = arithmetic == ARCHITECTURES.get(architecture)
+    model = ModelConfig(
+        architecture=architecture, tp_size=tp_size, pp_size=pp_size,
+        own_arithmetic=None if is_named else arithmetic, **values,
+    )  # fmt: skip
+    model.find_problems().raise_all()
+    drafter = method.params.from_checkpoint(config) if method and method.params else None
+    if drafter:
+        drafter.find_problems(
+            hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
+        ).raise_all()
+    return CheckpointConfig(
+        model=model, method=method, drafter=drafter, raw=dict(config), quantization=quantization
+    )
+
+
+def _find_target(config: Mapping[str, Any], method: Method | None) -> tuple[str, Architecture]:
+    """Return the target's architecture and arithmetic; raise SpecDecError for an unknown one."""
+    name = find_target_architecture(config) if method else config.get("architecture")
+    arithmetic = find_arithmetic(config, name) if isinstance(name, str) else None
+    if not isinstance(name, str) or arithmetic is None:
+        supported = [*ARCHITECTURES, *(a for m in METHODS.values() for a in m.architectures)]
+        raise SpecDecError(
+            f"checkpoint architecture {name!r} is not supported{suggest(str(name), supported)}",
+            f"the supported ones are {', '.join(supported)}",
+        )
+    return name, arithmetic
+
+
+def _read_mapping(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return tp_size and pp_size."""
+    mapping = _get_object(config, "mapping")
+    sizes = {name: mapping.get(name, 1) for name in ("tp_size", "pp_size")}
+    for name, size in sizes.items():
+        if type(size) is not int:
+            fact = f"checkpoint config: mapping.{name} is {size!r}"
+            raise SpecDecError(fact, "give it as a whole number")
+    return sizes["tp_size"], sizes["pp_size"]
+
+
+def _read_model_fields(config: Mapping[str, Any], arithmetic: Architecture) -> dict[str, Any]:
+    """Read the fields of ModelConfig, linear attention and layer types included."""
     problems = Problems()
     values = _read_fields(ModelConfig, config, _list_defaults(config, arithmetic), problems)
     if sizes := _get_object(config, KEY):
@@ -83,33 +118,22 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
     if types is None and pattern is not None:
         types = list_layer_types(values["num_hidden_layers"], max(1, pattern))
     values["layer_types"] = None if types is None else tuple(types)
-    own = None if arithmetic == ARCHITECTURES.get(base) else arithmetic
-    if arithmetic.mlp == "experts":
-        values["experts"] = parse_experts(config, tp_size)
-    quantization = parse_quantization(config)
-    is_known = quantization.quant_algo == GGUF and not quantization.kv_cache_quant_algo
-    if arithmetic.mlp == "experts" and quantization.is_quantized and not is_known:
+    return values
+
+
+def _refuse_quantized_experts(quantization: Quantization) -> None:
+    """Raise SpecDecError for quantized experts, but those in GGML's blocks."""
+    is_blocks = quantization.quant_algo == GGUF and not quantization.kv_cache_quant_algo
+    if quantization.is_quantized and not is_blocks:
         kind = quantization.quant_algo or quantization.kv_cache_quant_algo
         raise SpecDecError(
             f"the checkpoint is a mixture of experts, quantized with {kind}",
             "give one in float16, bfloat16 or float32: quantized experts are not supported yet",
         )
-    model = ModelConfig(
-        architecture=base, tp_size=tp_size, pp_size=pp_size, own_arithmetic=own, **values
-    )
-    model.find_problems().raise_all()
-    drafter = method.params.from_checkpoint(config) if method and method.params else None
-    if drafter:
-        drafter.find_problems(
-            hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
-        ).raise_all()
-    return CheckpointConfig(
-        model=model, method=method, drafter=drafter, raw=dict(config), quantization=quantization
-    )
 
 
 def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Problems:
-    """What writers lose, and loaders then take another value for.
+    """Find keys that writers lose and that loaders then replace by another value.
 
     ModelOpt under transformers 5 loses both rotary keys; every loader then takes 10000.
     TensorRT-LLM loses Gemma 2's window, which its user has to give the runtime.
@@ -135,28 +159,28 @@ def _find_lost_keys(config: Mapping[str, Any], arithmetic: Architecture) -> Prob
 def _read_fields(
     kind: type, config: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
 ) -> dict[str, Any]:
-    """The fields of a dataclass that have keys; adds what is wrong to `problems`."""
+    """Read the fields of a dataclass from keys of their names; add wrong ones to `problems`."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         name = field.name
-        if name in OTHERS:
+        if name in COMPUTED_FIELDS:
             continue
-        wanted = KINDS[str(field.type).removesuffix(" | None")]
+        expected_type = KINDS[str(field.type).removesuffix(" | None")]
         is_needed = field.default is dataclasses.MISSING
         value = config.get(name)
         if value is None:
             value = defaults.get(name) if is_needed else field.default
-        is_known = isinstance(value, (int, float) if wanted is float else wanted)
-        is_stray_bool = isinstance(value, bool) and wanted is not bool
-        if is_stray_bool or (not is_known and (is_needed or value is not None)):
+        has_type = isinstance(value, (int, float) if expected_type is float else expected_type)
+        is_stray_bool = isinstance(value, bool) and expected_type is not bool
+        if is_stray_bool or (not has_type and (is_needed or value is not None)):
             fact = f"checkpoint config: {name} is {value!r}"
-            problems.add(fact, f"give {name} as {wanted.__name__}")
+            problems.add(fact, f"give {name} as {expected_type.__name__}")
         values[name] = value
     return values
 
 
 def _list_defaults(config: Mapping[str, Any], arithmetic: Architecture) -> dict[str, Any]:
-    """What stands for sizes that may be left out, as TensorRT-LLM's own writers do.
+    """List defaults of the sizes that TensorRT-LLM's own writers may leave out.
 
     A size that follows from a wrong one is 1, so that only the wrong one is told.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint's rank files must hold, and how a file compares with it."""
+"""Tensors that a checkpoint's rank files must hold, and the comparison of a file with them."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """A file alongside what config.json describes; `wrong` says what is wrong with each tensor.
+    """Comparison of a file's tensors with config.json; `mismatches` are facts, the others names.
 
     Buffers that every loader computes are in none of the lists.
     """
 
-    kept: list[str]
+    matching_tensors: list[str]
     scales: list[str]
-    missing: list[str]
-    wrong: list[str]
-    unread: list[str]
+    missing_tensors: list[str]
+    mismatches: list[str]
+    unread_tensors: list[str]
 
     def list_faults(self) -> list[str]:
-        """What is wrong with the file, each to be read behind its name."""
+        """List the file's faults, each to be read behind its name."""
         groups = (
-            ("lacks", self.missing), ("is at odds with config.json:", self.wrong),
-            ("holds what config.json does not describe:", self.unread),
+            ("lacks", self.missing_tensors),
+            ("is at odds with config.json:", self.mismatches),
+            ("holds what config.json does not describe:", self.unread_tensors),
         )  # fmt: skip
         return [f"{fact} {join_names(names)}" for fact, names in groups if names]
 
 
 def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint, whole, by canonical name."""
+    """List every tensor of a checkpoint, whole, by canonical name."""
     tensors = list_target_tensors(model)
     if drafter is not None:
         tensors |= drafter.list_tensors(model)
@@ -72,15 +73,18 @@ def list_tensors(model: ModelConfig, drafter: DrafterParams | None) -> dict[str,
 
 
 def describe_rank(checkpoint: CheckpointConfig, rank: int) -> dict[str, TensorInfo]:
-    """Types and shapes of the tensors of one rank, by their names in its file; no scales."""
+    """Return types and shapes of one rank's tensors, by their names in its file; no scales."""
     model = checkpoint.model
     specs = list_tensors(model, checkpoint.drafter)
-    names = {own: name for own, name in list_rank_names(model, rank).items() if name in specs}
+    canonical = list_rank_names(model, rank)
+    names = {rank_name: name for rank_name, name in canonical.items() if name in specs}
     if checkpoint.drafter is not None:  # such checkpoints have no pipeline stages
         names |= {name: name for name in specs if name not in names}
     return {
-        own: TensorInfo(get_stored_dtype(name, model.dtype), get_rank_shape(specs[name], model))
-        for own, name in names.items()
+        rank_name: TensorInfo(
+            get_stored_dtype(name, model.dtype), get_rank_shape(specs[name], model)
+        )
+        for rank_name, name in names.items()
     }
 
 
@@ -90,131 +94,172 @@ def compare_tensors(
     quantization: Quantization,
 ) -> Inventory:
     """Compare a file's tensors with those expected in it, and with their scales."""
-    kept: list[str] = []
-    wrong: list[str] = []
-    own = _describe_matrices(stored, expected, quantization.quant_algo, wrong)
-    expected = {**expected, **own}
-    as_float8 = {name for name in expected if name not in own}
-    for name, wanted in expected.items():
-        info = stored.get(name)
-        if info is None:
+    mismatches: list[str] = []
+    quantized = _describe_matrices(stored, expected, quantization.quant_algo, mismatches)
+    expected = {**expected, **quantized}
+    # Matrices that may be FP8 in the place of the type that is expected.
+    as_float8 = {name for name in expected if name not in quantized}
+    matching_tensors = []
+    for name, info in expected.items():
+        if name not in stored:
             continue
-        is_one = name in own and math.prod(wanted.shape) == math.prod(info.shape) == 1
-        if info.shape != wanted.shape and not is_one:  # ModelOpt's NVFP4 has scalars
-            wrong.append(f"{name} has shape {list(info.shape)}, not {list(wanted.shape)}")
-        elif info.dtype != wanted.dtype and not (
-            name in as_float8 and _is_float8(name, info, quantization)
-        ):
-            wrong.append(f"{name} is {info.dtype}, config.json says {wanted.dtype}")
+        is_fp8 = name in as_float8 and _is_float8(name, stored[name], quantization)
+        if fact := _compare_tensor(name, stored[name], info, name in quantized, is_fp8):
+            mismatches.append(fact)
         else:
-            kept.append(name)
-    linears = [
-        name.removesuffix(".weight") for name in kept
-        if name.endswith(".weight") and len(stored[name].shape) == 2 and "embedding" not in name
-    ]  # fmt: skip
+            matching_tensors.append(name)
+    linears = [name.removesuffix(".weight") for name in matching_tensors
+               if _is_linear(name, stored[name].shape)]  # fmt: skip
     dtypes = {name: info.dtype for name, info in stored.items()}
-    wrong += find_contradictions(quantization, linears, dtypes)
-    scales, unread = [], []
+    mismatches += find_contradictions(quantization, linears, dtypes)
+    scales, unread_tensors = _sort_surplus(stored, expected, quantization, mismatches)
+    needed = [*expected, *_list_scales(stored, expected, as_float8, quantization)]
+    return Inventory(
+        matching_tensors=matching_tensors, scales=scales, mismatches=mismatches,
+        missing_tensors=[name for name in needed if name not in stored],
+        unread_tensors=unread_tensors,
+    )  # fmt: skip
+
+
+def _is_linear(name: str, shape: Sequence[int]) -> bool:
+    return name.endswith(".weight") and len(shape) == 2 and "embedding" not in name
+
+
+def _compare_tensor(
+    name: str, info: TensorInfo, expected: TensorInfo, is_quantized: bool, is_fp8: bool
+) -> str | None:
+    """Return in what a stored tensor differs from the expected one, None where it does not."""
+    # ModelOpt's NVFP4 has scalars where others have vectors of one number.
+    is_scalar = is_quantized and math.prod(expected.shape) == math.prod(info.shape) == 1
+    if info.shape != expected.shape and not is_scalar:
+        return f"{name} has shape {list(info.shape)}, not {list(expected.shape)}"
+    if info.dtype != expected.dtype and not is_fp8:
+        return f"{name} is {info.dtype}, config.json says {expected.dtype}"
+    return None
+
+
+def _sort_surplus(
+    stored: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorInfo],
+    quantization: Quantization,
+    mismatches: list[str],
+) -> tuple[list[str], list[str]]:
+    """Return the scales among tensors that are not expected, and those that nobody reads.
+
+    Scales that are no single float32 are added to `mismatches`.
+    """
+    scales, unread_tensors = [], []
     for name, info in stored.items():
         if name in expected or name.rpartition(".")[2].removesuffix("_local") in ROTARY_BUFFERS:
             continue
         if not quantization.is_quantized or not is_scale(name, expected):
-            unread.append(name)
+            unread_tensors.append(name)
         elif info.dtype != "float32" or math.prod(info.shape) != 1:
-            wrong.append(f"{name} is {info.dtype} {list(info.shape)}, not one float32")
+            mismatches.append(f"{name} is {info.dtype} {list(info.shape)}, not one float32")
         else:
             scales.append(name)
-    missing = [name for name in expected if name not in stored]
-    wanted_scales = _list_scales(stored, expected, as_float8, quantization)
-    missing += [name for name in wanted_scales if name not in stored]
-    return Inventory(kept=kept, scales=scales, missing=missing, wrong=wrong, unread=unread)
+    return scales, unread_tensors
 
 
 def _describe_matrices(
     stored: Mapping[str, TensorInfo],
     expected: Mapping[str, TensorInfo],
     algorithm: str | None,
-    wrong: list[str],
+    mismatches: list[str],
 ) -> dict[str, TensorInfo]:
-    """What a file must hold for matrices that are quantized to other types than FP8, by name.
+    """Return the tensors of matrices that are quantized to other types than FP8, by name.
 
-    Their types tell which ones are; what is impossible about them is added to `wrong`.
+    Their types tell which ones are; what is impossible about them is added to `mismatches`.
     """
-    described: dict[str, TensorInfo] = {}
     if algorithm == GGUF:
         try:
             return describe_blocks({name: info.shape for name, info in expected.items()}, stored)
         except SpecDecError as error:
-            wrong.append(error.message)
-            return described
-    known = ALGORITHMS.get(algorithm or "")
-    if algorithm == FP8 or (known is None and algorithm not in INT4_ALGORITHMS):
-        return described
-    for name, wanted in expected.items():
-        module = name.removesuffix(".weight")
-        info = stored.get(name)
-        is_matrix = module != name and len(wanted.shape) == 2 and "embedding" not in name
-        if info is None or not is_matrix or info.dtype not in FLOAT8_STORAGE:
-            continue
-        shape = (wanted.shape[0], wanted.shape[1])
-        own = {} if known is None else known.describe(shape, wanted.dtype, NVFP4_GROUP_SIZE)
-        infos = {f"{module}.{kind}": each for kind, each in own.items()}
-        if algorithm in INT4_ALGORITHMS:
-            single = {key: each for key, each in infos.items() if each.shape == (1,)}
+            mismatches.append(error.message)
+            return {}
+    infos: dict[str, TensorInfo] = {}
+    if algorithm in (None, FP8) or algorithm not in (*ALGORITHMS, *INT4_ALGORITHMS):
+        return infos
+    for name, info in expected.items():
+        is_stored = name in stored and stored[name].dtype in FLOAT8_STORAGE
+        if is_stored and _is_linear(name, info.shape):
             try:
-                infos = single | describe_int4(module, shape, stored)
+                infos |= _describe_matrix(name, info, stored, algorithm)
             except SpecDecError as error:
-                wrong.append(error.message)
-                infos = {name: info}
-        described |= infos
-    return described
+                mismatches.append(error.message)
+                infos[name] = stored[name]
+    return infos
+
+
+def _describe_matrix(
+    name: str, info: TensorInfo, stored: Mapping[str, TensorInfo], algorithm: str | None
+) -> dict[str, TensorInfo]:
+    """Return the tensors of one quantized matrix; raise SpecDecError for what is impossible."""
+    module, shape = name.removesuffix(".weight"), (info.shape[0], info.shape[1])
+    infos: dict[str, TensorInfo] = {}
+    if (record := ALGORITHMS.get(algorithm or "")) is not None:
+        kinds = record.describe(shape, info.dtype, NVFP4_GROUP_SIZE)
+        infos = {f"{module}.{kind}": info for kind, info in kinds.items()}
+    if algorithm not in INT4_ALGORITHMS:
+        return infos
+    scalars = {name: info for name, info in infos.items() if info.shape == (1,)}
+    return scalars | describe_int4(module, shape, stored)
 
 
 def describe_quantized(
     shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo], algorithm: str | None,
     float8: Collection[str] = FLOAT8_STORAGE,
 ) -> dict[str, TensorInfo]:  # fmt: skip
-    """What a file must hold for the matrices in it that the torch backend multiplies as they are.
+    """Return the tensors of the quantized matrices that the torch backend multiplies as they are.
 
-    shapes: of the weights, by name; stored: what the file does hold, which tells the matrices that
-    are quantized; float8: the types of FP8's. Raises SpecDecError for what is impossible of them.
+    shapes: of the weights, by name. stored: the file's tensors, which tell the matrices that are
+    quantized. float8: the types of FP8's. Raises SpecDecError for what is impossible of them.
     """
     if algorithm == GGUF:
         return describe_blocks(shapes, stored)
-    described: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if module == name or len(shape) != 2 or "embedding" in name:
+        if not _is_linear(name, shape):
             continue
         if algorithm in INT4_ALGORITHMS and is_int4(module, stored):
-            described |= describe_int4(module, (shape[0], shape[1]), stored)
+            infos |= describe_int4(module, (shape[0], shape[1]), stored)
         elif algorithm == FP8 and name in stored and stored[name].dtype in float8:
-            described[name] = TensorInfo(FLOAT8, shape)
-            for scale in (f"{module}.{kind}" for kind in SCALES):
-                # One, but of halves that an engine stacks and were quantized one by one.
-                is_pair = scale.endswith(f".mlp.gate_up.{WEIGHT_SCALE}")
-                own = stored[scale].shape if scale in stored else (1,)
-                is_good = math.prod(own) == 1 or (is_pair and own == (2,))
-                described[scale] = TensorInfo("float32", own if is_good else (1,))
-    return described
+            infos[name] = TensorInfo(FLOAT8, shape)
+            infos |= {scale: _describe_scale(scale, stored)
+                      for scale in (f"{module}.{kind}" for kind in SCALES)}  # fmt: skip
+    return infos
 
 
-def find_rank_files(folder: Path, num_ranks: int, because: str) -> tuple[list[Path], Problems]:
+def _describe_scale(name: str, stored: Mapping[str, TensorInfo]) -> TensorInfo:
+    """Return type and shape of a scale of FP8: one number.
+
+    There are two for halves that an engine stacks and that were quantized one by one.
+    """
+    shape = stored[name].shape if name in stored else (1,)
+    is_pair = name.endswith(f".mlp.gate_up.{WEIGHT_SCALE}") and shape == (2,)
+    return TensorInfo("float32", shape if math.prod(shape) == 1 or is_pair else (1,))
+
+
+def find_rank_files(folder: Path, num_ranks: int, reason: str) -> tuple[list[Path], Problems]:
     """Return the files of the ranks that are there, and what is wrong with the set of them.
 
-    because: what makes it that many, in the words of a message.
+    reason: for the number of ranks, in the words of a message.
     """
-    present = {path.name for path in folder.glob("rank*.safetensors")}
+    stored_names = {path.name for path in folder.glob("rank*.safetensors")}
     # A few more than are there are enough to tell what is absent.
-    wanted = [f"rank{rank}.safetensors" for rank in range(min(num_ranks, len(present) + 10))]
-    absent = [name for name in wanted if name not in present]
-    surplus = sorted(present - set(wanted))
+    expected_names = [
+        f"rank{rank}.safetensors" for rank in range(min(num_ranks, len(stored_names) + 10))
+    ]
+    missing_names = [name for name in expected_names if name not in stored_names]
+    surplus_names = sorted(stored_names - set(expected_names))
     problems = Problems.from_table(
-        (absent, f"{folder} has {because} but lacks {join_names(absent)}", "copy the folder again"),
-        (surplus, f"{folder} has {because} but also holds {join_names(surplus)}",
+        (missing_names, f"{folder} has {reason} but lacks {join_names(missing_names)}",
+         "copy the folder again"),
+        (surplus_names, f"{folder} has {reason} but also holds {join_names(surplus_names)}",
          "its config.json belongs to another conversion: copy the folder again"),
     )  # fmt: skip
-    return [folder / name for name in wanted if name in present], problems
+    return [folder / name for name in expected_names if name in stored_names], problems
 
 
 def describe_sources(folder: Path, files: Sequence[TensorFile]) -> list[dict[str, Any]]:
@@ -235,13 +280,14 @@ def _list_scales(
     as_float8: Collection[str],
     quantization: Quantization,
 ) -> list[str]:
-    """The scales that a quantized KV cache needs, and matrices that are quantized to FP8."""
+    """List the scales of a quantized KV cache and of matrices that are quantized to FP8."""
     scales = []
     for name, info in stored.items():
         if name in as_float8 and _is_float8(name, info, quantization):
             scales += [f"{name.removesuffix('weight')}{scale}" for scale in SCALES]
     if quantization.kv_cache_quant_algo is not None:
         ending = "qkv.weight"
-        own = [n for n in expected if n.startswith("transformer.") and n.endswith(ending)]
-        scales += [name.removesuffix(ending) + KV_SCALES[0] for name in own]
+        targets = (name for name in expected if name.startswith("transformer."))
+        attentions = [name.removesuffix(ending) for name in targets if name.endswith(ending)]
+        scales += [module + KV_SCALES[0] for module in attentions]
     return scales

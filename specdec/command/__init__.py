@@ -1,1 +1,1 @@
-"""What every command is made of: settings, options, help, errors as two lines."""
+"""Framework of every command: settings, options, help, errors as two lines."""

@@ -1,4 +1,4 @@
-"""What `--help`, `--all` and `specdec help` show: an example first, then options by purpose.
+"""Texts of `--help`, `--all` and `specdec help`: an example first, then options by purpose.
 
 `--help` explains the options that most people need, `--all` the others too. The options of a
 drafting method, which several commands have, stand in one place: `specdec help METHOD`. Each
@@ -65,7 +65,7 @@ PAGES = {"train data": "data"}
 
 
 def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[click.Parameter]]:
-    """A command's visible options by group, in the order of its settings.
+    """List a command's visible options by group, in the order of its settings.
 
     Those of the methods are left out, unless they have a group in commands too.
     """
@@ -90,7 +90,7 @@ def name_option(option: click.Parameter) -> str:
 
 
 def list_method_options() -> dict[str, list[Method]]:
-    """The options of methods, whatever the command, and whose each is."""
+    """Return the methods that have each option, whatever the command."""
     methods_by_option: dict[str, list[Method]] = {}
     for method in METHODS.values():
         for kind in method.options.values():
@@ -164,7 +164,7 @@ def write_examples(name: str, formatter: click.HelpFormatter) -> None:
 
 
 def find_pages() -> dict[str, Path]:
-    """The pages of the documentation by their names, `run` or `methods/eagle`: a wheel's too."""
+    """Find the pages of the documentation by name, `run` or `methods/eagle`: a wheel's too."""
     folders = [Path(root) / "docs" for root in specdec.__path__]
     folder = next(folder for folder in folders if folder.is_dir())
     return {

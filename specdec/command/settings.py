@@ -20,7 +20,7 @@ SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "benc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnknownOption:
-    """What was given for an option that no settings field has, and the recipe it came from."""
+    """An option that no settings field has: its words, and the recipe it came from."""
 
     words: tuple[str, ...]
     recipe: Path | None = None  # None: the command line

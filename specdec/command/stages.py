@@ -109,25 +109,30 @@ class StageCommand(click.Command):
         raise AssertionError("the loop ends at --")
 
 
+def _describe_default(flag: Flag, default: Any) -> str:
+    """Return the default as an option's help shows it, nothing where there is none to show."""
+    if flag.kind == "enable" and not flag.is_switch:
+        default_text = "enable" if default else "disable"
+        return "" if default is None else f"  [default: {default_text}]"
+    if default is None or default is False or default == []:
+        return ""
+    return f"  [default: {'on' if flag.kind == 'flag' else default}]"
+
+
 def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
     if flag.is_argument:
         return click.Argument([name], nargs=-1, metavar=f"[{flag.metavar or 'TEXT'}]...")
+    # What has one legal value is only accepted.
+    options: dict[str, Any] = {
+        "default": None, "hidden": flag.hidden or len(flag.choices) == 1,
+    }  # fmt: skip
     declaration = name_flag(name)
-    text = flag.help
-    shown = default is not None and default is not False and default != []
-    is_hidden = flag.hidden or len(flag.choices) == 1  # what has one legal value is only accepted
-    options: dict[str, Any] = {"default": None, "hidden": is_hidden}
-    usual = default
-    if flag.kind == "flag":
-        options["is_flag"], usual = True, "on"
-        if default is True:
-            declaration += "/--no-" + name.replace("_", "-")
-    elif flag.is_switch:
+    if flag.kind == "flag" or flag.is_switch:
         options["is_flag"] = True
-        declaration += "/--no-" + name.replace("_", "-")
+        if flag.is_switch or default is True:
+            declaration += "/--no-" + name.replace("_", "-")
     elif flag.kind == "enable":
-        options["metavar"], shown = "[enable|disable]", default is not None
-        usual = "enable" if default else "disable"
+        options["metavar"] = "[enable|disable]"
     elif flag.choices:
         # Checked with the recipe's values, not by click: one message, one rule for underscores.
         options["metavar"] = f"[{'|'.join(flag.choices)}]"
@@ -138,7 +143,7 @@ def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
             options["multiple"] = True
         else:
             options["type"] = {"int": int, "float": float}.get(flag.kind, str)
-    text += f"  [default: {usual}]" if shown else ""
+    text = flag.help + _describe_default(flag, default)
 
     def complete(_: object, __: object, incomplete: str) -> list[Any]:
         from click.shell_completion import CompletionItem
@@ -166,8 +171,10 @@ def stage_command(
                 and ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
             }  # fmt: skip
             logs.set_up(debug=debug)
-            recipe, others = Path(config) if config else None, _group_others(ctx)
-            settings: Any = resolve_settings(settings_class, section or name, typed, recipe, others)
+            recipe = Path(config) if config else None
+            settings: Any = resolve_settings(
+                settings_class, section or name, typed, recipe, _group_unknown_words(ctx)
+            )
             _check_folders(settings, flags)
             work(settings)
 
@@ -222,7 +229,7 @@ def _check_folders(settings: Any, flags: Mapping[str, tuple[Flag, Any]]) -> None
             expect_folder(path, flag.folder, name_flag(key))
 
 
-def _group_others(ctx: click.Context) -> dict[str, list[str]]:
+def _group_unknown_words(ctx: click.Context) -> dict[str, list[str]]:
     """Group what click found no option for: each unknown option's name, the words behind it."""
     grouped: dict[str, list[str]] = {}
     current: list[str] | None = None
@@ -323,7 +330,7 @@ def take_sigterm() -> Iterator[None]:
 
 
 def _is_launched() -> bool:
-    """Whether a launcher such as torchrun started this process."""
+    """Return whether a launcher such as torchrun started this process."""
     try:
         return logs.get_launched_rank() is not None
     except SpecDecError:
@@ -344,43 +351,53 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
     """Return the exit status, the fact and the remedy for whatever ended a command."""
     if isinstance(error, SpecDecError):
         return (2 if isinstance(error, UsageError) else 1), error.message, error.hint
-    if isinstance(error, click.NoSuchOption):
-        command = error.ctx.command if error.ctx is not None else None
-        known = [option for param in command.params for option in param.opts] if command else []
-        nearest = suggest_option(error.option_name, known)
-        return 2, f"no such option {error.option_name}{nearest}", OPTION_HINT
-    if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA_WORD):
-        words = error.message.partition("(")[2].removesuffix(")")
-        name = getattr(error.ctx and error.ctx.command, "stage", "")
-        example = f", as in: {help.EXAMPLES[name][0]}" if name in help.EXAMPLES else ""
-        return 2, f"{words}: no option stands before it", f"name what each word is{example}"
     if isinstance(error, click.ClickException):
-        return 2, error.format_message(), _HELP_HINT
+        return 2, *_explain_usage(error)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        chain: list[BaseException] = [error]  # click's Abort has the interrupt as its cause
-        while (cause := chain[-1].__cause__) is not None:
-            chain.append(cause)
-        hint = next(filter(None, map(str, chain)), _AGAIN_HINT)  # an interrupt's text is one
-        if any(isinstance(one, Terminated) for one in chain):
-            return 143, "ended by SIGTERM", hint
-        return 130, "interrupted", hint
+        return _explain_interrupt(error)
     if isinstance(error, MemoryError) or _is_out_of_memory(error):
         return 1, "out of memory", "use a smaller batch, or a machine with more memory"
     if isinstance(error, OSError) and error.errno is not None:
-        where = f": {error.filename}" if error.filename is not None else ""
-        return 1, f"{error.strerror or error}{where}", _OS_HINT
-    place = traceback.extract_tb(error.__traceback__)[-1]
+        path = f": {error.filename}" if error.filename is not None else ""
+        return 1, f"{error.strerror or error}{path}", _OS_HINT
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         1,
-        f"unexpected {type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}",
+        f"unexpected {type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}",
         "this is a fault in specdec; run it again with --debug and report the traceback",
     )
 
 
+def _explain_usage(error: click.ClickException) -> tuple[str, str]:
+    """Return the fact and the remedy for a command line that click does not take."""
+    if isinstance(error, click.NoSuchOption):
+        params = error.ctx.command.params if error.ctx is not None else ()
+        known_options = [option for param in params for option in param.opts]
+        nearest = suggest_option(error.option_name, known_options)
+        return f"no such option {error.option_name}{nearest}", OPTION_HINT
+    if isinstance(error, click.UsageError) and error.message.startswith(_EXTRA_WORD):
+        words = error.message.partition("(")[2].removesuffix(")")
+        name = getattr(error.ctx and error.ctx.command, "stage", "")
+        example = f", as in: {help.EXAMPLES[name][0]}" if name in help.EXAMPLES else ""
+        return f"{words}: no option stands before it", f"name what each word is{example}"
+    return error.format_message(), _HELP_HINT
+
+
+def _explain_interrupt(error: BaseException) -> tuple[int, str, str]:
+    """Return the exit status, the fact and the remedy for Ctrl-C or SIGTERM."""
+    chain = [error]  # click's Abort has the interrupt as its cause
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    hint = next(filter(None, map(str, chain)), _AGAIN_HINT)  # an interrupt's text is one
+    if any(isinstance(link, Terminated) for link in chain):
+        return 143, "ended by SIGTERM", hint
+    return 130, "interrupted", hint
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says so, which has no MemoryError."""
-    told = "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, RuntimeError) and told
+    """Return whether torch ran out of memory, for which it has no MemoryError."""
+    says_so = "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, RuntimeError) and says_so
 
 
 _AGAIN_HINT = "nothing half-written was left behind; run it again"
@@ -509,8 +526,8 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
 
 
 @click.command("docs", context_settings=dict(CONTEXT))
-@click.argument("page", required=False, shell_complete=lambda _ctx, _param, begun: [
-    name for name in help.find_pages() if name.startswith(begun)
+@click.argument("page", required=False, shell_complete=lambda _ctx, _param, prefix: [
+    name for name in help.find_pages() if name.startswith(prefix)
 ])  # fmt: skip
 def docs_command(page: str | None) -> None:
     """Print a page of the documentation, such as `specdec docs run`, or list the pages."""

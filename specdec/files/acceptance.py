@@ -1,4 +1,4 @@
-"""What was accepted of a drafter on held-out prompts: a file that goes along with its weights.
+"""Acceptance of a drafter on held-out prompts: a file that goes along with its weights.
 
 The trainer writes it into the drafter's folder, convert and build hand it on, and what paces drafts
 begins with it instead of a guess. TensorRT-LLM reads a checkpoint that has it like any other.

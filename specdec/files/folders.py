@@ -1,4 +1,4 @@
-"""What a folder is: told by what it holds, so that a wrong one is refused by its own name."""
+"""Kinds of folders, told by their files, so that a wrong one is refused by its own name."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no local folder can be `name` or `owner/name` on the Hub."""
+    """Return whether a name that is no local folder can be `name` or `owner/name` on the Hub."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file of a Hugging Face tokenizer."""
+    """Return whether a folder has a file of a Hugging Face tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -139,16 +139,21 @@ def find_gguf(name: str | Path) -> Path | None:
         return path if path.suffix.lower() == ".gguf" or _has_magic(path) else None
     if not path.is_dir() or any((path / weights).exists() for weights in WEIGHT_NAMES):
         return None
-    gguf_files = sorted(p for p in path.iterdir() if p.suffix.lower() == ".gguf")
-    splits = {p: _SPLIT.fullmatch(p.name) for p in gguf_files}
-    first_files = [p for p, split in splits.items() if split is None or int(split.group(2)) == 1]
-    models = [p for p in first_files if not p.name.lower().startswith("mmproj")]
+    models = [file for file in sorted(path.iterdir()) if _begins_model(file)]
     if len(models) > 1:
         raise SpecDecError(
             f"{path} holds {len(models)} GGUF models: {join_names([p.name for p in models])}",
             "give one of the files",
         )
     return models[0] if models else None
+
+
+def _begins_model(path: Path) -> bool:
+    """Return whether a GGUF model begins in a file, by its name; image encoders are no models."""
+    split = _SPLIT.fullmatch(path.name)
+    is_first = split is None or int(split.group(2)) == 1
+    is_encoder = path.name.lower().startswith("mmproj")
+    return path.suffix.lower() == ".gguf" and is_first and not is_encoder
 
 
 def _has_magic(path: Path) -> bool:
@@ -160,7 +165,7 @@ def _has_magic(path: Path) -> bool:
 
 
 def list_parts(path: Path) -> list[Path]:
-    """The files of a model of which the first is given, by their names."""
+    """List the files of a split GGUF model by the name of its first."""
     split = _SPLIT.fullmatch(path.name)
     if split is None or int(split.group(3)) < 2:
         return [path]
@@ -178,7 +183,7 @@ def list_parts(path: Path) -> list[Path]:
 
 
 class Look(NamedTuple):
-    """What a folder shows: its kind or None, its files and config.json, and the tensors by name.
+    """A folder's kind or None, its files and config.json, and its tensors by name.
 
     The tensors are those of folders that Hugging Face's libraries write. error: why files or
     config.json cannot be read.
@@ -218,7 +223,7 @@ def look_at(folder: Path) -> Look:
 
 
 def _identify_files(names: Collection[str]) -> str | None:
-    """The kind of a folder without config.json."""
+    """Return the kind of a folder without config.json."""
     if not names:
         return EMPTY
     if ADAPTER_CONFIG in names:
@@ -233,7 +238,7 @@ def _identify_files(names: Collection[str]) -> str | None:
 def _identify_model(
     names: Collection[str], config: dict[str, Any], tensors: Collection[str]
 ) -> str | None:
-    """The kind of a folder with a config.json as Hugging Face's libraries write it."""
+    """Return the kind of a folder with a config.json as Hugging Face's libraries write it."""
     if any(_TARGET.match(name) for name in tensors):
         return MODEL
     if signs := find_signs(names, config, tensors):
@@ -249,33 +254,53 @@ def _identify_model(
 def find_signs(
     names: Collection[str], config: Mapping[str, Any], tensors: Collection[str]
 ) -> dict[str, str]:
-    """What a folder's files, config.json and tensors show of drafters: each kind with its sign."""
+    """Find the kinds of drafters that a folder shows signs of, each with its sign."""
     signs = {}
-    speculators = str(config.get("speculators_model_type", ""))
-    key = next((key for key in ("num_draft_layers", "recurrent_drafting") if key in config), None)
-    if key or config.get("model_type") == "recurrent_drafting_drafter":
-        signs[REDRAFTER] = f"config.json's {key or 'model_type'}"
-    elif states := [name for name in tensors if name.startswith(("rnn_u.", "rnn_w."))]:
-        signs[REDRAFTER] = states[0]
-    if files := [name for name in MEDUSA_FILES if name in names]:
-        signs[MEDUSA] = files[0]
-    elif heads := [name for name in tensors if name.startswith(("medusa_head.", "medusa_heads."))]:
-        signs[MEDUSA] = heads[0]
-    elif REDRAFTER not in signs and tensors and all(_MEDUSA.match(name) for name in tensors):
-        signs[MEDUSA] = min(tensors)
+    if sign := _find_redrafter_sign(config, tensors):
+        signs[REDRAFTER] = sign
+    if sign := _find_medusa_sign(names, tensors, may_be_bare=not signs):
+        signs[MEDUSA] = sign
     if heads := [name for name in tensors if MTP_SIGN.match(name)]:
         signs[MTP] = min(heads)
-    if together := [name for name in tensors if name.startswith("eagle_module.")]:
-        signs[EAGLE] = together[0]
-    elif "fc.weight" in tensors and "hidden_norm.weight" in tensors:
-        signs[DFLASH] = "fc.weight and hidden_norm.weight"
-    elif "fc.weight" in tensors:
-        signs[EAGLE] = "fc.weight"
-    elif speculators in ("eagle", "eagle3", "peagle") or "eagle_config" in config:
-        signs[EAGLE] = "config.json alone"
-    elif speculators in ("dflash", "dspark") or "dflash_config" in config:
-        signs[DFLASH] = "config.json alone"
-    return signs
+    return signs | _find_net_sign(config, tensors)
+
+
+def _find_redrafter_sign(config: Mapping[str, Any], tensors: Collection[str]) -> str | None:
+    for key in ("num_draft_layers", "recurrent_drafting"):
+        if key in config:
+            return f"config.json's {key}"
+    if config.get("model_type") == "recurrent_drafting_drafter":
+        return "config.json's model_type"
+    return next((name for name in tensors if name.startswith(("rnn_u.", "rnn_w."))), None)
+
+
+def _find_medusa_sign(
+    names: Collection[str], tensors: Collection[str], *, may_be_bare: bool
+) -> str | None:
+    """Return a sign of Medusa heads. may_be_bare: numbers alone may be the names of theirs."""
+    if files := [name for name in MEDUSA_FILES if name in names]:
+        return files[0]
+    prefixes = ("medusa_head.", "medusa_heads.")
+    if heads := [name for name in tensors if name.startswith(prefixes)]:
+        return heads[0]
+    is_bare = may_be_bare and bool(tensors) and all(_MEDUSA.match(name) for name in tensors)
+    return min(tensors) if is_bare else None
+
+
+def _find_net_sign(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, str]:
+    """Return the sign of a drafter with decoder layers: EAGLE's or DFlash's, if any."""
+    if modules := [name for name in tensors if name.startswith("eagle_module.")]:
+        return {EAGLE: modules[0]}
+    if "fc.weight" in tensors:
+        if "hidden_norm.weight" in tensors:
+            return {DFLASH: "fc.weight and hidden_norm.weight"}
+        return {EAGLE: "fc.weight"}
+    speculators = str(config.get("speculators_model_type", ""))
+    if speculators in ("eagle", "eagle3", "peagle") or "eagle_config" in config:
+        return {EAGLE: "config.json alone"}
+    if speculators in ("dflash", "dspark") or "dflash_config" in config:
+        return {DFLASH: "config.json alone"}
+    return {}
 
 
 def recognize_drafter(folder: Path, flag: str) -> str:
@@ -287,26 +312,34 @@ def recognize_drafter(folder: Path, flag: str) -> str:
     if look.error is not None:
         raise look.error
     refuse_foreign(look, f"{flag} {folder}")
-    found, signs = look.kind, look.find_signs()
-    if found == MODEL:  # a model's own head drafts for itself alone
+    folder_kind, signs = look.kind, look.find_signs()
+    if folder_kind == MODEL:  # a model's own head drafts for itself alone
         signs.pop(MTP, None)
-    if len(signs) == 1 and found in (None, MODEL, *signs):
+    if len(signs) == 1 and folder_kind in (None, MODEL, *signs):
         return next(iter(signs))
-    if found == MODEL and not signs:
+    if folder_kind == MODEL and not signs:
         return MODEL
+    raise _explain_no_drafter(folder, flag, look, signs)
+
+
+def _explain_no_drafter(
+    folder: Path, flag: str, look: Look, signs: Mapping[str, str]
+) -> SpecDecError:
+    """Return the error for a folder that is no drafter's, or shows signs of several drafters."""
     if len(signs) > 1:
-        shown = " and ".join(f"{NAMES[kind]} ({sign})" for kind, sign in signs.items())
-        raise SpecDecError(
-            f"{flag} {folder} shows {len(signs)} kinds of drafters: {shown}",
+        sign_list = " and ".join(f"{NAMES[kind]} ({sign})" for kind, sign in signs.items())
+        return SpecDecError(
+            f"{flag} {folder} shows {len(signs)} kinds of drafters: {sign_list}",
             "keep one of them, or give it by the flag of its method:"
             f" {' or '.join(f'--{FLAGS[kind]}' for kind in signs)}",
         )
-    if found is not None:
-        raise SpecDecError(
-            f"{flag} {folder} is {NAMES[found]}, not a drafter's", USES[found].format(path=folder)
+    if look.kind is not None:
+        return SpecDecError(
+            f"{flag} {folder} is {NAMES[look.kind]}, not a drafter's",
+            USES[look.kind].format(path=folder),
         )
     patterns = sorted({re.sub(r"\d+", "N", name) for name in look.tensors})
-    raise SpecDecError(
+    return SpecDecError(
         f"{flag} {folder} holds no drafter that is known: its tensors are"
         f" {join_names(patterns) if patterns else 'none that can be listed'}; the keys of its"
         f" config.json {join_names(sorted(look.config)) if look.config else 'none'}; its files"
@@ -318,7 +351,7 @@ def recognize_drafter(folder: Path, flag: str) -> str:
 def refuse_foreign(look: Look, folder_label: str) -> None:
     """Raise SpecDecError for a drafter of a kind that is known, and not supported.
 
-    shown: how the message names the folder.
+    folder_label: the folder's name in the message.
     """
     names = sorted({*look.tensors, *look.names, *look.config})
     for description, pattern in FOREIGN.items():
@@ -382,7 +415,7 @@ def refuse_unfinished(paths: Iterable[Path]) -> None:
 def refuse_adapter(folder: Path, folder_label: str, remedy: str) -> None:
     """Raise SpecDecError where a LoRA adapter lies beside a whole model.
 
-    transformers loads it, other readers do not. shown: how the message names the folder.
+    transformers loads it, other readers do not. folder_label: its name in the message.
     """
     if (folder / ADAPTER_CONFIG).exists():
         raise SpecDecError(
@@ -392,31 +425,36 @@ def refuse_adapter(folder: Path, folder_label: str, remedy: str) -> None:
         )
 
 
-def expect_folder(path: Path | str, wanted: str, flag: str | None = None) -> None:
-    """Raise SpecDecError where a folder is absent, or certainly of another kind than is wanted.
+def expect_folder(path: Path | str, expected_kind: str, flag: str | None = None) -> None:
+    """Raise SpecDecError where a folder is absent, or certainly of another kind than expected.
 
     flag: the option that named it, for the message. What cannot be told passes: whoever reads the
     folder knows better what is missing.
     """
     folder = Path(path)
-    shown = f"{flag} {path}" if flag else str(path)
-    if wanted in (MODEL, TOKENIZER) and find_gguf(folder) is not None:
+    folder_label = f"{flag} {path}" if flag else str(path)
+    if expected_kind in (MODEL, TOKENIZER) and find_gguf(folder) is not None:
         return
     if not folder.is_dir():
-        raise refuse_absent(folder, shown, MAKERS.get(wanted, ""))
+        raise refuse_absent(folder, folder_label, MAKERS.get(expected_kind, ""))
     look = look_at(folder)
-    found = look.kind
-    if wanted in DRAFTERS:
-        refuse_foreign(look, shown)
-    if found is None or found == wanted:
+    if expected_kind in DRAFTERS:
+        refuse_foreign(look, folder_label)
+    if look.kind is None or _serves_as(folder, look, expected_kind):
         return
-    if wanted == TOKENIZER and has_tokenizer(folder):
-        return
-    if wanted in DRAFTERS and found == MODEL and look.find_signs():
-        return
-    remedy = WAYS.get((found, wanted), USES[found]).format(path=path)
-    lack = "and has no tokenizer" if wanted == TOKENIZER else f"not {NAMES[wanted]}"
-    raise SpecDecError(f"{shown} is {NAMES[found]}, {lack}", remedy)
+    remedy = WAYS.get((look.kind, expected_kind), USES[look.kind]).format(path=path)
+    is_tokenizer = expected_kind == TOKENIZER
+    lack = "and has no tokenizer" if is_tokenizer else f"not {NAMES[expected_kind]}"
+    raise SpecDecError(f"{folder_label} is {NAMES[look.kind]}, {lack}", remedy)
+
+
+def _serves_as(folder: Path, look: Look, expected_kind: str) -> bool:
+    """Return whether a folder of a known kind can be taken for one of the expected kind."""
+    if look.kind == expected_kind:
+        return True
+    if expected_kind == TOKENIZER:
+        return has_tokenizer(folder)
+    return expected_kind in DRAFTERS and look.kind == MODEL and bool(look.find_signs())
 
 
 def read_backend(folder: Path) -> str:
@@ -426,7 +464,7 @@ def read_backend(folder: Path) -> str:
 
 
 def refuse_absent(folder: Path, folder_label: str, advice: str = "") -> SpecDecError:
-    """The error for a path that is no folder; `shown` is how the message names it."""
+    """Return the error for a path that is no folder; `folder_label` names it in the message."""
     if folder.exists():
         return SpecDecError(f"{folder_label} is a file", "give the folder that holds it")
     missing_folder = _find_missing(folder)
@@ -437,7 +475,7 @@ def refuse_absent(folder: Path, folder_label: str, advice: str = "") -> SpecDecE
 
 
 def _find_missing(folder: Path) -> Path:
-    """The first folder of a path that is not there."""
+    """Return the first folder of a path that is not there."""
     while not folder.parent.is_dir():
         folder = folder.parent
     return folder

@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub says of a model that it does not give, in our words."""
+"""Answers of the Hugging Face Hub for a model that it does not give, in our words."""
 
 from __future__ import annotations
 
@@ -44,25 +44,32 @@ def describe_answer(error: BaseException) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
-    for one in chain:
-        if status := getattr(getattr(one, "response", None), "status_code", None):
+    for link in chain:
+        if status := getattr(getattr(link, "response", None), "status_code", None):
             return f"answered with status {status}"
+    return _describe_failure(chain) or (
+        f"gave {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    )
+
+
+def _describe_failure(chain: Sequence[BaseException]) -> str | None:
+    """Say why a request had no answer, from an exception and its causes; None for others."""
+    kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     if "OfflineModeIsEnabled" in kinds:
         return "was not asked: HF_HUB_OFFLINE is set"
     if "gaierror" in kinds:
         return "cannot be reached: there is no network, or none that knows its name"
     # urllib3 1 calls a refused connection a time-out, too: the system's own error comes first.
-    failed = next((one for one in reversed(chain) if isinstance(one, ConnectionError)), None)
-    if failed is not None and failed.errno:
-        return f"cannot be reached: {os.strerror(failed.errno).lower()}"
+    errors = [link for link in chain if isinstance(link, ConnectionError)]
+    if errors and errors[-1].errno:
+        return f"cannot be reached: {os.strerror(errors[-1].errno).lower()}"
     if "TimeoutError" in kinds or any(kind.endswith("Timeout") for kind in kinds):
         return "did not answer in time"
     if "SSLError" in kinds:
         return "cannot be reached: its certificate is not trusted here"
     if kinds & {"ConnectionError", "TransportError", "LocalEntryNotFoundError"}:
         return "cannot be reached"
-    return f"gave {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
 
 
 def fetch_files(hub_id: str, flag: str, names: Sequence[str]) -> Path:
@@ -78,7 +85,7 @@ def fetch_files(hub_id: str, flag: str, names: Sequence[str]) -> Path:
 
 
 def find_cached(hub_id: str) -> bool:
-    """Whether the Hub's cache on this machine holds any file of a model."""
+    """Return whether the Hub's cache on this machine holds any file of a model."""
     import huggingface_hub
 
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")

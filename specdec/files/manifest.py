@@ -46,7 +46,7 @@ class ManifestEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a manifest.json says of the folder that it lies in."""
+    """Contents of a manifest.json, which describes the folder that it lies in."""
 
     tool: str
     tool_version: str
@@ -154,7 +154,7 @@ def find_changes(folder: Path) -> tuple[list[str], list[str]]:
 def check_sources(sources: Iterable[Mapping[str, Any]]) -> None:
     """Raise SpecDecError for weights that differ from the manifest which specdec wrote with them.
 
-    described: of `describe_file`. What lies in folders of other tools is not judged.
+    sources: of `describe_file`. What lies in folders of other tools is not judged.
     """
     manifests: dict[Path, dict[str, str | None]] = {}
     for source in sources:

@@ -74,7 +74,7 @@ def check_length(descriptor: int, num_bytes: int, path: Path) -> None:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name stays in its folder; a file that is itself a link is the user's own doing."""
+    """Return whether a name stays in its folder; a file that is a link is the user's own doing."""
     path = PurePosixPath(name)
     return (
         bool(name) and not path.is_absolute() and ".." not in path.parts

@@ -105,7 +105,7 @@ def find_existing(path: Path) -> Path:
 
 
 def check_free_space(output_dir: Path, num_bytes: int, subject: str) -> None:
-    """Raise SpecDecError where a disk cannot hold an output; taken: as "the checkpoint takes"."""
+    """Raise SpecDecError where a disk cannot hold an output. subject: "the engine takes"."""
     folder, free_bytes = measure_free_space(output_dir)
     # What an interrupted run has written is gone on with, or removed first.
     partial = get_partial(output_dir)

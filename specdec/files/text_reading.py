@@ -36,7 +36,7 @@ class ReadingDifference(NamedTuple):
     ids: tuple[list[int], list[int]]
 
     def describe(self, first_owner: str, second_owner: str) -> str:
-        """Name the text and both lists of ids. first, second: whose they are."""
+        """Name the text and both lists of ids, with the tokenizers that they are of."""
         first_ids, second_ids = (show_ids(ids) for ids in self.ids)
         return f"{shorten(self.text)} is {first_ids} {first_owner}, {second_ids} {second_owner}"
 
@@ -58,7 +58,7 @@ def find_difference(
     read_second: Callable[[str], list[int]],
     texts: Iterable[str],
 ) -> ReadingDifference | None:
-    """Find the first text that two tokenizers read differently. first, second: text to ids."""
+    """Find the first text that two tokenizers read differently."""
     for text in texts:
         ids = list(read_first(text)), list(read_second(text))
         if ids[0] != ids[1]:

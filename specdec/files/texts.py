@@ -28,7 +28,7 @@ MAX_TOKENS = 1 << 28  # 1 GiB
 
 
 def read_texts(path: Path, vocabulary: dict[str, Any], max_tokens: int) -> list[list[int]]:
-    """The newest texts of a file, `max_tokens` in all at most; none where there is no file.
+    """Read the newest texts of a file, at most `max_tokens` in all; none where there is no file.
 
     vocabulary: what the tokens are of, with `vocab_size`. Raises SpecDecError for a file of another
     vocabulary, or one that is damaged.
@@ -94,7 +94,7 @@ def _split(tokens: Array) -> list[list[int]]:
 
 
 def _take_newest(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """The last texts of at most so many tokens, their ends counted; of one too long, its end."""
+    """Return the last texts of at most so many tokens, ends counted; of a longer one, its end."""
     newest_texts: list[list[int]] = []
     room = max_tokens
     for text in reversed(texts):

@@ -95,7 +95,7 @@ def read_recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def read_piece(piece: str, letters: Mapping[str, int] | None) -> bytes:
-    """The bytes that a token stands for, which may be a part of a character.
+    """Return the bytes that a token stands for, which may be a part of a character.
 
     letters: of `list_byte_letters` for byte-level BPE; None for SentencePiece's way of writing.
     """
@@ -109,7 +109,7 @@ def read_piece(piece: str, letters: Mapping[str, int] | None) -> bytes:
 
 @functools.cache
 def list_byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte, with that byte.
+    """Return each letter of byte-level BPE with the byte that it stands for.
 
     GPT-2's table: printable bytes are themselves, the others follow from U+0100 on.
     """

@@ -104,7 +104,7 @@ class Metadata:
 
 
 def find_architecture(data: Metadata) -> GgufArchitecture:
-    """What a file's model is in transformers; raises SpecDecError for one that is not read."""
+    """Find the architecture of a file's model; raise SpecDecError for one that is not read."""
     kind = data.values.get("general.type", "model")
     if kind != "model":
         raise SpecDecError(
@@ -167,7 +167,7 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
 
 
 def choose_dtype(tensors: Mapping[str, StoredTensor]) -> str:
-    """The type that most numbers have; bfloat16 where most are in blocks."""
+    """Choose the type that most numbers have; bfloat16 where most are in blocks."""
     sizes = collections.Counter[str]()
     for stored in tensors.values():
         sizes[PLAIN.get(stored.kind, "bfloat16")] += math.prod(stored.shape)
@@ -178,7 +178,7 @@ def choose_dtype(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def read_scaling(data: Metadata, config: Mapping[str, Any], rotated: int) -> dict[str, Any] | None:
-    """The scaling of rotary frequencies as transformers has it, None where there is none."""
+    """Read the scaling of rotary frequencies as transformers has it, None where there is none."""
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 0.0)) or 1.0
     scalings: list[dict[str, Any]] = []
@@ -227,7 +227,7 @@ def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, Any]]:
-    """The llama3 scaling that divides the frequencies by rope_freqs, which alone the file has.
+    """Compute the llama3 scaling that divides the frequencies by the file's rope_freqs.
 
     Between the two ends a factor tells the frequency's place: 1 / factor is linear in it.
     """

@@ -59,7 +59,7 @@ def localize(name: str | Path) -> str:
 
 
 def _find_parent() -> Path:
-    """The folder in the cache, or a temporary one where there is none that can be written."""
+    """Return the cache's folder for GGUF, or a temporary one where that cannot be written."""
     from specdec.system.cache import find_cache
 
     if (cache := find_cache()) is not None:

@@ -114,7 +114,7 @@ class GgufModel:
         self.tensors = {name: entry.info for name, entry in self.entries.items()}
 
     def _name(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
-        """The names of what a tensor holds, with their parts of it."""
+        """Yield Hugging Face's names of the tensors within a stored one, with their rows."""
         match = LAYER.fullmatch(name)
         if match is None:
             module, _, kind = name.rpartition(".")
@@ -139,41 +139,50 @@ class GgufModel:
             yield f"{prefix}.{inner_module}{'' if bare else kind}", entry
 
     def _name_part(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
-        """The modules of a layer that a tensor holds, with their parts of it."""
-        own, found = self.architecture, self.architecture.modules.get(module)
-        if found is not None and "{expert}" in found:
+        """Yield the modules of a layer within a stored tensor, with their rows."""
+        hf_module = self.architecture.modules.get(module)
+        is_turned = self.architecture.interleaves and module in ("attn_q", "attn_k")
+        if hf_module is not None and "{expert}" in hf_module:
             for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
                 entry = GgufTensor(stored, stored.shape[1:], start=expert * stored.shape[1])
-                yield found.format(expert=expert), entry
-        elif found is not None and not (own.interleaves and module in ("attn_q", "attn_k")):
-            yield found, self._open(found, stored)
-        elif found is not None or module == "attn_qkv":
-            num, num_kv = (self.config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-            heads = {"attn_q": num, "attn_k": num_kv, "attn_v": num_kv}
-            heads = heads if found is None else {module: heads[module]}
-            total, size = sum(heads.values()), self.config["head_dim"]
-            if stored.num_rows != total * size:
-                raise SpecDecError(
-                    f"{self.path}: {stored.name} has {stored.num_rows} rows, for {total} heads of"
-                    f" {size} it would have {total * size}",
-                    "the file is damaged: copy or download it again",
-                )
-            start = 0
-            for part, count in heads.items():
-                shape = (count * size, *stored.shape[1:])
-                is_turned = own.interleaves and part != "attn_v"
-                order = order_turned(shape[0], count) if is_turned else None
-                yield own.modules[part], GgufTensor(stored, shape, start=start, order=order)
-                start += shape[0]
+                yield hf_module.format(expert=expert), entry
+        elif hf_module is not None and not is_turned:
+            yield hf_module, self._open(hf_module, stored)
+        elif hf_module is not None:
+            yield from self._split_heads((module,), stored)
+        elif module == "attn_qkv":
+            yield from self._split_heads(("attn_q", "attn_k", "attn_v"), stored)
         elif module == "ssm_ba":  # of each key head the rows of b, then those of a
             key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
             turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
-            for part, order in zip("ba", turns, strict=True):
+            for letter, order in zip("ba", turns, strict=True):
                 shape = (count, *stored.shape[1:])
-                yield f"linear_attn.in_proj_{part}", GgufTensor(stored, shape, order=order)
+                yield f"linear_attn.in_proj_{letter}", GgufTensor(stored, shape, order=order)
+
+    def _split_heads(
+        self, modules: tuple[str, ...], stored: StoredTensor
+    ) -> Iterator[tuple[str, GgufTensor]]:
+        """Yield the attention's modules whose heads a stored tensor holds one after another."""
+        architecture, size = self.architecture, self.config["head_dim"]
+        num, num_kv = (self.config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        heads = {module: num if module == "attn_q" else num_kv for module in modules}
+        total = sum(heads.values())
+        if stored.num_rows != total * size:
+            raise SpecDecError(
+                f"{self.path}: {stored.name} has {stored.num_rows} rows, for {total} heads of"
+                f" {size} it would have {total * size}",
+                "the file is damaged: copy or download it again",
+            )
+        start = 0
+        for module, count in heads.items():
+            shape = (count * size, *stored.shape[1:])
+            is_turned = architecture.interleaves and module != "attn_v"
+            order = order_turned(shape[0], count) if is_turned else None
+            yield architecture.modules[module], GgufTensor(stored, shape, start=start, order=order)
+            start += shape[0]
 
     def _open(self, hf_module: str, stored: StoredTensor) -> GgufTensor:
-        """What a whole tensor is under Hugging Face's name of its module."""
+        """Return a whole stored tensor under Hugging Face's name of its module."""
         shape = stored.shape
         if hf_module == "mlp.shared_expert_gate" and len(shape) == 1:
             shape = (1, *shape)  # a vector is a matrix of one row
@@ -190,7 +199,7 @@ class GgufModel:
         )
 
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:
-        """What makes Hugging Face's values of a module's."""
+        """Return the function from a module's stored values to Hugging Face's, if they differ."""
         shift = np.float32(self.architecture.shift)
         if module == "linear_attn.A_log":
             return lambda values: np.log(-values)
@@ -218,7 +227,7 @@ class GgufModel:
         return self.read_block(name, 0, info.num_rows).reshape(info.shape)
 
     def raw(self, name: str) -> tuple[Any, tuple[int, ...], RawRows | None]:
-        """ggml's type of a tensor, its shape, and its rows of blocks, uint8 [rows, bytes].
+        """Return a tensor's ggml type, its shape, and its rows of blocks, uint8 [rows, bytes].
 
         The rows and blocks are in Hugging Face's order, and are read where they are indexed. There
         are None where blocks would have to be taken apart.

@@ -1,4 +1,4 @@
-"""What llama.cpp calls an architecture and its tensors, for reading and for writing.
+"""Names that llama.cpp has for architectures and tensors, for reading and for writing.
 
 Names are those of llama.cpp at 0c1e57098 (gguf-py/gguf/tensor_mapping.py, src/llama-arch.cpp).
 """
@@ -40,14 +40,14 @@ MIXTRAL_NAMES = LAYER_NAMES | {
     "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
 }  # fmt: skip
 QWEN_NAMES = LAYER_NAMES | {
-    f"mlp.{module}.{part}_proj": f"ffn_{part}_{kind}" for part in ("gate", "up", "down")
+    f"mlp.{module}.{name}_proj": f"ffn_{name}_{kind}" for name in ("gate", "up", "down")
     for module, kind in (("experts.{expert}", "exps"), ("shared_expert", "shexp"))
 } | {"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"}  # fmt: skip
 
 # Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
 HYBRID_NAMES = SEED_NAMES | {
-    f"linear_attn.{ours}": theirs
-    for ours, theirs in {
+    f"linear_attn.{hf_module}": gguf_module
+    for hf_module, gguf_module in {
         "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta",
         "in_proj_a": "ssm_alpha", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "dt_bias": "ssm_dt",
         "norm": "ssm_norm", "out_proj": "ssm_out",
@@ -107,8 +107,8 @@ READ = {
 MISTRAL = GgufArchitecture("MistralForCausalLM", "mistral", interleaves=True)
 MIXTRAL = GgufArchitecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True)
 # Hugging Face's architecture -> llama.cpp's.
-ARCHITECTURES = {own.architecture: name for name, own in READ.items()} | {
-    own.architecture: "llama" for own in (MISTRAL, MIXTRAL)
+ARCHITECTURES = {record.architecture: name for name, record in READ.items()} | {
+    record.architecture: "llama" for record in (MISTRAL, MIXTRAL)
 }
 # Qwen3-Next computes what the mixtures of Qwen3.5 do, and a file has its projections as theirs.
 READ["qwen3next"] = dataclasses.replace(READ["qwen35moe"], deals_heads=False)

@@ -24,7 +24,7 @@ ENDS = (
 
 
 def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of the tokens that begin and end a text, and so on, by NAMES."""
+    """Return the ids of the special tokens in NAMES."""
     default_ids = SENTENCEPIECE_IDS if metadata.get(PREFIX + "model") == "llama" else {}
     numbers = {
         name: metadata.get(f"{PREFIX}{key}_token_id", default_ids.get(name))
@@ -35,13 +35,13 @@ def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_special(metadata: Mapping[str, Any]) -> dict[str, int | None]:
-    """The fields of config.json; null where the file names none, not a usual one."""
+    """Return the ids for config.json; None where the file names none, not a usual one."""
     numbers = list_special(metadata)
     return {f"{name}_token_id": numbers.get(name) for name in ("bos", "eos", "pad")}
 
 
 def list_ends(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, that of the whole text first."""
+    """List the tokens that end a text, that of the whole text first."""
     tokens = metadata.get(PREFIX + "tokens", ())
     ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eot", "eom")]
     ends = [list_special(metadata).get("eos"), *ends]

@@ -202,7 +202,7 @@ class TokenizerMaker:
             tokenizer.post_processor = TemplateProcessing(pieces, [*pieces, "$B:1"], special_tokens)
 
     def _make_bytes(self) -> Tokenizer:
-        """A byte-level BPE."""
+        """Make a byte-level BPE."""
         patterns = SPLITS[self.pre]
         merges = [self._split_merge(m) for m in self.metadata.get(PREFIX + "merges") or []]
         tokenizer = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE_WORD_SPLITS))
@@ -229,7 +229,7 @@ class TokenizerMaker:
         return left_token, right_token
 
     def _make_sentencepiece(self) -> Tokenizer:
-        """A SentencePiece BPE, which llama.cpp computes from scores."""
+        """Make a SentencePiece BPE, whose merges llama.cpp computes from scores."""
         prefixes = self.metadata.get(PREFIX + "add_space_prefix", True)
         unknown_id = self.special.get("unk")
         tokenizer = Tokenizer(BPE(

@@ -51,7 +51,7 @@ METHODS: dict[str, Method] = {
 
 
 def list_options(*uses: str) -> tuple[type, ...]:
-    """The settings classes of all methods for these uses, as in `Method.options`.
+    """List the settings classes of all methods for these uses, as in `Method.options`.
 
     What says how methods draft together, and how much, is with those of every command that decodes.
     """
@@ -62,7 +62,7 @@ def list_options(*uses: str) -> tuple[type, ...]:
 
 
 def name_options(*uses: str) -> list[str]:
-    """The names of all those settings."""
+    """List the names of the settings of all methods for these uses."""
     return [name for kind in list_options(*uses) for name in get_flags(kind)]
 
 
@@ -78,31 +78,34 @@ def place_drafter(settings: S, folder: Path | None = None) -> S:
     general = METHODS["redrafter"].folder
     assert general is not None
     flag, name = name_flag(general), getattr(settings, general)
-    others = [m.folder for m in METHODS.values() if m.folder not in (None, general)]
+    own_options = {m.folder for m in METHODS.values() if m.folder} - {general}
     folder = Path(name) if name is not None and folder is None else folder
-    if folder is None or not folder.is_dir() or any(getattr(settings, o) for o in others if o):
+    is_named = any(getattr(settings, option) for option in own_options)
+    if folder is None or not folder.is_dir() or is_named:
         return settings
     kind = recognize_drafter(folder, flag)
-    place = "draft_model_dir" if kind == MODEL else METHODS[kind].folder
-    if place == general:
+    option = "draft_model_dir" if kind == MODEL else METHODS[kind].folder
+    if option == general:
         return settings
-    if place is None or not hasattr(settings, place):
+    if option is None or not hasattr(settings, option):
         raise SpecDecError(
             f"{flag} {name} is {NAMES[MODEL]}, which drafts from an engine of its own",
             "convert and build it by itself as --model-dir, and give specdec-run that engine as"
             " --draft-engine-dir; or specdec generate --draft-model-dir does all of it",
         )
-    own = METHODS["redrafter"].options["convert"]
-    useless = [n for n in get_flags(own) if n != general and getattr(settings, n, None)]
-    if useless:
-        raise UsageError(
-            f"{name_flag(useless[0])} has no effect: {flag} {name} is {NAMES[kind]}",
-            "leave it out",
-        )
+    _refuse_redrafter_options(settings, f"{flag} {name} is {NAMES[kind]}")
     changed: Any = dataclasses.replace(  # type: ignore[type-var]
-        settings, **{general: None, place: name}
+        settings, **{general: None, option: name}
     )
     return changed  # type: ignore[no-any-return]
+
+
+def _refuse_redrafter_options(settings: object, fact: str) -> None:
+    """Raise UsageError for an option of ReDrafter's, where the drafter is another one."""
+    method = METHODS["redrafter"]
+    for name in get_flags(method.options["convert"]):
+        if name != method.folder and getattr(settings, name, None):
+            raise UsageError(f"{name_flag(name)} has no effect: {fact}", "leave it out")
 
 
 def list_modes() -> tuple[str, ...]:
@@ -111,7 +114,7 @@ def list_modes() -> tuple[str, ...]:
 
 
 def list_starters(mode: str, names: Container[str] | None = None) -> list[str]:
-    """The flags by which methods begin to draft for engines of a mode.
+    """List the flags by which methods begin to draft for engines of a mode.
 
     names: of the methods to choose from, all if not given.
     """

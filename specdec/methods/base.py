@@ -1,4 +1,4 @@
-"""What every drafting method's record holds, and the checks that the methods' parameters share."""
+"""Record of a drafting method, and the checks that the methods' parameters share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Choices = tuple[tuple[int, ...], ...]  # a static tree: paths of ranks, as in tr
 
 
 class Rule(NamedTuple):
-    """What a value of a checkpoint's config.json may be, in words and as a test.
+    """Rule for a value of a checkpoint's config.json, in words and as a test.
 
     bounds: of a whole number.
     """
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 def whole_number(minimum: int, maximum: int) -> Rule:
-    """A whole number within these bounds."""
+    """Return the rule for a whole number within bounds."""
     return Rule(
         f"a whole number from {minimum} to {maximum}",
         lambda value: type(value) is int and minimum <= value <= maximum,
@@ -46,7 +46,7 @@ def whole_number(minimum: int, maximum: int) -> Rule:
 
 
 def or_null(rule: Rule, words: str) -> Rule:
-    """A rule that null follows, too."""
+    """Return a rule that null follows, too."""
     return Rule(words, lambda value: value is None or rule.holds(value))
 
 
@@ -68,7 +68,7 @@ LAYERS = Rule("a rising list of layers", _are_layers)
 
 
 def count(minimum: int, maximum: int, **field_options: Any) -> Any:
-    """A field of a drafter's parameters: a whole number within these bounds."""
+    """Declare a field of a drafter's parameters that is a whole number within bounds."""
     return dataclasses.field(metadata={"rule": whole_number(minimum, maximum)}, **field_options)
 
 
@@ -223,11 +223,11 @@ class Method:
         return next(iter(get_flags(self.options["draft"])))
 
 
-def check_product(what: str, number: int, most: int) -> None:
+def check_product(description: str, number: int, limit: int) -> None:
     """Raise SpecDecError for so many modules or tokens that listing them exhausts the machine."""
-    if number > most:
+    if number > limit:
         raise SpecDecError(
-            f"checkpoint config: {what} are {number}, more than {most}",
+            f"checkpoint config: {description} are {number}, more than {limit}",
             "convert the checkpoint again, or correct the keys",
         )
 

@@ -30,7 +30,7 @@ class BudgetDraft:
 
 @dataclasses.dataclass(frozen=True)
 class DraftBudget:
-    """What was asked for, and by which flag; mode: None where nothing was."""
+    """A budget, and the flag that asked for it; mode is None where no flag did."""
 
     mode: Mode | None = None
     flag: str = ""

@@ -97,7 +97,7 @@ class DraftOptions:
 
     @property
     def leaves_length(self) -> bool:
-        """Whether nothing says how much to draft."""
+        """Return whether no option says how much to draft."""
         return self.draft_len is None and self.tree_tokens is None
 
 
@@ -136,7 +136,7 @@ def read_options(settings: Any) -> DraftOptions | None:
 
 
 def _read_pair(pair: DraftTargetDraft) -> DraftOptions:
-    """The options as they are given one by one."""
+    """Return the options as they are given one by one."""
     assert pair.draft_engine_dir is not None
     return DraftOptions(
         engine_dir=pair.draft_engine_dir,
@@ -151,13 +151,13 @@ def _read_pair(pair: DraftTargetDraft) -> DraftOptions:
 
 
 def adapts_drafts(settings: Any) -> bool:
-    """Whether another method than draft-target is to draft only while that pays."""
+    """Return whether another method than draft-target drafts only while that pays."""
     pair = as_options(settings, DraftTargetDraft)
     return pair.draft_engine_dir is None and pair.draft_len == "auto"
 
 
 def _read_joined(text: str, other_flags: str, pair: DraftTargetDraft) -> DraftOptions:
-    """The options with four of them in TensorRT-LLM's form; others: those given alongside it."""
+    """Return the options with four of them in TensorRT-LLM's form."""
     flag = "--draft-target-model-config"
     if other_flags:
         raise UsageError(f"{flag} and {other_flags} are both given", "use one way or the other")

@@ -50,7 +50,7 @@ EAGLE3_FIXED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Params:
-    """What EAGLE-3 (https://arxiv.org/abs/2503.01840) has and EAGLE-1 has not.
+    """Parameters that EAGLE-3 (https://arxiv.org/abs/2503.01840) has and EAGLE-1 has not.
 
     aux_layers: the target's layers, from 0, whose outputs are read, rising. draft_vocab_size:
     tokens that can be drafted. norm_before_residual: whether the first layer's attention is added
@@ -134,11 +134,11 @@ class EagleParams(NetParams):
 
     @property
     def mask_token_id(self) -> int | None:
-        """What a pass that drafts all tokens has in their places; None for a pass a level."""
+        """Return the token that stands for those not drafted yet; None with a pass a level."""
         return self.eagle3.mask_token_id if self.eagle3 else None
 
     def shorten(self, size: int) -> EagleParams:
-        """The same drafter that drafts so many tokens."""
+        """Return the parameters with a draft vocabulary of `size` tokens."""
         if self.eagle3 is not None:
             eagle3 = dataclasses.replace(self.eagle3, draft_vocab_size=size)
             return dataclasses.replace(self, eagle3=eagle3)

@@ -58,7 +58,7 @@ class NetParams(DrafterParams):
 
     @classmethod
     def make_net(cls, values: Mapping[str, Any], dtype: str) -> ModelConfig:
-        """The layers that draft, of what RULES names, for the target's vocabulary."""
+        """Return the drafter's layers from values by RULES, for the target's vocabulary."""
         fields = {name: values[name] for name in cls.RULES}
         if fields.get("layer_types") is not None:
             fields["layer_types"] = tuple(fields["layer_types"])
@@ -85,13 +85,13 @@ class NetParams(DrafterParams):
         return net
 
     def describe_net(self) -> dict[str, Any]:
-        """What `read_net` reads."""
+        """Return the object of config.json that `read_net` reads."""
         values = {name: getattr(self.net, name) for name in self.RULES}
         lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         return values | lists
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:
-        """The net for `model` as a model of its own, with the drafted vocabulary."""
+        """Return the net for `model` as a model of its own, with the drafted vocabulary."""
         names = ("dtype", "use_parallel_embedding", "embedding_sharding_dim", "tp_size")
         fields: dict[str, Any] = {name: getattr(model, name) for name in names}
         return dataclasses.replace(self.net, vocab_size=self.draft_vocab_size, **fields)
@@ -107,7 +107,7 @@ class NetParams(DrafterParams):
 
     @property
     def remedy(self) -> str:
-        """What to do about a size that is not the target's."""
+        """Return the remedy for a size that is not the target's."""
         return f"use the {self.TITLE} drafter that was trained for this target"
 
     def add_uneven(self, problems: Problems, tp_size: int) -> Problems:
@@ -120,7 +120,7 @@ class NetParams(DrafterParams):
         return problems
 
     def list_net_tensors(self, model: ModelConfig, width: int) -> dict[str, TensorSpec]:
-        """The tensors that all these drafters have. width: of what `fc` reads."""
+        """List the tensors that all these drafters have. width: input columns of `fc`."""
         net = self.make_net_model(model)
         hidden, vocab_size = net.hidden_size, net.vocab_size
         shard = list_target_tensors(model)[EMBEDDING].shard

@@ -41,7 +41,7 @@ class ReDrafterParams(DrafterParams):
 
     @property
     def has_input_proj(self) -> bool:
-        """Whether [hidden, state] is projected to exit_dim first."""
+        """Return whether [hidden, state] is projected to exit_dim first."""
         return 2 * self.hidden_size != self.exit_dim
 
     @property

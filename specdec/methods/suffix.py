@@ -102,13 +102,8 @@ def read_options(settings: Any) -> SuffixOptions | None:
             "--suffix-max-cached-tokens without --suffix-share-requests or --suffix-cache",
             "without them nothing of a finished request is kept; leave one out or give both",
         )
+    _check_ranges(options)
     factor, probability = options.suffix_max_factor, options.suffix_min_probability
-    if factor is not None and not 0 < factor < float("inf"):
-        raise UsageError(f"--suffix-max-factor is {factor:g}", "give a number above 0, such as 4")
-    if probability is not None and not 0 <= probability <= 1:
-        raise UsageError(
-            f"--suffix-min-probability is {probability:g}", "give a number from 0 to 1"
-        )
     cached = options.suffix_max_cached_tokens or DEFAULT_CACHED_TOKENS
     return SuffixOptions(
         max_tokens=options.suffix_max_tokens,
@@ -118,6 +113,17 @@ def read_options(settings: Any) -> SuffixOptions | None:
         max_cached_tokens=cached if shares else 0,
         cache=options.suffix_cache,
     )
+
+
+def _check_ranges(options: SuffixDraft) -> None:
+    """Raise UsageError for a factor or a probability that is none."""
+    factor, probability = options.suffix_max_factor, options.suffix_min_probability
+    if factor is not None and not 0 < factor < float("inf"):
+        raise UsageError(f"--suffix-max-factor is {factor:g}", "give a number above 0, such as 4")
+    if probability is not None and not 0 <= probability <= 1:
+        raise UsageError(
+            f"--suffix-min-probability is {probability:g}", "give a number from 0 to 1"
+        )
 
 
 METHOD = Method(

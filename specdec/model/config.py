@@ -19,12 +19,12 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 
 
 def size(maximum: int = MAX_SIZE, *, minimum: int = 1, **default: Any) -> Any:
-    """A field that is a whole number within these bounds, or None where that is its default."""
+    """Declare a field that is a whole number within bounds, or None where that is its default."""
     return dataclasses.field(metadata={"bounds": (minimum, maximum)}, **default)
 
 
 def positive(**default: Any) -> Any:
-    """A field that is a positive number, or None where that is its default."""
+    """Declare a field that is a positive number, or None where that is its default."""
     return dataclasses.field(metadata={"is_number": True}, **default)
 
 
@@ -108,7 +108,7 @@ class ModelConfig:
 
     @property
     def arithmetic(self) -> Architecture:
-        """What the architecture computes besides its sizes."""
+        """Return the flags of the architecture's arithmetic."""
         return self.own_arithmetic or ARCHITECTURES[self.architecture]
 
     @property
@@ -138,23 +138,23 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What the scores of attention are multiplied by."""
+        """Return the factor of attention scores."""
         return self.attention_multiplier / math.sqrt(self.query_pre_attn_scalar or self.head_size)
 
     @property
     def usual_layer_types(self) -> tuple[str, ...] | None:
-        """What the architecture alone tells of `layer_types`."""
+        """Return the `layer_types` that follow from the architecture alone."""
         pattern = self.arithmetic.window_pattern
         return None if pattern is None else list_layer_types(self.num_hidden_layers, pattern)
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether a layer's attention is that of a window."""
+        """Return whether a layer attends to a window."""
         if self.layer_types is None:
             return self.sliding_window is not None
         return self.layer_types[layer] == SLIDING
 
     def get_linear(self, layer: int) -> LinearAttention | None:
-        """The sizes of a layer's linear attention; None where it attends to keys."""
+        """Return the sizes of a layer's linear attention; None where it attends to keys."""
         is_linear = self.layer_types is not None and self.layer_types[layer] == LINEAR
         return self.linear_attention if is_linear else None
 
@@ -179,30 +179,11 @@ class ModelConfig:
 
     def find_problems(self) -> Problems:
         """List what is inconsistent, each with a remedy."""
-        problems, types, dim = Problems(), self.layer_types, self.embedding_sharding_dim
-        if self.dtype not in FLOAT_DTYPES:
-            problems.add(f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}")
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                problems.add(f"{name}={value}", f"{name} must be at least {least}")
-            elif value is not None and value > most:
-                fact = f"{name}={shorten(value)} is more than {most}"
-                problems.add(fact, "no model has that: copy its config.json again")
-        for name in NUMBERS:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                problems.add(f"{name}={value}", f"{name} must be positive")
-        shares, is_parallel = self.share_embedding_table, self.use_parallel_embedding
+        problems = self._find_wrong_values()
+        problems += self._find_layer_problems()
+        dim, shares = self.embedding_sharding_dim, self.share_embedding_table
+        is_parallel = self.use_parallel_embedding
         problems += Problems.from_table(
-            (types is not None
-             and (len(types) != self.num_hidden_layers
-                  or any(kind not in (SLIDING, FULL, LINEAR) for kind in types)),
-             f"layer_types is {shorten(list(types or ()))} for {self.num_hidden_layers} layers",
-             f"give {SLIDING}, {FULL} or {LINEAR} for each layer"),
-            ((self.linear_attention is None) == (LINEAR in (types or ())),
-             f"layer_types and linear_attention={self.linear_attention} disagree on whether there"
-             f" are layers of {LINEAR}", "convert the model again"),
             (dim not in (0, 1), f"embedding_sharding_dim={dim}", "use 0 or 1"),
             (not 0 < self.rotary_pct <= 1,
              f"rotary_pct={self.rotary_pct}", "give a number above 0, at most 1"),
@@ -219,6 +200,39 @@ class ModelConfig:
         if self.linear_attention is not None:
             problems += self.linear_attention.find_problems(self.tp_size)
         return problems or self._find_contradictions()
+
+    def _find_wrong_values(self) -> Problems:
+        """List fields that are out of their own bounds."""
+        problems = Problems()
+        if self.dtype not in FLOAT_DTYPES:
+            problems.add(f"dtype {self.dtype!r}", f"use one of {', '.join(FLOAT_DTYPES)}")
+        for name, (minimum, maximum) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                problems.add(f"{name}={value}", f"{name} must be at least {minimum}")
+            elif value is not None and value > maximum:
+                fact = f"{name}={shorten(value)} is more than {maximum}"
+                problems.add(fact, "no model has that: copy its config.json again")
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                problems.add(f"{name}={value}", f"{name} must be positive")
+        return problems
+
+    def _find_layer_problems(self) -> Problems:
+        """List what is wrong with the types of layers."""
+        types = self.layer_types or ()
+        is_complete = self.layer_types is None or (
+            len(types) == self.num_hidden_layers and set(types) <= {SLIDING, FULL, LINEAR}
+        )
+        return Problems.from_table(
+            (not is_complete,
+             f"layer_types is {shorten(list(types))} for {self.num_hidden_layers} layers",
+             f"give {SLIDING}, {FULL} or {LINEAR} for each layer"),
+            ((self.linear_attention is None) == (LINEAR in types),
+             f"layer_types and linear_attention={self.linear_attention} disagree on whether there"
+             f" are layers of {LINEAR}", "convert the model again"),
+        )  # fmt: skip
 
     def _find_contradictions(self) -> Problems:
         """List what sizes, each good by itself, have against one another."""
@@ -251,7 +265,7 @@ class ModelConfig:
         return problems
 
     def describe_sizes(self) -> dict[str, Any]:
-        """What a Hugging Face config.json of a Llama, or of a model like it, says of the layers."""
+        """Return the sizes under their names in the Hugging Face config.json of a Llama."""
         return {
             "vocab_size": self.vocab_size, "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,

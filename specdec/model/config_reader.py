@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,23 +130,34 @@ def read_rotary(reader: ConfigReader) -> Rotary:
 
 def _read_one(reader: ConfigReader) -> Rotary:
     parameters, earlier = reader.get_object("rope_parameters"), reader.get_object("rope_scaling")
-    old, new = _drop_default(earlier), _drop_default(parameters)
+    scaling_4, scaling_5 = _drop_default(earlier), _drop_default(parameters)
+    are_both = scaling_4 and scaling_5 or list_kinds(earlier) and list_kinds(parameters)
     nested = parameters.get("rope_theta", earlier.get("rope_theta"))
     theta = reader.config.get("rope_theta")
-    places = (reader.config, parameters)
-    given = {_get_number(reader.enter(place), "partial_rotary_factor") for place in places}
-    fractions = sorted(fraction for fraction in given if fraction is not None)
-    shown = " and ".join(f"{fraction:g}" for fraction in fractions)
+    objects = (reader.config, parameters)
+    factors = {_get_number(reader.enter(object_), "partial_rotary_factor") for object_ in objects}
+    fractions = sorted(factor for factor in factors if factor is not None)
+    fraction_text = " and ".join(f"{fraction:g}" for fraction in fractions)
     for is_wrong, fact in (
-        (old != new and (old and new or list_kinds(earlier) and list_kinds(parameters)),
-         f"rope_scaling {old} and rope_parameters {new} disagree"),
-        (theta is not None and nested is not None and theta != nested,
+        (scaling_4 != scaling_5 and are_both,
+         f"rope_scaling {scaling_4} and rope_parameters {scaling_5} disagree"),
+        (None not in (theta, nested) and theta != nested,
          f"rope_theta is {theta} and in rope_parameters {nested}"),
-        (len(fractions) > 1, f"partial_rotary_factor is given as {shown}"),
+        (len(fractions) > 1, f"partial_rotary_factor is given as {fraction_text}"),
     ):  # fmt: skip
         if is_wrong:
             reader.refuse(fact, "remove the wrong one")
-    for values in (parameters, earlier):
+    _refuse_beta(reader, (parameters, earlier))
+    theta_reader = reader if nested is None else reader.enter({"rope_theta": nested})
+    return Rotary(
+        base=_get_number(theta_reader, "rope_theta"), scaling=scaling_5 or scaling_4 or None,
+        fraction=max(fractions, default=None),
+    )  # fmt: skip
+
+
+def _refuse_beta(reader: ConfigReader, objects: Iterable[Mapping[str, Any]]) -> None:
+    """Note a scale of queries by their positions, which is not computed."""
+    for values in objects:
         if values.get(BETA):
             limit = shorten(values.get("original_max_position_embeddings", "not told"))
             reader.refuse(
@@ -155,11 +166,6 @@ def _read_one(reader: ConfigReader) -> Rotary:
                 "up to position original_max_position_embeddings that scale is 1: for texts as"
                 f" short, set max_position_embeddings to that ({limit}) and remove {BETA}",
             )
-    place = reader if nested is None else reader.enter({"rope_theta": nested})
-    return Rotary(
-        base=_get_number(place, "rope_theta"), scaling=new or old or None,
-        fraction=max(fractions, default=None),
-    )  # fmt: skip
 
 
 def _get_number(reader: ConfigReader, name: str) -> float | None:
@@ -167,7 +173,7 @@ def _get_number(reader: ConfigReader, name: str) -> float | None:
 
 
 def _drop_default(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling by itself: transformers 5 keeps base and fraction in the same object."""
+    """Return a scaling without base and fraction, which transformers 5 keeps beside it."""
     if list_kinds(scaling) == ["default"]:
         return {}
     layouts = [name for name, *_ in list_layouts({"rope": scaling})]

@@ -18,7 +18,7 @@ NAME_014, NAME_1X = "shared_expert", "mlp.shared_expert"
 
 
 def name_shared(version: str) -> str:
-    """The module of a layer's shared expert in the checkpoints of a line of TensorRT-LLM."""
+    """Return the name of the shared expert's module in checkpoints of a TensorRT-LLM version."""
     return NAME_014 if version == "0.14" else NAME_1X
 
 
@@ -44,7 +44,7 @@ class Experts:
     shared_name: str = NAME_1X
 
     def list_rank_experts(self, rank: int) -> range:
-        """The experts of a rank."""
+        """Return the numbers of a rank's experts."""
         count = self.num // self.ep_size
         start = rank % self.ep_size * count
         return range(start, start + count)

@@ -56,7 +56,7 @@ ENGINE_GROUPS = (32, 64, 128)
 
 
 class MatrixSource(Protocol):
-    """What a matrix is read from, such as a `TensorFile`."""
+    """Source of a matrix's tensors, such as a `TensorFile`."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -161,7 +161,7 @@ class Int4Matrix:
 
 
 def is_int4(module: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a module's matrix is stored as packed four-bit numbers: it has scales by group."""
+    """Return whether a module's matrix is stored as four-bit numbers, with scales by group."""
     weight = tensors.get(f"{module}.weight")
     scales = tensors.get(f"{module}.{WEIGHT_SCALE}")
     return (

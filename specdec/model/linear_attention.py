@@ -37,7 +37,7 @@ class LinearAttention:
         return sum(self.sections)
 
     def split(self, tp_size: int) -> LinearAttention:
-        """The sizes of one rank, which has whole heads."""
+        """Return the sizes of one rank, which has whole heads."""
         return dataclasses.replace(
             self,
             num_key_heads=self.num_key_heads // tp_size,

@@ -64,7 +64,7 @@ class Algorithm:
     def describe(
         self, shape: tuple[int, int], dtype: str, group_size: int
     ) -> dict[str, TensorInfo]:
-        """Types and shapes of `weight` and the scales of a matrix [out, in], by kind."""
+        """Return types and shapes of `weight` and the scales of a matrix [out, in], by kind."""
         num_rows, num_inputs = shape
         stored = (num_rows // self.rows, num_inputs // self.columns)
         kinds = {
@@ -127,7 +127,7 @@ class Quantization:
         return self.quant_algo is not None or self.kv_cache_quant_algo is not None
 
     def excludes(self, module: str) -> bool | None:
-        """Whether a module stays unquantized; None where the lines of TensorRT-LLM differ.
+        """Return whether a module stays unquantized; None where TensorRT-LLM's versions differ.
 
         Also where the tensors tell it, as those of GGUF do.
         """
@@ -157,8 +157,8 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
     are_names = isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
     is_size = type(group_size) is int and (group_size >= 1 or group_size == WHOLE_ROWS)
     for key, is_good, expected_words in (
-        ("quant_algo", algorithm is None or isinstance(algorithm, str), "a text or null"),
-        ("kv_cache_quant_algo", cache is None or isinstance(cache, str), "a text or null"),
+        ("quant_algo", isinstance(algorithm, str | None), "a text or null"),
+        ("kv_cache_quant_algo", isinstance(cache, str | None), "a text or null"),
         ("exclude_modules", excluded is None or are_names, "a list of names"),
         ("group_size", is_size, "a positive number"),
     ):
@@ -193,7 +193,7 @@ def find_contradictions(
 
 
 def is_scale(name: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether a name is that of a scale of one of `tensors`, which names a model's own."""
+    """Return whether a name is that of a scale that belongs to one of the model's `tensors`."""
     module, _, kind = name.rpartition(".")
     if kind in KV_SCALES:
         return f"{module}.qkv.weight" in tensors

@@ -37,14 +37,14 @@ MIN_VALUE, MAX_VALUE = 1e-6, 1e9
 
 
 def list_kinds(scaling: Mapping[str, Any]) -> list[Any]:
-    """The kinds that an object names, under either key; `su` is longrope's first name."""
+    """List the kinds that an object names, under either key; `su` is longrope's first name."""
     named_kinds = [scaling[key] for key in TYPE_KEYS if scaling.get(key) is not None]
     kinds = ["longrope" if kind == "su" else kind for kind in named_kinds]
     return kinds[:1] if kinds[:1] == kinds[1:] else kinds
 
 
 def get_kind(scaling: Mapping[str, Any]) -> Any:
-    """The kind of a scaling, `default` where the object names none."""
+    """Return the kind of a scaling, `default` where the object names none."""
     return (list_kinds(scaling) or ["default"])[0]
 
 
@@ -56,7 +56,7 @@ def find_scaling_problems(
     max_positions: int,
     original_positions: int | None = None,
 ) -> Problems:
-    """What is wrong with a scaling, with a remedy; nothing where there is none.
+    """Find what is wrong with a scaling, each problem with a remedy.
 
     rotary_size: rotated dimensions of a head. original_positions: the length at which longrope
     switches, where config.json has it outside of the scaling.
@@ -100,7 +100,7 @@ def find_scaling_problems(
 
 
 def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
-    """What is wrong with a key's value by itself."""
+    """Find what is wrong with a key's value by itself."""
     if key in ("short_factor", "long_factor"):
         numbers = value if isinstance(value, list) else []
         if len(numbers) == num_pairs and all(_is_number(number) for number in numbers):
@@ -129,7 +129,7 @@ def _find_contradictions(
     rotary_base: float,
     positions: tuple[int, int | None],
 ) -> list[str]:
-    """What is wrong with values alongside one another."""
+    """Find what is wrong with values alongside one another."""
     if kind == "dynamic" and rotary_size <= 2:
         return [f"{rotary_size} rotated dimensions, and needs more than 2"]
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:

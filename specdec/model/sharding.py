@@ -106,7 +106,7 @@ def _list_expert_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list
 
 
 def view_rows(array: Array) -> Array:
-    """A tensor of three dimensions as the rows of its matrices; any other as it is."""
+    """Return a tensor of three dimensions as the rows of its matrices, any other as it is."""
     return array.reshape(-1, array.shape[-1]) if array.ndim > 2 else array
 
 

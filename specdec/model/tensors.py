@@ -155,7 +155,7 @@ def list_layer_tensors(model: ModelConfig, layer: int = 0) -> dict[str, TensorSp
 
 
 def _list_attention(model: ModelConfig) -> dict[str, TensorSpec]:
-    """The tensors of a layer that attends to keys."""
+    """List the tensors of a layer that attends to keys."""
     q_size = model.num_attention_heads * model.head_size
     qkv_size = q_size * model.query_parts + 2 * model.num_key_value_heads * model.head_size
     tensors = {
@@ -174,7 +174,7 @@ def _list_attention(model: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def _list_linear(sizes: LinearAttention, hidden: int) -> dict[str, TensorSpec]:
-    """The tensors of a layer of linear attention.
+    """List the tensors of a layer of linear attention.
 
     qkvz: queries, keys, values, and what gates the output. ba: the strength of an update and the
     decay, of each value head. conv: the taps of each channel, the oldest token's first.
@@ -196,7 +196,7 @@ def _list_linear(sizes: LinearAttention, hidden: int) -> dict[str, TensorSpec]:
 
 
 def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
-    """The tensors of a layer's MLP, or of its experts."""
+    """List the tensors of a layer's MLP, or of its experts."""
     arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
     if model.experts is not None:
         return _list_experts(model.experts, hidden)
@@ -218,7 +218,7 @@ def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
-    """The tensors of a layer's experts; where two halves lie in one, the activated comes second."""
+    """List the tensors of a layer's experts; of two halves the activated is second."""
     num, inner, shared_module = experts.num, experts.inner, experts.shared_name
     tensors = {
         ROUTER: TensorSpec((num, hidden), Shard.REPLICATED),
@@ -235,7 +235,7 @@ def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
 
 
 def list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
-    """The tensors of a norm, by name."""
+    """List the tensors of a norm, by name."""
     spec = TensorSpec((model.hidden_size,), Shard.REPLICATED)
     tensors = {f"{name}.weight": spec}
     if model.arithmetic.norm == "layer":
@@ -244,13 +244,13 @@ def list_norm(model: ModelConfig, name: str) -> dict[str, TensorSpec]:
 
 
 def find_first_copy(name: str) -> str:
-    """The tensor that one of a further EAGLE net repeats; the name itself of any other."""
+    """Return the tensor that a further EAGLE net's repeats; the name itself of any other."""
     head, _, inner_name = name.partition(".")
     return EAGLE_NET + inner_name.partition(".")[2] if head == "eagle_nets" else name
 
 
 def get_stored_dtype(name: str, dtype: str) -> str:
-    """The type that a tensor is stored in alongside weights of `dtype`."""
+    """Return the type that a tensor is stored in alongside weights of `dtype`."""
     if name.endswith((f".{ROUTER}", f".{LINEAR_MODULE}A_log", f".{LINEAR_MODULE}dt_bias")):
         return "float32"
     return "int64" if name in NETS_OFFSETS else dtype

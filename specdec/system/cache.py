@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def find_cache() -> Path | None:
-    """The user's folder of what can be made again: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
+    """Return the user's cache folder: $SPECDEC_CACHE_DIR, or ~/.cache/specdec.
 
     None for a user without a home, as containers have them.
     """

@@ -26,7 +26,7 @@ SERVER_KEY_VARIABLE = "SPECDEC_API_KEY"
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """What a server answered. retry_after: of its header. data: cut a little beyond the limit."""
+    """A server's answer. retry_after: of its header. data: cut a little beyond the limit."""
 
     status: int
     data: bytes
@@ -45,7 +45,7 @@ class NoAnswer(Exception):
         self.reason, self.was_never, self.is_late = reason, was_never, is_late
 
     def explain(self, url: str, flag: str) -> SpecDecError:
-        """The error where nothing has ever answered at a URL; `flag` gave it."""
+        """Return the error for a URL, given by `flag`, at which nothing has ever answered."""
         return SpecDecError(
             f"no server answers at {url}: {self.reason}", f"start it, or check {flag}"
         )
@@ -78,7 +78,7 @@ def check_url(url: str, flag: str, extra_name: str, key_source: str) -> None:
 
 
 def read_key(path: Path | None, flag: str = "--api-key-file") -> str | None:
-    """A server's key from a file or SPECDEC_API_KEY; None where there is none.
+    """Read a server's key from a file or SPECDEC_API_KEY; None where there is none.
 
     It must be one line of printable ASCII, as a header can hold.
     """
@@ -166,11 +166,11 @@ class HttpClient:
         return NoAnswer(f"the connection failed: {text}")
 
     def find_message(self, data: bytes) -> str:
-        """The text of an error's body: OpenAI's form, FastAPI's, or as it is; without the key."""
+        """Return the message in an error's body, of OpenAI's or FastAPI's form, without the key."""
         return self.hide_key(_find_message(data))
 
     def hide_key(self, text: str) -> str:
-        """The text without the key."""
+        """Return the text without the key."""
         return text.replace(self._key, "[key]") if self._key else text
 
 
@@ -186,7 +186,7 @@ async def _read_body(response: httpx.Response, limit: int) -> bytes:
 
 
 def _find_cause(error: BaseException) -> BaseException:
-    """The system's own error, where httpx and the libraries below it wrapped one; else `error`."""
+    """Return the system's own error where httpx or its libraries wrapped one, else `error`."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError):

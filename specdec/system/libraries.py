@@ -8,7 +8,7 @@ from specdec.errors import SpecDecError, name_extra
 
 
 def import_gguf(purpose: str) -> Any:
-    """The package, or SpecDecError that says how to get it. purpose: what needs it."""
+    """Import the package gguf, or raise SpecDecError with its remedy. purpose: the work's name."""
     try:
         import gguf
     except ImportError as error:

@@ -20,7 +20,7 @@ SECONDS_TO_A_LINE = 15.0  # where a wait is told in lines, each after twice the 
 
 
 def get_launched_rank() -> int | None:
-    """This process's rank where a launcher such as torchrun started it, else None.
+    """Return this process's rank where a launcher such as torchrun started it, else None.
 
     Raises SpecDecError where what the launcher says cannot be.
     """
@@ -71,10 +71,10 @@ def hush(name: str, level: int = logging.WARNING) -> Iterator[None]:
 
 @contextlib.contextmanager
 def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str], None]]:
-    """Say what is being waited for and for how long: in one line that counts on a terminal,
-    elsewhere in lines that come ever more seldom.
+    """Say what is being waited for, and for how long.
 
-    Yields a function that tells how far it is.
+    A terminal shows one line that counts; elsewhere lines come ever more seldom. Yields a function
+    that tells how far the work is.
     """
     is_terminal = sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
     is_done = threading.Event()
@@ -119,10 +119,11 @@ def show_waiting(label: str, logger: logging.Logger) -> Iterator[Callable[[str],
 
 @contextlib.contextmanager
 def track(label: str, *, total: int, of_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """Yield a function that moves a progress bar on; elsewhere than on a terminal it logs a line
-    now and then, which says how much is done and when it will all be.
+    """Yield a function that moves a progress bar on.
 
-    Any thread may call it. The bar also tells how many per second, and for bytes how many they are.
+    Elsewhere than on a terminal it logs a line now and then, which says how much is done and when
+    it will all be. Any thread may call it. The bar also tells how many per second, and for bytes
+    how many they are.
     """
     if not sys.stderr.isatty():
         yield _LineProgress(label, total, of_bytes).advance

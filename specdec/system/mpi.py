@@ -52,7 +52,7 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What torchrun and its like say of this process; `local_`: among those of this machine."""
+    """A process's place by torchrun and its like; `local_`: among the ranks of this machine."""
 
     rank: int
     size: int
@@ -99,7 +99,7 @@ def check_meeting_place(environ: Mapping[str, str] | None = None) -> str:
 def _read_number(
     environ: Mapping[str, str], name: str, minimum: int, end: int | None, default: str = ""
 ) -> int:
-    """A variable as a number from `least` to `end` - 1."""
+    """Read a variable as a number from `minimum` to `end` - 1."""
     text = environ.get(name, default)
     value = int(text) if len(text) < 10 and text.isascii() and text.isdecimal() else -1
     if value < minimum or end is not None and value >= end:

@@ -96,13 +96,13 @@ def _list_family(pid: int) -> dict[int, str]:
 
 
 def _read_stat(pid: int) -> tuple[int, str] | None:
-    """A process's parent and when it was started; None where it has ended."""
+    """Return a process's parent and its start time; None where it has ended."""
     fields = _read_fields(pid)
     return None if fields is None else (int(fields[1]), fields[19])
 
 
 def _read_fields(pid: int) -> list[str] | None:
-    """What /proc tells of a process behind its name, from its state on; None if it has ended."""
+    """Read the fields of /proc behind a process's name, from its state on; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -128,7 +128,7 @@ def keep_stdout_clean() -> Iterator[None]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, as by SIGSTOP; False where there is no /proc."""
+    """Return whether a process was stopped, as by SIGSTOP; False where there is no /proc."""
     fields = _read_fields(pid)
     return fields is not None and fields[0] in ("T", "t")
 
@@ -142,7 +142,7 @@ LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_")
 
 
 def make_environment() -> dict[str, str]:
-    """The child imports the very package that we are, and nothing out of the current folder."""
+    """Return an environment in which a child imports this package, and not the current folder."""
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -161,7 +161,7 @@ def test_other_numbers_are_kept(name: str, convert: Converter, tmp_path: Path) -
         rank = TensorFile(convert.output / "rank0.safetensors").tensors
         expected = describe_rank(checkpoint, 0)
         inventory = compare_tensors(rank, expected, checkpoint.quantization)
-        assert inventory.wrong == inventory.missing == inventory.unread == []
+        assert inventory.list_faults() == []
 
 
 def restore(file: Tensors, module: str, name: str) -> torch.Tensor:
