@@ -163,7 +163,6 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise ChatError(f"turn {number} has role {role!r}, not one of {', '.join(ROLES)}")
     role = role.lower()
-    is_call = role in CALL_ROLES
     speaker = ROLES[role]
     if speaker != "assistant" and is_learned:
         marks = []  # nobody's other turns are learned: the template's check tells of the field
@@ -175,19 +174,26 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
         and value is not None and value != [] and value != {}
     }  # fmt: skip
     content = turn.get("content", turn.get("value"))
-    if is_call:
+    if role in CALL_ROLES:
         fields["tool_calls"] = _parse_calls(number, role, content)
         content = ""
-    elif isinstance(call := fields.pop("function_call", None), dict):  # OpenAI's form before tools
-        fields.setdefault("tool_calls", [{"type": "function", "function": call}])
-    elif call is not None:
-        raise ChatError(f"turn {number}: function_call is a {type(call).__name__}")
+    else:
+        _move_function_call(number, fields)
     if "tool_calls" in fields:
         fields["tool_calls"] = wrap_calls(fields["tool_calls"], f"turn {number}: tool_calls")
     if content is None and speaker == "assistant" and any(name in NEEDED_FIELDS for name in fields):
         content = ""
     message = {"role": speaker if speaker in ("user", "assistant") else role}
     return {**message, "content": _check_content(number, content, turn), **fields}, is_learned
+
+
+def _move_function_call(number: int, fields: Message) -> None:
+    """Turn a `function_call`, OpenAI's form before tools, into `tool_calls`."""
+    call = fields.pop("function_call", None)
+    if isinstance(call, dict):
+        fields.setdefault("tool_calls", [{"type": "function", "function": call}])
+    elif call is not None:
+        raise ChatError(f"turn {number}: function_call is a {type(call).__name__}")
 
 
 def _check_content(number: int, content: Any, turn: dict[str, Any]) -> str | list[Any]:
@@ -245,27 +251,34 @@ def _parse_options(row: dict[str, Any]) -> dict[str, Any]:
     """Read what a row has for the chat template besides its messages."""
     options: dict[str, Any] = {}
     for name in (*OPTIONS, "functions"):
-        value = row.get(name)
-        if isinstance(value, str) and value.strip():  # some data sets hold it as JSON
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise ChatError(f"{name} is a text that is not JSON") from None
-        if not value:
-            continue
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            raise ChatError(f"{name} is not a list of objects")
-        if name != "documents":
-            name, value = "tools", [
-                one if "function" in one or "name" not in one
-                else {"type": "function", "function": one}
-                for one in value
+        objects = _read_objects(row, name)
+        if objects and name != "documents":
+            name, objects = "tools", [
+                tool if "function" in tool or "name" not in tool
+                else {"type": "function", "function": tool}
+                for tool in objects
             ]  # fmt: skip
-        options.setdefault(name, value)
-    more = row.get("chat_template_kwargs")
-    if isinstance(more, dict):
-        options |= {k: v for k, v in more.items() if v is not None and k not in options}
+        if objects:
+            options.setdefault(name, objects)
+    template_options = row.get("chat_template_kwargs")
+    if isinstance(template_options, dict):
+        options |= {k: v for k, v in template_options.items() if v is not None and k not in options}
     return options
+
+
+def _read_objects(row: dict[str, Any], name: str) -> list[Message]:
+    """Return a row's list of objects under a name, also of a text of JSON; empty without one."""
+    value = row.get(name)
+    if isinstance(value, str) and value.strip():  # some data sets hold it as JSON
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ChatError(f"{name} is a text that is not JSON") from None
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ChatError(f"{name} is not a list of objects")
+    return value
 
 
 def convert_arguments(messages: Sequence[Message], *, to_text: bool) -> list[Message]:
@@ -483,7 +496,7 @@ class ChatFormat:
             # As the target sees it: its own turn as soon as it is written, any other in the prompt.
             is_answer = number in answers
             stop = next((i for i in answers if i > number), len(messages))
-            at = messages[: number + 1 if is_answer else stop]
+            turns = messages[: number + 1 if is_answer else stop]
             content = join_parts(message["content"]).strip()
             filled = [
                 name for name, value in message.items()
@@ -491,13 +504,10 @@ class ChatFormat:
             ]  # fmt: skip
             calls = len(message.get("tool_calls", []))
             for name in filled:
-                less = {k: v for k, v in message.items() if k != name}
-                if name == "content":
-                    less[name] = ""
-                changed = [*at[:number], less, *at[number + 1 :]]
+                changed = [*turns[:number], _leave_out(message, name), *turns[number + 1 :]]
                 self._check(
                     f"a turn of {message['role']}", name,
-                    (at, options, not is_answer), (changed, options, not is_answer),
+                    (turns, options, not is_answer), (changed, options, not is_answer),
                     (*filled, number == 0, calls > 1),
                 )  # fmt: skip
 
@@ -545,6 +555,12 @@ def _drop_opening(content: str, prompt: str) -> str:
     if tag is None or not answer.startswith(opening := tag[0].rstrip()):
         return content
     return answer[len(opening) :].removeprefix(prompt[len(prompt.rstrip()) :])
+
+
+def _leave_out(message: Message, name: str) -> Message:
+    """Return a message without a field; its content becomes empty instead."""
+    fields = {key: value for key, value in message.items() if key != name}
+    return {**fields, "content": ""} if name == "content" else fields
 
 
 def _is_filled(name: str, value: object) -> bool:

@@ -136,8 +136,9 @@ def _advise(row: dict[str, Any]) -> str | None:
     """Return how a row of another form is written so that it can be read; None of no such form."""
     turns = [name for name, value in row.items() if _holds_turns(value)]
     texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
-    answers = [name for name in (*turns, *texts) if name.lower() in ANSWERS]
-    if "prompt" in (*turns, *texts):
+    sources = turns + texts
+    answers = [name for name in sources if name.lower() in ANSWERS]
+    if "prompt" in sources:
         if answers:
             return f"rename {answers[0]} to completion if it is the answer to the prompt"
         return "a prompt alone teaches nothing: let the target answer it with `specdec-train data`"

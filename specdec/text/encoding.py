@@ -93,8 +93,17 @@ def choose_form(
     choice = settings.apply_chat_template
     applies = (is_chat and has_template) if choice is None else choice
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
-    if not texts or (applies and not has_template):  # of which `encode_prompt` tells
-        return applies
+    # An error of `encode_prompt` tells of a template that is missing.
+    if texts and not (applies and not has_template):
+        _log_form(texts, tokenizer, applies=applies, is_chat=is_chat, is_chosen=choice is not None)
+    return applies
+
+
+def _log_form(
+    texts: Sequence[str], tokenizer: Any, *, applies: bool, is_chat: bool, is_chosen: bool
+) -> None:
+    """Log whether prompts are put into the chat template, and how to ask for the opposite."""
+    has_template = tokenizer is not None and bool(tokenizer.chat_template)
     if applies and is_chat:
         logger.info(
             "prompts: each is a user's turn in the model's chat template"
@@ -105,12 +114,11 @@ def choose_form(
                 "%s in a prompt is taken as text, not as a special token: give prompts that are"
                 " formatted already with --no-apply-chat-template", join_names(names),
             )  # fmt: skip
-    elif is_chat or (has_template and choice is None):
+    elif is_chat or (has_template and not is_chosen):
         alternative = "the model has no chat template"
         if has_template:
             alternative = "--apply-chat-template: a user's turn in the model's chat template"
         logger.info("prompts: text to continue (%s)", alternative)
-    return applies
 
 
 def encode_prompt(
@@ -126,16 +134,7 @@ def encode_prompt(
 def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[str, list[int]]:
     if prompt.token_ids is not None:
         ids = list(prompt.token_ids)
-        if tokenizer is None:
-            return "", ids
-        try:
-            return str(tokenizer.decode(ids)), ids
-        except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
-            raise PromptError(
-                f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
-                "use the tokenizer that belongs to the model",
-                field="token_ids",
-            ) from None
+        return _decode(ids, tokenizer), ids
     if tokenizer is None:
         raise lack_tokenizer("text prompts need")
     text, messages = prompt.text or "", prompt.messages
@@ -144,6 +143,27 @@ def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[s
     if messages is None:
         adds = prompt.add_special_tokens is not False
         return text, tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]
+    return _encode_messages(prompt, messages, settings, tokenizer)
+
+
+def _decode(ids: list[int], tokenizer: Any) -> str:
+    """Return the text of a prompt's token ids, empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    try:
+        return str(tokenizer.decode(ids))
+    except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+        raise PromptError(
+            f"the tokenizer cannot decode input_ids {shorten(ids)}: {summarize(error)}",
+            "use the tokenizer that belongs to the model",
+            field="token_ids",
+        ) from None
+
+
+def _encode_messages(
+    prompt: Prompt, messages: Sequence[Mapping[str, Any]], settings: DecodeSettings, tokenizer: Any
+) -> tuple[str, list[int]]:
+    """Put messages into the chat template, and return its text and token ids."""
     messages = [  # a template for texts would show a list of parts as Python does
         message
         if message["content"] is None
@@ -151,8 +171,8 @@ def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[s
         for message in messages
     ]
     names = None if settings.allow_special_tokens else find_names(tokenizer)
-    given = messages if names is None else names.hide(messages)
-    text = render_chat(prompt, given, tokenizer)
+    marked_messages = messages if names is None else names.hide(messages)
+    text = render_chat(prompt, marked_messages, tokenizer)
     if not is_whole(text):
         raise PromptError(
             "messages, in the chat template, hold half a character (a lone surrogate)",

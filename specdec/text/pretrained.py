@@ -151,18 +151,25 @@ def load_model(
     model, info = _load(
         loader, source, flag, MODEL, "model", config=config, output_loading_info=True, **options
     )
-    missing = set(info["missing_keys"])
+    missing_tensors = set(info["missing_keys"])
     if ties:
-        _tie(model, text, missing)
-    if missing:
-        again = "copy or download the folder again"
-        raise SpecDecError(
-            f"transformers {transformers.__version__} finds no weights in {source} for"
-            f" {join_names(sorted(missing))}",
-            f"{NEWER}; if it finds none either, {again}" if is_old else again,
-        )
+        _tie(model, text, missing_tensors)
+    if missing_tensors:
+        raise _refuse_missing(source, missing_tensors, is_old=is_old)
     check_rotary(model, config, rotary, f"{flag} {source}")
     return find_base(model) if takes_base else model
+
+
+def _refuse_missing(source: str | Path, tensors: set[str], *, is_old: bool) -> SpecDecError:
+    """Return the error for tensors of a model that transformers finds no weights for."""
+    import transformers
+
+    again = "copy or download the folder again"
+    return SpecDecError(
+        f"transformers {transformers.__version__} finds no weights in {source} for"
+        f" {join_names(sorted(tensors))}",
+        f"{NEWER}; if it finds none either, {again}" if is_old else again,
+    )
 
 
 def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:

@@ -334,27 +334,30 @@ def _apply_end_keys(backend: Any, files: TokenizerFiles, bos: str | None, eos: s
         return
     ends: list[str | None] = []
     for key, default, token in zip(END_KEYS, defaults, (bos, eos), strict=True):
-        if not files.config.get(key, default):
-            ends.append(None)
-        elif token is None or backend.token_to_id(token) is None:
-            token_key = key.removeprefix("add_")
-            raise SpecDecError(
-                f"{files.name}: {key} is true, and {token_key} is no token of {TOKENIZER_FILE}",
-                f"name {token_key} in {CONFIG_FILE}, or set {key} to false there",
-            )
-        else:
-            ends.append(token)
+        is_added = files.config.get(key, default)
+        ends.append(_check_end_token(backend, files, key, token) if is_added else None)
     numbers = [None if token is None else backend.token_to_id(token) for token in ends]
     plain = backend.encode("a", add_special_tokens=False).ids
     if backend.encode("a").ids == [n for n in (numbers[0], *plain, numbers[1]) if n is not None]:
         return
-    first, last = ([] if token is None else [token] for token in ends)
-    single, second = ([*first, f"${text}", *last] for text in "AB")
+    begin_tokens, end_tokens = ([] if token is None else [token] for token in ends)
+    text, second_text = ([*begin_tokens, f"${name}", *end_tokens] for name in "AB")
     backend.post_processor = TemplateProcessing(
-        single=[f"{token}:0" for token in single],
-        pair=[f"{token}:0" for token in single] + [f"{token}:1" for token in second],
+        single=[f"{token}:0" for token in text],
+        pair=[f"{token}:0" for token in text] + [f"{token}:1" for token in second_text],
         special_tokens=[(token, n) for token, n in zip(ends, numbers, strict=True) if token],
     )
+
+
+def _check_end_token(backend: Any, files: TokenizerFiles, key: str, token: str | None) -> str:
+    """Return the token that a key puts at an end of texts; SpecDecError where it is no token."""
+    if token is None or backend.token_to_id(token) is None:
+        token_key = key.removeprefix("add_")
+        raise SpecDecError(
+            f"{files.name}: {key} is true, and {token_key} is no token of {TOKENIZER_FILE}",
+            f"name {token_key} in {CONFIG_FILE}, or set {key} to false there",
+        )
+    return token
 
 
 def _add_processor_template(templates: Any, name: str, **options: Any) -> Any:

@@ -80,11 +80,17 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
         if number is not None and number < num_tokens:
             special[role] = number
             texts.pop(number, None)
+    by_bytes = _choose_tokens(texts, singles)
+    return Words(texts, by_bytes, special, max(map(len, by_bytes), default=0))
+
+
+def _choose_tokens(texts: dict[int, bytes], singles: set[int]) -> dict[bytes, int]:
+    """Choose for each text the lowest token that writes it, of `singles` only as a last resort."""
     by_bytes: dict[bytes, int] = {}
     for number in sorted(texts, key=lambda number: (number in singles, number)):
         by_bytes.setdefault(texts[number], number)
     by_bytes.pop(b"", None)
-    return Words(texts, by_bytes, special, max(map(len, by_bytes), default=0))
+    return by_bytes
 
 
 def _list_kinds(component: Any) -> Iterable[str]:
@@ -178,13 +184,7 @@ class SharedTokens:
             for text, number in target_words.by_bytes.items()
             if text in draft_words.by_bytes
         }
-        used_twins: set[int] = set()
-        special: dict[int, int] = {}
-        for name, number in sorted(target_words.special.items(), key=lambda item: _rank(item[0])):
-            twin = draft_words.special.get(name)
-            if twin is not None and number not in special and twin not in used_twins:
-                special[number] = twin
-                used_twins.add(twin)
+        special = _pair_special(target_words, draft_words)
         pairs |= special
         self.counts = len(pairs), target_words.num_tokens, draft_words.num_tokens
         self._check_share(target, draft)
@@ -196,7 +196,7 @@ class SharedTokens:
         self._target, self._draft = target, draft
         self._special = special, frozenset(target_words.special.values())
         self._bos = target_words.special.get("bos_token_id")
-        # The draft model's tokens for each of the target's: [firsts[n], firsts[n + 1]).
+        # The draft model's tokens for each of the target's: [offsets[n], offsets[n + 1]).
         translations = [
             [pairs[n]] if n in pairs else split_bytes(target_words.texts.get(n, b""), draft_words)
             for n in range(target_size)
@@ -274,6 +274,18 @@ class SharedTokens:
 
 
 TokenMap = SameTokens | SharedTokens
+
+
+def _pair_special(target_words: Words, draft_words: Words) -> dict[int, int]:
+    """Pair the special tokens of two models that have one role or name, each at most once."""
+    pairs: dict[int, int] = {}
+    used_twins: set[int] = set()
+    for name, number in sorted(target_words.special.items(), key=lambda item: _rank(item[0])):
+        twin = draft_words.special.get(name)
+        if twin is not None and number not in pairs and twin not in used_twins:
+            pairs[number] = twin
+            used_twins.add(twin)
+    return pairs
 
 
 def _rank(name: str) -> tuple[bool, str]:
