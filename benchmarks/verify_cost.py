@@ -47,9 +47,11 @@ import torch
 
 from benchmarks.side_by_side import models
 from specdec.engine import int8
+from specdec.engine.compiler import find_compiler
 from specdec.engine.decoder import Decoder
 from specdec.engine.layout import list_engine_tensors, list_integers, name_int8_scales
-from specdec.engine.native import LIBRARY_NAME, NativeKernels, compile_kernels, find_compiler
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_library import LIBRARY_NAME, compile_kernels
 from specdec.files.reading import write_json
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.measure.machine import LoadMeter, describe_machine

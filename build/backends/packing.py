@@ -17,7 +17,8 @@ from specdec.engine.layout import (
     open_engine_file,
 )
 from specdec.engine.loading import load_tensors
-from specdec.engine.native import ALIGNMENT, NativeKernels, get_packed_shape
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_border import ALIGNMENT, get_packed_shape
 from specdec.engine.packed import identify_packing
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo, write_tensor_file

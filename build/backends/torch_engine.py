@@ -262,7 +262,7 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
 
 def will_compile(settings: BuildSettings) -> bool:
     """Whether kernels are to be compiled; raise SpecDecError where they cannot, and are needed."""
-    from specdec.engine.native import find_compiler
+    from specdec.engine.compiler import find_compiler
 
     if settings.optimize != "auto" or find_compiler() is not None:
         return settings.optimize != "none"
@@ -585,7 +585,8 @@ def write_kernels(
     None where the compiler fails and the kernels are not needed.
     """
     from specdec.engine import kernel_cache
-    from specdec.engine.native import LIBRARY_NAME, compile_kernels, describe_coverage
+    from specdec.engine.native_layers import describe_coverage
+    from specdec.engine.native_library import LIBRARY_NAME, compile_kernels
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as workplace:
         try:
@@ -600,7 +601,7 @@ def write_kernels(
             return None
         (folder / kernel_cache.FOLDER_NAME).mkdir(mode=0o755)
         library = Path(workplace) / LIBRARY_NAME
-        kernel_cache.place(library.read_bytes(), kernels, folder, mode=0o644)
+        kernel_cache.write_entry(library.read_bytes(), kernels, folder, mode=0o644)
     logger.info("native kernels: %s", describe_coverage(checkpoint.model))
     return kernels
 

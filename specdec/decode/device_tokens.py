@@ -23,4 +23,4 @@ def run_tokens(decoder: Decoder, cache: KVCache, rows: IntArray, tokens: Tensor)
     states = decoder.forward(step, cache, tokens[:, None])
     for row in rows.tolist():
         cache.commit(row, [0])
-    return States(states, decoder.observed)
+    return States(states, decoder.observed_outputs)

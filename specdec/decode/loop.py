@@ -235,7 +235,7 @@ class Batch:
         self, step: Step, chunk: PrefillChunk | None, num_rows: int, num_nodes: int
     ) -> ForwardOutput:
         """Run the target, and compute the logits that this pass needs."""
-        states = States(self.decoder.forward(step, self.cache), self.decoder.observed)
+        states = States(self.decoder.forward(step, self.cache), self.decoder.observed_outputs)
         if chunk is None:
             return ForwardOutput(states, self.decoder.compute_logits(states.hidden))
         tree_states, prompt_states = states.split(num_rows)

@@ -48,7 +48,7 @@ def fill_cache(
         hidden |= dict(zip(chunk.ended_rows, chunk.pick_last(pass_hidden), strict=True))
         reader.commit(chunk)
         if follow is not None:
-            prompt_states = chunk.gather(States(pass_hidden, decoder.observed))
+            prompt_states = chunk.gather(States(pass_hidden, decoder.observed_outputs))
             follow(chunk.rows, chunk.starts, chunk.counts, prompt_states)
     return torch.stack([hidden[row] for row in rows])
 

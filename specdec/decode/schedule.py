@@ -203,7 +203,7 @@ class Scheduler:
         request.row = source if source in free_rows else free_rows[0]
         free_rows.remove(request.row)
         self._cache.copy_prefix(source, request.row, num_shared)
-        self._cache.want_places(request.row, fork_lengths)
+        self._cache.request_prefixes(request.row, fork_lengths)
         self._drafter.copy_prefix(source, request.row, num_shared)
         self._timing.num_reused_tokens += num_shared
         self.reader.add(request.row, prompt)
@@ -246,7 +246,7 @@ class Scheduler:
         worth = 1 if self._prompt_chunk is None else WORTH_WAITING
         for request in self.prefilling:
             num_shared = min(count_shared(request.request.input_ids, prompt), len(prompt) - 1)
-            if num_shared >= num_cached + worth and self._cache.want_places(
+            if num_shared >= num_cached + worth and self._cache.request_prefixes(
                 request.row, (num_shared,)
             ):
                 return True

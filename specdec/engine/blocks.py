@@ -38,7 +38,7 @@ class BlockMatrix:
 
     @functools.cached_property
     def depth(self) -> int:
-        """The widest rows have no zeros behind them."""
+        """Number of weights in a row, by its widest type, whose rows have no zeros behind them."""
         kinds = [TYPES[number] for number, _, _ in self.list_parts()]
         widest = max(kinds, key=lambda kind: kind.num_bytes / kind.size)
         return self.rows.shape[1] // widest.num_bytes * widest.size
@@ -49,45 +49,45 @@ class BlockMatrix:
         return self.num_outputs, self.depth
 
     def list_parts(self) -> list[tuple[int, int, int]]:
-        """Rows of one type that follow each other: type, start, stop."""
+        """List runs of rows of one type: type, start, stop."""
         return find_runs(to_array(self.types))
 
     def measure(self, kernels: NativeKernels) -> int:
-        """The bytes of what the kernels make of it."""
+        """Return the bytes of the packed matrix."""
         return kernels.measure_blocks(self.list_parts(), self.depth)
 
     def pack(self, kernels: NativeKernels) -> Tensor:
-        """Lay out for the kernels."""
+        """Lay the matrix out for the kernels."""
         return kernels.pack_blocks(self.rows, self.list_parts(), self.depth)
 
     def widen(self, start: int, stop: int) -> Tensor:
-        """Rows of the weight, float32 [rows, depth]."""
+        """Return rows of the weight, float32 [rows, depth]."""
         return self.look_up(torch.arange(start, stop))
 
     def widen_all(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [N, depth], rounded to a type."""
-        whole = torch.empty(self.num_outputs, self.depth, dtype=dtype)
-        for start in range(0, len(whole), BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, len(whole))
-            whole[start:stop] = self.widen(start, stop)
-        return whole
+        """Return the whole weight [N, depth], rounded to a type."""
+        widened = torch.empty(self.num_outputs, self.depth, dtype=dtype)
+        for start in range(0, len(widened), BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, len(widened))
+            widened[start:stop] = self.widen(start, stop)
+        return widened
 
     def look_up(self, indices: Tensor, kernels: NativeKernels | None = None) -> Tensor:
-        """Rows of the weight, float32 [..., depth]."""
+        """Return rows of the weight by their numbers, float32 [..., depth]."""
         if kernels is not None:
             return kernels.widen_blocks(self.rows, self.types, indices, self.depth)
-        chosen = indices.flatten()
-        rows, types = to_array(self.rows[chosen]), to_array(self.types[chosen])
+        row_numbers = indices.flatten()
+        rows, types = to_array(self.rows[row_numbers]), to_array(self.types[row_numbers])
         order = np.argsort(types, kind="stable")
         weights = np.empty((len(rows), self.depth), np.float32)
         weights[order] = dequantize(rows[order], types[order], self.depth)
         return torch.from_numpy(weights).view(*indices.shape, -1)
 
-    def cut(self, start: int, height: int) -> BlockMatrix:
-        """So many rows from `start` on, those beyond the end zeros."""
+    def take_rows(self, start: int, height: int) -> BlockMatrix:
+        """Return `height` rows from `start` on, those beyond the end zeros."""
         rows, types = (t[start : start + height] for t in (self.rows, self.types))
-        missing = height - len(rows)
-        if not missing:
+        num_padding_rows = height - len(rows)
+        if not num_padding_rows:
             return BlockMatrix(rows, types)
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-        return BlockMatrix(padded, torch.cat([types, self.types[-1:].expand(missing)]))
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, num_padding_rows))
+        return BlockMatrix(padded, torch.cat([types, self.types[-1:].expand(num_padding_rows)]))

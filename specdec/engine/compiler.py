@@ -26,21 +26,21 @@ FLAGS = (
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd",
     "-pthread",
 )  # fmt: skip
-# Seconds for one call. The kernels take a minute on a slow machine, a version one second.
-COMPILE_SECONDS, ANSWER_SECONDS = 600.0, 60.0
+COMPILE_SECONDS = 600.0  # for one call; the kernels take a minute on a slow machine
+ANSWER_SECONDS = 60.0  # for a call that asks for a version, which takes one second
 MAX_MESSAGE = 600  # characters of a compiler's last lines in an error
 
 
 def find_compiler() -> str | None:
-    """A C++ compiler: $CXX, or the first of g++, c++, clang++ that is installed.
+    """Find a C++ compiler: $CXX, or the first of g++, c++, clang++ that is installed.
 
     It is a line as a shell takes it: $CXX may hold arguments besides (`ccache g++`, `g++ -m64`).
     """
-    if chosen := os.environ.get("CXX", "").strip():
-        if path := shutil.which(chosen):  # also one with spaces in its path
+    if cxx_variable := os.environ.get("CXX", "").strip():
+        if path := shutil.which(cxx_variable):  # also one with spaces in its path
             return shlex.quote(path)
         try:
-            program, *arguments = shlex.split(chosen)
+            program, *arguments = shlex.split(cxx_variable)
         except ValueError:  # quotes that do not close
             return None
         path = shutil.which(program)
@@ -68,7 +68,7 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
     except OSError as error:
         raise SpecDecError(f"{command[0]} does not start: {error.strerror}", hint) from None
     try:
-        printed, told = process.communicate(timeout=seconds)
+        printed, messages = process.communicate(timeout=seconds)
     except BaseException as error:  # Ctrl-C too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -79,18 +79,18 @@ def call_compiler(command: Sequence[str], *, output: Path | None = None) -> str:
             ) from None
         raise
     if process.returncode != 0:
-        lines = told.decode("utf-8", "replace").strip().splitlines()[-3:]
+        lines = messages.decode("utf-8", "replace").strip().splitlines()[-3:]
         message = " | ".join(lines)[-MAX_MESSAGE:] or "it printed no message"
         status = process.returncode
-        how = f"failed with status {status}" if status > 0 else f"was ended by signal {-status}"
-        raise SpecDecError(f"{command[0]} {how}: {message}", hint)
+        ending = f"failed with status {status}" if status > 0 else f"was ended by signal {-status}"
+        raise SpecDecError(f"{command[0]} {ending}: {message}", hint)
     if output is not None and not (output.is_file() and output.stat().st_size):
         raise SpecDecError(f"{command[0]} ended with status 0 and wrote no {output.name}", hint)
     return printed.decode("utf-8", "replace")
 
 
 def hash_source(source: Path) -> str:
-    """The sum of a source and of the headers in the folder alongside it that has its name."""
+    """Return the sum of a source and of the headers in the folder beside it that has its name."""
     files = [source, *sorted(source.with_suffix("").glob("*.h"))]
     sums = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
@@ -110,7 +110,7 @@ def describe_cpu() -> str:
 
 
 def describe_arithmetic(compiler: str) -> dict[str, str]:
-    """The kinds of arithmetic of docs/kernels.md that the kernels get here, by what they multiply.
+    """Describe the arithmetic of the kernels here, in the terms of docs/kernels.md, by weight type.
 
     Read from what the compiler makes of the source before it compiles it.
     """
@@ -122,6 +122,9 @@ def describe_arithmetic(compiler: str) -> dict[str, str]:
             f"{compiler} leaves out of the kernels' source how they multiply bfloat16 weights",
             "set CXX to another C++ compiler",
         )
-    usual = "fused" if is_fused else "product and sum"
+    default_arithmetic = "fused" if is_fused else "product and sum"
     pairs, bands = (word == "true" for word in kinds.groups())
-    return {"others": usual, "bfloat16": "pairs" if pairs else "bands" if bands else usual}
+    return {
+        "others": default_arithmetic,
+        "bfloat16": "pairs" if pairs else "bands" if bands else default_arithmetic,
+    }

@@ -82,61 +82,45 @@ class Decoder:
         self.num_positions = num_positions
         # Layers whose outputs are kept, and those of the last step side by side, [B, T, n * D].
         self.observed_layers: tuple[int, ...] = ()
-        self.observed: Tensor | None = None
+        self.observed_outputs: Tensor | None = None
         self.dtype = TORCH_DTYPES[model.dtype]
         self.kernels = kernels
         lays_out, prepack = prepack, prepack and can_prepack(self.dtype, device)
         self.is_prepacked = prepack
-        arithmetic = model.arithmetic
 
         embedding = take_matrix(weights, "transformer.vocab_embedding")
         assert not isinstance(embedding, IntegerMatrix)
         self.embedding: Tensor | BlockMatrix = embedding
         self.position_embedding: Tensor | None = None
         self.rotary: RotaryTable | None = None
-        local: RotaryTable | None = None
-        if arithmetic.positions == "learned":
+        local_rotary: RotaryTable | None = None
+        if model.arithmetic.positions == "learned":
             self.position_embedding = weights["transformer.position_embedding.weight"]
         else:
-            self.rotary, local = make_tables(model, num_positions, self.dtype, device)
-        self.embedding_scale = model.embedding_multiplier
-        if arithmetic.scales_embedding:
-            # Rounded to the model's type first, as the family was trained.
-            root = torch.tensor(model.hidden_size**0.5, dtype=self.dtype)
-            self.embedding_scale *= float(root)
-        parts = _Parts(
-            model=model, weights=weights, rank=self.rank, tables=(self.rotary, local),
+            self.rotary, local_rotary = make_tables(model, num_positions, self.dtype, device)
+        self.embedding_scale = compute_embedding_scale(model)
+        maker = _ModuleMaker(
+            model=model, weights=weights, rank=self.rank, tables=(self.rotary, local_rotary),
             prepack=prepack, kernels=kernels,
         )  # fmt: skip
-        layers = [parts.make_layer(index) for index in range(model.num_hidden_layers)]
-        self.stack = Stack(
-            layers=layers,
-            final_norm=None if arithmetic.is_post_norm else parts.make_norm("transformer.ln_f"),
-            num_heads=model.num_attention_heads // model.tp_size,
-            num_kv_heads=model.get_num_kv_heads(),
-            head_size=model.head_size,
-            activation=name_activation(model),
-            is_gated=arithmetic.mlp != "plain",
-            group=group,
-            share=model.residual_multiplier,
-            has_gates=arithmetic.gates_attention,
-        )
+        self.stack = maker.make_stack(group)
         fused = find_fused(device) if lays_out and device.type == "cuda" else None
         self.is_fused = fused is not None  # whether layers run by the kernels of fused.py
         self._torch = (fused or TorchLayers)(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
-        if head is not None:
-            self.lm_head = head
-        elif model.share_embedding_table:
-            head_bias = weights["lm_head.bias"] if arithmetic.head_bias else None
-            rows = cut_head(self.embedding, model, self.rank)
-            self.lm_head = lay_out(rows, head_bias, prepack=prepack, kernels=kernels)
-        else:
-            self.lm_head = parts.make_linear("lm_head")
+        self.lm_head = self._make_head(weights, maker) if head is None else head
+
+    def _make_head(self, weights: Mapping[str, Tensor], maker: _ModuleMaker) -> Linear:
+        """Make the linear of logits, whose matrix may be the embedding."""
+        if not self.model.share_embedding_table:
+            return maker.make_linear("lm_head")
+        bias = weights["lm_head.bias"] if self.model.arithmetic.head_bias else None
+        rows = cut_head(self.embedding, self.model, self.rank)
+        return lay_out(rows, bias, prepack=self.is_prepacked, kernels=self.kernels)
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """Where steps are replayed from, on a device that has graphs."""
+        """Recorded steps, on a device that has graphs."""
         return self._torch.graphs
 
     @graphs.setter
@@ -177,33 +161,35 @@ class Decoder:
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Tokens of a prompt that a row of a step should have at most."""
+        """The most prompt tokens that a row of a step should have."""
         return MAX_CHUNK_TOKENS if self.kernels is None else NATIVE_CHUNK_TOKENS
 
     @property
     def max_joined_tokens(self) -> int | None:
-        """Prompt tokens of a step whose rows may go on in each other; None where they may not.
+        """The most prompt tokens of a step whose rows may go on in each other; None where not.
 
         Attention by torch copies a row's keys for each part of its text.
         """
         return None if self.kernels is None else NATIVE_PASS_TOKENS
 
     def count_experts(self) -> tuple[float, ...]:
-        """Steps so far, tokens of them, and experts that each layer read for them, on average.
+        """Count steps so far, their tokens, and the experts that a layer read for them, on average.
 
         Nothing where there are no experts.
         """
         if self.model.experts is None:
             return ()
-        seen = [layer.experts.seen for layer in self.stack.layers if layer.experts is not None]
-        return tuple(np.mean(seen, axis=0).tolist())
+        counters = [
+            layer.experts.counters for layer in self.stack.layers if layer.experts is not None
+        ]
+        return tuple(np.mean(counters, axis=0).tolist())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Input embeddings, [..., D]."""
+        """Return input embeddings, [..., D]."""
         return self._embed(tokens, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """Compute logits of hidden states: [..., D] -> [..., V]."""
         logits = self.lm_head(hidden)
         if self.group is not None:
             # Where the vocabulary does not divide, the last rank's rows end in padding.
@@ -228,7 +214,9 @@ class Decoder:
             positions = to_device(step.positions, self.device)
         x = self._embed(tokens, positions)
         way = self._choose_way(step)
-        normed, self.observed = way.run(x, step, cache, self.observed_layers, is_normed=True)
+        normed, self.observed_outputs = way.run(
+            x, step, cache, self.observed_layers, is_normed=True
+        )
         return normed
 
     def run_layers(
@@ -239,7 +227,7 @@ class Decoder:
         first_input: what the first layer's attention reads instead of its normed input.
         """
         way = self._choose_way(step)
-        x, self.observed = way.run(x, step, cache, self.observed_layers, first_input)
+        x, self.observed_outputs = way.run(x, step, cache, self.observed_layers, first_input)
         return x
 
     def _choose_way(self, step: Step) -> TorchLayers | KernelLayers | NativeLayers:
@@ -253,22 +241,22 @@ class Decoder:
         if self.position_embedding is not None:
             assert positions is not None
             # Drafts may run past the last position; what is beyond it is never emitted.
-            last = self.model.max_position_embeddings - 1
-            x = x + self._look_up(self.position_embedding, positions.clamp(max=last))
+            last_position = self.model.max_position_embeddings - 1
+            x = x + self._look_up(self.position_embedding, positions.clamp(max=last_position))
         return self.stack.sum(x) if self.model.use_parallel_embedding else x
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Norm of [..., D], outside of the layers."""
+        """Return the norm of [..., D], outside of the layers."""
         return norm(x) if self.kernels is None else self.kernels.norm(x.contiguous(), norm)
 
     def read_rows(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
-        """Rows [..., D] of a table."""
+        """Read rows [..., D] of a table."""
         if isinstance(table, BlockMatrix):
             return table.look_up(indices, self.kernels).to(self.dtype)
         return torch.embedding(table, indices)
 
     def _look_up(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
-        """Rows [..., D] of a table; of one that is split, zeros where other ranks hold the value.
+        """Read rows [..., D] of a table; zeros for values of a split one that other ranks hold.
 
         The sum over the ranks is then the row itself, to the last bit.
         """
@@ -276,13 +264,16 @@ class Decoder:
             return self.read_rows(table, indices)
         height, width = table.shape
         if self.model.embedding_sharding_dim == 1:
-            before = self.rank * width
-            found = self.read_rows(table, indices)
-            return torch.nn.functional.pad(found, (before, self.model.hidden_size - before - width))
-        own = indices - self.rank * height
-        is_elsewhere = (own < 0) | (own >= height)
-        found = self.read_rows(table, own.clamp(0, height - 1))
-        return found.masked_fill(is_elsewhere[..., None], 0.0)
+            num_columns_before = self.rank * width
+            row_values = self.read_rows(table, indices)
+            return torch.nn.functional.pad(
+                row_values,
+                (num_columns_before, self.model.hidden_size - num_columns_before - width),
+            )
+        local_indices = indices - self.rank * height
+        is_elsewhere = (local_indices < 0) | (local_indices >= height)
+        row_values = self.read_rows(table, local_indices.clamp(0, height - 1))
+        return row_values.masked_fill(is_elsewhere[..., None], 0.0)
 
     def _check_lengths(self, step: Step, cache: KVCache) -> None:
         """Raise SpecDecError for a sequence that has outgrown its rotary table."""
@@ -299,9 +290,17 @@ class Decoder:
             )
 
 
+def compute_embedding_scale(model: ModelConfig) -> float:
+    """Return the factor of embeddings, rounded to the model's type as the family was trained."""
+    scale = model.embedding_multiplier
+    if model.arithmetic.scales_embedding:
+        scale *= float(torch.tensor(model.hidden_size**0.5, dtype=TORCH_DTYPES[model.dtype]))
+    return scale
+
+
 @functools.cache
 def find_fused(device: torch.device) -> type[TorchLayers] | None:
-    """The layers by fused kernels; None, and a warning, where a CUDA device cannot run those."""
+    """Return the class of fused layers; None, with a warning, where a device cannot run them."""
     try:
         from specdec.engine.fused import FusedLayers, gate
 
@@ -320,19 +319,19 @@ def find_fused(device: torch.device) -> type[TorchLayers] | None:
 def cut_head(
     embedding: Tensor | BlockMatrix, model: ModelConfig, rank: int
 ) -> Tensor | BlockMatrix:
-    """A rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
+    """Return a rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
     if model.tp_size == 1 or model.use_parallel_embedding:
         return embedding
     height = -(-model.vocab_size // model.tp_size)
     if isinstance(embedding, BlockMatrix):
-        return embedding.cut(rank * height, height)
+        return embedding.take_rows(rank * height, height)
     rows = embedding[rank * height : (rank + 1) * height]
     return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """Makes a decoder's parts of its weights, laid out for the machine.
+class _ModuleMaker:
+    """Maker of a decoder's modules from its weights, laid out for the machine.
 
     tables: of rotations, the second one that of layers with a window.
     """
@@ -345,7 +344,7 @@ class _Parts:
     kernels: NativeKernels | None
 
     def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
-        """is_summed: its products are summed over the ranks, of which the first adds the bias."""
+        """Make a linear; is_summed: its products are summed over the ranks, the first adds bias."""
         weights, prepack, kernels = self.weights, self.prepack, self.kernels
         weight = weights[name + ".weight"]
         bias = None if is_summed and self.rank else weights.get(name + ".bias")
@@ -362,6 +361,22 @@ class _Parts:
             self.weights[name + ".weight"], bias, self.model.norm_epsilon,
             arithmetic.norm_offset,
         )  # fmt: skip
+
+    def make_stack(self, group: Group | None) -> Stack:
+        """Make all layers of the rank."""
+        model, arithmetic = self.model, self.model.arithmetic
+        return Stack(
+            layers=[self.make_layer(index) for index in range(model.num_hidden_layers)],
+            final_norm=None if arithmetic.is_post_norm else self.make_norm("transformer.ln_f"),
+            num_heads=model.num_attention_heads // model.tp_size,
+            num_kv_heads=model.get_num_kv_heads(),
+            head_size=model.head_size,
+            activation=name_activation(model),
+            is_gated=arithmetic.mlp != "plain",
+            group=group,
+            share=model.residual_multiplier,
+            has_gates=arithmetic.gates_attention,
+        )
 
     def make_layer(self, index: int) -> Layer:
         prefix, arithmetic = f"transformer.layers.{index}.", self.model.arithmetic
@@ -392,11 +407,15 @@ class _Parts:
         model, weights = self.model, self.weights
         if (sizes := model.get_linear(index)) is None:
             return None
-        own = sizes.split(model.tp_size)
+        rank_sizes = sizes.split(model.tp_size)
         assert model.layer_types is not None
-        taps = weights[prefix + "conv.weight"].float().view(own.num_channels, own.num_taps)
+        taps = (
+            weights[prefix + "conv.weight"]
+            .float()
+            .view(rank_sizes.num_channels, rank_sizes.num_taps)
+        )
         return DeltaNet(
-            sizes=own,
+            sizes=rank_sizes,
             index=model.layer_types[:index].count(model.layer_types[index]),
             ba=self.make_linear(prefix + "ba"),
             taps=taps.T.contiguous(),
@@ -410,8 +429,8 @@ class _Parts:
         model, norms = self.model, []
         is_sliding = model.is_sliding(index)
         is_rotated = index not in model.arithmetic.layers_without_positions
-        for part in "qk" if model.arithmetic.qk_norm and has_norms else "":
-            weight = self.weights[f"{prefix}{part}_layernorm.weight"]
+        for letter in "qk" if model.arithmetic.qk_norm and has_norms else "":
+            weight = self.weights[f"{prefix}{letter}_layernorm.weight"]
             offset = model.arithmetic.norm_offset
             norms.append(Norm(weight, None, model.norm_epsilon, offset))
         q_norm, k_norm = norms or (None, None)
@@ -425,18 +444,19 @@ class _Parts:
         sizes, weights = self.model.experts, self.weights
         assert sizes is not None
         up, down = (self._make_matrices(f"{prefix}mlp.{name}") for name in ("fc", "proj"))
-        shared = None
+        shared_expert = None
         if sizes.shared_inner:
             name = prefix + sizes.shared_name
             gate = weights[f"{name}_gate.weight"].clone()  # not in a file that may be let go
-            shared = self.make_linear(f"{name}.fc"), self.make_linear(f"{name}.proj"), gate
+            up_linear, down_linear = (self.make_linear(f"{name}.{kind}") for kind in ("fc", "proj"))
+            shared_expert = up_linear, down_linear, gate
         return ExpertLayer(
             sizes, self.rank, name_activation(self.model), weights[prefix + ROUTER],
-            up, down, shared, self.kernels,
+            up, down, shared_expert, self.kernels,
         )  # fmt: skip
 
     def _make_matrices(self, name: str) -> list[Linear]:
-        """Those of experts, which lie in one tensor."""
+        """Make the linears of all experts, whose matrices lie in one tensor."""
         return [
             lay_out(matrix, prepack=self.prepack, kernels=self.kernels)
             for matrix in list_matrices(self.weights, name)

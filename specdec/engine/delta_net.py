@@ -43,9 +43,9 @@ class DeltaNet:
     kernels: NativeKernels | None = None
 
     def run(self, qkvz: Tensor, ba: Tensor, states: LinearStates, runs: Runs) -> Tensor:
-        """What the products [B, T, W] and [B, T, 2 V] yield: [B, T, V * J].
+        """Run linear attention over the products [B, T, W] and [B, T, 2 V]; return [B, T, V * J].
 
-        Tokens that belong to no run get zeros. The state is written up to the kept tokens.
+        Tokens that belong to no run get zeros. The state is written up to the last certain token.
         """
         if self.kernels is not None:
             weights = self.taps, self.decay, self.bias
@@ -53,68 +53,72 @@ class DeltaNet:
         batch, num_tokens = qkvz.shape[:2]
         flat, strengths = qkvz.flatten(0, 1), ba.flatten(0, 1)
         width = self.sizes.sections[2]
-        out = qkvz.new_zeros((batch * num_tokens, width))
+        outputs = qkvz.new_zeros((batch * num_tokens, width))
         # Runs that are certain as a whole, and others by how much of them is.
-        kinds = np.where(runs.kept == runs.counts, -1, runs.kept)
-        for kind in sorted(set(kinds.tolist())):
-            some = np.flatnonzero(kinds == kind)
-            counts = runs.counts[some]
+        group_keys = np.where(runs.certain == runs.counts, -1, runs.certain)
+        for num_certain in sorted(set(group_keys.tolist())):
+            group = np.flatnonzero(group_keys == num_certain)
+            counts = runs.counts[group]
             steps = np.arange(counts.max())
             is_real = steps < counts[:, None]
-            places = runs.firsts[some, None] + np.where(is_real, steps, 0)
-            at = to_device(places, qkvz.device)  # [n, T]
+            token_numbers = runs.first_tokens[group, None] + np.where(is_real, steps, 0)
+            token_index = to_device(token_numbers, qkvz.device)  # [n, T]
             mask = to_device(is_real, qkvz.device)
-            chosen = Runs(*(part[some] for part in runs))
-            found = self._compute(flat[at], strengths[at], mask, states, chosen)
-            out[at[mask]] = found[mask]
-        return out.view(batch, num_tokens, width)
+            group_runs = Runs(*(field[group] for field in runs))
+            group_outputs = self._compute(
+                flat[token_index], strengths[token_index], mask, states, group_runs
+            )
+            outputs[token_index[mask]] = group_outputs[mask]
+        return outputs.view(batch, num_tokens, width)
 
     def _compute(
         self, qkvz: Tensor, ba: Tensor, mask: Tensor, states: LinearStates, runs: Runs
     ) -> Tensor:
-        """The same of rows [n, T, ...] whose real tokens the mask [n, T] tells."""
+        """Run rows [n, T, ...] of equally many certain tokens; mask: [n, T], of real tokens."""
         sizes, index, device = self.sizes, self.index, qkvz.device
         size, rows = qkvz.shape[1], to_device(runs.rows, device)
-        folds, kept = int(runs.folded.max()), runs.kept
-        log = [part[index, rows, :folds] for part in states.log]
+        folds, num_certain = int(runs.folded.max()), runs.certain
+        log = [kind_log[index, rows, :folds] for kind_log in states.log]
         inputs = qkvz[..., : sizes.num_channels]
-        before = torch.cat((states.window[index, rows], log[3]), dim=1)
-        text = torch.cat((_take(before, runs.folded, sizes.num_taps - 1), inputs), dim=1)
-        states.window[index, rows] = _take(text, kept, sizes.num_taps - 1)
+        earlier_inputs = torch.cat((states.window[index, rows], log[3]), dim=1)
+        text = torch.cat((_take(earlier_inputs, runs.folded, sizes.num_taps - 1), inputs), dim=1)
+        states.window[index, rows] = _take(text, num_certain, sizes.num_taps - 1)
         q, k, v = self._convolve(text, size)
         is_folded = to_device(np.arange(folds) < runs.folded[:, None], device)[..., None]
         state = states.state[index, rows]  # [n, V, I, J]
         decays = torch.where(is_folded, log[2], 1.0)
         deltas = torch.where(is_folded[..., None], log[1], 0.0)
-        for at in range(folds):
-            key, delta = self._share(log[0][:, at]), deltas[:, at]
-            state = state * decays[:, at, :, None, None] + key[..., None] * delta[:, :, None]
+        for t in range(folds):
+            key, delta = self._share(log[0][:, t]), deltas[:, t]
+            state = state * decays[:, t, :, None, None] + key[..., None] * delta[:, :, None]
         # Tokens that are not there change nothing.
         strength, rate = ba.float().chunk(2, dim=-1)
         strength = strength.sigmoid() * mask[..., None]
         decay = (self.decay * torch.nn.functional.softplus(rate + self.bias)).exp()
         decay = torch.where(mask[..., None], decay, 1.0)
-        outputs, last = [], int(kept.max())
-        for at in range(size):
-            if at == last:
+        outputs, first_draft = [], int(num_certain.max())
+        for t in range(size):
+            if t == first_draft:
                 states.state[index, rows] = state
-            key = self._share(k[:, at])
-            faded = state * decay[:, at, :, None, None]
-            seen = (key[:, :, None] @ faded)[:, :, 0]
-            delta = strength[:, at, :, None] * (v[:, at] - seen)
+            key = self._share(k[:, t])
+            faded = state * decay[:, t, :, None, None]
+            predicted = (key[:, :, None] @ faded)[:, :, 0]
+            delta = strength[:, t, :, None] * (v[:, t] - predicted)
             state = faded + key[..., None] * delta[:, :, None]
-            outputs.append((self._share(q[:, at])[:, :, None] @ state)[:, :, 0])
-            if at >= last:
-                new = (k[:, at], delta, decay[:, at], inputs[:, at])
-                for part, value in zip(states.log, new, strict=True):
-                    part[index, rows, at - last] = value
-        if last >= size:
+            outputs.append((self._share(q[:, t])[:, :, None] @ state)[:, :, 0])
+            if t >= first_draft:
+                logged_values = (k[:, t], delta, decay[:, t], inputs[:, t])
+                for kind_log, value in zip(states.log, logged_values, strict=True):
+                    kind_log[index, rows, t - first_draft] = value
+        if first_draft >= size:
             states.state[index, rows] = state
-        out = torch.stack(outputs, dim=1)
-        return self._finish(out, qkvz[..., sizes.num_channels :].view(out.shape)).flatten(2)
+        run_outputs = torch.stack(outputs, dim=1)
+        return self._finish(
+            run_outputs, qkvz[..., sizes.num_channels :].view(run_outputs.shape)
+        ).flatten(2)
 
     def _convolve(self, text: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed, [n, T, K, I], and values [n, T, V, J] of the newest tokens."""
+        """Return normed queries and keys [n, T, K, I], and values [n, T, V, J], of new tokens."""
         sizes, text = self.sizes, text.float()
         mixed = sum(
             (text[:, tap : tap + size] * self.taps[tap] for tap in range(sizes.num_taps)),
@@ -127,7 +131,7 @@ class DeltaNet:
         return q * sizes.key_size**-0.5, k, values
 
     def _share(self, of_keys: Tensor) -> Tensor:
-        """What key heads have, [n, K, I], for the value heads that share them, [n, V, I]."""
+        """Repeat vectors of key heads, [n, K, I], for value heads that share them, [n, V, I]."""
         times = self.sizes.num_value_heads // self.sizes.num_key_heads
         return of_keys.repeat_interleave(times, dim=1) if times > 1 else of_keys
 
@@ -143,6 +147,6 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _take(tokens: Tensor, starts: IntArray, count: int) -> Tensor:
-    """`count` tokens of each row [n, ..., C] from `starts` on."""
-    at = to_device(starts[:, None] + np.arange(count), tokens.device)
-    return tokens[torch.arange(len(tokens), device=tokens.device)[:, None], at]
+    """Take `count` tokens of each row [n, ..., C] from `starts` on."""
+    token_index = to_device(starts[:, None] + np.arange(count), tokens.device)
+    return tokens[torch.arange(len(tokens), device=tokens.device)[:, None], token_index]

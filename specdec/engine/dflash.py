@@ -52,42 +52,53 @@ class DFlashNet(DraftNet):
         model: ModelConfig,
         **options: Any,
     ) -> None:
-        own = take_own(weights, DFLASH_NET)
+        drafter_tensors = take_own(weights, DFLASH_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
-        self.params = params = dataclasses.replace(params, draft_vocab_size=len(own[HEAD]))
+        self.params = params = dataclasses.replace(
+            params, draft_vocab_size=len(drafter_tensors[HEAD])
+        )
         net = params.make_net_model(model)
-        super().__init__(own, weights, net, model, **options)
-        self.hidden_norm = Norm(own["drafter.hidden_norm.weight"], None, net.norm_epsilon)
+        super().__init__(drafter_tensors, weights, net, model, **options)
+        self.hidden_norm = Norm(
+            drafter_tensors["drafter.hidden_norm.weight"], None, net.norm_epsilon
+        )
         # The rows of every layer's projections that make keys and values, as one matrix.
-        first = net.num_attention_heads * net.head_size
+        num_query_rows = net.num_attention_heads * net.head_size
         names = [f"drafter.layers.{n}.attention.qkv" for n in range(net.num_hidden_layers)]
         bias = None
         if net.has_qkv_bias:
-            bias = torch.cat([own[f"{name}.bias"][first:] for name in names])
-        rows = join_rows([take_matrix(own, name) for name in names], first)
+            bias = torch.cat([drafter_tensors[f"{name}.bias"][num_query_rows:] for name in names])
+        rows = join_rows([take_matrix(drafter_tensors, name) for name in names], num_query_rows)
         self.context = lay_out(rows, bias, **self.layout)
         self.markov: Linear | None = None
         if params.markov_rank:
-            self.rows_before = own[MARKOV_EMBEDDING]
+            self.rows_before = drafter_tensors[MARKOV_EMBEDDING]
             name = MARKOV_HEAD.removesuffix(".weight")
-            self.markov = make_linear(own, name, **self.layout)
+            self.markov = make_linear(drafter_tensors, name, **self.layout)
 
-    def write_context(self, cache: KVCache, rows: Tensor, places: Tensor, states: Tensor) -> None:
+    def write_context(
+        self, cache: KVCache, rows: Tensor, positions: Tensor, states: Tensor
+    ) -> None:
         """Write keys and values of what the target's layers yielded: states [N, F].
 
-        rows, places: [N], of the cache, on its device. A token's place is its position.
+        rows, positions: [N], of the cache, on its device.
         """
         stack = self.decoder.stack
-        made = self.context(self.hidden_norm(self.fc(states)))
-        made = made.view(len(states), len(stack.layers), 2, stack.num_kv_heads, stack.head_size)
+        keys_and_values = self.context(self.hidden_norm(self.fc(states)))
+        keys_and_values = keys_and_values.view(
+            len(states), len(stack.layers), 2, stack.num_kv_heads, stack.head_size
+        )
         for index, layer in enumerate(stack.layers):
-            keys, values = made[:, index].unbind(1)  # [N, K, H]
-            how = layer.attention
-            assert how.k_norm is not None
-            assert how.rotary is not None
-            angles = how.rotary.cos[places].unsqueeze(1), how.rotary.sin[places].unsqueeze(1)
-            cache.blocks[index, 0][rows, :, places] = rotate(how.k_norm(keys), *angles)
-            cache.blocks[index, 1][rows, :, places] = values
+            keys, values = keys_and_values[:, index].unbind(1)  # [N, K, H]
+            attention = layer.attention
+            assert attention.k_norm is not None
+            assert attention.rotary is not None
+            angles = (
+                attention.rotary.cos[positions].unsqueeze(1),
+                attention.rotary.sin[positions].unsqueeze(1),
+            )
+            cache.blocks[index, 0][rows, :, positions] = rotate(attention.k_norm(keys), *angles)
+            cache.blocks[index, 1][rows, :, positions] = values
 
     def run_blocks(self, cache: KVCache, rows: IntArray, roots: IntArray) -> Tensor:
         """Fill a block after the context of each row; roots [B]: their last emitted tokens.
@@ -106,12 +117,16 @@ class DFlashNet(DraftNet):
         )
         return self.decoder.forward(step, cache)[:, size - self.params.num_positions :]
 
-    def rank_after(self, logits: Tensor, before: IntArray, width: int) -> tuple[Tensor, Tensor]:
+    def rank_after(
+        self, logits: Tensor, previous_tokens: IntArray, width: int
+    ) -> tuple[Tensor, Tensor]:
         """As `rank_tokens`, of one place after each of the tokens [B, N] in the place before it.
 
         logits: [B, V], what the head alone says of the place; returns [B, N, width].
         """
         assert self.markov is not None
-        rows = torch.nn.functional.embedding(to_device(before, logits.device), self.rows_before)
+        rows = torch.nn.functional.embedding(
+            to_device(previous_tokens, logits.device), self.rows_before
+        )
         logits = logits[:, None].float() + self.markov(rows).float()
         return rank_logits(logits, width, self.offsets)

@@ -1,6 +1,6 @@
-"""What drafters with decoder layers of their own share: layers, embedding, head, offsets.
+"""Networks of drafters with decoder layers: layers, embedding, head, offsets.
 
-What a drafter holds that equals one of the target's is not held twice.
+A drafter's tensor that equals one of the target's is not held twice.
 
 Legend: D the drafter's hidden size, V drafted vocabulary.
 """
@@ -25,7 +25,7 @@ from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
 
 
 def take_own(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """A drafter's tensors among an engine's, without their prefix."""
+    """Return a drafter's tensors among an engine's, without their prefix."""
     return {
         name.removeprefix(prefix): weight
         for name, weight in weights.items()
@@ -38,7 +38,7 @@ class DraftNet:
 
     def __init__(
         self,
-        own: Mapping[str, Tensor],
+        drafter_tensors: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         net: ModelConfig,
         model: ModelConfig,
@@ -46,38 +46,40 @@ class DraftNet:
         head: Linear | None = None,
         **options: Any,
     ) -> None:
-        """own: of `take_own`. weights: an engine's, the target's embedding and head among them.
+        """Make the network of an engine's weights.
+
+        drafter_tensors: of `take_own`. weights: an engine's, with the target's embedding and head.
 
         net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
-        options: the others of `Decoder`.
+        options: of `Decoder`.
         """
         net = make_whole(net)
-        named = name_decoder_tensors(own, weights, net)
-        head = head if head is not None and _is_head(own, weights) else None
-        self.decoder = Decoder(net, named, head=head, **options)
+        decoder_tensors = name_decoder_tensors(drafter_tensors, weights, net)
+        head = head if head is not None and _is_head(drafter_tensors, weights) else None
+        self.decoder = Decoder(net, decoder_tensors, head=head, **options)
         assert self.decoder.stack.final_norm is not None
         self.final_norm: Norm = self.decoder.stack.final_norm
         self.layout: dict[str, Any] = {
             "prepack": self.decoder.is_prepacked,
             "kernels": self.decoder.kernels,
         }
-        self.fc = make_linear(own, "drafter.fc", **self.layout)
+        self.fc = make_linear(drafter_tensors, "drafter.fc", **self.layout)
         # Logits are multiplied as the target's are, by which most drafters learn (Granite).
         self.head_scale = model.output_multiplier_scale
-        self.offsets = take_offsets(own, model.vocab_size)
+        self.offsets = take_offsets(drafter_tensors, model.vocab_size)
 
     def make_head_input(self, hidden: Tensor) -> Tensor:
-        """What the head reads of states [..., D] that the layers have made."""
+        """Return the head's input for hidden states [..., D] of the last layer."""
         return hidden if self.head_scale == 1 else hidden * self.head_scale
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of the tokens after states [..., D]."""
+        """Compute logits [..., V] of the tokens after hidden states [..., D]."""
         return self.decoder.compute_logits(self.make_head_input(hidden))
 
     def rank_tokens(
         self, hidden: Tensor, width: int, sharpness: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The `width` most probable tokens after states [..., D], best first.
+        """Rank the `width` most probable tokens after hidden states [..., D], best first.
 
         Returns the target's tokens and their log-probabilities, both [..., width]. sharpness: by
         which logits are multiplied first, of the states' dimensions; None is one.
@@ -89,59 +91,61 @@ class DraftNet:
 
 
 def make_whole(model: ModelConfig) -> ModelConfig:
-    """The same model on one rank."""
+    """Return the configuration of a model on one rank."""
     return dataclasses.replace(model, tp_size=1, use_parallel_embedding=False)
 
 
 def name_decoder_tensors(
-    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], net: ModelConfig
+    drafter_tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], net: ModelConfig
 ) -> dict[str, Tensor]:
-    """A drafter's tensors by the names of a decoder's; its embedding the target's where equal."""
+    """Name a drafter's tensors as a decoder's; an embedding like the target's is the target's."""
     decoder = {
         f"transformer.{name.removeprefix('drafter.')}": weight
-        for name, weight in own.items()
+        for name, weight in drafter_tensors.items()
         if name.startswith("drafter.")
     }
-    decoder |= {name: own[name] for name in own if name.startswith("lm_head.")}
+    decoder |= {
+        name: drafter_tensors[name] for name in drafter_tensors if name.startswith("lm_head.")
+    }
     if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
     if net.arithmetic.mlp in ("gated", "fused"):
         for name in [name for name in decoder if ".mlp.fc." in name]:
-            parts = (
+            stacked_names = (
                 [name] if net.arithmetic.mlp == "fused" else [name, name.replace(".fc.", ".gate.")]
             )
-            stacked = [decoder.pop(part) for part in parts]
+            stacked = [decoder.pop(stacked_name) for stacked_name in stacked_names]
             decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
     return decoder
 
 
-def _is_head(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-    """Whether a drafter's head is the target's, whose own may be its embedding."""
-    if own[HEAD].dtype is torch.int8:  # rounded for drafts
+def _is_head(drafter_tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+    """Tell whether a drafter's head is the target's, which may be the target's embedding."""
+    if drafter_tensors[HEAD].dtype is torch.int8:  # rounded for drafts
         return False
-    bias, targets = own.get(HEAD_BIAS), weights.get(HEAD_BIAS)
+    bias, targets = drafter_tensors.get(HEAD_BIAS), weights.get(HEAD_BIAS)
     if bias is None or targets is None:
         same_bias = bias is targets
     else:
         same_bias = torch.equal(bias, targets)
-    return same_bias and torch.equal(own[HEAD], weights.get(HEAD, weights[EMBEDDING]))
+    return same_bias and torch.equal(drafter_tensors[HEAD], weights.get(HEAD, weights[EMBEDDING]))
 
 
-def take_offsets(own: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
-    """What a reduced vocabulary adds to a drafted token, [V]; None where it is not reduced.
+def take_offsets(drafter_tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
+    """Return offsets [V] from drafted tokens to the target's; None for an unreduced vocabulary.
 
     Raises SpecDecError where that maps a token beyond the target's vocabulary.
     """
-    offsets = own.get(OFFSETS)
+    offsets = drafter_tensors.get(OFFSETS)
     if offsets is None:
         return None
     numbers = torch.arange(len(offsets), device=offsets.device)
     # Compared with bounds, not added: a sum of two large numbers might wrap around.
     outside = (offsets < -numbers) | (offsets >= vocab_size - numbers)
     if outside.any():
-        first = int(outside.nonzero()[0])
+        token = int(outside.nonzero()[0])
         raise SpecDecError(
-            f"d2t maps drafted token {first} to {int(offsets[first]) + first}, the target has"
+            f"d2t maps drafted token {token} to {int(offsets[token]) + token}, the target has"
             f" vocab_size {vocab_size} ({int(outside.sum())} of {len(offsets)} are outside)",
             "the drafter's weights are damaged or of another target: convert and build it again",
         )
@@ -152,7 +156,7 @@ def rank_packed(
     head: Linear, x: Tensor, width: int, offsets: Tensor | None = None,
     sharpness: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The `width` most probable tokens that a head reads which native kernels have packed.
+    """Rank the `width` most probable tokens by a head that native kernels have packed.
 
     As `DraftNet.rank_tokens` returns them. Sharper inputs have sharper logits, but for a bias.
     """
@@ -166,12 +170,12 @@ def rank_packed(
 def rank_logits(
     logits: Tensor, width: int, offsets: Tensor | None = None, sharpness: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `width` most probable of logits [..., V], as `DraftNet.rank_tokens` returns them."""
+    """Rank the `width` most probable of logits [..., V], as `DraftNet.rank_tokens` does."""
     logits = logits.float() if sharpness is None else logits.float() * sharpness.float()
     scores, tokens = find_top(logits.log_softmax(-1), width)
     return name_tokens(tokens, offsets), scores
 
 
 def name_tokens(tokens: Tensor, offsets: Tensor | None) -> Tensor:
-    """The target's tokens of drafted ones."""
+    """Return the target's tokens for drafted ones."""
     return tokens if offsets is None else tokens + offsets[tokens]

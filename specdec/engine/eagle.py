@@ -37,14 +37,17 @@ from specdec.model.tensors import EAGLE_NET, HEAD
 def take_net(
     params: EagleParams, weights: Mapping[str, Tensor]
 ) -> tuple[EagleParams, dict[str, Tensor]]:
-    """The drafter as an engine has it, which may draft fewer tokens, and its tensors' own names."""
-    own = take_own(weights, EAGLE_NET)
-    params = params.shorten(len(own[HEAD]))
+    """Return the drafter as an engine has it, which may draft fewer tokens, and its tensors."""
+    drafter_tensors = take_own(weights, EAGLE_NET)
+    params = params.shorten(len(drafter_tensors[HEAD]))
     if params.eagle3 is None:  # which has neither norm: they are never applied
-        embedding = own["drafter.vocab_embedding.weight"]
+        embedding = drafter_tensors["drafter.vocab_embedding.weight"]
         blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
-        own |= {"drafter.layers.0.input_layernorm.weight": blank, "drafter.ln_f.weight": blank}
-    return params, own
+        drafter_tensors |= {
+            "drafter.layers.0.input_layernorm.weight": blank,
+            "drafter.ln_f.weight": blank,
+        }
+    return params, drafter_tensors
 
 
 class EagleNet(DraftNet):
@@ -56,10 +59,10 @@ class EagleNet(DraftNet):
     def __init__(
         self, params: EagleParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
     ) -> None:
-        params, own = take_net(params, weights)
+        params, drafter_tensors = take_net(params, weights)
         self.params, self.is_third = params, params.eagle3 is not None
         net = params.make_net_model(model)
-        super().__init__(own, weights, net, model, **options)
+        super().__init__(drafter_tensors, weights, net, model, **options)
         if self.is_third:  # which learns by a head of its own
             self.head_scale = 1.0
         self.hidden_norm: Norm | None = None
@@ -68,28 +71,30 @@ class EagleNet(DraftNet):
         self.is_output_normed = False
         if params.eagle3 is not None:
             names = params.eagle3.list_read_norms()
-            self.read_norms = [Norm(own[f"drafter.{n}"], None, net.norm_epsilon) for n in names]
+            self.read_norms = [
+                Norm(drafter_tensors[f"drafter.{n}"], None, net.norm_epsilon) for n in names
+            ]
             self.is_output_normed = params.eagle3.norm_output
-            weight = own["drafter.layers.0.hidden_norm.weight"]
+            weight = drafter_tensors["drafter.layers.0.hidden_norm.weight"]
             self.hidden_norm = Norm(weight, None, net.norm_epsilon)
         self.mask_feature: Tensor | None = None  # [D]
         if params.mask_token_id is not None:
             with torch.inference_mode():
-                self.mask_feature = self.make_features(own[MASK_HIDDEN][0])[0]
+                self.mask_feature = self.make_features(drafter_tensors[MASK_HIDDEN][0])[0]
 
     @property
     def hidden_size(self) -> int:
         return self.params.net.hidden_size
 
     def make_features(self, states: Tensor) -> Tensor:
-        """Features [..., D] from what is read of the target [..., F]."""
+        """Make features [..., D] of the target's hidden states [..., F]."""
         if not self.is_third:
             return states
         if self.read_norms:
-            parts = states.chunk(len(self.read_norms), dim=-1)
+            layer_states = states.chunk(len(self.read_norms), dim=-1)
             normed = [
-                self.decoder.norm(part, norm)
-                for norm, part in zip(self.read_norms, parts, strict=True)
+                self.decoder.norm(layer_state, norm)
+                for norm, layer_state in zip(self.read_norms, layer_states, strict=True)
             ]
             states = torch.cat(normed, dim=-1)
         return self.fc(states)
@@ -102,14 +107,14 @@ class EagleNet(DraftNet):
         tokens = to_device(step.tokens, features.device)
         embedded = self.decoder.read_rows(self.decoder.embedding, tokens)
         if self.hidden_norm is None:
-            x = first = self.fc(torch.cat((embedded, features), dim=-1))
+            x = first_input = self.fc(torch.cat((embedded, features), dim=-1))
         else:
             assert self.params.eagle3 is not None
             normed = self.decoder.norm(features, self.hidden_norm)
-            entered = self.decoder.norm(embedded, self.decoder.stack.layers[0].input_norm)
-            first = torch.cat((entered, normed), dim=-1)
+            normed_embedding = self.decoder.norm(embedded, self.decoder.stack.layers[0].input_norm)
+            first_input = torch.cat((normed_embedding, normed), dim=-1)
             x = normed if self.params.eagle3.norm_before_residual else features
-        x = self.decoder.run_layers(x, step, cache, first)
+        x = self.decoder.run_layers(x, step, cache, first_input)
         return self.decoder.norm(x, self.final_norm) if self.is_output_normed else x
 
     def make_head_input(self, hidden: Tensor) -> Tensor:

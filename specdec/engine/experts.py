@@ -14,16 +14,18 @@ from torch import Tensor
 
 from specdec.engine.layers import ACTIVATIONS
 from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels, PackedExperts
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_models import ExpertSizes, PackedExperts
 from specdec.model.experts import Experts
 
 
 class ExpertLayer:
-    """A rank's part of a layer's experts. Legend: M tokens, D hidden, E experts.
+    """The experts of a layer that a rank holds. Legend: M tokens, D hidden, E experts.
 
-    router: float32 [E, D]. up, down: of the rank's own experts; up gives what is multiplied, then
-    what is activated. shared: up, down and gate [1, D] of the expert that every token takes.
-    seen: steps, tokens of them, and experts that these chose, over all steps.
+    router: float32 [E, D]. up, down: linears of the rank's experts; the first half of up's outputs
+    is multiplied by the second half, activated. shared_expert: up, down and gate [1, D] of the
+    expert that every token takes. counters: steps so far, their tokens, and the experts that these
+    chose.
     """
 
     def __init__(
@@ -34,51 +36,58 @@ class ExpertLayer:
         router: Tensor,
         up: Sequence[Linear],
         down: Sequence[Linear],
-        shared: tuple[Linear, Linear, Tensor] | None,
+        shared_expert: tuple[Linear, Linear, Tensor] | None,
         kernels: NativeKernels | None,
     ) -> None:
-        self.sizes, self.own = sizes, sizes.list_rank_experts(rank)
-        self.router, self.up, self.down, self.shared = router, up, down, shared
-        self.seen = np.zeros(3, np.int64)
+        self.sizes, self.local_experts = sizes, sizes.list_rank_experts(rank)
+        self.router, self.up, self.down, self.shared_expert = router, up, down, shared_expert
+        self.counters = np.zeros(3, np.int64)
         self._activate = ACTIVATIONS[activation]
         self.packed: PackedExperts | None = None
         if kernels is not None:
             self.packed = PackedExperts(
-                kernels, router, [each.packed for each in up], [each.packed for each in down],
-                None if shared is None else (shared[0].packed, shared[1].packed, shared[2]),
-                hidden=router.shape[1], top_k=sizes.top_k, first=self.own.start,
-                inner=up[0].num_outputs // 2,
-                shared_inner=0 if shared is None else shared[0].num_outputs // 2,
-                renormalizes=sizes.renormalizes, seen=self.seen,
+                kernels,
+                router,
+                [linear.packed for linear in up],
+                [linear.packed for linear in down],
+                shared_expert
+                and (shared_expert[0].packed, shared_expert[1].packed, shared_expert[2]),
+                ExpertSizes(
+                    hidden=router.shape[1], top_k=sizes.top_k,
+                    first_expert=self.local_experts.start, inner=up[0].num_outputs // 2,
+                    shared_inner=shared_expert[0].num_outputs // 2 if shared_expert else 0,
+                    renormalizes=sizes.renormalizes,
+                ),
+                self.counters,
             )  # fmt: skip
 
     def choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights, float32: [M, D] -> both [M, top_k]."""
+        """Choose experts of each token of [M, D]; return their weights and numbers, [M, top_k]."""
         scores = torch.nn.functional.linear(h.float(), self.router).softmax(-1)
-        weights, chosen = scores.topk(self.sizes.top_k, dim=-1)
+        weights, experts = scores.topk(self.sizes.top_k, dim=-1)
         if self.sizes.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
+        return weights, experts
 
     def __call__(self, h: Tensor) -> Tensor:
-        """[..., D] -> [..., D], by torch: what this rank's experts add up to."""
+        """Return the sum of this rank's experts for each token, by torch: [..., D] -> [..., D]."""
         rows = h.reshape(-1, h.shape[-1])
-        weights, chosen = self.choose(rows)
-        out = torch.zeros_like(rows, dtype=torch.float32)
-        taken = sorted(set(chosen.flatten().tolist()))
-        self.seen += (1, len(rows), len(taken))
-        for expert in taken:
-            if expert not in self.own:
+        weights, choices = self.choose(rows)
+        sums = torch.zeros_like(rows, dtype=torch.float32)
+        used_experts = sorted(set(choices.flatten().tolist()))
+        self.counters += (1, len(rows), len(used_experts))
+        for expert in used_experts:
+            if expert not in self.local_experts:
                 continue
-            tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            at = expert - self.own.start
-            y = self._run_one(self.up[at], self.down[at], rows[tokens])
-            out.index_add_(0, tokens, y.float() * weights[tokens, places, None])
-        if self.shared is not None:
-            up, down, gate = self.shared
+            tokens, ranks = (choices == expert).nonzero(as_tuple=True)
+            index = expert - self.local_experts.start
+            y = self._run_one(self.up[index], self.down[index], rows[tokens])
+            sums.index_add_(0, tokens, y.float() * weights[tokens, ranks, None])
+        if self.shared_expert is not None:
+            up, down, gate = self.shared_expert
             amount = torch.nn.functional.linear(rows, gate).float().sigmoid()
-            out += amount * self._run_one(up, down, rows).float()
-        return out.to(h.dtype).view_as(h)
+            sums += amount * self._run_one(up, down, rows).float()
+        return sums.to(h.dtype).view_as(h)
 
     def _run_one(self, up: Linear, down: Linear, x: Tensor) -> Tensor:
         multiplied, activated = up(x).chunk(2, dim=-1)

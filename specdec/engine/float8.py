@@ -21,7 +21,7 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def can_multiply(weight: Tensor, device: torch.device) -> bool:
-    """Whether the device multiplies a float8 weight as it is."""
+    """Tell whether the device multiplies a float8 weight as it is."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return False
     return weight.shape[0] % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
@@ -29,10 +29,10 @@ def can_multiply(weight: Tensor, device: torch.device) -> bool:
 
 def widen(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight that a float8 one and its scales stand for, rounded to `dtype`."""
-    parts = [
-        part.float() * scale for part, scale in zip(weight.chunk(len(scales)), scales, strict=True)
+    widened_halves = [
+        half.float() * scale for half, scale in zip(weight.chunk(len(scales)), scales, strict=True)
     ]
-    return torch.cat(parts).to(dtype)
+    return torch.cat(widened_halves).to(dtype)
 
 
 def round_input(x: Tensor, scale: Tensor) -> Tensor:
@@ -55,15 +55,15 @@ class Float8Linear(Linear):
         self.weight = weight
         # A copy of each scale: cuBLAS refuses one whose address is no multiple of 16.
         scales = [scale.clone() for scale in weight_scales]
-        self.parts = list(zip(weight.chunk(len(scales)), scales, strict=True))
+        self.scaled_halves = list(zip(weight.chunk(len(scales)), scales, strict=True))
         self.input_scale = input_scale.reshape(())
 
     def __call__(self, x: Tensor) -> Tensor:
         rounded = round_input(x, self.input_scale).flatten(0, -2)
         multiply: Any = torch._scaled_mm
         products = [
-            multiply(rounded, part.t(), scale_a=self.input_scale, scale_b=scale, out_dtype=x.dtype)
-            for part, scale in self.parts
+            multiply(rounded, half.t(), scale_a=self.input_scale, scale_b=scale, out_dtype=x.dtype)
+            for half, scale in self.scaled_halves
         ]
         y = torch.cat(products, -1) if len(products) > 1 else products[0]
         y = y.view(*x.shape[:-1], -1)

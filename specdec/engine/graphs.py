@@ -42,7 +42,7 @@ CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share one pool of memory: only one is replayed at a time."""
+    """Recorder of CUDA graphs. They share one pool of memory: only one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,11 +55,11 @@ class CudaRecorder:
 
         It is made on the stream that it will be recorded on: libraries set themselves up.
         """
-        own = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(own)
+        current_stream = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current_stream)
         with torch.cuda.stream(self._stream):
             outputs = compute()
-        own.wait_stream(self._stream)
+        current_stream.wait_stream(self._stream)
         return outputs
 
     def record(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
@@ -86,14 +86,14 @@ class _Graph:
         self.outputs: Outputs = ()
         self.replay: Callable[[], None] | None = None
         self.buffers = [
-            torch.zeros(tuple(shape), dtype=given.dtype, device=given.device)
-            for given, shape in zip(inputs, shapes, strict=True)
+            torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+            for tensor, shape in zip(inputs, shapes, strict=True)
         ]
 
     def feed(self, inputs: Sequence[Tensor]) -> None:
         """Copy inputs, which may be smaller, to the start of their buffers."""
-        for buffer, given in zip(self.buffers, inputs, strict=True):
-            buffer[tuple(slice(size) for size in given.shape)].copy_(given, non_blocking=True)
+        for buffer, tensor in zip(self.buffers, inputs, strict=True):
+            buffer[tuple(slice(size) for size in tensor.shape)].copy_(tensor, non_blocking=True)
 
     def count_bytes(self) -> int:
         tensors = (*self.buffers, *self.outputs)
@@ -132,7 +132,7 @@ class Graphs:
 
         Inputs may change from call to call, in values alone; owner, by identity, and key must
         hold everything else that `compute` depends on. shapes: of the buffers that `compute`
-        is given, where inputs may be smaller. crop: the part of the results that is wanted.
+        is given, where inputs may be smaller. crop: sizes that the results are cut to.
         """
         if not self.is_enabled:
             self.num_eager["switched off"] += 1
@@ -143,7 +143,7 @@ class Graphs:
                 self.num_eager[f"over {self.max_graphs} graphs"] += 1
                 return None
             with torch.inference_mode(False):  # else they could be written in that mode alone
-                graph = _Graph(inputs, shapes or [given.shape for given in inputs])
+                graph = _Graph(inputs, shapes or [tensor.shape for tensor in inputs])
             self._graphs[owner, key] = graph
             graph.feed(inputs)
             self.num_warm_ups += 1
@@ -160,11 +160,11 @@ class Graphs:
                 _check_replay(graph, owner, compute(*graph.buffers))
             outputs = graph.outputs
         # Copies: the next replay writes where this one did.
-        wanted = tuple(slice(size) for size in crop)
-        return tuple(output[wanted].clone() for output in outputs)
+        crop_slices = tuple(slice(size) for size in crop)
+        return tuple(output[crop_slices].clone() for output in outputs)
 
     def _record(self, graph: _Graph, owner: object, compute: Callable[..., Outputs]) -> None:
-        before = self._measure()
+        bytes_before = self._measure()
         # What is collected meanwhile may be another engine's memory on the device, and to free that
         # ends the recording.
         is_collecting = gc.isenabled()
@@ -180,7 +180,7 @@ class Graphs:
         finally:
             if is_collecting:
                 gc.enable()
-        self.pool_bytes += self._measure() - before
+        self.pool_bytes += self._measure() - bytes_before
         self.num_recorded += 1
 
     def _measure(self) -> int:
@@ -192,14 +192,16 @@ class Graphs:
 
     def forget(self, owner: object) -> None:
         """Drop the graphs of an owner: something that they had fixed is no longer there."""
-        kept = {key: graph for key, graph in self._graphs.items() if key[0] is not owner}
-        is_last = self._graphs and not any(graph.replay for graph in kept.values())
-        self._graphs = kept
+        remaining_graphs = {
+            key: graph for key, graph in self._graphs.items() if key[0] is not owner
+        }
+        is_last = self._graphs and not any(graph.replay for graph in remaining_graphs.values())
+        self._graphs = remaining_graphs
         if is_last:
             self.recorder.start_over()
 
     def describe(self) -> dict[str, object]:
-        """Numbers of graphs and calls, and memory in bytes."""
+        """Describe the graphs: their number, their calls, and memory in bytes."""
         return {
             "graphs": sum(graph.replay is not None for graph in self._graphs.values()),
             "recorded": self.num_recorded,
@@ -217,10 +219,14 @@ def _check_replay(graph: _Graph, owner: object, expected: Outputs) -> None:
     Whole numbers are choices, which a rounding may change: they are not compared.
     """
     figures = []  # of each result: how far apart, and how far it may be
-    for found, wanted in zip(graph.outputs, expected, strict=True):
-        if wanted.dtype.is_floating_point:
-            limit = CHECK_TOLERANCE[wanted.dtype] * wanted.float().abs().max()
-            figures.append(torch.stack([(found.float() - wanted.float()).abs().max(), limit]))
+    for replayed_output, computed_output in zip(graph.outputs, expected, strict=True):
+        if computed_output.dtype.is_floating_point:
+            limit = CHECK_TOLERANCE[computed_output.dtype] * computed_output.float().abs().max()
+            figures.append(
+                torch.stack(
+                    [(replayed_output.float() - computed_output.float()).abs().max(), limit]
+                )
+            )
     for difference, limit in to_host(*figures) if figures else ():
         if not difference <= limit:  # or NaN
             raise SpecDecError(
@@ -231,19 +237,19 @@ def _check_replay(graph: _Graph, owner: object, expected: Outputs) -> None:
 
 
 def round_tokens(count: int) -> int:
-    """The least power of two that is not smaller."""
+    """Return the least power of two that is not smaller."""
     return 1 << (count - 1).bit_length()
 
 
 def round_positions(count: int) -> int:
-    """A length of attention that is not shorter, by a quarter at most or by 63 positions."""
+    """Round a length of attention up, by a quarter at most or by 63 positions."""
     unit = max(LEAST_POSITIONS, round_tokens(count) // 8)
     return -(-count // unit) * unit
 
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """What is fixed of a recorded step.
+    """Sizes that are fixed of a recorded step.
 
     Tokens beyond a row's are copies of its last, rows beyond the step's copies of its first: they
     compute, and write, what is computed and written anyway. is_prefix: the rows are 0 ... B - 1,
@@ -258,13 +264,13 @@ class StepShape:
 
     @property
     def num_numbers(self) -> int:
-        """Of `pack`: whole numbers, the mask eight to one."""
+        """Number of int64 that `pack` returns, with eight elements of the mask in each."""
         tokens = self.num_rows * self.num_tokens
         numbers = self.num_tokens + self.num_rows * (3 + self.num_new) + 3 * tokens
         return numbers + -(-tokens * self.num_new // 8)
 
     def pack(self, step: Step, past: IntArray, lines: IntArray) -> IntArray:
-        """All that a step's layers are told, in one array: one copy to the device."""
+        """Pack all that a step's layers read in one array: one copy to the device."""
         num_rows, num_tokens, num_new = step.tree_mask.shape
         row = np.arange(self.num_rows)
         row[num_rows:] = 0
@@ -275,22 +281,22 @@ class StepShape:
         mask = np.zeros((self.num_rows, self.num_tokens, self.num_new), np.bool_)
         mask[:, :, :num_new] = step.tree_mask[row[:, None], token]
         packed = np.zeros(self.num_numbers, np.int64)
-        parts = [row, token, step.rows[row], past[row], columns]
-        parts += [table[row[:, None], token] for table in (step.positions, slots, lines)]
-        flat = np.concatenate([part.reshape(-1) for part in parts])
+        arrays = [row, token, step.rows[row], past[row], columns]
+        arrays += [table[row[:, None], token] for table in (step.positions, slots, lines)]
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
         packed[: len(flat)] = flat
         packed[len(flat) :].view(np.bool_)[: mask.size] = mask.reshape(-1)
         return packed
 
     def unpack(self, packed: Tensor) -> PackedStep:
-        """The parts of a packed step, on the device."""
+        """Split a packed step into its arrays, on the device."""
         rows, tokens = self.num_rows, self.num_tokens
         sizes = [rows, tokens, rows, rows, rows * self.num_new, *[rows * tokens] * 3]
         ends = list(itertools.accumulate(sizes))
-        parts = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        row, token, cache_rows, past = parts[:4]
-        columns = parts[4].view(rows, self.num_new)
-        positions, slots, lines = (part.view(rows, tokens) for part in parts[5:])
+        arrays = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        row, token, cache_rows, past = arrays[:4]
+        columns = arrays[4].view(rows, self.num_new)
+        positions, slots, lines = (array.view(rows, tokens) for array in arrays[5:])
         mask = packed[ends[-1] :].view(torch.bool)[: rows * tokens * self.num_new]
         tree_mask = mask.view(rows, tokens, self.num_new)
         return PackedStep(row, token, cache_rows, past, columns, positions, slots, lines, tree_mask)
@@ -315,7 +321,7 @@ class PackedStep:
     tree_mask: Tensor
 
     def build_bias(self, size: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to attention's scores, [B, 1, T, S]: 0 where a token sees, else -inf.
+        """Build the bias of attention's scores, [B, 1, T, S]: 0 where a token sees, else -inf.
 
         window: positions that a token sees, itself included.
         """
@@ -349,7 +355,7 @@ class StepGraphs:
     def lend_blocks(
         self, cache: KVCache, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | None:
-        """Zeros for a cache [layers, 2, R, N, S, H] that stay in their place; None while lent.
+        """Lend zeros for a cache [layers, 2, R, N, S, H] that stay in their place; None while lent.
 
         They are kept, and grow, in rows and positions, to the largest that was asked for. They are
         given back when the cache is gone.
@@ -357,11 +363,14 @@ class StepGraphs:
         if self._borrower is not None and self._borrower() is not None:
             return None
         layers, two, num_rows, num_heads, num_positions, head_size = shape
-        held = self._blocks.shape if self._blocks is not None else (0,) * 6
-        if num_rows > held[2] or num_positions > held[4]:
+        lent_shape = self._blocks.shape if self._blocks is not None else (0,) * 6
+        if num_rows > lent_shape[2] or num_positions > lent_shape[4]:
             self.graphs.forget(self)
             self._blocks = None  # before the next is allocated
-            rows, positions = max(num_rows, held[2]), max(round_positions(num_positions), held[4])
+            rows, positions = (
+                max(num_rows, lent_shape[2]),
+                max(round_positions(num_positions), lent_shape[4]),
+            )
             with torch.inference_mode(False):
                 self._blocks = torch.empty(
                     (layers, two, rows, num_heads, positions, head_size), dtype=dtype,
@@ -373,13 +382,13 @@ class StepGraphs:
         return self._blocks[:, :, :num_rows, :, :num_positions]
 
     def find_shape(self, step: Step, cache: KVCache) -> StepShape | None:
-        """The shape of the graph for a step; None for steps that are computed without one."""
+        """Find the shape of the graph for a step; None for steps that are computed without one."""
         num_rows, num_tokens, num_new = step.tree_mask.shape
         is_prefix = bool((step.rows == np.arange(num_rows)).all())
         # Rows in their place cannot be others' copies as well: no more than there are.
         rows = num_rows if is_prefix else round_tokens(num_rows)
         tokens = round_tokens(num_tokens)
-        new = tokens if num_new == num_tokens else round_tokens(num_new)
+        rounded_new = tokens if num_new == num_tokens else round_tokens(num_new)
         reasons = {
             "switched off": not self.graphs.is_enabled,
             "another cache": self._borrower is None or self._borrower() is not cache,
@@ -390,9 +399,9 @@ class StepGraphs:
             self.graphs.num_eager[reason] += 1
             return None
         assert self._blocks is not None
-        used = int(cache.past_lens[step.rows].max()) + num_new
-        positions = min(round_positions(used), self._blocks.shape[4])
-        return StepShape(rows, tokens, new, positions, is_prefix)
+        num_used = int(cache.past_lens[step.rows].max()) + num_new
+        positions = min(round_positions(num_used), self._blocks.shape[4])
+        return StepShape(rows, tokens, rounded_new, positions, is_prefix)
 
     def run(
         self,
@@ -411,10 +420,10 @@ class StepGraphs:
         blocks = self._blocks
         assert blocks is not None
 
-        def pad_and_compute(packed: Tensor, *given: Tensor) -> Outputs:
+        def pad_and_compute(packed: Tensor, *rows_of_step: Tensor) -> Outputs:
             unpacked = shape.unpack(packed)
             row, token = unpacked.row[:, None], unpacked.token
-            return compute(shape, unpacked, blocks, [x[row, token] for x in given])
+            return compute(shape, unpacked, blocks, [x[row, token] for x in rows_of_step])
 
         packed = to_device(shape.pack(*arrays), self.graphs.recorder.device)
         lead = (shape.num_rows, shape.num_tokens)

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel engine exchange: partial sums, parts of rows, messages.
+"""Exchange between the ranks of a tensor-parallel engine: partial sums, slices of rows, messages.
 
 Each rank holds some heads and a part of every MLP; a sum over the ranks follows each of the two
 (Megatron-LM, https://arxiv.org/abs/1909.08053).
@@ -28,22 +28,22 @@ class Group:
         self.rank, self.size = rank, size
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum of the ranks' `x`, on all of them. `x` is used up."""
+        """Sum up the ranks' `x`, on all of them. `x` is used up."""
         # On a CPU in float32: the partial sums of half types are rounded once, not at every hop.
         total = x.float() if x.device.type == "cpu" else x
         total = total.contiguous()
         self._call(lambda: torch.distributed.all_reduce(total))
         return total.to(x.dtype)
 
-    def gather(self, part: Tensor) -> Tensor:
-        """On rank 0, the ranks' parts [..., n] side by side; elsewhere the rank's own."""
-        part = part.contiguous()
+    def gather(self, share: Tensor) -> Tensor:
+        """Gather the ranks' shares [..., n] side by side on rank 0; others return their own."""
+        share = share.contiguous()
         if self.rank:
-            self._call(lambda: torch.distributed.gather(part, dst=0))
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._call(lambda: torch.distributed.gather(part, parts, dst=0))
-        return torch.cat(parts, dim=-1)
+            self._call(lambda: torch.distributed.gather(share, dst=0))
+            return share
+        rank_shares = [torch.empty_like(share) for _ in range(self.size)]
+        self._call(lambda: torch.distributed.gather(share, rank_shares, dst=0))
+        return torch.cat(rank_shares, dim=-1)
 
     def broadcast(self, x: Tensor) -> None:
         """Fill `x` on every rank with rank 0's."""

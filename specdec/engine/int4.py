@@ -18,7 +18,7 @@ BLOCK_NUMBERS = 1 << 20  # rounded at a time
 
 
 def choose_scales(weight: Tensor, group: int, name: str) -> Tensor:
-    """Scales [N, D / group] of a matrix [N, D]; 1 for a group of zeros."""
+    """Choose scales [N, D / group] of a matrix [N, D]; 1 for a group of zeros."""
     num_outputs, depth = weight.shape
     height = max(1, BLOCK_NUMBERS // depth)
     blocks = [weight[start : start + height] for start in range(0, num_outputs, height)]
@@ -32,15 +32,18 @@ def choose_scales(weight: Tensor, group: int, name: str) -> Tensor:
 
 
 def _choose_block(numbers: Tensor) -> Tensor:
-    """Scales [n] of groups [n, group]."""
-    largest = numbers.gather(1, numbers.abs().argmax(1, keepdim=True))
-    best, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    """Choose scales [n] of groups [n, group]."""
+    extreme_values = numbers.gather(1, numbers.abs().argmax(1, keepdim=True))
+    best_scales, least_errors = (
+        torch.ones_like(extreme_values),
+        torch.full_like(extreme_values, torch.inf),
+    )
     for ratio in RATIOS:
-        scales = torch.where(largest == 0, 1.0, largest / ratio)
+        scales = torch.where(extreme_values == 0, 1.0, extreme_values / ratio)
         error = (_round(numbers, scales).mul_(scales) - numbers).square_().sum(1, keepdim=True)
-        best = torch.where(error < least, scales, best)
-        least = torch.minimum(error, least)
-    return torch.where(largest.isfinite(), best, torch.nan)
+        best_scales = torch.where(error < least_errors, scales, best_scales)
+        least_errors = torch.minimum(error, least_errors)
+    return torch.where(extreme_values.isfinite(), best_scales, torch.nan)
 
 
 def _round(numbers: Tensor, scales: Tensor) -> Tensor:
@@ -48,12 +51,12 @@ def _round(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_weight(weight: Tensor, scales: Tensor) -> Tensor:
-    """The codes nearest to 8 + weight / scale, ties to even: [N, D] uint8."""
+    """Return the codes nearest to 8 + weight / scale, ties to even: [N, D] uint8."""
     num_outputs, depth = weight.shape
     codes = torch.empty(num_outputs, depth, dtype=torch.uint8)
     height = max(1, BLOCK_NUMBERS // depth)
     for start in range(0, num_outputs, height):
-        own = scales[start : start + height, :, None]
-        numbers = weight[start : start + height].float().reshape(*own.shape[:2], -1)
-        codes[start : start + height] = (_round(numbers, own) + 8).reshape(-1, depth)
+        block_scales = scales[start : start + height, :, None]
+        numbers = weight[start : start + height].float().reshape(*block_scales.shape[:2], -1)
+        codes[start : start + height] = (_round(numbers, block_scales) + 8).reshape(-1, depth)
     return codes

@@ -10,46 +10,46 @@ from torch import Tensor
 
 from specdec.errors import SpecDecError
 
-LARGEST = 127
+MAX_CODE = 127
 # A scale below this would lose bits itself; such rows are zeros to any model.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def find_largest(weight: Tensor) -> Tensor:
-    """Largest magnitude of each row, float32: [..., D] -> [...]."""
+    """Find the largest magnitude of each row, float32: [..., D] -> [...]."""
     return weight.float().abs().amax(-1)
 
 
-def make_scales(largest: Tensor, name: str) -> Tensor:
-    """Scales [N] of rows by their largest magnitudes; a row of zeros has scale 1."""
-    if not largest.isfinite().all():
-        rows = (~largest.isfinite()).nonzero().flatten().tolist()
+def make_scales(largest_magnitudes: Tensor, name: str) -> Tensor:
+    """Make scales [N] of rows by their largest magnitudes; a row of zeros has scale 1."""
+    if not largest_magnitudes.isfinite().all():
+        rows = (~largest_magnitudes.isfinite()).nonzero().flatten().tolist()
         raise SpecDecError(
-            f"{name} has NaN or infinite values in {len(rows)} of {len(largest)} rows, the first"
-            f" is {rows[0]}: there is no scale for them",
+            f"{name} has NaN or infinite values in {len(rows)} of"
+            f" {len(largest_magnitudes)} rows, the first is {rows[0]}: there is no scale for them",
             "leave --quantization out, or repair the model",
         )
-    scales = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
-    return torch.where(largest == 0, 1.0, scales)
+    scales = (largest_magnitudes / MAX_CODE).clamp(min=SMALLEST_SCALE)
+    return torch.where(largest_magnitudes == 0, 1.0, scales)
 
 
 def round_weight(weight: Tensor, scales: Tensor) -> Tensor:
-    """The integers nearest to weight / scale, ties to even: [..., D] int8."""
+    """Return the integers nearest to weight / scale, ties to even: [..., D] int8."""
     rounded = (weight.float() / scales[..., None]).round()
-    return rounded.clamp(-LARGEST, LARGEST).to(torch.int8)
+    return rounded.clamp(-MAX_CODE, MAX_CODE).to(torch.int8)
 
 
 def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """A whole matrix, or several, as integers [..., D] and scales [...]."""
+    """Return a whole matrix, or several, as integers [..., D] and scales [...]."""
     scales = make_scales(find_largest(weight), name)
     return round_weight(weight, scales), scales
 
 
 def check_scales(scales: Tensor, name: str) -> None:
     """Raise SpecDecError for scales that no build writes: NaN, infinite, zero or negative."""
-    wrong = ~(scales.isfinite() & (scales > 0))
-    if wrong.any():
-        rows = wrong.nonzero().flatten().tolist()
+    is_wrong = ~(scales.isfinite() & (scales > 0))
+    if is_wrong.any():
+        rows = is_wrong.nonzero().flatten().tolist()
         raise SpecDecError(
             f"{name}: {len(rows)} of {len(scales)} scales are not finite and positive, the first"
             f" is that of row {rows[0]}: {float(scales[rows[0]]):g}",

@@ -51,20 +51,20 @@ class IntegerMatrix:
 
     @property
     def group(self) -> int:
-        """How many inputs the kernels round by one scale."""
+        """Number of inputs that the kernels round by one scale."""
         num_groups = self.scales.shape[1]
         size = self.codes.shape[1] // num_groups
         return ROW_GROUP if num_groups == 1 else min(size, max(ENGINE_GROUPS))
 
     def list_sizes(self) -> tuple[int, ...]:
-        """What a packed one begins with, see `Integers` in kernels/integers.h."""
-        given = (t is not None for t in (self.zeros, self.input_scales, self.order))
+        """List the numbers that the packed matrix begins with, see `Integers` in integers.h."""
+        has_options = (t is not None for t in (self.zeros, self.input_scales, self.order))
         has_row_scales = self.scales.shape[1] == 1
         depth = self.codes.shape[1]
-        return self.num_outputs, depth, self.bits, self.group, has_row_scales, *given
+        return self.num_outputs, depth, self.bits, self.group, has_row_scales, *has_options
 
     def measure(self, kernels: NativeKernels) -> int:
-        """The bytes of what the kernels make of it."""
+        """Return the bytes of the packed matrix."""
         return kernels.measure_integers(self.list_sizes())
 
     def pack(self, kernels: NativeKernels) -> Tensor:
@@ -80,17 +80,17 @@ class IntegerMatrix:
         )  # fmt: skip
 
     def halve(self) -> tuple[IntegerMatrix, IntegerMatrix]:
-        """The first and the second half of the columns, which groups do not cross."""
+        """Split the matrix into the halves of its columns, which groups do not cross."""
         assert self.zeros is self.input_scales is self.order is None
         scales = [self.scales] * 2 if self.scales.shape[1] == 1 else self.scales.chunk(2, 1)
-        first, second = (
-            IntegerMatrix(self.bits, codes.contiguous(), own.contiguous())
-            for codes, own in zip(self.codes.chunk(2, 1), scales, strict=True)
+        left_half, right_half = (
+            IntegerMatrix(self.bits, codes.contiguous(), half_scales.contiguous())
+            for codes, half_scales in zip(self.codes.chunk(2, 1), scales, strict=True)
         )
-        return first, second
+        return left_half, right_half
 
     def widen(self, start: int, stop: int) -> Tensor:
-        """Rows of the weight, float32 [rows, depth], the columns as they are stored."""
+        """Return rows of the weight, float32 [rows, depth], the columns as they are stored."""
         scales = self.scales[start:stop, :, None]
         if self.bits == 8:
             return self.codes[start:stop].float() * scales[:, 0]
@@ -108,7 +108,7 @@ Quantized = IntegerMatrix | BlockMatrix
 
 
 def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | Quantized:
-    """What a linear of this name multiplies with, as it lies in an engine's weights."""
+    """Return the matrix of a linear as an engine's weights have it."""
     codes = weights[name + ".weight"]
     if (types := weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
         return BlockMatrix(codes, types)
@@ -122,34 +122,37 @@ def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | Quantized:
 
 
 def list_matrices(weights: Mapping[str, Tensor], name: str) -> list[Tensor | Quantized]:
-    """The same of every expert where a name's tensor holds all of theirs, [E, out, in]."""
-    whole = weights[f"{name}.weight"]
-    if whole.dim() < 3:
+    """List the matrices of a linear: one, or one for each expert of a tensor [E, out, in]."""
+    weight = weights[f"{name}.weight"]
+    if weight.dim() < 3:
         return [take_matrix(weights, name)]
-    beside: dict[str, Sequence[Tensor]] = {}  # what each has, by kind
+    beside: dict[str, Sequence[Tensor]] = {}  # types or scales of each expert
     if (types := weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
-        beside[BLOCK_TYPES] = types.chunk(len(whole))
+        beside[BLOCK_TYPES] = types.chunk(len(weight))
     if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
         beside[INT8_SCALES] = scales.unbind()
     return [
         take_matrix(
-            {f"{name}.weight": matrix, **{f"{name}.{kind}": beside[kind][at] for kind in beside}},
+            {
+                f"{name}.weight": matrix,
+                **{f"{name}.{kind}": beside[kind][expert] for kind in beside},
+            },
             name,
         )
-        for at, matrix in enumerate(whole)
+        for expert, matrix in enumerate(weight)
     ]
 
 
-def join_rows(matrices: Sequence[Tensor | Quantized], first: int) -> Tensor | IntegerMatrix:
-    """The rows from `first` on of matrices of one kind, below each other."""
-    tensors = [matrix[first:] for matrix in matrices if isinstance(matrix, Tensor)]
+def join_rows(matrices: Sequence[Tensor | Quantized], start: int) -> Tensor | IntegerMatrix:
+    """Stack the rows from `start` on of matrices of one kind."""
+    tensors = [matrix[start:] for matrix in matrices if isinstance(matrix, Tensor)]
     if tensors:
         return torch.cat(tensors)
-    parts = [matrix for matrix in matrices if isinstance(matrix, IntegerMatrix)]
-    bits = parts[0].bits
+    integer_matrices = [matrix for matrix in matrices if isinstance(matrix, IntegerMatrix)]
+    bits = integer_matrices[0].bits
     return IntegerMatrix(
-        bits, torch.cat([part.codes[first * bits // 8 :] for part in parts]),
-        torch.cat([part.scales[first:] for part in parts]),
+        bits, torch.cat([matrix.codes[start * bits // 8 :] for matrix in integer_matrices]),
+        torch.cat([matrix.scales[start:] for matrix in integer_matrices]),
     )  # fmt: skip
 
 
@@ -157,7 +160,7 @@ def lay_out(
     matrix: Tensor | Quantized, bias: Tensor | None = None, *, prepack: bool,
     kernels: NativeKernels | None,
 ) -> Linear:  # fmt: skip
-    """A linear of a matrix of any kind."""
+    """Make a linear of a matrix of any kind."""
     if not isinstance(matrix, Tensor):
         return IntegerLinear(matrix, bias, kernels)
     return Linear(matrix, bias, prepack=prepack, kernels=kernels)
@@ -166,7 +169,7 @@ def lay_out(
 def make_linear(
     weights: Mapping[str, Tensor], name: str, *, prepack: bool, kernels: NativeKernels | None
 ) -> Linear:
-    """The linear of this name, of weights as an engine has them."""
+    """Make the linear of this name of an engine's weights."""
     matrix, bias = take_matrix(weights, name), weights.get(f"{name}.bias")
     return lay_out(matrix, bias, prepack=prepack, kernels=kernels)
 
@@ -174,7 +177,7 @@ def make_linear(
 def widen_integers(
     weights: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Weights in which those of these names that are integers are of another type."""
+    """Return weights in which integer matrices of these names are of another type."""
     widened = dict(weights)
     for name in names:
         if name in weights and weights[name].dtype in (torch.int8, torch.uint8):

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: they are code, so nothing is taken that others can have written.
+"""Cache of compiled kernels. They are code: nothing is taken that others can have written.
 
 An entry's name is the sum of what it was compiled from, and its own; needs no torch.
 """
@@ -21,7 +21,7 @@ logger = logs.get_logger(__name__)
 LIBRARY = ".so"  # suffix of entries that are the CPU's kernels
 FOLDER_NAME = "kernels"  # of the cache; an engine's copy, which only a user lets be loaded
 _SUM_CHARACTERS = 32
-_told: set[str] = set()
+_logged_warnings: set[str] = set()
 
 
 def find_kept(info: Mapping[str, str], suffix: str = LIBRARY) -> Path | None:
@@ -41,7 +41,7 @@ def find_kept(info: Mapping[str, str], suffix: str = LIBRARY) -> Path | None:
 
 
 def list_entries(cache: Path, info: Mapping[str, str], suffix: str = LIBRARY) -> list[Path]:
-    """Entries of a cache by their name alone, or of an engine folder, which is laid out alike."""
+    """List entries by their name alone, of a cache or of an engine folder, laid out alike."""
     try:
         names = os.listdir(cache / FOLDER_NAME)
     except OSError:
@@ -63,7 +63,7 @@ def keep(content: bytes, info: Mapping[str, str], suffix: str = LIBRARY) -> Path
         (cache / FOLDER_NAME).mkdir(mode=0o700, exist_ok=True)
         if fault := _find_folder_fault(cache):
             raise OSError(fault)
-        return place(content, info, cache, suffix=suffix)
+        return write_entry(content, info, cache, suffix=suffix)
     except OSError as error:
         place_name = cache or "a home folder"
         _warn(
@@ -74,7 +74,7 @@ def keep(content: bytes, info: Mapping[str, str], suffix: str = LIBRARY) -> Path
     return None
 
 
-def place(
+def write_entry(
     content: bytes, info: Mapping[str, str], folder: Path, mode: int = 0o600,
     suffix: str = LIBRARY,
 ) -> Path:  # fmt: skip
@@ -148,6 +148,6 @@ def _make_sum(content: bytes) -> str:
 
 
 def _warn(message: str) -> None:
-    if message not in _told:  # once a process, however many engines it loads
-        _told.add(message)
+    if message not in _logged_warnings:  # once a process, however many engines it loads
+        _logged_warnings.add(message)
         logger.warning("%s", message)

@@ -19,7 +19,7 @@
 
 namespace {
 
-// A function's types as specdec/engine/native.py reads them, a letter each, the result's first: v of
+// A function's types as specdec/engine/native_library.py reads them, a letter each, the result's first: v of
 // none, p of a pointer, and those below.
 template <typename T>
 constexpr char kLetter = std::is_void<T>::value ? 'v' : 'p';
@@ -47,11 +47,11 @@ constexpr const char *tell_types(R (*)(A...)) {
 
 extern "C" {
 
-// Bumped with every change of what an argument below means, or of the order of
-// packed numbers or of sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
+// Bumped with every change of what an argument below means, or of the order of packed numbers or of
+// sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
 int64_t specdec_abi_version() { return 25; }
 
-// Whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
+// Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
 int64_t specdec_use_amx() {
 #if SPECDEC_AMX
@@ -86,10 +86,10 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
       int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
       float epsilon, float offset) {                                                              \
-    const Attention<E> how = {q_norm, k_norm, cosine, sine,    rotated,                           \
+    const Attention<E> attention = {q_norm, k_norm, cosine, sine,    rotated,                     \
                               window, scale,  cap,    epsilon, offset};                           \
     const Step step{B, T, C, rows, positions, lines, past, tree_mask, nullptr};                   \
-    Attend<E>(qkv, cache, how, step, {N, K, H, R, S}, out).run();                                 \
+    Attend<E>(qkv, cache, attention, step, {N, K, H, R, S}, out).run();                           \
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
     pack_matrix(weight, N, depth, packed);                                                        \
@@ -107,15 +107,15 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       E *x, const E *first, E *out, const void *layers, const E *const *final_norm, E *cache,     \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
-      const uint8_t *wanted, const Shape *shape, const Scalars *scalars) {                        \
+      const uint8_t *output_mask, const Shape *shape, const Scalars *scalars) {                   \
     const Shape &s = *shape;                                                                      \
     const auto run = s.is_integer ? run_layers<Integers, E> : run_layers<E, E>;                   \
     with_crew(s.B * s.T * s.D * s.D > kParallelWork, [&] {                                        \
-      const Step step{s.B, s.T, s.C, rows, positions, lines, past, tree_mask, wanted};            \
+      const Step step{s.B, s.T, s.C, rows, positions, lines, past, tree_mask, output_mask};       \
       run(x, first, out, layers, final_norm, cache, step, observed_layers, observed, s, *scalars);\
     });                                                                                           \
   }                                                                                               \
-  void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const Experts *experts,      \
+  void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const ExpertsRecord *experts, \
                                     E *out, int64_t is_integer) {                                 \
     const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
     mix(x, M, D, *experts, out);                                                                  \
@@ -178,7 +178,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 
-// What a packed matrix of integers takes, in bytes.
+// Size of a packed matrix of integers, in bytes.
 int64_t specdec_measure_integers(const Integers *sizes) { return measure_integers(*sizes); }
 
 void specdec_pack_integers(const uint8_t *codes, const float *scales, const uint8_t *zeros,
@@ -187,7 +187,7 @@ void specdec_pack_integers(const uint8_t *codes, const float *scales, const uint
   pack_integers(codes, scales, zeros, input_scales, order, *sizes, packed);
 }
 
-// The same of rows of GGML's blocks, one part of a matrix.
+// Size of packed rows of GGML's blocks, one run of a matrix, in bytes.
 int64_t specdec_measure_blocks(const BlockRows *part) { return measure_blocks(*part); }
 
 void specdec_pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows *part, char *packed) {
@@ -209,9 +209,9 @@ SPECDEC_TYPES(specdec_measure_blocks)
 SPECDEC_TYPES(specdec_pack_blocks)
 SPECDEC_TYPES(specdec_widen_blocks)
 
-// Of the records that native.py writes.
-int64_t specdec_size_of_Layer = sizeof(Layer<float, float>);
-int64_t specdec_size_of_Experts = sizeof(Experts);
+// Sizes of the records that native_border.py writes.
+int64_t specdec_size_of_LayerRecord = sizeof(LayerRecord<float, float>);
+int64_t specdec_size_of_ExpertsRecord = sizeof(ExpertsRecord);
 int64_t specdec_size_of_Shape = sizeof(Shape);
 int64_t specdec_size_of_Scalars = sizeof(Scalars);
 int64_t specdec_size_of_SearchShape = sizeof(SearchShape);

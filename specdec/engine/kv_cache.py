@@ -21,12 +21,12 @@ POSITION_BLOCK = 64
 
 
 class BlockLender(Protocol):
-    """Who has memory for a cache: that must stay in its place, or that is read fastest."""
+    """Owner of memory for a cache: memory that stays in its place, or that is read fastest."""
 
     def lend_blocks(
         self, cache: KVCache, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | None:
-        """Zeros for a cache of this shape as long as it lives; None where none can be lent."""
+        """Lend zeros for a cache of this shape while it lives; None where none can be lent."""
 
 
 class KVCache:
@@ -70,17 +70,17 @@ class KVCache:
             self.states.reach(row, start + len(path))
 
     def find_prefix(self, row: int, length: int) -> int:
-        """The most positions of a row, `length` of which are wanted, that can be gone on behind."""
+        """Find the longest prefix of a row, up to `length`, behind which a text can go on."""
         past = int(self.past_lens[row])
         length = min(length, past)
-        return length if self.states is None else self.states.find_place(row, length, past)
+        return length if self.states is None else self.states.find_length(row, length, past)
 
-    def want_places(self, row: int, places: Collection[int]) -> bool:
-        """Whether `find_prefix` will find these of a row that is still read or written, if asked.
+    def request_prefixes(self, row: int, lengths: Collection[int]) -> bool:
+        """Return whether `find_prefix` will find prefixes of these lengths in a row in use.
 
-        A hybrid's are kept from now on.
+        A hybrid's states are copied behind each of these lengths from now on.
         """
-        return self.states is None or self.states.want(row, places)
+        return self.states is None or self.states.request_snapshots(row, lengths)
 
     def fill(self, length: int) -> None:
         """Take so many positions of every row as committed, whatever they hold."""
@@ -104,6 +104,8 @@ class KVCache:
 
     def move(self, source: int, row: int, positions: IntArray, start: int) -> None:
         """Copy the entries at `positions` of row `source` to `start` and after in `row`."""
-        chosen = to_device(positions, self.blocks.device)
-        entries = self.blocks[:, :, source].index_select(3, chosen)  # [layers, 2, N, len, H]
+        position_index = to_device(positions, self.blocks.device)
+        entries = self.blocks[:, :, source].index_select(
+            3, position_index
+        )  # [layers, 2, N, len, H]
         self.blocks[:, :, row, :, start : start + len(positions)] = entries

@@ -16,9 +16,9 @@ from specdec.model.config import ModelConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's type.
+    """Return the root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, of x's type.
 
-    offset: what the weight is stored less; with one, the result is rounded once.
+    offset: number that is added to the stored weight; with one, the result is rounded once.
     """
     if offset:
         x32 = x.float()
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> 
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Layer norm (https://arxiv.org/abs/1607.06450)."""
+    """Return the layer norm (https://arxiv.org/abs/1607.06450)."""
     return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
@@ -53,7 +53,7 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """How a layer attends, alongside its products.
+    """Attention of a layer, beside its products.
 
     scale: of the scores. cap: a score s becomes cap tanh(s / cap), None where it stays. window:
     positions that a token sees, itself included, None for all. rotary: None where positions are
@@ -69,7 +69,7 @@ class Attention:
 
 
 def cap(x: Tensor, limit: float) -> Tensor:
-    """limit tanh(x / limit): close to x near 0, within the limit everywhere."""
+    """Return limit tanh(x / limit): close to x near 0, within the limit everywhere."""
     return limit * torch.tanh(x / limit)
 
 
@@ -77,7 +77,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-# What `hidden_act` may be: TensorRT-LLM's names, and transformers' where those are kept.
+# Activations by the values of `hidden_act`: TensorRT-LLM's names, and transformers' where kept.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "swiglu": torch.nn.functional.silu,
@@ -89,9 +89,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
 }
 
+# Activations of a gated MLP that have a kernel, by that kernel's name.
+GATES = {
+    "silu": "silu", "swiglu": "silu", "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+}  # fmt: skip
+
 
 def name_activation(model: ModelConfig) -> str:
-    """The key of ACTIVATIONS that a model's `hidden_act` means."""
+    """Return the key of ACTIVATIONS that a model's `hidden_act` means."""
     is_tanh = model.hidden_act == "gelu" and not model.arithmetic.exact_gelu
     return "gelu_tanh" if is_tanh else model.hidden_act
 
@@ -104,7 +110,7 @@ def attend(
     scale: float | None = None,
     limit: float | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a cache.
+    """Compute grouped-query attention over a cache.
 
     q: [B, T, N, H]; keys, values: [B, N_kv, S, H]; mask: [B, 1, T, S], true = visible, or what is
     added to the scores; [B, 1, N / N_kv * T, S] where it was repeated for a group's queries before.
@@ -120,7 +126,7 @@ def attend(
     if group > 1 and mask.shape[2] == num_tokens:
         mask = mask.repeat(1, 1, group, 1)
     if limit is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
+        outputs = torch.nn.functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, scale=scale
         )
     else:
@@ -129,6 +135,6 @@ def attend(
             scores = scores.masked_fill(~mask, -torch.inf)
         else:
             scores = scores + mask
-        out = scores.softmax(-1).to(values.dtype) @ values
-    out = out.view(batch, num_kv_heads, group, num_tokens, head_size).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, num_tokens, num_heads * head_size)
+        outputs = scores.softmax(-1).to(values.dtype) @ values
+    outputs = outputs.view(batch, num_kv_heads, group, num_tokens, head_size).permute(0, 3, 1, 2, 4)
+    return outputs.reshape(batch, num_tokens, num_heads * head_size)

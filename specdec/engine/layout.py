@@ -1,4 +1,4 @@
-"""An engine folder of the torch backend: what build writes, run reads and doctor checks.
+"""Layout of the torch backend's engine folder, which build writes, run reads, doctor checks.
 
 Needs no torch; loading.py takes weights into memory.
 """
@@ -48,10 +48,10 @@ PACKED_FOLDER = "packed"  # their matrices as the kernels read them, in files of
 # for a ReDrafter's projection of two states is read as two matrices.
 DRAFTER_GROUP = 32
 # Matrices that are never rounded: they are small, and the kernels read them as they are.
-KEPT = (ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight")
+UNROUNDED = (ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight")
 
 
-# What an engine's config.json has of the backend, by the fields of `EngineConfig`.
+# Fields of `EngineConfig` that an engine's config.json has in the backend's section.
 OPTIONS = (
     "prepack", "kernels", "quantization", "drafter_weights", "draft_vocab_size", "build_id",
 )  # fmt: skip
@@ -72,12 +72,12 @@ class BuildConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """An engine's config.json, and what its manifest says of the target's tokens.
+    """An engine's config.json, and the target's tokens as its manifest has them.
 
-    build_id: of what the weights were made from; each of their files has it too. kernels: what they
-    were compiled with, None where torch's own operators are to run. quantization: what the build
-    made of an unquantized checkpoint's linears, INT8, INT4 or nothing. drafter_weights: the same of
-    the drafter's. draft_vocab_size: how many tokens it drafts, where the build chose them.
+    build_id: names the sources of the weights; each weight file has it too. kernels: what the
+    kernels were compiled with, None where torch's own operators are to run. quantization: type that
+    the build rounded an unquantized checkpoint's linears to, INT8, INT4 or None; drafter_weights:
+    that of the drafter's. draft_vocab_size: number of drafted tokens, where the build chose them.
     """
 
     version: str
@@ -93,7 +93,7 @@ class EngineConfig:
 
     @property
     def num_positions(self) -> int:
-        """Of the longest text and the deepest draft behind it."""
+        """Number of positions of the longest text and the deepest draft behind it."""
         drafter, build = self.checkpoint.drafter, self.build
         depth = drafter.max_draft_depth if drafter else build.max_draft_len
         return build.max_seq_len + depth + 1
@@ -102,7 +102,7 @@ class EngineConfig:
 def list_engine_tensors(
     model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every engine tensor: the checkpoint's, but [fc; gate] stacked as gate_up.
+    """List name -> shape of engine tensors: the checkpoint's, but [fc; gate] stacked as gate_up.
 
     Experts stay as they are.
 
@@ -115,10 +115,10 @@ def list_engine_tensors(
             if ".mlp.gate." not in name:
                 shapes[name] = shape
             continue
-        rows, *rest = shape
+        rows, *other_sizes = shape
         if model.arithmetic.mlp == "gated":
             rows *= 2
-        shapes[name.replace(".mlp.fc.", ".mlp.gate_up.")] = (rows, *rest)
+        shapes[name.replace(".mlp.fc.", ".mlp.gate_up.")] = (rows, *other_sizes)
     if drafter is not None:
         shapes |= {
             name: spec.shape
@@ -129,14 +129,14 @@ def list_engine_tensors(
 
 
 def name_weight_file(model: ModelConfig, rank: int) -> str:
-    """The file of an engine folder that holds a rank's part of the target."""
+    """Name the file of an engine folder that holds a rank's tensors of the target."""
     return WEIGHTS_NAME if model.tp_size == 1 else f"rank{rank}.safetensors"
 
 
 def list_engine_files(
     model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Weight file -> its tensors, name -> shape. The drafter is rank 0's alone, and stored once."""
+    """List weight file -> its tensors, name -> shape. The drafter is rank 0's, and stored once."""
     everything = list_engine_tensors(model, drafter)
     if model.tp_size == 1:
         return {WEIGHTS_NAME: everything}
@@ -148,28 +148,28 @@ def list_engine_files(
 
 
 def list_integers(model: ModelConfig) -> list[str]:
-    """The matrices that are int8 or int4 in such an engine: those of the target's layers.
+    """List the matrices that are int8 or int4 in such an engine: those of the target's layers.
 
     The head is read once a step as they are, but an error in it goes straight into the logits.
     """
     return [
         name for name, shape in list_engine_tensors(model, None).items()
         if name.startswith("transformer.layers.") and len(shape) > 1
-        and not name.endswith(KEPT)
+        and not name.endswith(UNROUNDED)
     ]  # fmt: skip
 
 
 def list_drafter_tensors(
     model: ModelConfig, drafter: DrafterParams | None
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of those of an engine's tensors that are the drafter's."""
+    """List name -> shape of those of an engine's tensors that are the drafter's."""
     target = list_engine_tensors(model, None)
     everything = list_engine_tensors(model, drafter)
     return {name: everything[name] for name in everything if name not in target}
 
 
 def name_int8_scales(name: str) -> str:
-    """The name of an int8 matrix's scales."""
+    """Return the name of an int8 matrix's scales."""
     return f"{name.removesuffix('.weight')}.{INT8_SCALES}"
 
 
@@ -184,11 +184,8 @@ def encode_engine_config(config: EngineConfig, backend: str = TORCH) -> dict[str
     }
 
 
-def read_engine_config(folder: Path, wanted: str = TORCH) -> EngineConfig:
-    """Read an engine's config.json; raise SpecDecError if it is none, or of another backend.
-
-    wanted: the backend.
-    """
+def read_engine_config(folder: Path, backend: str = TORCH) -> EngineConfig:
+    """Read an engine's config.json; raise SpecDecError if it is none, or not of `backend`."""
     expect_folder(folder, ENGINE)
     document = read_json(folder / "config.json")
     if "build_config" not in document:
@@ -196,31 +193,21 @@ def read_engine_config(folder: Path, wanted: str = TORCH) -> EngineConfig:
             f"{folder} is not an engine: its config.json has no build_config",
             "run specdec-build on the checkpoint first",
         )
-    backend = document.get("backend", "tensorrt-llm")
-    if backend != wanted:
+    recorded_backend = document.get("backend", "tensorrt-llm")
+    if recorded_backend != backend:
         raise SpecDecError(
-            f"{folder} was built for the backend {backend!r}, not for {wanted}",
-            f"build it again with --backend {wanted}",
+            f"{folder} was built for the backend {recorded_backend!r}, not for {backend}",
+            f"build it again with --backend {backend}",
         )
     checkpoint = parse_checkpoint_config(_read_object(folder, document, "pretrained_config"))
-    part = f"{wanted}_config"
-    options = _read_object(folder, document, part)
+    section = f"{backend}_config"
+    options = _read_object(folder, document, section)
     build = _read_build_config(folder, document, checkpoint)
-    size, vocab_size = options.get("draft_vocab_size"), checkpoint.model.vocab_size
-    kernels = options.get("kernels")
-    is_right = {
-        "version": isinstance(document.get("version"), str),
-        f"{part}.prepack": isinstance(options.get("prepack"), bool),
-        f"{part}.kernels": kernels is None
-        or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
-        f"{part}.quantization": options.get("quantization") in (None, INT8, INT4),
-        f"{part}.drafter_weights": options.get("drafter_weights") is None
-        or (options["drafter_weights"] in (INT8, INT4) and checkpoint.drafter is not None),
-        f"{part}.draft_vocab_size": size is None
-        or (type(size) is int and 0 < size < vocab_size and checkpoint.drafter is not None),
-        f"{part}.build_id": isinstance(options.get("build_id"), str),
-    }
-    _refuse(folder, document, [name for name in is_right if not is_right[name]])
+    wrong_options = _find_wrong_options(options, checkpoint)
+    wrong_names = [f"{section}.{name}" for name in wrong_options]
+    if not isinstance(document.get("version"), str):
+        wrong_names.insert(0, "version")
+    _refuse(folder, document, wrong_names)
     return EngineConfig(
         version=document["version"],
         checkpoint=checkpoint,
@@ -228,6 +215,25 @@ def read_engine_config(folder: Path, wanted: str = TORCH) -> EngineConfig:
         vocabulary=read_recorded(folder),
         **dict[str, Any]((name, options.get(name)) for name in OPTIONS),
     )
+
+
+def _find_wrong_options(options: Mapping[str, Any], checkpoint: CheckpointConfig) -> list[str]:
+    """Name the options of a backend's section that no build writes."""
+    size, kernels, weights = (
+        options.get(name) for name in ("draft_vocab_size", "kernels", "drafter_weights")
+    )
+    has_drafter = checkpoint.drafter is not None
+    is_size = type(size) is int and 0 < size < checkpoint.model.vocab_size
+    is_right = {
+        "prepack": isinstance(options.get("prepack"), bool),
+        "kernels": kernels is None
+        or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
+        "quantization": options.get("quantization") in (None, INT8, INT4),
+        "drafter_weights": weights is None or (weights in (INT8, INT4) and has_drafter),
+        "draft_vocab_size": size is None or (is_size and has_drafter),
+        "build_id": isinstance(options.get("build_id"), str),
+    }
+    return [name for name in is_right if not is_right[name]]
 
 
 def _read_object(folder: Path, document: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -245,17 +251,17 @@ def _read_build_config(
         "max_batch_size": 1, "max_input_len": 1, "max_seq_len": 2, "max_num_tokens": 1,
         "max_draft_len": 0, "max_beam_width": 1,
     }  # fmt: skip
-    wrong = [
-        name for name, least in lowest.items()
-        if type(values.get(name)) is not int or not least <= values[name] < 2**31
+    wrong_names = [
+        name for name, least_value in lowest.items()
+        if type(values.get(name)) is not int or not least_value <= values[name] < 2**31
     ]  # fmt: skip
     modes: list[str | None] = [checkpoint.mode]
     if checkpoint.method is None:
         modes += [method.mode for method in METHODS.values() if method.params is None]
     if values.get("speculative_decoding_mode", "") not in modes:
-        wrong.append("speculative_decoding_mode")
-    wrong += sorted(set(values) - {field.name for field in dataclasses.fields(BuildConfig)})
-    _refuse(folder, document, [f"build_config.{name}" for name in wrong])
+        wrong_names.append("speculative_decoding_mode")
+    wrong_names += sorted(set(values) - {field.name for field in dataclasses.fields(BuildConfig)})
+    _refuse(folder, document, [f"build_config.{name}" for name in wrong_names])
     build = BuildConfig(**values)
     Problems(
         (f"{folder}/config.json: build_config has {fact}", "build the engine again")
@@ -265,7 +271,7 @@ def _read_build_config(
 
 
 def _find_contradictions(build: BuildConfig, checkpoint: CheckpointConfig) -> list[str]:
-    """What no build writes, and what memory would be taken for before a request is there."""
+    """List limits that no build writes, and that would take memory before a request is there."""
     drafter, positions = checkpoint.drafter, count_positions(checkpoint.model)
     is_external = checkpoint.method is None and build.speculative_decoding_mode is not None
     facts = []
@@ -283,7 +289,7 @@ def _find_contradictions(build: BuildConfig, checkpoint: CheckpointConfig) -> li
 
 
 def count_positions(model: ModelConfig) -> int:
-    """The longest sequence a model is for.
+    """Count the positions of the longest sequence that a model is for.
 
     Linear and dynamic scaling extend what max_position_embeddings says; other kinds are counted in
     it already.
@@ -311,18 +317,18 @@ def _refuse(folder: Path, document: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def make_build_id(checkpoint_sums: Sequence[str | None], *kinds: str | None) -> str:
-    """What tells an engine's weight files from another's: what they were made from, and how."""
+    """Make the id that the weight files of one engine share, of their sources and their kinds."""
     text = json.dumps([*checkpoint_sums, *kinds])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def make_metadata(name: str, build_id: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """A weight file's metadata: which it is, of which engine, and a sum of its header."""
+    """Make a weight file's metadata: its name, its engine's id, and a sum of its header."""
     return {"part": name, "build_id": build_id, "header_sha256": hash_header(tensors)}
 
 
 def find_engine_problems(folder: Path, config: EngineConfig) -> Problems:
-    """What is wrong with an engine's weight files, each with a remedy: none where it can be run."""
+    """Find what is wrong with an engine's weight files, each fault with a remedy."""
     model = config.checkpoint.model
     if model.tp_size > 1:
         _, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
@@ -383,7 +389,7 @@ def open_part(folder: Path, config: EngineConfig, name: str) -> TensorFile:
 
 
 def open_packed_file(folder: Path, config: EngineConfig, name: str) -> TensorFile | None:
-    """Open what a weight file was packed into, as `open_part` does; None where there is nothing."""
+    """Open the packed matrices of a weight file, as `open_part` does; None where there are none."""
     packed = f"{PACKED_FOLDER}/{name}"
     if config.kernels is None or not (folder / packed).exists():
         return None
@@ -397,10 +403,10 @@ def open_packed_file(folder: Path, config: EngineConfig, name: str) -> TensorFil
 def describe_tensors(
     config: EngineConfig, name: str, stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """The tensors of a weight file as config.json has them.
+    """Describe the tensors of a weight file as config.json has them.
 
-    stored: what the file holds, which decides what of an FP8 engine is float8, what of one with
-    four-bit matrices is int4, and how these are grouped.
+    stored: the tensors in the file, which decide which matrices are float8 or int4, and how those
+    of four bits are grouped.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
     drafters = list_drafter_tensors(model, drafter)
@@ -408,20 +414,20 @@ def describe_tensors(
     if name in (WEIGHTS_NAME, DRAFTER_NAME):
         shapes |= drafters
     tensors = _describe_quantized(config, shapes, stored)
-    own = {
+    drafter_infos = {
         n: TensorInfo(get_stored_dtype(n, model.dtype), drafters[n])
         for n in drafters if n in shapes
     }  # fmt: skip
-    if not own or config.drafter_weights is None is config.draft_vocab_size:
+    if not drafter_infos or config.drafter_weights is None is config.draft_vocab_size:
         return tensors
-    planned = plan_drafter(own, config.drafter_weights, config.draft_vocab_size)
-    return tensors | planned
+    planned_infos = plan_drafter(drafter_infos, config.drafter_weights, config.draft_vocab_size)
+    return tensors | planned_infos
 
 
 def _describe_quantized(
     config: EngineConfig, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """The same without what a build makes of the drafter."""
+    """Describe the tensors of a weight file before the build rounds the drafter's."""
     model, algorithm = config.checkpoint.model, config.checkpoint.quantization.quant_algo
     tensors = {n: TensorInfo(get_stored_dtype(n, model.dtype), s) for n, s in shapes.items()}
     if config.quantization == INT8:
@@ -437,7 +443,7 @@ def _describe_quantized(
 
 
 def list_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The modules that multiply with a matrix, of some tensors."""
+    """List the modules that multiply with a matrix."""
     return [
         name.removesuffix(".weight") for name, shape in shapes.items()
         if len(shape) == 2 and "embedding" not in name and name.endswith(".weight")
@@ -445,19 +451,22 @@ def list_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def plan_int8(tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, TensorInfo]:
-    """The tensors of a file in which those of these matrices that it has are int8."""
-    own = {name: tensors[name].shape for name in names if name in tensors}
+    """Plan a file's tensors with the matrices of these names as int8."""
+    rounded_shapes = {name: tensors[name].shape for name in names if name in tensors}
     return {
         **tensors,
-        **{name: TensorInfo(INT8, shape) for name, shape in own.items()},
-        **{name_int8_scales(name): TensorInfo("float32", s[:-1]) for name, s in own.items()},
+        **{name: TensorInfo(INT8, shape) for name, shape in rounded_shapes.items()},
+        **{
+            name_int8_scales(name): TensorInfo("float32", s[:-1])
+            for name, s in rounded_shapes.items()
+        },
     }
 
 
 def plan_int4(
     tensors: Mapping[str, TensorInfo], name: str, group_size: int
 ) -> dict[str, TensorInfo]:
-    """What a matrix that is rounded to int4 has instead of its tensor, by name."""
+    """Plan the tensors that a matrix rounded to int4 has in place of its own, by name."""
     num_rows, num_inputs = tensors[name].shape
     scales = TensorInfo("float32", (num_rows, num_inputs // group_size))
     return {
@@ -469,36 +478,50 @@ def plan_int4(
 def plan_drafter(
     tensors: Mapping[str, TensorInfo], weights: str | None, vocab_size: int | None
 ) -> dict[str, TensorInfo]:
-    """A drafter's tensors where its matrices are INT8 or INT4, or its heads of fewer tokens.
+    """Plan a drafter's tensors where its matrices are INT8 or INT4, or its heads shortened.
 
     With INT4 heads are int8 all the same, whose errors go straight into the order of tokens, and so
     is what does not divide into groups. Experts, shared ones too, stay as they are.
     """
-    planned = dict(tensors)
+    planned_infos = dict(tensors)
     if vocab_size is not None:
-        heads = [name for name in tensors if name.endswith((HEAD, HEAD_BIAS))]
-        for name in heads:
-            planned[name] = TensorInfo(tensors[name].dtype, (vocab_size, *tensors[name].shape[1:]))
-        planned[name_offsets(tensors)] = TensorInfo("int64", (vocab_size,))
+        planned_infos |= _plan_shortened_heads(tensors, vocab_size)
     if weights is None:
-        return planned
-    modules = list_matrices({name: info.shape for name, info in planned.items()})
+        return planned_infos
+    modules = list_matrices({name: info.shape for name, info in planned_infos.items()})
     names = [
         name for name in (f"{module}.weight" for module in modules)
-        if not name.endswith(KEPT) and ".shared_expert." not in name
+        if not name.endswith(UNROUNDED) and ".shared_expert." not in name
     ]  # fmt: skip
     rounded = [
         name for name in names if weights == INT4 and not name.endswith(HEAD)
-        and planned[name].shape[0] % 2 == 0 == planned[name].shape[1] % (2 * DRAFTER_GROUP)
+        and _divides_into_groups(planned_infos[name].shape)
     ]  # fmt: skip
-    planned = plan_int8(planned, set(names) - set(rounded))
+    planned_infos = plan_int8(planned_infos, set(names) - set(rounded))
     for name in rounded:
-        planned |= plan_int4(planned, name, DRAFTER_GROUP)
-    return planned
+        planned_infos |= plan_int4(planned_infos, name, DRAFTER_GROUP)
+    return planned_infos
+
+
+def _plan_shortened_heads(
+    tensors: Mapping[str, TensorInfo], vocab_size: int
+) -> dict[str, TensorInfo]:
+    """Plan a drafter's heads of fewer tokens, and the offsets to the target's tokens."""
+    heads = [name for name in tensors if name.endswith((HEAD, HEAD_BIAS))]
+    shortened = {
+        name: TensorInfo(tensors[name].dtype, (vocab_size, *tensors[name].shape[1:]))
+        for name in heads
+    }
+    return shortened | {name_offsets(tensors): TensorInfo("int64", (vocab_size,))}
+
+
+def _divides_into_groups(shape: tuple[int, ...]) -> bool:
+    """Tell whether a matrix can be rounded to int4 in groups, half by half."""
+    return shape[0] % 2 == 0 == shape[1] % (2 * DRAFTER_GROUP)
 
 
 def name_offsets(drafter: Iterable[str]) -> str:
-    """What a shortened vocabulary adds to a drafted token is called, alongside the first head."""
+    """Name the tensor, beside the first head, of offsets of a shortened vocabulary."""
     head = min(name for name in drafter if name.endswith(f".{HEAD}"))
     return head.removesuffix(HEAD) + OFFSETS
 
@@ -506,28 +529,28 @@ def name_offsets(drafter: Iterable[str]) -> str:
 def check_inventory(
     file: TensorFile,
     expected: Mapping[str, tuple[int, ...]],
-    what: str,
+    kind_of_folder: str,
     dtypes: Mapping[str, str] | None = None,
 ) -> None:
     """Raise SpecDecError that names every missing, unknown or different tensor of a file.
 
     expected: name -> shape; dtypes: name -> type, where that is to be checked, too.
     """
-    missing = sorted(set(expected) - set(file.tensors))
-    unknown = sorted(set(file.tensors) - set(expected))
-    shared = [(name, file.tensors[name]) for name in sorted(expected) if name in file.tensors]
+    missing_names = sorted(set(expected) - set(file.tensors))
+    unknown_names = sorted(set(file.tensors) - set(expected))
+    common_infos = [(name, file.tensors[name]) for name in sorted(expected) if name in file.tensors]
     misshapen = [
         f"{name} is {list(info.shape)}, expected {list(expected[name])}"
-        for name, info in shared
+        for name, info in common_infos
         if info.shape != expected[name]
     ]
     mistyped = [
         f"{name} is {info.dtype}, expected {dtypes[name]}"
-        for name, info in shared
+        for name, info in common_infos
         if dtypes is not None and info.dtype != dtypes[name]
     ]
     kinds = {
-        "missing": missing, "unknown": unknown, "misshapen": misshapen,
+        "missing": missing_names, "unknown": unknown_names, "misshapen": misshapen,
         "of another type": mistyped,
     }  # fmt: skip
     problems = [
@@ -537,7 +560,7 @@ def check_inventory(
     ]
     if problems:
         raise SpecDecError(
-            f"{file.path} does not hold the {what} that config.json describes: "
+            f"{file.path} does not hold the {kind_of_folder} that config.json describes: "
             + "; ".join(problems),
-            f"make the {what} again; config.json and the tensors must come from one run",
+            f"make the {kind_of_folder} again; config.json and the tensors must come from one run",
         )

@@ -11,7 +11,7 @@ from specdec.engine.native import NativeKernels
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN takes weights of this type in its own blocked layout on this machine."""
+    """Tell whether oneDNN takes weights of this type in its own blocked layout on this machine."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     ops: Any = torch.ops.mkldnn

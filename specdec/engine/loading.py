@@ -48,66 +48,88 @@ def load_tensors(
 ) -> dict[str, Tensor]:
     """Copy tensors from a mapped file to the device.
 
-    maps_matrices: what linears multiply with stays in the file, to be packed from there, and so
-    does what is `mapped`.
-    widens_blocks: those of GGML become weights of `dtype`; else they stay in the file.
+    maps_matrices: matrices of linears stay in the file, to be packed from there, and so do tensors
+    that are `mapped`.
+    widens_blocks: matrices in GGML's blocks become weights of `dtype`; else they stay in the file.
     Float8 weights stay as they are, their scales alongside them, where the device multiplies such;
     elsewhere they become weights of `dtype`. Integers have their scales alongside them, int4 what
     else specdec/model/int4.py names, scales as float32.
     """
     tensors: dict[str, Tensor] = {}
-    num_widened = num_float8 = 0
+    float8_names = [name for name in names if file.tensors[name].dtype == FLOAT8]
     for name in names:
-        info = file.tensors[name]
+        info, module = file.tensors[name], name.removesuffix(".weight")
         if info.dtype == FLOAT8:
-            weight = to_tensor(file.read(name), info.dtype).to(device)
-            keys = [name.removesuffix("weight") + kind for kind in SCALES]
-            scales = [to_tensor(file.read(key), "float32").to(device) for key in keys]
-            if can_multiply(weight, device):
-                tensors |= {name: weight, **dict(zip(keys, scales, strict=True))}
-                num_float8 += 1
-            else:
-                tensors[name] = widen(weight, scales[0], dtype)
-                num_widened += 1
+            tensors |= _load_float8(file, name, device, dtype)
             continue
-        module = name.removesuffix(".weight")
         if module != name and is_blocks(module, file.tensors):
-            key = f"{module}.{BLOCK_TYPES}"
-            types = to_tensor(file.read(key), "uint8")
-            rows = view_tensor(file.read(name), "uint8")
-            if widens_blocks:
-                flat = BlockMatrix(rows.flatten(0, -2), types).widen_all(dtype)
-                tensors[name] = flat.view(*rows.shape[:-1], -1).to(device)
-            else:
-                tensors |= {name: rows, key: types}
+            tensors |= _load_blocks(file, name, device, dtype, widens=widens_blocks)
             continue
-        if info.dtype in int4.INT4_STORAGE and int4.is_int4(module, file.tensors):
-            tensors |= {key: t.to(device) for key, t in read_int4(file, module).items()}
-        elif info.dtype == INT8:
-            key = name_int8_scales(name)
-            tensors[key] = to_tensor(file.read(key), "float32")
-            check_scales(tensors[key].flatten(), f"{file.path}: {key}")
-            tensors[key] = tensors[key].to(device)
+        tensors |= _load_scales(file, name, device)
         is_matrix = len(info.shape) > 1 and "embedding" not in name
         is_mapped = name in mapped or (maps_matrices and is_matrix)
         take = view_tensor if is_mapped else to_tensor
         tensors[name] = take(file.read(name), info.dtype).to(device)
+    _report_float8([tensors[name] for name in float8_names], dtype)
+    return tensors
+
+
+def _load_float8(
+    file: TensorFile, name: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Load a float8 weight with its scales, or widened where the device cannot multiply it."""
+    weight = to_tensor(file.read(name), FLOAT8).to(device)
+    keys = [name.removesuffix("weight") + kind for kind in SCALES]
+    scales = [to_tensor(file.read(key), "float32").to(device) for key in keys]
+    if can_multiply(weight, device):
+        return {name: weight, **dict(zip(keys, scales, strict=True))}
+    return {name: widen(weight, scales[0], dtype)}
+
+
+def _load_blocks(
+    file: TensorFile, name: str, device: torch.device, dtype: torch.dtype, *, widens: bool
+) -> dict[str, Tensor]:
+    """Load a matrix in GGML's blocks: its rows and their types, or widened."""
+    key = f"{name.removesuffix('.weight')}.{BLOCK_TYPES}"
+    types = to_tensor(file.read(key), "uint8")
+    rows = view_tensor(file.read(name), "uint8")
+    if not widens:
+        return {name: rows, key: types}
+    flat = BlockMatrix(rows.flatten(0, -2), types).widen_all(dtype)
+    return {name: flat.view(*rows.shape[:-1], -1).to(device)}
+
+
+def _load_scales(file: TensorFile, name: str, device: torch.device) -> dict[str, Tensor]:
+    """Load the tensors beside a matrix of integers; none beside another tensor."""
+    info, module = file.tensors[name], name.removesuffix(".weight")
+    if info.dtype in int4.INT4_STORAGE and int4.is_int4(module, file.tensors):
+        return {key: tensor.to(device) for key, tensor in read_int4(file, module).items()}
+    if info.dtype != INT8:
+        return {}
+    key = name_int8_scales(name)
+    scales = to_tensor(file.read(key), "float32")
+    check_scales(scales.flatten(), f"{file.path}: {key}")
+    return {key: scales.to(device)}
+
+
+def _report_float8(weights: list[Tensor], dtype: torch.dtype) -> None:
+    """Log how many float8 weights multiply as they are, and how many were widened."""
+    num_float8 = sum(weight.dtype is torch.float8_e4m3fn for weight in weights)
     if num_float8:
         logger.info("FP8: %d linears multiply in float8", num_float8)
-    if num_widened:
+    if num_widened := len(weights) - num_float8:
         logger.info(
             "FP8: %d linears have float8 weights widened to %s; their inputs are not rounded",
             num_widened, str(dtype).removeprefix("torch."),
         )  # fmt: skip
-    return tensors
 
 
 def read_int4(file: TensorFile, module: str) -> dict[str, Tensor]:
-    """What a four-bit matrix has alongside its codes, by name; scales are float32."""
+    """Read the tensors beside a four-bit matrix's codes, by name; scales are float32."""
     matrix = int4.Int4Matrix(file, module)
     int4.check_damage(matrix)
     num_rows = matrix.shape[0]
-    found = {
+    arrays = {
         WEIGHT_SCALE: matrix.read_scales(0, num_rows),
         int4.ZERO_POINT: matrix.read_zeros(0, num_rows),
         int4.INPUT_SCALE: matrix.read_input_scale(),
@@ -115,7 +137,7 @@ def read_int4(file: TensorFile, module: str) -> dict[str, Tensor]:
     }
     return {
         f"{module}.{kind}": torch.from_numpy(np.array(array))
-        for kind, array in found.items()
+        for kind, array in arrays.items()
         if array is not None
     }
 
@@ -136,18 +158,18 @@ def load_weights(
     what packs them, which is told of all that the engine has packed.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
-    wanted = set(list_engine_tensors(model, drafter if drafts else None))
+    engine_names = set(list_engine_tensors(model, drafter if drafts else None))
     if drafts and config.draft_vocab_size is not None:
-        wanted.add(name_offsets(wanted))
+        engine_names.add(name_offsets(engine_names))
     names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
     weights: dict[str, Tensor] = {}
     for name in list_engine_files(model, drafter):
         if name in names:
             file = open_engine_file(folder, config, name)
             packed = find_packed(folder, config, name, kernels) if kernels is not None else None
-            chosen = [tensor for tensor in file.tensors if tensor in wanted]
+            file_names = [tensor for tensor in file.tensors if tensor in engine_names]
             weights |= load_tensors(
-                file, chosen, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed,
+                file, file_names, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed,
                 mapped=() if packed is None else (EMBEDDING,), widens_blocks=kernels is None,
             )  # fmt: skip
             if packed is not None and kernels is not None:
@@ -162,10 +184,10 @@ def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> 
     names = [name_weight_file(model, rank) for rank in range(model.tp_size)]
     files = [open_engine_file(folder, config, name) for name in names]
     dtype = TORCH_DTYPES[model.dtype]
-    parts = [
+    rank_tensors = [
         load_tensors(file, [EMBEDDING], torch.device("cpu"), dtype, widens_blocks=True)
         for file in files
     ]
-    arrays = [to_array(part[EMBEDDING]) for part in parts]
-    whole = join(arrays, list_target_tensors(model)[EMBEDDING], model)
-    return to_tensor(whole, model.dtype).to(device)
+    arrays = [to_array(tensors[EMBEDDING]) for tensors in rank_tensors]
+    embedding = join(arrays, list_target_tensors(model)[EMBEDDING], model)
+    return to_tensor(embedding, model.dtype).to(device)

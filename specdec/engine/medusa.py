@@ -31,14 +31,14 @@ class MedusaHeads:
     ) -> None:
         """offsets: what a shortened vocabulary adds to the number of an output, [V]."""
         self.offsets = offsets
-        first = weights["medusa_heads.0.lm_head.weight"]
-        prepack = prepack and can_prepack(first.dtype, first.device)
+        first_head = weights["medusa_heads.0.lm_head.weight"]
+        prepack = prepack and can_prepack(first_head.dtype, first_head.device)
 
         def linear(name: str) -> Linear:
             return make_linear(weights, f"medusa_heads.{name}", prepack=prepack, kernels=kernels)
 
         self.params = params
-        self.vocab_size = len(first)
+        self.vocab_size = len(first_head)
         self.blocks = [
             [linear(f"{head}.medusa_layers.{layer}.linear") for layer in range(params.num_layers)]
             for head in range(params.num_heads)
@@ -46,7 +46,7 @@ class MedusaHeads:
         self.lm_heads = [linear(f"{head}.lm_head") for head in range(params.num_heads)]
 
     def compute_logits(self, head: int, hidden: Tensor) -> Tensor:
-        """Logits [B, V] for the token head + 2 places after the one whose state is `hidden`."""
+        """Compute logits [B, V] for the token head + 2 places after the one of state `hidden`."""
         return self.lm_heads[head](self._run_blocks(head, hidden))
 
     def _run_blocks(self, head: int, hidden: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class MedusaHeads:
         return x
 
     def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The widths[i] most probable tokens of head i, best first, the heads' side by side.
+        """Rank the widths[i] most probable tokens of head i, best first, the heads' side by side.
 
         hidden: [B, D]. Returns them and their log-probabilities, both [B, sum of widths]; heads
         beyond `widths` are not computed.
@@ -68,5 +68,7 @@ class MedusaHeads:
                 ranked.append(rank_logits(lm_head(x), width, self.offsets))
             else:
                 ranked.append(rank_packed(lm_head, x, width, self.offsets))
-        tokens, scores = (torch.cat(parts, dim=-1) for parts in zip(*ranked, strict=True))
+        tokens, scores = (
+            torch.cat(head_results, dim=-1) for head_results in zip(*ranked, strict=True)
+        )
         return tokens, scores

@@ -40,17 +40,20 @@ class MtpNet(DraftNet):
         self, params: MtpParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
     ) -> None:
         self.params, self.hidden_size = params, model.hidden_size
-        own = take_own(weights, MTP_NET)
+        drafter_tensors = take_own(weights, MTP_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
-        net = dataclasses.replace(params.make_net_model(model), vocab_size=len(own[HEAD]))
-        super().__init__(own, weights, net, model, **options)
+        net = dataclasses.replace(
+            params.make_net_model(model), vocab_size=len(drafter_tensors[HEAD])
+        )
+        super().__init__(drafter_tensors, weights, net, model, **options)
         offset = net.arithmetic.norm_offset
         self.norms = [
-            Norm(own[f"drafter.{name}.weight"], None, net.norm_epsilon, offset) for name in NORMS
+            Norm(drafter_tensors[f"drafter.{name}.weight"], None, net.norm_epsilon, offset)
+            for name in NORMS
         ]
 
     def make_features(self, states: Tensor) -> Tensor:
-        """What a pair has of the target's states [..., D]: the states."""
+        """Return the features of the target's states [..., D]: the states themselves."""
         return states
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
@@ -62,7 +65,7 @@ class MtpNet(DraftNet):
         embedded = self.decoder.embed(to_device(step.tokens, features.device), positions)
         if self.params.is_reversed:
             embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
-        pair = [norm(part) for norm, part in zip(self.norms, (embedded, features), strict=True)]
+        pair = [norm(x_half) for norm, x_half in zip(self.norms, (embedded, features), strict=True)]
         if self.params.is_reversed:
             pair.reverse()
         x = self.fc(torch.cat(pair, dim=-1))

@@ -6,16 +6,11 @@ import torch
 from torch import Tensor
 
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.layers import Norm
+from specdec.engine.layers import GATES, Norm, name_activation
 from specdec.engine.linear import Linear
-from specdec.engine.native import (
-    GATED_ACTIVATIONS,
-    GATES,
-    PLAIN_ACTIVATIONS,
-    NativeKernels,
-    PackedLayers,
-    StepPlan,
-)
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_border import StepPlan
+from specdec.engine.native_models import PackedLayers
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import (
     Layer,
@@ -25,10 +20,31 @@ from specdec.engine.torch_layers import (
     find_lines,
     find_past,
 )
+from specdec.model.config import ModelConfig
+
+# Activations by the numbers of the kernels that run all layers: of a plain MLP and of a gated one.
+PLAIN_ACTIVATIONS = {
+    **dict.fromkeys([name for name, kernel in GATES.items() if kernel == "gelu"], 1),
+    "gelu": 2,
+    "relu": 3,
+}
+GATED_ACTIVATIONS = {name: int(kernel == "gelu") for name, kernel in GATES.items()}
+
+
+def describe_coverage(model: ModelConfig) -> str:
+    """Name the operations of a model that have kernels; torch's own operators do the others."""
+    activation = name_activation(model)
+    covered = ["products", "norms", "attention", *(["experts"] if model.experts else [])]
+    covered += ["linear attention"] if model.linear_attention is not None else []
+    if model.arithmetic.mlp != "plain" and activation in GATES:
+        return ", ".join([*covered, f"gated {activation}"])
+    if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:
+        return ", ".join([*covered, activation])
+    return f"{', '.join(covered)}; torch computes {activation}"
 
 
 class KernelLayers(TorchLayers):
-    """A kernel at a time: between them ranks add up, and torch computes unusual activations."""
+    """Execution by a kernel at a time: between them ranks add up and torch may activate."""
 
     adds_in_place = True
 
@@ -49,10 +65,10 @@ class KernelLayers(TorchLayers):
         """Run the layers as `TorchLayers.run` does."""
         x = x if is_normed else x.clone(memory_format=torch.contiguous_format)
         plan, norm = plan_step(self.kernels, step, cache), self.stack.final_norm
-        x, h, seen = self._compute(
+        x, h, observed_outputs = self._compute(
             x, step, cache, cache.blocks, plan, observed_layers, first_input, norm
         )
-        return h if is_normed else x, seen
+        return h if is_normed else x, observed_outputs
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self.kernels.norm(x, norm)
@@ -61,13 +77,13 @@ class KernelLayers(TorchLayers):
         self, x: Tensor, partial: Tensor, own_norm: Norm | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
         assert norm is not None
-        added = self.stack.sum(partial)
-        return x, self.kernels.add_norm(x, added, norm, own_norm, self.stack.share)
+        delta = self.stack.sum(partial)
+        return x, self.kernels.add_norm(x, delta, norm, own_norm, self.stack.share)
 
-    def _attend(self, layer: Layer, product: Tensor, block: Tensor, place: StepPlan) -> Tensor:
+    def _attend(self, layer: Layer, product: Tensor, block: Tensor, placement: StepPlan) -> Tensor:
         stack = self.stack
         return self.kernels.attend(
-            product.contiguous(), block, layer.attention, place,
+            product.contiguous(), block, layer.attention, placement,
             stack.num_heads, stack.num_kv_heads, stack.head_size,
         )  # fmt: skip
 
@@ -84,7 +100,7 @@ class KernelLayers(TorchLayers):
 
 
 class NativeLayers:
-    """All layers in one call."""
+    """Execution of all layers in one call."""
 
     def __init__(self, stack: Stack, kernels: NativeKernels, activation: int) -> None:
         """activation: the kernels' number of the stack's."""
@@ -104,37 +120,39 @@ class NativeLayers:
         """Run the layers as `TorchLayers.run` does."""
         x = x if is_normed else x.clone(memory_format=torch.contiguous_format)
         is_last_observed = len(self.stack.layers) - 1 in observed_layers
-        normed, seen = self.kernels.run_layers(
+        normed, observed_outputs = self.kernels.run_layers(
             x, self._packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
-            first_input, None if is_last_observed else step.wanted,
+            first_input, None if is_last_observed else step.output_mask,
         )  # fmt: skip
-        return normed if is_normed else x, seen
+        return normed if is_normed else x, observed_outputs
 
 
 def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | KernelLayers:
-    """The quickest way that a stack can go by the kernels."""
-    known = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
-    activation = known.get(stack.activation)
-    types = {
-        part.packed.dtype
-        for layer in stack.layers
-        for part in (layer.qkv, layer.dense, layer.up, layer.down)
-        if part is not None and part.packed is not None
-    } | {
-        layer.experts.packed.matrix_dtype
-        for layer in stack.layers
-        if layer.experts is not None and layer.experts.packed is not None
-    }  # of which one call takes one: a checkpoint may leave some modules unquantized
-    if (
-        stack.group is not None or activation is None or stack.final_norm is None or len(types) > 1
-        or stack.has_gates or any(layer.linear is not None for layer in stack.layers)
-    ):  # fmt: skip
+    """Choose the quickest way that a stack can go by the kernels."""
+    activation_numbers = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
+    activation = activation_numbers.get(stack.activation)
+    is_usual = stack.final_norm is not None and not stack.has_gates
+    is_usual = is_usual and all(layer.linear is None for layer in stack.layers)
+    # One call takes matrices of one type: a checkpoint may leave some modules unquantized.
+    if stack.group is not None or activation is None or not is_usual or len(_list_types(stack)) > 1:
         return KernelLayers(stack, kernels)
     return NativeLayers(stack, kernels, activation)
 
 
+def _list_types(stack: Stack) -> set[torch.dtype]:
+    """List the types of a stack's packed matrices, of experts too."""
+    types = set()
+    for layer in stack.layers:
+        for linear in (layer.qkv, layer.dense, layer.up, layer.down):
+            if linear is not None and linear.packed is not None:
+                types.add(linear.packed.dtype)
+        if layer.experts is not None and layer.experts.packed is not None:
+            types.add(layer.experts.packed.matrix_dtype)
+    return types
+
+
 def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
-    """A step's indices, as the kernels take them."""
+    """Return a step's indices as the kernels take them."""
     return kernels.plan_step(
         step.rows, step.mask_positions, find_lines(step, cache), find_past(step, cache),
         step.tree_mask,
@@ -144,16 +162,16 @@ def plan_step(kernels: NativeKernels, step: Step, cache: KVCache) -> StepPlan:
 def _pack(stack: Stack, activation: int) -> PackedLayers:
     weights = []
     for layer in stack.layers:
-        parts: dict[str, Linear | Norm | None] = {
+        modules: dict[str, Linear | Norm | None] = {
             "norm": layer.input_norm, "qkv": layer.qkv, "dense": layer.dense,
             "post": layer.post_norm, "up": layer.up, "down": layer.down,
             "dense_norm": layer.dense_norm, "down_norm": layer.down_norm,
         }  # fmt: skip
         row: dict[str, Tensor | None] = {}
-        for name, part in parts.items():
-            if part is not None:
-                row[name] = part.packed if isinstance(part, Linear) else part.weight
-                row[f"{name}_bias"] = part.bias
+        for name, module in modules.items():
+            if module is not None:
+                row[name] = module.packed if isinstance(module, Linear) else module.weight
+                row[f"{name}_bias"] = module.bias
         for name, norm in (("q_norm", layer.attention.q_norm), ("k_norm", layer.attention.k_norm)):
             row[name] = norm.weight if norm is not None else None
         weights.append(row)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.engine.layout import EngineConfig, open_packed_file
-from specdec.engine.native import TILE, NativeKernels
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_border import TILE
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import to_array, view_tensor
@@ -31,7 +32,7 @@ PACKING_VERSION = 15
 def find_packed(
     folder: Path, config: EngineConfig, name: str, kernels: NativeKernels
 ) -> TensorFile | None:
-    """What a weight file was packed into, if it is there and for kernels such as these."""
+    """Open the packed matrices of a weight file, if there are any for kernels such as these."""
     file = open_packed_file(folder, config, name)
     if file is None or file.metadata.get("packing") == identify_packing(kernels):
         return file
@@ -51,19 +52,19 @@ def use_packed(file: TensorFile, weights: Mapping[str, Tensor], kernels: NativeK
             continue
         packed = view_tensor(file.read(name), info.dtype)
         if weight.dim() < 3:
-            kernels.know_packed(weight, packed)
+            kernels.add_packed(weight, packed)
             continue
         if packed.shape[:1] != weight.shape[:1]:
             raise SpecDecError(
                 f"{file.path} has {list(packed.shape)} for {len(weight)} experts, {name}",
                 "build the engine again",
             )
-        for one, its_packed in zip(weight, packed, strict=True):
-            kernels.know_packed(one, its_packed)
+        for expert_weight, expert_packed in zip(weight, packed, strict=True):
+            kernels.add_packed(expert_weight, expert_packed)
 
 
 def identify_packing(kernels: NativeKernels) -> str:
-    """What tells how kernels lay matrices out: a sum of some that they packed.
+    """Identify how kernels lay matrices out: by a sum of some that they packed.
 
     It is the same on two machines only if matrices that were packed on one are right on the other.
     """

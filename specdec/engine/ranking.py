@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Parts of a vocabulary, in each of which a GPU finds the best tokens first.
-PARTS = 128
+# Slices of a vocabulary, in each of which a GPU finds the best tokens first.
+VOCAB_SLICES = 128
 LAST_ID = 2**32 - 1  # in the lower half of a key
 
 
 def is_on_host(scores: Tensor) -> bool:
-    """Whether scores can be looked at without a wait, by NumPy too."""
+    """Tell whether scores can be looked at without a wait, by NumPy too."""
     return scores.device.type == "cpu"
 
 
@@ -48,9 +48,9 @@ def find_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ids = find_best_on_host(scores)[..., None]
         return scores.gather(-1, ids), ids
     size = scores.shape[-1]
-    best = scores.topk(min(count + 1, size), dim=-1)  # one more shows a tie at the end
-    values, ids = best.values[..., :count], best.indices[..., :count]
-    is_tied = (best.values[..., 1:] == best.values[..., :-1]).any(-1)
+    top = scores.topk(min(count + 1, size), dim=-1)  # one more shows a tie at the end
+    values, ids = top.values[..., :count], top.indices[..., :count]
+    is_tied = (top.values[..., 1:] == top.values[..., :-1]).any(-1)
     if is_tied.any():
         _settle_ties(scores.reshape(-1, size), ids.view(-1, count), is_tied.flatten())
     return values, ids
@@ -60,11 +60,11 @@ def _settle_ties(scores: Tensor, ids: Tensor, is_tied: Tensor) -> None:
     """Put the first of equal scores [R, V] into rows of ids [R, count], which are changed."""
     for row in is_tied.nonzero()[:, 0].tolist():
         numbers = scores[row].numpy()
-        least = numbers[int(ids[row, -1])]
-        found = np.flatnonzero(numbers >= least)
-        order = np.argsort(-numbers[found], kind="stable")[: ids.shape[1]]
+        least_score = numbers[int(ids[row, -1])]
+        candidate_ids = np.flatnonzero(numbers >= least_score)
+        order = np.argsort(-numbers[candidate_ids], kind="stable")[: ids.shape[1]]
         if len(order) == ids.shape[1]:  # fewer where a NaN is among them
-            ids[row] = torch.from_numpy(found[order])
+            ids[row] = torch.from_numpy(candidate_ids[order])
 
 
 def sort_all(scores: Tensor) -> Tensor:
@@ -82,14 +82,16 @@ def sort_all(scores: Tensor) -> Tensor:
 def find_top_of_parts(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return what `find_top` does on a device, without a wait for it.
 
-    Of keys no two are equal. The largest of each of `PARTS` equal parts are found first, then those
-    of these and of the rest: a search of 128,000 scores at once takes an H200 0.16 ms.
+    Of keys no two are equal. The largest of each of VOCAB_SLICES equal slices are found first, then
+    those of these and of the rest: a search of 128,000 scores at once takes an H200 0.16 ms.
     """
     keys, vocab_size = _make_keys(scores), scores.shape[-1]
-    if vocab_size >= PARTS * count:
-        size = PARTS * (vocab_size // PARTS)
-        parts = keys[..., :size].reshape(*keys.shape[:-1], PARTS, -1).topk(count, dim=-1).values
-        keys = torch.cat((parts.flatten(-2), keys[..., size:]), dim=-1)
+    if vocab_size >= VOCAB_SLICES * count:
+        size = VOCAB_SLICES * (vocab_size // VOCAB_SLICES)
+        slice_tops = (
+            keys[..., :size].reshape(*keys.shape[:-1], VOCAB_SLICES, -1).topk(count, dim=-1).values
+        )
+        keys = torch.cat((slice_tops.flatten(-2), keys[..., size:]), dim=-1)
     ids = LAST_ID - (keys.topk(count, dim=-1).values & LAST_ID)
     return scores.gather(-1, ids), ids
 

@@ -15,7 +15,8 @@ from specdec.engine.blocks import BlockMatrix
 from specdec.engine.draft_net import rank_logits, take_offsets, take_own
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
-from specdec.engine.native import FoundTrees, NativeKernels, PackedDrafter
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_models import DynamicTrees, PackedDrafter
 from specdec.engine.ranking import find_top
 from specdec.engine.transfers import Array
 from specdec.methods.redrafter import ReDrafterParams
@@ -53,38 +54,40 @@ class ReDrafterHead:
 
         blocks = [f"layers.{i}.linear" for i in range(params.num_layers)]
         names = [*blocks, "lm_head", *(["rnn_w", "rnn_u"] if params.is_rnn else [])]
-        parts = {name: linear(name) for name in names}
+        linears = {name: linear(name) for name in names}
         self.packed: PackedDrafter | None = None
         if params.has_input_proj:
             if kernels is None:
-                parts["input_proj"] = linear("input_proj")
+                linears["input_proj"] = linear("input_proj")
             else:
                 joint = take_matrix(weights, "drafter.input_proj")
                 assert not isinstance(joint, BlockMatrix)
                 # Parts for the target's state, and for the recurrent state.
-                first, second = (
+                context_half, state_half = (
                     joint.halve() if isinstance(joint, IntegerMatrix) else joint.chunk(2, 1)
                 )
                 bias = weights["drafter.input_proj.bias"]
-                parts["context_proj"] = lay_out(first, bias, prepack=False, kernels=kernels)
-                parts["state_proj"] = lay_out(second, prepack=False, kernels=kernels)
+                linears["context_proj"] = lay_out(
+                    context_half, bias, prepack=False, kernels=kernels
+                )
+                linears["state_proj"] = lay_out(state_half, prepack=False, kernels=kernels)
         if kernels is not None:
             self.packed = PackedDrafter(
-                parts, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
+                linears, embedding, num_layers=params.num_layers, exit_dim=params.exit_dim,
                 num_candidates=self.num_candidates, kernels=kernels, tokens=self._list_tokens(),
             )  # fmt: skip
-        self.input_proj = parts.get("input_proj")
-        self.blocks = [parts[name] for name in blocks]
-        self.lm_head = parts["lm_head"]
-        self.rnn_w, self.rnn_u = parts.get("rnn_w"), parts.get("rnn_u")
+        self.input_proj = linears.get("input_proj")
+        self.blocks = [linears[name] for name in blocks]
+        self.lm_head = linears["lm_head"]
+        self.rnn_w, self.rnn_u = linears.get("rnn_w"), linears.get("rnn_u")
 
     def _list_tokens(self) -> Tensor | None:
-        """The token of each of the head's outputs; None where these are all tokens."""
+        """List the token of each of the head's outputs; None where these are all tokens."""
         offsets = self.offsets
         return None if offsets is None else offsets + torch.arange(len(offsets))
 
     def update_state(self, tokens: Tensor, state: Tensor | None) -> Tensor:
-        """Next recurrent state [..., D] after reading `tokens` [...]; None is the zero state."""
+        """Return the recurrent state [..., D] after `tokens` [...]; None is the zero state."""
         embedded = torch.nn.functional.embedding(tokens, self.embedding)
         if self.rnn_w is None or self.rnn_u is None:
             return embedded if state is None else embedded + state
@@ -95,7 +98,7 @@ class ReDrafterHead:
         return torch.nn.functional.silu(mixed + self.rnn_u(state))
 
     def _mix(self, context: Tensor, state: Tensor) -> Tensor:
-        """What the head reads [..., n, E] of the target's states [..., 1, D] and its own."""
+        """Mix the target's states [..., 1, D] with recurrent ones into head inputs [..., n, E]."""
         x = torch.cat((context.expand(*state.shape[:-1], -1), state), dim=-1)
         if self.input_proj is not None:
             x = self.input_proj(x)
@@ -106,7 +109,7 @@ class ReDrafterHead:
     def rank_tokens(
         self, context: Tensor, state: Tensor, width: int, sharpness: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The `width` most probable next tokens [..., n, width] and their log-probabilities.
+        """Rank the `width` most probable next tokens [..., n, width]; return log-probabilities too.
 
         context: the target's states [..., 1, D]; state: [..., n, D]. sharpness: as in `DraftNet`.
         """
@@ -116,8 +119,8 @@ class ReDrafterHead:
     def search_trees(
         self, hidden: Tensor, tokens: Tensor, num_tokens: int, temperatures: Array,
         min_gain: float,
-    ) -> FoundTrees | None:  # fmt: skip
-        """Dynamic trees after `tokens` [B], which follow `hidden` [B, D], by the kernels.
+    ) -> DynamicTrees | None:  # fmt: skip
+        """Search dynamic trees after `tokens` [B], which follow `hidden` [B, D], by the kernels.
 
         None where there are none: `BeamDraft` has them grown. temperatures: [B], of the logits;
         min_gain: as in `Drafter`.
@@ -130,7 +133,7 @@ class ReDrafterHead:
         )
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Beam search after `tokens` [B], which follow `hidden` [B, D]. Returns drafts [B, W, L].
+        """Search beams after `tokens` [B], which follow `hidden` [B, D]. Returns drafts [B, W, L].
 
         Scores are sums of log-probabilities, normalized over each beam's best candidates.
         """
@@ -147,20 +150,20 @@ class ReDrafterHead:
                 assert scores is not None
                 state = self.update_state(beams[:, :, -1], state)
             logits = self.lm_head(self._mix(context, state))  # [B, W, V]
-            values, found = find_top(logits.float(), num_candidates)
+            values, candidate_ids = find_top(logits.float(), num_candidates)
             totals = values.log_softmax(-1)  # [B, W, C]
             if scores is not None:
                 totals = totals + scores[:, :, None]
             scores, flat = find_top(totals.flatten(1), width)  # [B, W]
-            chosen = found.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
+            next_tokens = candidate_ids.flatten(1).gather(1, flat)[:, :, None]  # [B, W, 1]
             if self.offsets is not None:
-                chosen = chosen + self.offsets[chosen]
+                next_tokens = next_tokens + self.offsets[next_tokens]
             if beams is None:
-                beams = chosen
+                beams = next_tokens
                 state = state.expand(batch, width, -1)
             else:
                 source = (flat // num_candidates)[:, :, None]
-                beams = torch.cat((beams.gather(1, source.expand_as(beams)), chosen), dim=-1)
+                beams = torch.cat((beams.gather(1, source.expand_as(beams)), next_tokens), dim=-1)
                 state = state.gather(1, source.expand_as(state))
         assert beams is not None
         return beams

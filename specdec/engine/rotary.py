@@ -19,7 +19,7 @@ from specdec.model.bounds import MAX_ROTARY_ELEMENTS
 from specdec.model.config import ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
-PART = 2048  # positions whose angles are computed at a time
+CHUNK_POSITIONS = 2048  # positions whose angles are computed at a time
 
 
 def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -30,7 +30,7 @@ def find_scaling(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def find_switch_length(model: ModelConfig) -> int | None:
-    """The longest sequence that longrope rotates by its short factors; None for other scalings."""
+    """Return the longest sequence of longrope's short factors; None for other scalings."""
     kind, scaling = find_scaling(model)
     if kind != "longrope":
         return None
@@ -42,7 +42,7 @@ def find_switch_length(model: ModelConfig) -> int | None:
 
 
 def compute_frequencies(model: ModelConfig, length: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [R / 2] of a sequence of `length` tokens, and what scales cos and sin."""
+    """Compute inverse frequencies [R / 2] of a sequence, and the factor of cos and sin."""
     kind, scaling = find_scaling(model)
     size, base = model.rotary_size, model.rotary_base
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
@@ -100,15 +100,15 @@ def _blend_yarn(wavelengths: Tensor, model: ModelConfig, scaling: dict[str, Any]
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     span = high - low or 0.001
-    kept = 1 - ((torch.arange(size // 2).float() - low) / span).clamp(0, 1)
+    kept_share = 1 - ((torch.arange(size // 2).float() - low) / span).clamp(0, 1)
     interpolated = 1.0 / (float(scaling["factor"]) * wavelengths)
-    return interpolated * (1 - kept) + 1.0 / wavelengths * kept
+    return interpolated * (1 - kept_share) + 1.0 / wavelengths * kept_share
 
 
 def _get_yarn_attention(scaling: dict[str, Any]) -> float:
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
     factor = float(scaling["factor"])
     mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
 
@@ -119,10 +119,10 @@ def _get_yarn_attention(scaling: dict[str, Any]) -> float:
 
 
 def _get_longrope_attention(model: ModelConfig, scaling: dict[str, Any], switch: int) -> float:
-    """LongRoPE, https://arxiv.org/abs/2402.13753."""
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    """Return the factor of LongRoPE, https://arxiv.org/abs/2402.13753."""
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
     factor = scaling.get("factor")
     scale = model.max_position_embeddings / switch if factor is None else factor
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(switch))
@@ -131,7 +131,7 @@ def _get_longrope_attention(model: ModelConfig, scaling: dict[str, Any], switch:
 class RotaryTable:
     """Cosines and sines of every position, [lines, R], in the model's type.
 
-    Position p of a sequence is line `start + p`, where `find_start` tells the start. There is more
+    Position p of a sequence is line `start + p`, with the start of `find_start`. There is more
     than one table where the frequencies depend on how long a sequence is:
 
     dynamic: a token beyond the trained length has the frequencies of the length that it completes;
@@ -166,17 +166,17 @@ class RotaryTable:
         cos, sin = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         positions = torch.arange(num_positions).float()
         # A part at a time: the angles of all positions take more memory than the table.
-        for first in range(0, num_positions, PART):
-            part = slice(first, first + PART)
+        for start in range(0, num_positions, CHUNK_POSITIONS):
+            chunk = slice(start, start + CHUNK_POSITIONS)
             for table, inverse in enumerate(frequencies):
-                angles = torch.outer(positions[part], inverse)
-                dynamic_from = max(first, trained if self.kind == "dynamic" else num_positions)
-                for position in range(dynamic_from, first + len(angles)):
-                    own, _ = compute_frequencies(model, position + 1)
-                    angles[position - first] = position * own
-                for whole, half in ((cos, angles.cos()), (sin, angles.sin())):
+                angles = torch.outer(positions[chunk], inverse)
+                dynamic_from = max(start, trained if self.kind == "dynamic" else num_positions)
+                for position in range(dynamic_from, start + len(angles)):
+                    position_frequencies, _ = compute_frequencies(model, position + 1)
+                    angles[position - start] = position * position_frequencies
+                for all_values, half in ((cos, angles.cos()), (sin, angles.sin())):
                     half = (half * self.attention_factor).to(device, dtype)
-                    whole[table, part] = half.unsqueeze(1)
+                    all_values[table, chunk] = half.unsqueeze(1)
         self.cos, self.sin = cos.view(-1, model.rotary_size), sin.view(-1, model.rotary_size)
 
     def repeat(self, num_lines: int) -> None:
@@ -185,7 +185,7 @@ class RotaryTable:
         self.cos, self.sin = self.cos.repeat(times, 1), self.sin.repeat(times, 1)
 
     def find_start(self, prompt_len: int) -> int:
-        """The line of position 0 for a sequence that begins with so many prompt tokens."""
+        """Find the line of position 0 for a sequence that begins with so many prompt tokens."""
         is_long = self.switch_len is not None and prompt_len > self.switch_len
         return self.num_positions if is_long else 0
 
@@ -211,16 +211,16 @@ class RotaryTable:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R dimensions, halves paired; the others pass. x: [B, T, N, H]."""
     size = cos.shape[-1]
-    turned, passed = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+    rotated, passed = x[..., :size], x[..., size:]
+    first_half, second_half = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second_half, first_half), dim=-1) * sin
+    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
 
 def make_tables(
     model: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[RotaryTable, RotaryTable]:
-    """The tables of layers without a window and with one, which are one table in most models."""
+    """Make the tables of layers without a window and with one, in most models one table."""
     table = RotaryTable(model, num_positions, dtype, device)
     if model.rope_local_base_freq is None:
         return table, table

@@ -21,6 +21,7 @@ from specdec.engine.group import Group
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import ACTIVATIONS, Attention, Norm, attend
 from specdec.engine.linear import Linear
+from specdec.engine.linear_states import LinearStates, Runs
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
@@ -32,10 +33,12 @@ Outcome = tuple[Tensor, Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share.
+    """Weights of a decoder's layer.
 
-    dense_norm, down_norm: of what `dense` and `down` yield, before it is added; None for none.
-    experts: instead of up and down. linear: instead of attending, with qkv for its first product.
+    up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share the
+    input norm. dense_norm, down_norm: norms of the outputs of `dense` and `down`, None for none.
+    experts: in place of up and down. linear: linear attention in place of attention over the cache,
+    with qkv for its first product.
     """
 
     attention: Attention
@@ -56,8 +59,8 @@ class Stack:
     """The layers of one rank, with its own heads.
 
     final_norm: None where each layer's norms are behind attention and MLP, the last one's too.
-    share: of what attention and MLP yield, in what is added to a layer's input. has_gates: whether
-    qkv has gates of the attention's outputs behind the values.
+    share: factor of the outputs of attention and MLP when they are added to a layer's input.
+    has_gates: whether qkv has gates of the attention's outputs behind the values.
     """
 
     layers: list[Layer]
@@ -76,8 +79,8 @@ class Stack:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
     @property
-    def places(self) -> list[int]:
-        """Where in the cache each layer's keys are, among those of the layers that attend."""
+    def cache_indices(self) -> list[int]:
+        """Index in the cache of each layer's keys, among the layers that attend."""
         attends = (layer.linear is None for layer in self.layers[:-1])
         return list(itertools.accumulate(attends, initial=0))
 
@@ -86,13 +89,13 @@ class Stack:
         return partial if self.group is None else self.group.sum(partial)
 
     def list_windows(self) -> set[int | None]:
-        """The windows that its layers have."""
+        """List the windows of the layers."""
         return {layer.attention.window for layer in self.layers if layer.linear is None}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """Where a step's tokens go in the cache, and what they see of it, on the device.
+    """Cache positions of a step's tokens, and the positions that they see, on the device.
 
     rows: [B], 0 ... B - 1 where is_prefix; slots, lines: [B, T]; views: by a layer's window, the
     first cache position that any token sees and the mask [B, 1, T, S] from there to end - 1.
@@ -109,7 +112,7 @@ class _Placement:
 
 
 class TorchLayers:
-    """The layers one by one, by torch; from recorded graphs where a device has them."""
+    """Execution of layers one by one, by torch; from recorded graphs where a device has them."""
 
     adds_in_place = False  # whether a layer's output takes the place of its input
 
@@ -133,27 +136,27 @@ class TorchLayers:
         the result is normed, and x may be overwritten.
         """
         norm = self.stack.final_norm if is_normed else None
-        found = self._replay(x, step, cache, observed_layers, first_input, norm)
-        if found is not None:
-            return found
-        place = self._place(step, cache, x.device)
-        _, h, seen = self._compute(
-            x, step, cache, cache.blocks, place, observed_layers, first_input, norm
+        replayed = self._replay(x, step, cache, observed_layers, first_input, norm)
+        if replayed is not None:
+            return replayed
+        placement = self._locate(step, cache, x.device)
+        _, h, observed_outputs = self._compute(
+            x, step, cache, cache.blocks, placement, observed_layers, first_input, norm
         )
-        return h, seen
+        return h, observed_outputs
 
-    def _place(self, step: Step, cache: KVCache, device: torch.device) -> _Placement:
+    def _locate(self, step: Step, cache: KVCache, device: torch.device) -> _Placement:
         past = find_past(step, cache)
         num_tokens, num_new = step.tree_mask.shape[1:]
-        used = int(past.max()) + num_new
-        used = min(-(-used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
+        num_used = int(past.max()) + num_new
+        num_used = min(-(-num_used // POSITION_BLOCK) * POSITION_BLOCK, cache.num_positions)
         views = {}
         for window in self.stack.list_windows():
             # The block that holds the first position in any token's window.
-            first = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
-            first = min(first, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
-            mask = build_full_mask(past, step.tree_mask, step.mask_positions, used, window)
-            views[window] = first, to_device(mask[..., first:], device)
+            first_position = 0 if window is None else max(0, int(step.positions.min()) - window + 1)
+            first_position = min(first_position, int(past.min())) // POSITION_BLOCK * POSITION_BLOCK
+            mask = build_full_mask(past, step.tree_mask, step.mask_positions, num_used, window)
+            views[window] = first_position, to_device(mask[..., first_position:], device)
         newest = np.arange(num_new - num_tokens, num_new)
         return _Placement(
             rows=to_device(step.rows, device),
@@ -162,7 +165,7 @@ class TorchLayers:
             slots=to_device(past[:, None] + newest, device),
             lines=to_device(find_lines(step, cache), device),
             views=views,
-            end=used,
+            end=num_used,
         )
 
     def _replay(
@@ -174,11 +177,11 @@ class TorchLayers:
         first_input: Tensor | None,
         last_norm: Norm | None,
     ) -> Outcome | None:
-        """`run` from a graph; None where there is none."""
+        """Run the layers from a recorded graph; return None where there is none."""
         stack, graphs = self.stack, self.graphs
         if graphs is None or step.past is not None:
             return None
-        if (found_shape := graphs.find_shape(step, cache)) is None:
+        if (step_shape := graphs.find_shape(step, cache)) is None:
             return None
 
         def compute(
@@ -189,7 +192,7 @@ class TorchLayers:
                 window: (0, packed.build_bias(size, window, x.dtype).repeat(1, 1, repeats, 1))
                 for window in stack.list_windows()
             }
-            place = _Placement(
+            placement = _Placement(
                 rows=packed.cache_rows,
                 is_prefix=shape.is_prefix,
                 slots=packed.slots,
@@ -197,22 +200,22 @@ class TorchLayers:
                 views=views,
                 end=size,
             )
-            first = inputs[1] if len(inputs) > 1 else None
-            _, out, seen = self._compute(
-                inputs[0], step, cache, blocks, place, observed_layers, first, last_norm
+            layer_input = inputs[1] if len(inputs) > 1 else None
+            _, normed, observed_outputs = self._compute(
+                inputs[0], step, cache, blocks, placement, observed_layers, layer_input, last_norm
             )
-            return (out,) if seen is None else (out, seen)
+            return (normed,) if observed_outputs is None else (normed, observed_outputs)
 
-        found = graphs.run(
-            found_shape,
+        results = graphs.run(
+            step_shape,
             (observed_layers, first_input is None or first_input.shape[2:], last_norm is None),
             (step, cache.past_lens[step.rows], find_lines(step, cache)),
             [x] if first_input is None else [x, first_input],
             compute,
         )
-        if found is None:
+        if results is None:
             return None
-        return found[0], found[1] if len(found) > 1 else None
+        return results[0], results[1] if len(results) > 1 else None
 
     def _compute(
         self,
@@ -220,54 +223,67 @@ class TorchLayers:
         step: Step,
         cache: KVCache,
         blocks: Tensor,
-        place: Any,
+        placement: Any,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
         last_norm: Norm | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The layers on the device alone: the last output, the same normed, those observed.
+        """Run the layers on the device alone.
 
-        place: where keys go and what is seen, for `_attend`. last_norm: None where nothing is
-        normed behind the last layer.
+        placement: where keys go and what is seen, for `_attend`. last_norm: None where nothing is
+        normed behind the last layer. Returns the last output, the same normed, the observed ones.
         """
-        stack, states, seen = self.stack, cache.states, []
+        stack, states, observed_outputs = self.stack, cache.states, []
         runs = None if states is None else states.begin(
-            step.rows, step.positions, find_past(step, cache), step.counts, step.kept
+            step.rows, step.positions, find_past(step, cache), step.counts, step.certain_counts
         )  # fmt: skip
         is_post_norm = stack.final_norm is None
         if first_input is not None:
             h = first_input
         else:
             h = x if is_post_norm else self._norm(x, stack.layers[0].input_norm)
-        for index, (layer, at) in enumerate(zip(stack.layers, stack.places, strict=True)):
-            product = layer.qkv(h)
-            if layer.linear is None:
-                mixed = self._attend(layer, product[..., : stack.qkv_size], blocks[at], place)
-                if stack.has_gates:
-                    mixed = mixed * product[..., stack.qkv_size :].sigmoid()
-            else:
-                assert states is not None
-                assert runs is not None
-                mixed = layer.linear.run(product, layer.linear.ba(h), states, runs)
-            mixed = layer.dense(mixed)
-            if is_post_norm:
-                _, x = self._add(x, mixed, None, layer.input_norm)
-                _, x = self._add(x, self._run_mlp(layer, x), None, layer.post_norm)
-                h = x
-            else:
-                if layer.post_norm is None:
-                    mixed = mixed + self._run_mlp(layer, h)
-                else:
-                    x, h = self._add(x, mixed, layer.dense_norm, layer.post_norm)
-                    mixed = self._run_mlp(layer, h)
-                following = stack.layers[index + 1 :]
-                norm = following[0].input_norm if following else last_norm
-                x, h = self._add(x, mixed, layer.down_norm, norm)
+        norms = [*(layer.input_norm for layer in stack.layers[1:]), last_norm]
+        indices = stack.cache_indices
+        for index, (layer, next_norm) in enumerate(zip(stack.layers, norms, strict=True)):
+            mixed = self._mix(layer, h, blocks, indices[index], placement, states, runs)
+            x, h = self._finish_layer(layer, x, h, mixed, next_norm)
             if index in observed_layers:
-                seen.append(x.clone() if self.adds_in_place else x)
+                observed_outputs.append(x.clone() if self.adds_in_place else x)
         if states is not None and runs is not None:
             states.finish(runs)
-        return x, h, torch.cat(seen, dim=-1) if seen else None
+        return x, h, torch.cat(observed_outputs, dim=-1) if observed_outputs else None
+
+    def _mix(
+        self, layer: Layer, h: Tensor, blocks: Tensor, cache_index: int, placement: Any,
+        states: LinearStates | None, runs: Runs | None,
+    ) -> Tensor:  # fmt: skip
+        """Attend, to the cache or linearly, and return the output of `dense`."""
+        stack, product = self.stack, layer.qkv(h)
+        if layer.linear is None:
+            queries_keys_values = product[..., : stack.qkv_size]
+            mixed = self._attend(layer, queries_keys_values, blocks[cache_index], placement)
+            if stack.has_gates:
+                mixed = mixed * product[..., stack.qkv_size :].sigmoid()
+        else:
+            assert states is not None
+            assert runs is not None
+            mixed = layer.linear.run(product, layer.linear.ba(h), states, runs)
+        return layer.dense(mixed)
+
+    def _finish_layer(
+        self, layer: Layer, x: Tensor, h: Tensor, mixed: Tensor, next_norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add attention and MLP to a layer's input; return the sum, and the next layer's input."""
+        if self.stack.final_norm is None:
+            _, x = self._add(x, mixed, None, layer.input_norm)
+            _, x = self._add(x, self._run_mlp(layer, x), None, layer.post_norm)
+            return x, x
+        if layer.post_norm is None:
+            mixed = mixed + self._run_mlp(layer, h)
+        else:
+            x, h = self._add(x, mixed, layer.dense_norm, layer.post_norm)
+            mixed = self._run_mlp(layer, h)
+        return self._add(x, mixed, layer.down_norm, next_norm)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm(x)
@@ -275,47 +291,49 @@ class TorchLayers:
     def _add(
         self, x: Tensor, partial: Tensor, own_norm: Norm | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """A layer's input and what the ranks computed of what is added to it: the sum, and normed.
+        """Add what the ranks computed to a layer's input; return the sum, and the sum normed.
 
-        own_norm: of what is added, before it is.
+        own_norm: norm of what is added, before it is added.
         """
-        added = self.stack.sum(partial)
-        added = added if own_norm is None else own_norm(added)
-        x = torch.add(x, added, alpha=self.stack.share)
+        delta = self.stack.sum(partial)
+        delta = delta if own_norm is None else own_norm(delta)
+        x = torch.add(x, delta, alpha=self.stack.share)
         return x, x if norm is None else norm(x)
 
-    def _attend(self, layer: Layer, product: Tensor, block: Tensor, place: Any) -> Tensor:
+    def _attend(self, layer: Layer, product: Tensor, block: Tensor, placement: Any) -> Tensor:
         """Write keys and values into a layer's part of the cache, [2, R, N, S, H], and attend.
 
-        product: [B, T, heads of queries, keys and values * H]. place: a `_Placement`.
+        product: [B, T, heads of queries, keys and values * H]. placement: a `_Placement`.
         """
-        rows, how = place.rows, layer.attention
-        queries = self._write(layer, product, block, place)
-        first, mask = place.views[how.window]
-        keys, values = (part[:, :, first : place.end] for part in block)  # [R, N, S, H]
-        if place.is_prefix:
+        rows, attention = placement.rows, layer.attention
+        queries = self._write(layer, product, block, placement)
+        first_position, mask = placement.views[attention.window]
+        keys, values = (
+            plane[:, :, first_position : placement.end] for plane in block
+        )  # [R, N, S, H]
+        if placement.is_prefix:
             keys, values = keys[: len(rows)], values[: len(rows)]
         else:
             keys, values = keys[rows], values[rows]
-        return attend(queries, keys, values, mask, how.scale, how.cap)
+        return attend(queries, keys, values, mask, attention.scale, attention.cap)
 
-    def _write(self, layer: Layer, product: Tensor, block: Tensor, place: Any) -> Tensor:
+    def _write(self, layer: Layer, product: Tensor, block: Tensor, placement: Any) -> Tensor:
         """Write keys and values as `_attend` does; return the queries that attend, [B, T, N, H]."""
-        stack, rows, slots = self.stack, place.rows, place.slots
+        stack, rows, slots = self.stack, placement.rows, placement.slots
         num_heads = stack.num_heads
-        num_turned = num_heads + stack.num_kv_heads  # queries and keys
+        num_rotated = num_heads + stack.num_kv_heads  # queries and keys
         qkv = product.view(*product.shape[:-1], -1, stack.head_size)
-        turned, new_values = qkv[:, :, :num_turned], qkv[:, :, num_turned:]
-        how = layer.attention
-        if how.q_norm is not None and how.k_norm is not None:
-            q, k = turned[:, :, :num_heads], turned[:, :, num_heads:]
-            turned = torch.cat((how.q_norm(q), how.k_norm(k)), dim=2)
-        if (table := how.rotary) is not None:
-            if table not in place.angles:  # [B, T, 1, R]
-                cos, sin = (half[place.lines].unsqueeze(2) for half in (table.cos, table.sin))
-                place.angles[table] = cos, sin
-            turned = rotate(turned, *place.angles[table])
-        queries, new_keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
+        rotated, new_values = qkv[:, :, :num_rotated], qkv[:, :, num_rotated:]
+        attention = layer.attention
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
+            rotated = torch.cat((attention.q_norm(q), attention.k_norm(k)), dim=2)
+        if (table := attention.rotary) is not None:
+            if table not in placement.angles:  # [B, T, 1, R]
+                cos, sin = (half[placement.lines].unsqueeze(2) for half in (table.cos, table.sin))
+                placement.angles[table] = cos, sin
+            rotated = rotate(rotated, *placement.angles[table])
+        queries, new_keys = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
         block[0][rows[:, None], :, slots] = new_keys
         block[1][rows[:, None], :, slots] = new_values
         return queries
@@ -337,12 +355,12 @@ class TorchLayers:
 
 
 def find_past(step: Step, cache: KVCache) -> IntArray:
-    """How many positions each row of a step sees, [B]."""
+    """Return the number of cached positions that each row of a step sees, [B]."""
     return cache.past_lens[step.rows] if step.past is None else step.past
 
 
 def find_lines(step: Step, cache: KVCache) -> IntArray:
-    """Where in the rotary tables a step's tokens stand, [B, T]."""
+    """Return the lines of the rotary tables for a step's tokens, [B, T]."""
     lines: IntArray = step.positions + cache.rotary_starts[step.rows][:, None]
     return lines
 
@@ -350,7 +368,9 @@ def find_lines(step: Step, cache: KVCache) -> IntArray:
 def build_full_mask(
     past: IntArray, tree_mask: BoolArray, positions: IntArray, size: int, window: int | None
 ) -> BoolArray:
-    """[B, 1, T, S]: committed positions, then the newest as `tree_mask` [B, T, N] says.
+    """Build the mask [B, 1, T, S] of committed positions and of the newest tokens.
+
+    The newest tokens are seen as `tree_mask` [B, T, N] says.
 
     positions: [B, N], of the newest tokens, of which the last T are the step's own. size: S.
     window: positions that a token sees, itself included.

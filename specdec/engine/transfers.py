@@ -1,4 +1,4 @@
-"""Between host and device: to the device without waiting, to the host in one counted place.
+"""Transfers between host and device: to the device without waiting, to the host in one place.
 
 A copy from pageable memory, `.item()`, `.tolist()` and `.cpu()` all make the host wait until a CUDA
 device has done everything before them. Code of a step uses these two functions instead.
@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 class Waits:
-    """How often the host took something back from a device, or would have waited for one."""
+    """Count of how often the host took something back from a device, or would have waited."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -41,7 +41,7 @@ class Arrival:
     """Tensors of one device on their way to the host, which may go on meanwhile."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._done: Any = None
+        self._copied_event: Any = None
         device = tensors[0].device
         if device.type != "cuda":
             self._copies = tensors
@@ -53,14 +53,14 @@ class Arrival:
             for tensor in tensors
         )
         make_event: Any = torch.cuda.Event
-        self._done = make_event()
-        self._done.record(torch.cuda.current_stream(device))
+        self._copied_event = make_event()
+        self._copied_event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> tuple[Array, ...]:
         """Return them as arrays once they are there."""
         WAITS.count += 1
-        if self._done is not None:
-            self._done.synchronize()
+        if self._copied_event is not None:
+            self._copied_event.synchronize()
         return tuple(copy.numpy() for copy in self._copies)
 
 

@@ -48,14 +48,16 @@ class Tree:
         return int(self.depths.max()) if len(self.tokens) > 1 else 0
 
     def keep(self, nodes: Sequence[int] | IntArray) -> Tree:
-        """The tree of only these nodes, in their order: each one's parent is kept, and first."""
-        kept = np.asarray(nodes, np.int64)
-        places = np.full(self.num_nodes + 1, -1)  # the last stands for the root's parent
-        places[kept] = np.arange(len(kept))
-        return Tree(self.tokens[kept], places[self.parents[kept]], self.depths[kept])
+        """Return the tree of only these nodes, in their order: parents are kept, and come first."""
+        kept_nodes = np.asarray(nodes, np.int64)
+        new_numbers = np.full(self.num_nodes + 1, -1)  # the last stands for the root's parent
+        new_numbers[kept_nodes] = np.arange(len(kept_nodes))
+        return Tree(
+            self.tokens[kept_nodes], new_numbers[self.parents[kept_nodes]], self.depths[kept_nodes]
+        )
 
     def list_below(self, node: int) -> list[int]:
-        """The tokens below a node, along the first child at every fork."""
+        """List the tokens below a node, along the first child at every fork."""
         tokens = []
         for child in range(node + 1, self.num_nodes):
             if self.parents[child] == node:
@@ -65,7 +67,7 @@ class Tree:
 
 
 def make_root(token: int) -> Tree:
-    """A tree of only the root: a verify step that drafts nothing."""
+    """Make a tree of only the root: a verify step that drafts nothing."""
     return Tree(np.array([token], np.int64), *_ROOT)
 
 
@@ -99,7 +101,7 @@ def pack_beams(root: int, beams: IntArray) -> Tree:
 
 
 def build_tree_mask(tree: Tree) -> BoolArray:
-    """[T, T], true where a node (row) sees a node (column): itself and its ancestors."""
+    """Build the mask [T, T], true where a node (row) sees a node (column) or itself."""
     if tree.num_nodes == 1:
         return _ROOT_MASK
     mask = np.eye(tree.num_nodes, dtype=np.bool_)
@@ -109,7 +111,7 @@ def build_tree_mask(tree: Tree) -> BoolArray:
 
 
 class TreeBuilder:
-    """Grows a tree node by node; equal paths from the root become one."""
+    """Builder of a tree, node by node; equal paths from the root become one."""
 
     def __init__(self, root: int) -> None:
         self._tokens, self._parents, self._depths = [root], [-1], [0]

@@ -1,4 +1,4 @@
-"""Whether an engine's files hold what was built, found out by a thread while the engine is loaded.
+"""Comparison of an engine's files with what was built, by a thread while the engine is loaded.
 
 The manifest has a checksum of each block of each file. A large file that was found whole is not
 read again until it changes: the user's cache remembers its state.
@@ -39,19 +39,19 @@ class Verification:
     """The comparison of an engine folder with its manifest, begun when this is made."""
 
     def __init__(self, folder: Path, names: tuple[str, ...] = ("",)) -> None:
-        """names: what the names of the files to compare end with."""
+        """Begin to compare the files whose names end with one of `names`."""
         self._problem: SpecDecError | None = None
         self._is_ending = threading.Event()
         entries = _list_entries(folder)
         files = [(folder / e.path, e) for e in entries if e.path.endswith(names)]
         self._files = [(path, entry) for path, entry in files if not _is_remembered(path, entry)]
-        # Whether it takes long enough to go on alongside what the engine does first.
+        # Whether the comparison takes long enough to go on while the engine begins its work.
         self.is_long = sum(entry.num_bytes for _, entry in self._files) > LARGE_BYTES
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for it; raise SpecDecError where a file is not what was built."""
+        """Wait for the comparison; raise SpecDecError where a file is not what was built."""
         if self.is_long and self._thread.is_alive():
             logger.info("waiting until the engine's files are compared with their checksums")
         self._thread.join()
@@ -59,7 +59,7 @@ class Verification:
             raise self._problem
 
     def cancel(self) -> None:
-        """Give it up."""
+        """Give the comparison up."""
         self._is_ending.set()
 
     def _run(self) -> None:
@@ -78,30 +78,30 @@ class Verification:
                 return
 
     def _compare(self, path: Path, entry: ManifestEntry) -> None:
-        began, key = time.time(), _name_state(path, entry)
+        started, key = time.time(), _name_state(path, entry)
         size = path.stat().st_size
         if size != entry.num_bytes:
             raise SpecDecError(f"{path} has {size} bytes, not {entry.num_bytes}", CHANGED_HINT)
-        for index, (found, wanted) in enumerate(
+        for index, (file_sum, recorded_sum) in enumerate(
             zip(list_block_sums(path), entry.block_sums or (), strict=True)
         ):
             if self._is_ending.is_set():
                 return
-            if found != wanted:
-                last = min(size, (index + 1) * BLOCK_BYTES)
+            if file_sum != recorded_sum:
+                end = min(size, (index + 1) * BLOCK_BYTES)
                 raise SpecDecError(
-                    f"{path} is damaged: its bytes {index * BLOCK_BYTES} to {last} have another"
+                    f"{path} is damaged: its bytes {index * BLOCK_BYTES} to {end} have another"
                     " checksum than when it was built",
                     CHANGED_HINT,
                 )
         status = path.stat()
-        is_settled = max(status.st_mtime, status.st_ctime) + SETTLED_SECONDS < began
+        is_settled = max(status.st_mtime, status.st_ctime) + SETTLED_SECONDS < started
         if size >= REMEMBERED_BYTES and is_settled and _name_state(path, entry) == key:
             _remember(key)
 
 
 def _list_entries(folder: Path) -> list[ManifestEntry]:
-    """The files that can be compared; says where an engine has none, as older ones."""
+    """List the files that can be compared; warn where an engine has none, as older ones."""
     outputs = read_manifest(folder, "engine").outputs if (folder / NAME).exists() else ()
     # What config.json says is checked, and people may change it, such as the kernels' compiler.
     entries = [e for e in outputs if e.block_sums is not None and e.path != "config.json"]
@@ -115,7 +115,7 @@ def _list_entries(folder: Path) -> list[ManifestEntry]:
 
 
 def _name_state(path: Path, entry: ManifestEntry) -> str:
-    """What a file with these sums in its present state is remembered by."""
+    """Name the present state of a file with these sums, as the cache remembers it."""
     status = path.stat()
     state = [
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,

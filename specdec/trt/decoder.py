@@ -64,7 +64,7 @@ class NetworkDecoder(Decoder):
         self.num_positions, self.dtype = num_positions, TORCH_DTYPES[model.dtype]
         self.group, self.rank = group, group.rank if group else 0
         self.kernels, self.is_prepacked, self.is_fused = None, False, False
-        self.observed_layers, self.observed = (), None
+        self.observed_layers, self.observed_outputs = (), None
         self.lm_head = Linear(torch.empty(0, 0), prepack=False)  # in the head's network
         self.rotary = None
         if model.arithmetic.positions == "rotary":
@@ -99,7 +99,7 @@ class NetworkDecoder(Decoder):
         if tokens is None:
             tokens = to_device(step.tokens, self.device)
         outputs = self.run_step(step, cache, {"tokens": tokens})
-        self.observed = outputs.get("layers")
+        self.observed_outputs = outputs.get("layers")
         return outputs["hidden_states"]
 
     def run_step(

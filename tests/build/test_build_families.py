@@ -11,7 +11,7 @@ import pytest
 
 from specdec.engine.layers import ACTIVATIONS, name_activation
 from specdec.engine.layout import count_positions, list_engine_tensors
-from specdec.engine.native import describe_coverage
+from specdec.engine.native_layers import describe_coverage
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine import native
+from specdec.engine import compiler, native_library
 from tests.engine.kernels import EXTRA_FLAGS, FORMS
 
 
@@ -17,7 +17,7 @@ def library(request: pytest.FixtureRequest, lasting_dir: Path) -> Path:
     folder = Path(tempfile.mkdtemp(dir=lasting_dir))
     form = FORMS[getattr(request, "param", "own")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FLAGS", (*native.FLAGS, *form, *EXTRA_FLAGS))
-        info = native.compile_kernels(folder)
-    assert info["cpu"] == native.describe_cpu()
-    return folder / native.LIBRARY_NAME
+        patch.setattr(native_library, "FLAGS", (*compiler.FLAGS, *form, *EXTRA_FLAGS))
+        info = native_library.compile_kernels(folder)
+    assert info["cpu"] == compiler.describe_cpu()
+    return folder / native_library.LIBRARY_NAME

@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from specdec.engine import native
+from specdec.engine.compiler import find_compiler
 
 # form -> what the compiler is told with the usual. No user has pairs and bands, which are plain
 # code, and hardly any has SSE2 only: they are compiled in a quarter of the time (`make kernels`
@@ -32,5 +32,5 @@ if platform.machine() in ("x86_64", "AMD64"):
 # Such as those of a sanitizer, see matrix.py.
 EXTRA_FLAGS = tuple(os.environ.get("SPECDEC_TEST_KERNEL_FLAGS", "").split())
 
-needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
 in_every_form = pytest.mark.parametrize("library", FORMS, indirect=True)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from specdec.engine import native
+from specdec.engine.compiler import FLAGS, SOURCE, find_compiler
 from tests.covering import cover
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,11 +125,11 @@ def read_cpu_flags() -> set[str]:
     return set()
 
 
-def compile_shared(build: Build, source: Path = native.SOURCE) -> Path:
+def compile_shared(build: Build, source: Path = SOURCE) -> Path:
     """Compile a library, or take the one kept of what is the same without comments and with other
     forms left out. Raises CalledProcessError.
     """
-    flags = [flag for flag in native.FLAGS if not flag.endswith("=native")]
+    flags = [flag for flag in FLAGS if not flag.endswith("=native")]
     if build.is_clang and build.is_cross:
         flags += ["--target=aarch64-linux-gnu"]
     command = [build.compiler, *flags, *build.form.flags, *build.extra, "-fPIC", "-shared"]
@@ -187,7 +187,7 @@ def list_forms() -> list[Form]:
     """The forms that this CPU runs, as compiled for it first."""
     has = read_cpu_flags()
     forms = [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]
-    flags = tuple(flag for flag in native.FLAGS if flag.endswith("=native"))
+    flags = tuple(flag for flag in FLAGS if flag.endswith("=native"))
     own = [dataclasses.replace(form, name="own", flags=flags) for form in forms[:1]]
     return [*own, *forms]
 
@@ -314,7 +314,7 @@ def compare_bits(found: Mapping[tuple[object, ...], Mapping[Build, str]]) -> int
 
 def run_sanitized() -> int:
     """Run kernel_bits and the engine's tests on libraries with the sanitizers in them."""
-    compiler = native.find_compiler()
+    compiler = find_compiler()
     assert compiler is not None
     if "clang" in describe_compiler(compiler):
         print("sanitizers: left out, they are run with GCC")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import layers, native
+from specdec.engine import compiler, layers, native, native_library
 from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.tree import BoolArray, Tree, build_tree_mask
 from tests.engine.kernels import FORMS, needs_compiler
@@ -95,9 +95,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for form in ("own", "bands"):
         folder = tmp_path_factory.mktemp(form)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "FLAGS", (*native.FLAGS, *FORMS[form]))
-            native.compile_kernels(folder)
-        found.append(folder / native.LIBRARY_NAME)
+            patch.setattr(native_library, "FLAGS", (*compiler.FLAGS, *FORMS[form]))
+            native_library.compile_kernels(folder)
+        found.append(folder / native_library.LIBRARY_NAME)
     return found
 
 

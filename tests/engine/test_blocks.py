@@ -63,7 +63,7 @@ def test_rows_of_several_types() -> None:
     indices = torch.tensor([[11, 0, 6], [6, 9, 4]])
     assert torch.equal(matrix.look_up(indices), whole[indices])
     assert torch.equal(matrix.widen_all(torch.bfloat16), whole.bfloat16())
-    cut = matrix.cut(8, 8)
+    cut = matrix.take_rows(8, 8)
     assert torch.equal(cut.widen(0, 8), torch.nn.functional.pad(whole[8:], (0, 0, 0, 4)))
     assert cut.shape == (8, 256)
 

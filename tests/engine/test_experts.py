@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 
 from specdec.engine.experts import ExpertLayer
 from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels, PackedExperts
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_models import ExpertSizes, PackedExperts
 from specdec.model.experts import Experts
 from tests.engine.kernels import needs_compiler
 
@@ -90,7 +92,7 @@ def test_ranks_add_up_to_the_whole(
     sizes = Experts(**{**vars(ALL), "tp_size": tp_size, "ep_size": ep_size})
     layers = [make_layer(sizes, kernels, rank) for rank in range(tp_size * ep_size)]
     torch.testing.assert_close(sum(run(layer, kernels, X) for layer in layers), whole)
-    assert all(layer.seen.tolist() == layers[0].seen.tolist() for layer in layers)
+    assert all(layer.counters.tolist() == layers[0].counters.tolist() for layer in layers)
 
 
 def test_only_chosen_experts_are_read(kernels: NativeKernels | None) -> None:
@@ -100,7 +102,7 @@ def test_only_chosen_experts_are_read(kernels: NativeKernels | None) -> None:
     broken = next(e for e in range(6) if e not in chosen)
     layer = make_layer(sizes, kernels, broken=broken)
     assert run(layer, kernels, X[:1, :2]).isfinite().all()
-    assert layer.seen.tolist() == [1, 2, len(set(chosen.flatten().tolist()))]
+    assert layer.counters.tolist() == [1, 2, len(set(chosen.flatten().tolist()))]
     assert not run(layer, kernels, X).isfinite().all()
 
 
@@ -136,22 +138,24 @@ def test_what_is_no_layer_of_experts_is_refused(library: Path) -> None:
         kernels.pack_matrix(torch.zeros(16, HIDDEN)),
         kernels.pack_matrix(torch.zeros(HIDDEN, 8)),
     )
+    sizes = ExpertSizes(
+        hidden=HIDDEN, top_k=2, first_expert=1, inner=8, shared_inner=0, renormalizes=True
+    )
     good = {
         "router": torch.zeros(3, HIDDEN), "up": [packed[0]] * 2, "down": [packed[1]] * 2,
-        "shared": None, "hidden": HIDDEN, "top_k": 2, "first": 1, "inner": 8, "shared_inner": 0,
-        "renormalizes": True, "seen": np.zeros(3, np.int64),
+        "shared_expert": None, "sizes": sizes, "counters": np.zeros(3, np.int64),
     }  # fmt: skip
     experts = PackedExperts(kernels, **good)  # type: ignore[arg-type]
     for wrong, message in (
         ({"router": torch.zeros(3, HIDDEN, dtype=torch.bfloat16)}, "a router is"),
-        ({"top_k": 4}, "4 experts of 3"),
-        ({"top_k": 0}, "0 experts of 3"),
-        ({"first": 2}, "2 and 2 from 2 on"),
+        ({"sizes": dataclasses.replace(sizes, top_k=4)}, "4 experts of 3"),
+        ({"sizes": dataclasses.replace(sizes, top_k=0)}, "0 experts of 3"),
+        ({"sizes": dataclasses.replace(sizes, first_expert=2)}, "2 and 2 from 2 on"),
         ({"down": [packed[1]]}, "2 and 1 from 1 on"),
-        ({"inner": 40}, "an expert's matrix is"),
+        ({"sizes": dataclasses.replace(sizes, inner=40)}, "an expert's matrix is"),
         ({"up": [packed[0], None]}, "is not packed"),
-        ({"seen": np.zeros(2, np.int64)}, "counters are"),
-        ({"shared": (*packed, torch.zeros(1, HIDDEN))}, "an expert's matrix is"),
+        ({"counters": np.zeros(2, np.int64)}, "counters are"),
+        ({"shared_expert": (*packed, torch.zeros(1, HIDDEN))}, "an expert's matrix is"),
     ):
         with pytest.raises(ValueError, match=message):
             PackedExperts(kernels, **(good | wrong))  # type: ignore[arg-type]

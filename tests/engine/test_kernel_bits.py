@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine import native
+from specdec.engine.compiler import find_compiler
 from tests.engine import matrix
 from tests.engine.kernels import EXTRA_FLAGS, in_every_form, needs_compiler
 
@@ -19,7 +19,7 @@ pytestmark = [
 @in_every_form
 def test_every_form_keeps_the_bits(library: Path) -> None:
     """Each kernel gives a row the same bits alone and among others."""
-    compiler = native.find_compiler()
+    compiler = find_compiler()
     assert compiler is not None
     sums, lines = matrix.run_driver([str(matrix.compile_driver(compiler)), str(library)])
     assert not lines

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine import compiler, kernel_cache, native
+from specdec.engine import compiler, kernel_cache, native, native_library
 from specdec.errors import SpecDecError
 from specdec.system.cache import find_cache
 from tests.engine.kernels import needs_compiler
@@ -28,7 +28,7 @@ INFO = {"cpu": "this one"}
 @pytest.fixture(autouse=True)
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been told before, and the log is read whatever a command set up earlier."""
-    monkeypatch.setattr(kernel_cache, "_told", set())
+    monkeypatch.setattr(kernel_cache, "_logged_warnings", set())
     monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
     caplog.set_level(logging.INFO)
 
@@ -199,7 +199,7 @@ def test_compilers_that_fail(
     monkeypatch.setenv("CXX", str(write_compiler(tmp_path, script)))
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(SpecDecError, match=message):
-        native.compile_kernels(tmp_path)
+        native_library.compile_kernels(tmp_path)
     assert not (tmp_path / "cache").exists()
 
 
@@ -209,7 +209,7 @@ def test_a_compiler_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monk
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     with pytest.raises(SpecDecError, match="compiler does not start: Exec format error"):
-        native.compile_kernels(tmp_path)
+        native_library.compile_kernels(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_compiler_that_hangs_is_ended(
     def compile_all() -> None:
         if answers == "preprocessing":
             compiler.describe_arithmetic(os.environ["CXX"])
-        native.compile_kernels(tmp_path)
+        native_library.compile_kernels(tmp_path)
 
     with pytest.raises(SpecDecError, match=f"compiler .* took more than {seconds} s"):
         compile_all()
@@ -283,7 +283,7 @@ def test_what_compiling_takes_is_said(
     """Once with a cache; each time, and with what to do about it, without one."""
     source = tmp_path / "kernels.cpp"
     source.write_text(SOURCE.format(answer="ANSWER"))
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native_library, "SOURCE", source)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", f"{compiler.find_compiler()} -DANSWER=1")
     began = "compiling the native kernels for this CPU"
@@ -293,13 +293,13 @@ def test_what_compiling_takes_is_said(
     caplog.clear()
     shutil.rmtree(tmp_path / "cache")
     for count in (1, 1):
-        info = native.compile_kernels(tmp_path)
+        info = native_library.compile_kernels(tmp_path)
         assert caplog.text.count(began) == count
     assert info["compiler"].endswith(" -DANSWER=1")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(source))
     assert "cannot be kept" not in caplog.text
     for count in (2, 3):
-        native.compile_kernels(tmp_path)
+        native_library.compile_kernels(tmp_path)
         assert caplog.text.count(began) == count
     assert "they are compiled again each time an engine is built or loaded" in caplog.text
 
@@ -311,10 +311,10 @@ def test_kernels_follow_the_machine_not_the_engine(
     """A record of another CPU, source or compiler has no effect but another library."""
     source = tmp_path / "kernels.cpp"
     source.write_text(SOURCE.format(answer=-5))
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native_library, "SOURCE", source)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "build").mkdir()
-    info = native.compile_kernels(tmp_path / "build")
+    info = native_library.compile_kernels(tmp_path / "build")
     wrong = "has kernel interface -5, this specdec needs"
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
@@ -335,5 +335,5 @@ def test_what_does_not_load_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", str(path))
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(SpecDecError, match="the compiled kernels do not load"):
-        native.compile_kernels(tmp_path)
+        native_library.compile_kernels(tmp_path)
     assert not (tmp_path / "cache").exists()

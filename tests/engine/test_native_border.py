@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import native
+from specdec.engine import native_border, native_library
 from specdec.engine.compiler import call_compiler, find_compiler
 from specdec.engine.layers import Attention, Norm
 from specdec.engine.linear import Linear
-from specdec.engine.native import NativeKernels, PackedDrafter, PackedLayers, get_packed_shape
+from specdec.engine.native import NativeKernels
+from specdec.engine.native_border import get_packed_shape
+from specdec.engine.native_models import PackedDrafter, PackedLayers
 from specdec.errors import SpecDecError
 from tests.engine.kernels import needs_compiler
 
@@ -233,11 +235,13 @@ def test_a_library_without_our_kernels(library: Path, tmp_path: Path) -> None:
         NativeKernels(tmp_path / "empty.so", SINGLE)
 
 
-@pytest.mark.parametrize("name", ["Layer", "Experts", "Shape", "Scalars", "SearchShape"])
+@pytest.mark.parametrize(
+    "name", ["LayerRecord", "ExpertsRecord", "Shape", "Scalars", "SearchShape"]
+)
 def test_a_record_of_another_size(
     library: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grown = type(name, (getattr(native, name),), {"_fields_": [("more", ctypes.c_int64)]})
-    monkeypatch.setattr(native, name, grown)
+    grown = type(name, (getattr(native_border, name),), {"_fields_": [("more", ctypes.c_int64)]})
+    monkeypatch.setattr(native_library, "RECORDS", (grown,))
     with pytest.raises(RuntimeError, match=f"{name} has {ctypes.sizeof(grown)} bytes, not"):
         NativeKernels(library, SINGLE)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import layers, native
+from specdec.engine import layers, native, native_library
 from specdec.engine.compiler import call_compiler
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.torch_layers import build_full_mask
@@ -60,7 +60,7 @@ def test_pointwise_kernels(library: Path, dtype: torch.dtype, size: int) -> None
     gate_up = 20 * torch.randn(3, 5, 2 * size, generator=generator).to(dtype)
     gate_up[0, 0, :4] = torch.tensor([0.0, 100.0, -100.0, 1e-3]).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    for activation in native.GATES:
+    for activation in layers.GATES:
         expected = layers.ACTIVATIONS[activation](gate) * up
         assert_near(kernels.gate_mul(gate_up, activation), expected)
 
@@ -405,7 +405,7 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source.write_text('#include "kernels/answer.h"\n')
     header.parent.mkdir()
     header.write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native_library, "SOURCE", source)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     calls: list[Path] = []
 
@@ -413,12 +413,12 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         calls.extend([output] if output is not None else [])
         return call_compiler(command, output=output)
 
-    monkeypatch.setattr(native, "call_compiler", call)
+    monkeypatch.setattr(native_library, "call_compiler", call)
     infos, contents = [], []
     for name, count in (("first", 2), ("second", 2), ("third", 4), ("fourth", 6)):
         (tmp_path / name).mkdir()
-        infos.append(native.compile_kernels(tmp_path / name))
-        library = tmp_path / name / native.LIBRARY_NAME
+        infos.append(native_library.compile_kernels(tmp_path / name))
+        library = tmp_path / name / native_library.LIBRARY_NAME
         assert [path.name for path in (tmp_path / name).iterdir()] == [library.name]
         contents.append(library.read_bytes())
         assert len(calls) == count  # compiled and linked

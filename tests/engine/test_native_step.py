@@ -200,7 +200,9 @@ def test_experts_give_the_same_bits_in_every_step(library: Path, dtype: str, is_
         hidden_act="swiglu", experts=experts,
     )  # fmt: skip
     check_bits(decoder)
-    counted = [layer.experts.seen for layer in decoder.stack.layers if layer.experts is not None]
+    counted = [
+        layer.experts.counters for layer in decoder.stack.layers if layer.experts is not None
+    ]
     steps, tokens, taken = np.sum(counted, axis=0)
     assert 2 * steps < taken < 2 * tokens, "tokens of a step share experts"
 
@@ -243,13 +245,13 @@ def check_wanted(decoder: Decoder, expected: torch.Tensor, past_len: int) -> Non
         for node in nodes:
             wanted[node] = True
         cache.blocks.copy_(before)
-        states = decoder.forward(dataclasses.replace(step, wanted=wanted), cache)
+        states = decoder.forward(dataclasses.replace(step, output_mask=wanted), cache)
         assert torch.equal(states[wanted], expected[wanted])
         assert not states[~wanted].any(), "nothing is computed of the others"
         assert torch.equal(cache.blocks, after)
     decoder.observed_layers = (1, 3)
-    states = decoder.forward(dataclasses.replace(step, wanted=np.zeros_like(wanted)), cache)
-    assert decoder.observed is not None
+    states = decoder.forward(dataclasses.replace(step, output_mask=np.zeros_like(wanted)), cache)
+    assert decoder.observed_outputs is not None
     assert torch.equal(states, expected), "what is observed of the last layer is whole"
     decoder.observed_layers = ()
 

@@ -17,6 +17,7 @@ from specdec.decode.drafters.calibration import follow_chances
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.redrafter import BeamDraft, list_candidates
 from specdec.engine import int4, int8, native
+from specdec.engine.compiler import find_compiler
 from specdec.engine.layout import plan_drafter
 from specdec.engine.linear import Linear
 from specdec.engine.redrafter import NUM_CANDIDATES, ReDrafterHead
@@ -30,7 +31,7 @@ HIDDEN, VOCAB = 16, 90
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> native.NativeKernels:
-    if native.find_compiler() is None:
+    if find_compiler() is None:
         pytest.skip("no C++ compiler here")
     return native.NativeKernels(request.getfixturevalue("library"), torch.float32)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine.rotary import PART, RotaryTable, compute_frequencies
+from specdec.engine.rotary import CHUNK_POSITIONS, RotaryTable, compute_frequencies
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from tests.engine.models import make_model
@@ -160,8 +160,8 @@ def test_a_table_beyond_all_memory_is_refused() -> None:
 
 def test_a_table_that_is_made_in_parts() -> None:
     model = make_model(max_position_embeddings=4096)
-    table = RotaryTable(model, 2 * PART + 3, torch.float32, CPU)
+    table = RotaryTable(model, 2 * CHUNK_POSITIONS + 3, torch.float32, CPU)
     inverse, _ = compute_frequencies(model, 1)
-    angles = torch.outer(torch.arange(2 * PART + 3).float(), inverse).repeat(1, 2)
+    angles = torch.outer(torch.arange(2 * CHUNK_POSITIONS + 3).float(), inverse).repeat(1, 2)
     assert torch.equal(table.cos, angles.cos())
     assert torch.equal(table.sin, angles.sin())

@@ -28,7 +28,7 @@ def test_scaled_products(num_scales: int, num_tokens: int) -> None:
     on_cpu, whole = make_linear(num_scales)
     assert on_cpu.weight is not None
     assert on_cpu.bias is not None
-    scales = torch.stack([scale for _, scale in on_cpu.parts]).cuda()
+    scales = torch.stack([scale for _, scale in on_cpu.scaled_halves]).cuda()
     linear = Float8Linear(
         on_cpu.weight.cuda(), scales, on_cpu.input_scale.reshape(1).cuda(), on_cpu.bias.cuda()
     )

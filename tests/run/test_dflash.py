@@ -160,7 +160,7 @@ def test_the_last_layer_runs_the_ends_of_prompts(
     forward = decoder.forward
 
     def note(step: Step, cache: KVCache) -> torch.Tensor:
-        wanted.append(step.wanted)
+        wanted.append(step.output_mask)
         return forward(step, cache)
 
     monkeypatch.setattr(decoder, "forward", note)

@@ -146,8 +146,8 @@ def test_of_prompts_that_nobody_follows_the_last_tokens_are_wanted() -> None:
     for reads_all, positions in ((False, [29, 8]), (True, [*range(30), *range(9), *range(11)])):
         chunk = reader.plan(50, reads_all=reads_all)
         step = pack_segments(chunk.segments, cache, chunk.size)
-        assert step.wanted is not None
-        assert step.positions[step.wanted].tolist() == positions, "the third does not end here"
+        assert step.output_mask is not None
+        assert step.positions[step.output_mask].tolist() == positions, "the third does not end here"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def run(engine: Path, *flags: object) -> Any:
 
 @pytest.fixture(autouse=True)
 def tell_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cache, "_told", set())
+    monkeypatch.setattr(kernel_cache, "_logged_warnings", set())
 
 
 @needs_compiler
@@ -104,7 +104,7 @@ def test_an_engines_own_kernels_are_loaded_only_if_the_user_says_so(
     kernels = read_json(engine / "config.json")["torch_config"]["kernels"]
     (own,) = (engine / "kernels").iterdir()
     own.unlink()
-    kernel_cache.place(hostile.read_bytes(), kernels, engine, mode=0o644)
+    kernel_cache.write_entry(hostile.read_bytes(), kernels, engine, mode=0o644)
     shutil.copyfile(hostile, engine / "kernels.so")  # where older versions had it
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))

@@ -19,7 +19,7 @@ from specdec.decode.drafters.suffix import SuffixProposer
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
-from specdec.engine import native
+from specdec.engine import compiler, native_library
 from specdec.engine.tree import Tree
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
@@ -257,7 +257,7 @@ def test_half_precision_text_is_that_of_plain_decoding(
     """
     if form not in FORMS:
         pytest.skip("not this kind of processor")
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, *FORMS[form]))
+    monkeypatch.setattr(native_library, "FLAGS", (*compiler.FLAGS, *FORMS[form]))
     prompts, _ = reference(target)
     folder = make_engine(tmp_path, target, drafter, beams=4, length=4, dtype=dtype)
     plain = outputs_of(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
-from specdec.engine import native
+from specdec.engine import compiler
 from specdec.engine.float8 import Float8Linear, round_input, widen
 from specdec.engine.layout import WEIGHTS_NAME
 from specdec.errors import SpecDecError
@@ -101,7 +101,7 @@ def test_greedy_text_is_that_of_the_rounded_weights(
     assert generate(plain) == expected
     assert generate(plain, speculate=False) == expected
     # Prepacked; kernels take seconds to compile, and read no linear's weights.
-    monkeypatch.setattr(native, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     assert generate(build(checkpoint, optimize="auto")) == expected
 
 

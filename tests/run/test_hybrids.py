@@ -19,7 +19,7 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.linear_states import MAX_PLACES
+from specdec.engine.linear_states import MAX_SNAPSHOTS
 from specdec.engine.step import States, pack_segments, place_tree
 from specdec.engine.tree import pack_beams
 from specdec.errors import UsageError
@@ -189,12 +189,12 @@ def test_shared_prefixes_are_gone_on_behind_where_a_state_is_kept(folder: Path, 
 def test_places_are_bounded(folder: Path) -> None:
     decoder = load(folder).decoder
     cache = decoder.make_cache(2, 64)
-    cache.want_places(0, range(1, 30, 2))
+    cache.request_prefixes(0, range(1, 30, 2))
     with torch.inference_mode():
         for token in range(3, 33):
             run_chain(decoder, cache, 0, [token], 1)
     assert cache.states is not None
-    assert len(cache.states._places[0]) == MAX_PLACES
+    assert len(cache.states._snapshots[0]) == MAX_SNAPSHOTS
     assert cache.find_prefix(0, 30) == 30
     assert cache.find_prefix(0, 29) == 29
     assert cache.find_prefix(0, 20) == 0, "its state is kept no longer"

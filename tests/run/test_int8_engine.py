@@ -83,7 +83,10 @@ def load_rounding(engine: Path) -> TorchEngine:
         experts: Any = layer.experts
         if experts is not None:
             experts.up, experts.down = (list(map(Rounding, s)) for s in (experts.up, experts.down))
-            experts.shared = (*map(Rounding, experts.shared[:2]), experts.shared[2])
+            experts.shared_expert = (
+                *map(Rounding, experts.shared_expert[:2]),
+                experts.shared_expert[2],
+            )
     return loaded
 
 

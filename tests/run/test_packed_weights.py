@@ -59,7 +59,11 @@ def list_linears(engine: TorchEngine) -> list[Linear]:
     for layer in engine.decoder.stack.layers:
         found += [layer.qkv, layer.dense, *(x for x in (layer.up, layer.down) if x is not None)]
         if layer.experts is not None:
-            found += [*layer.experts.up, *layer.experts.down, *(layer.experts.shared or ())[:2]]
+            found += [
+                *layer.experts.up,
+                *layer.experts.down,
+                *(layer.experts.shared_expert or ())[:2],
+            ]
     return found
 
 
@@ -86,7 +90,7 @@ def test_nothing_of_a_target_is_packed_at_load(
     engine = TorchEngine(folder, device="cpu")
     kernels = engine.decoder.kernels
     assert kernels is not None
-    mapped = {packed.data_ptr() for _, packed in kernels._known.values()}
+    mapped = {packed.data_ptr() for _, packed in kernels._packed_by_address.values()}
     own = [linear.packed for linear in list_linears(engine)]
     assert len(own) > 8
     for packed in own:
@@ -142,7 +146,7 @@ def test_asked_for_without_a_compiler_it_is_refused(
 ) -> None:
     checkpoint = next(folder.parent.glob("ckpt-*"))
     build = ["build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "e", "--dry-run"]
-    monkeypatch.setattr("specdec.engine.native.find_compiler", lambda: None)
+    monkeypatch.setattr("specdec.engine.compiler.find_compiler", lambda: None)
     done = run_cli_here(*build, "--packed-weights", "enable")
     assert done.returncode == 1
     assert "install g++" in done.stderr
@@ -256,14 +260,14 @@ def test_a_packed_matrix_that_cannot_be_one(engine: Path) -> None:
     damaged = packed.clone()
     damaged[8 * 6] ^= 1  # has input scales
     for wrong in (kernels.pack_matrix(weight)[:, :-1], packed):
-        kernels.know_packed(weight, wrong)
+        kernels.add_packed(weight, wrong)
         with pytest.raises(SpecDecError, match="of another matrix"):
             kernels.pack_matrix(weight)
     for wrong in (damaged, packed[:-64]):
-        kernels.know_packed(codes, wrong)
+        kernels.add_packed(codes, wrong)
         with pytest.raises(SpecDecError, match="of another matrix"):
             kernels.pack_integers(codes, torch.ones(6, 1), bits=8, group=64)
-    kernels.know_packed(codes, packed)
+    kernels.add_packed(codes, packed)
     assert kernels.pack_integers(codes, torch.ones(6, 1), bits=8, group=64) is packed
     loaded.close()
 

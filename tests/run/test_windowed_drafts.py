@@ -19,7 +19,7 @@ from specdec.decode.drafters.levels import Level, TreeDraft, make_first
 from specdec.decode.drafters.medusa import MedusaProposer
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.engine import TorchEngine
-from specdec.engine import native
+from specdec.engine.compiler import find_compiler
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
@@ -40,7 +40,7 @@ WINDOWS = (5, 40)  # shorter than a text, and longer than every text
 OPERATORS = tuple(
     name
     for name, is_there in {
-        "kernels": native.find_compiler() is not None, "torch": True, "graphs": True,
+        "kernels": find_compiler() is not None, "torch": True, "graphs": True,
         "two ranks": True, "networks": find_package() is not None,
     }.items()
     if is_there

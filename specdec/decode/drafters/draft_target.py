@@ -211,7 +211,7 @@ class DraftTargetProposer(DraftModel):
         ready = self._catch_up(requests, read)
         planned = self.max_draft_tokens if self.max_levels is None else self.max_levels
         for request, text in zip(requests, read, strict=True):
-            self._cache.want_places(request.row, (len(text.ids),))
+            self._cache.request_prefixes(request.row, (len(text.ids),))
         chains = [
             _Chain(
                 request, text.ids, len(text.ids),

@@ -19,7 +19,7 @@ from specdec.decode.drafters.levels import (
 from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.graphs import Graphs
-from specdec.engine.native import FoundTrees
+from specdec.engine.native_models import DynamicTrees
 from specdec.engine.redrafter import ReDrafterHead
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, pack_beams
@@ -117,7 +117,7 @@ class DynamicProposer(ReDrafterProposer):
         return candidates
 
 
-def list_candidates(roots: IntArray, found: FoundTrees) -> list[Candidates]:
+def list_candidates(roots: IntArray, found: DynamicTrees) -> list[Candidates]:
     """The trees that a native search found, under their roots."""
     ends = np.zeros((3, len(roots), 1), np.int64)
     ends[0, :, 0], ends[1] = roots, -1

@@ -93,19 +93,20 @@ class LeadingDecoder(Decoder):
 
 def pack_forward(step: Step, cache: LeadingCache) -> dict[str, Array]:
     """Return a step, and the cache's changes since the last one, as a message's arrays."""
+    empty = np.zeros(0, np.int64)
     return {
         "rows": step.rows,
         "tokens": step.tokens,
         "positions": step.positions,
         "tree_mask": np.packbits(step.tree_mask),
         "mask_shape": np.array(step.tree_mask.shape),
-        "past": np.zeros(0, np.int64) if step.past is None else step.past,
+        "past": empty if step.past is None else step.past,
         "past_lens": cache.past_lens,
         "rotary_starts": cache.rotary_starts,
         "moves": np.array(cache.moves, np.int64),
         "state_moves": np.array([] if cache.states is None else cache.states.moves, np.int64),
-        "counts": np.zeros(0, np.int64) if step.counts is None else step.counts,
-        "kept": np.zeros(0, np.int64) if step.kept is None else step.kept,
+        "counts": empty if step.counts is None else step.counts,
+        "certain_counts": empty if step.certain_counts is None else step.certain_counts,
         "mask_positions": step.mask_positions,
     }
 
@@ -131,7 +132,7 @@ def unpack_forward(arrays: dict[str, Array], cache: KVCache) -> Step:
         tree_mask=mask.reshape(shape).astype(np.bool_),
         past=arrays["past"] if len(arrays["past"]) else None,
         counts=arrays["counts"] if len(arrays["counts"]) else None,
-        kept=arrays["kept"] if len(arrays["kept"]) else None,
+        certain_counts=arrays["certain_counts"] if len(arrays["certain_counts"]) else None,
         earlier_positions=arrays["mask_positions"][:, :num_earlier] if num_earlier else None,
     )
 

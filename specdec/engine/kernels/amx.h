@@ -7,8 +7,8 @@
 namespace {
 
 #if SPECDEC_AMX || SPECDEC_AMX_INTEGERS
-// Whether the system lets this process use AMX's registers, which it must be asked once. Where it does
-// not, plain code takes the same sums.
+// Asks the system, once, whether this process may use AMX's registers. Where it may not, plain code
+// takes the same sums.
 inline bool can_use_amx() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
   static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -110,7 +110,7 @@ struct Bands {
   int64_t tile_bytes, whole, begin, end;
 };
 
-// What is fetched for each band where it does not stream: four times so many lines.
+// Memory that is fetched for each band where it does not stream: four times so many lines.
 struct BandsAhead {
   const char *at;
   int64_t lines;
@@ -518,7 +518,7 @@ void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   multiply_matrix(x, M, w, bias, N, y, N);
 }
 
-// The same with W packed, of numbers of type W, or of Integers or BlockRows.
+// Multiplies by a packed matrix, of numbers of type W, or of Integers or BlockRows.
 template <typename X, typename W, typename B, typename O>
 void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bias, int64_t N,
               O *y) {

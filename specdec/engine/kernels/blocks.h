@@ -177,7 +177,7 @@ struct BlockMatrix {
     }
   }
 
-  // The same of K vectors of the tile's outputs, from vector `first` on: as many as have all their sums
+  // Adds units of K vectors of the tile's outputs, from vector `first` on: as many as have all their sums
   // in registers, of integers and of floats. Taking codes apart twice would cost more than it saves where
   // they are multiplied as pairs. Each pass over a tile fetches its part of what is ahead, line by line;
   // Zen 4 is faster if it also fetches its own lines, every other one, where a unit has few of them.
@@ -216,7 +216,7 @@ struct BlockMatrix {
         std::memcpy(out + m * kTile + k * kVector, &sums[k][m], sizeof(Floats));
   }
 
-  // The same of one group.
+  // Adds a unit of one group.
   template <int M, int64_t K>
   static inline __attribute__((always_inline)) void add_group(const uint32_t *head, const char *unit,
                                                               const char *codes, int64_t group,

@@ -68,7 +68,7 @@ struct DeltaNet {
   const E *norm;
   float epsilon;
   DeltaSizes s;
-  // What `run` makes: C, M tokens, each one's run and place in it, where each run begins among them; of
+  // Results of `run`: C, M tokens, each one's run and place in it, where each run begins among them; of
   // each token what the convolution yields and outputs, both a head after another, strengths and fades.
   int64_t C = 0, M = 0;
   std::vector<std::pair<int64_t, int64_t>> tokens = {};
@@ -176,7 +176,7 @@ struct DeltaNet {
     }
   }
 
-  // What the next step needs of a run besides the deltas.
+  // Keeps what the next step needs of a run besides the deltas.
   void log(int64_t n) {
     const Run &r = runs[n];
     std::vector<E> newest((s.taps - 1) * C);

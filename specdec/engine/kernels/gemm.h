@@ -105,7 +105,7 @@ inline int64_t count_steps(int64_t depth) {
   return (depth + Packing<E>::kElements - 1) / Packing<E>::kElements;
 }
 
-// What is in a register from here on, and no compiler knows why: so it neither puts the instruction off
+// Keeps a value in a register from here on, and no compiler knows why: so it neither puts the instruction off
 // nor makes another one of it and the next.
 template <typename V>
 inline V pin(V vector) {
@@ -212,7 +212,7 @@ struct Fetch {
   const char *from;
   int64_t stride;
 
-  // What a step holds, or as many of a tile's scales.
+  // Fetches the bytes of a step, or as many of a tile's scales.
   template <int64_t kBytes = kStepBytes>
   static void fetch(const char *from) {
     for (int64_t at = 0; at < kBytes; at += kLine) __builtin_prefetch(from + at, 0, kIsFar ? 2 : 3);
@@ -310,7 +310,7 @@ struct FloatMatrix {
           std::memcpy(out + (m * G + g) * kTile + k * kVector, &sums[g][k][m], sizeof(Floats));
   }
 
-  // The same as AMX sums; `begin` is where a band begins.
+  // Adds a tile's products in the order of AMX's sums; `begin` is where a band begins.
   template <int M, int G, bool kIsFar>
   void add_bands(const float *x, int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch,
                  float *out) const {
@@ -424,8 +424,9 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
   }
 }
 
-// The same for several blocks. They take turns at every kTurn steps of a tile, and each fetches its part
-// of what the next turn reads: so memory is read all the time.
+// Multiplies the tiles from `begin` to `end` by several blocks of rows. They take turns at every kTurn
+// steps of a tile, and each fetches its part of what the next turn reads: so memory is read all the
+// time.
 template <typename Matrix, typename B, typename O>
 void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Input *x, const B *bias,
                      const Hold &hold, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {

@@ -63,7 +63,7 @@ inline Ints add_parts(Ints sums, Words w, Words x) {
 #endif
 }
 
-// The same in sums of 16 bits, each of two bytes' products.
+// Adds products of bytes in sums of 16 bits, each of two bytes' products.
 inline Words add_shorts(Words sums, Words w, Words x) {
 #if defined(__AVX512BW__)
   const __m512i products = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
@@ -236,7 +236,7 @@ struct IntegerMatrix {
     return round_group<kMaxGroup>(numbers, bytes, sum);
   }
 
-  // What a group's sum begins with where zeros are the usual, for inputs of this sum.
+  // First summand of a group's sum where zeros are the usual, for inputs of this sum.
   static int32_t begin_sum(int32_t sum) { return -(kBits == 4 ? 8 : kByteZero) * sum; }
 
   // Of every group of every row its scale, what its sum begins with, the sum of its inputs, and
@@ -336,7 +336,7 @@ struct IntegerMatrix {
   }
 };
 
-// The same of integers. codes: of 8 bits [N, depth], or of 4 bits [N / 2, depth], rows 2 r and
+// Lays out a matrix of integers. codes: of 8 bits [N, depth], or of 4 bits [N / 2, depth], rows 2 r and
 // 2 r + 1 in the lower and upper halves of row r; both signed, so that 0 is the usual zero. scales,
 // zeros: [N, groups], or [N] where there is one a row.
 template <int kBits>

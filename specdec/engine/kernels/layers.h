@@ -7,22 +7,23 @@
 
 namespace {
 
-// A rank's part of a layer's experts. This record and those below are fields of eight bytes (of four in
-// `Scalars`) by the same names in specdec/engine/native.py, which compares the sizes when it loads.
-// router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts, counted from `first`,
-// packed: what is multiplied, then what is activated; down: [D, I]; gate: [D], of the shared expert,
-// which is absent where shared_I is 0; seen: steps, tokens, experts chosen by any of a step's tokens.
-struct Experts {
+// The experts of a layer that a rank holds. This record and those below are fields of eight bytes (of
+// four in `Scalars`) by the same names in specdec/engine/native_border.py; their sizes are compared when
+// a library is loaded. router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts,
+// counted from `first_expert`, packed: the rows that are multiplied, then those that are activated;
+// down: [D, I]; gate: [D], of the shared expert, which is absent where shared_I is 0; counters: steps,
+// tokens, experts chosen by any of a step's tokens.
+struct ExpertsRecord {
   const float *router;
   const void *const *up, *const *down;
   const void *shared_up, *shared_down, *gate;
-  int64_t *seen;
-  int64_t num, top_k, first, count, I, shared_I, renormalizes;
+  int64_t *counters;
+  int64_t num, top_k, first_expert, count, I, shared_I, renormalizes;
 };
 
 // Softmax over all scores [num] of a token, and the best of them, first: of equal ones those that
 // torch.topk takes, which calls the same functions. Returns what the weights are divided by.
-inline float choose_experts(float *scores, const Experts &e, std::vector<Ranked> &queue) {
+inline float choose_experts(float *scores, const ExpertsRecord &e, std::vector<Ranked> &queue) {
   float top = scores[0], total = 0.0f, sum = 0.0f;
   for (int64_t i = 1; i < e.num; ++i) top = scores[i] > top ? scores[i] : top;
   for (int64_t i = 0; i < e.num; ++i) total += scores[i] = exp_fast(scores[i] - top);
@@ -60,36 +61,36 @@ void run_expert(const E *x, int64_t M, int64_t D, const void *up, const void *do
            buffers.products.data());
 }
 
-// out [M, D]: what a rank's experts make of x [M, D]. An expert's matrices are read once for all its
-// tokens; a token's experts are added up in the order of their numbers, whoever goes with it.
+// Computes out [M, D], the sum of a rank's experts for x [M, D]. An expert's matrices are read once for
+// all its tokens; a token's experts are added up in the order of their numbers, whoever goes with it.
 template <typename W, typename E>
-void mix_experts(const E *x, int64_t M, int64_t D, const Experts &e, E *out) {
+void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *out) {
   std::vector<float> scores(M * e.num), sums(M * D, 0.0f);
-  std::vector<std::vector<std::pair<int64_t, float>>> chosen(e.num);  // tokens and their weights
+  std::vector<std::vector<std::pair<int64_t, float>>> routed(e.num);  // tokens and their weights
   std::vector<Ranked> queue;
   multiply(x, M, D, e.router, static_cast<const float *>(nullptr), e.num, scores.data());
   for (int64_t m = 0; m < M; ++m) {
     const float divisor = choose_experts(&scores[m * e.num], e, queue);
     for (int64_t k = 0; k < e.top_k; ++k)
-      chosen[queue[k].second].emplace_back(m, queue[k].first / divisor);
+      routed[queue[k].second].emplace_back(m, queue[k].first / divisor);
   }
-  e.seen[0] += 1;
-  e.seen[1] += M;
-  for (const auto &tokens : chosen) e.seen[2] += !tokens.empty();
+  e.counters[0] += 1;
+  e.counters[1] += M;
+  for (const auto &tokens : routed) e.counters[2] += !tokens.empty();
   ExpertBuffers<E> buffers;
   const auto add = [&](float weight, const float *from, int64_t token) {
     float *to = &sums[token * D];
 #pragma omp simd
     for (int64_t d = 0; d < D; ++d) to[d] = mul_add(weight, from[d], to[d]);
   };
-  for (int64_t own = 0; own < e.count; ++own) {
-    const auto &tokens = chosen[e.first + own];
+  for (int64_t expert = 0; expert < e.count; ++expert) {
+    const auto &tokens = routed[e.first_expert + expert];
     const int64_t count = static_cast<int64_t>(tokens.size());
     if (count == 0) continue;
     buffers.rows.resize(count * D);
     for (int64_t i = 0; i < count; ++i)
       std::memcpy(&buffers.rows[i * D], x + tokens[i].first * D, sizeof(E) * D);
-    run_expert<W>(buffers.rows.data(), count, D, e.up[own], e.down[own], e.I, buffers);
+    run_expert<W>(buffers.rows.data(), count, D, e.up[expert], e.down[expert], e.I, buffers);
     for (int64_t i = 0; i < count; ++i)
       add(tokens[i].second, &buffers.products[i * D], tokens[i].first);
   }
@@ -107,36 +108,37 @@ void mix_experts(const E *x, int64_t M, int64_t D, const Experts &e, E *out) {
   for (int64_t i = 0; i < M * D; ++i) store(out[i], sums[i]);
 }
 
-// Moves the wanted rows of x [M, width] to its beginning; returns how many they are.
+// Moves the rows of x [M, width] whose output is read to its beginning; returns their number.
 template <typename E>
-int64_t gather_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted) {
+int64_t gather_rows(E *x, int64_t M, int64_t width, const uint8_t *output_mask) {
   int64_t count = 0;
   for (int64_t m = 0; m < M; ++m)
-    if (wanted[m] != 0) {
+    if (output_mask[m] != 0) {
       if (count < m) std::memcpy(x + count * width, x + m * width, sizeof(E) * width);
       ++count;
     }
   return count;
 }
 
-// Moves the first rows of x back to where they are wanted; the others are zeros.
+// Moves the first `count` rows of x back to the rows whose output is read; the others become zeros.
 template <typename E>
-void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *wanted, int64_t count) {
+void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *output_mask, int64_t count) {
   for (int64_t m = M - 1; m >= 0; --m) {
     E *to = x + m * width;
-    if (wanted[m] == 0)
+    if (output_mask[m] == 0)
       std::memset(static_cast<void *>(to), 0, sizeof(E) * width);
     else if (--count < m)
       std::memcpy(to, x + count * width, sizeof(E) * width);
   }
 }
 
-// A layer of a decoder. up: gate and up stacked where it is gated; q_norm, k_norm: of queries and of keys; dense_norm, down_norm: of
-// what dense and what down yield; cosine, sine: null for a layer without positions; window: as of
-// Attention; experts: instead of up and down. Absent ones are null, and a layer without post norm has
-// attention and MLP read the same input. Matrices are packed, of type W; all else is of type E.
+// The weights of a decoder's layer. up: gate and up stacked where it is gated; q_norm, k_norm: norms of
+// queries and of keys; dense_norm, down_norm: norms of the outputs of dense and of down; cosine, sine:
+// null for a layer without positions; window: as of Attention; experts: instead of up and down. Absent
+// ones are null, and a layer without post norm has attention and MLP read the same input. Matrices are
+// packed, of type W; all else is of type E.
 template <typename W, typename E>
-struct Layer {
+struct LayerRecord {
   const E *norm, *norm_bias;
   const W *qkv;
   const E *qkv_bias;
@@ -148,20 +150,20 @@ struct Layer {
   const E *down_bias, *q_norm, *k_norm, *dense_norm, *dense_norm_bias, *down_norm, *down_norm_bias;
   const E *cosine, *sine;
   int64_t window;
-  const Experts *experts;
+  const ExpertsRecord *experts;
 };
 
 // The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. first: [M,
 // first_depth], what the first layer's attention reads, or null where that is its normed input. x: [M,
 // D], overwritten by the last layer's output; out: [M, D], its norm; observed: [number of them, M, D].
-// step.wanted: [M], zero for tokens of which the last layer writes no more than keys and values: what x,
-// out and observed have of them is zeros; or null.
+// step.output_mask: [M], zero for tokens of which the last layer writes no more than keys and values, so
+// that x, out and observed hold zeros for them; or null.
 struct Shape {
   int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
   int64_t is_gated, observing, is_integer;
 };
 
-// share: of what attention and MLP yield, in what is added to the layer's input.
+// share: factor of the outputs of attention and MLP when they are added to the layer's input.
 struct Scalars {
   float epsilon, scale, cap, share;
 };
@@ -170,8 +172,8 @@ template <typename W, typename E>
 void run_layers(E *x, const E *first, E *out, const void *records, const E *const *final_norm, E *cache,
                 const Step &step, const int64_t *observed_layers, E *observed, const Shape &s,
                 const Scalars &scalars) {
-  const auto *layers = static_cast<const Layer<W, E> *>(records);
-  const uint8_t *wanted = step.wanted;
+  const auto *layers = static_cast<const LayerRecord<W, E> *>(records);
+  const uint8_t *output_mask = step.output_mask;
   const float epsilon = scalars.epsilon, share = scalars.share;
   const int64_t num_tokens = s.B * s.T;
   int64_t M = num_tokens;
@@ -183,27 +185,28 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
   if (first == nullptr)
     add_norm<E>(x, nullptr, nullptr, share, layers->norm, layers->norm_bias, out, M, s.D, epsilon);
   for (int64_t layer = 0; layer < s.num_layers; ++layer) {
-    const Layer<W, E> &w = layers[layer];
+    const LayerRecord<W, E> &w = layers[layer];
     const bool is_last = layer + 1 == s.num_layers;
     const E *dense_norm[] = {w.dense_norm, w.dense_norm_bias};
     const E *down_norm[] = {w.down_norm, w.down_norm_bias};
-    const Attention<E> how = {w.q_norm, w.k_norm,      w.cosine,    w.sine, w.cosine ? s.rotated : 0,
-                              w.window, scalars.scale, scalars.cap, epsilon};
-    const bool given = layer == 0 && first != nullptr;
-    const bool is_cut = wanted != nullptr && is_last;
-    multiply(given ? first : out, M, given ? s.first_depth : s.D, w.qkv, w.qkv_bias, heads,
+    const Attention<E> attention = {
+        w.q_norm, w.k_norm,      w.cosine,    w.sine, w.cosine ? s.rotated : 0,
+        w.window, scalars.scale, scalars.cap, epsilon};
+    const bool has_input = layer == 0 && first != nullptr;
+    const bool is_cut = output_mask != nullptr && is_last;
+    multiply(has_input ? first : out, M, has_input ? s.first_depth : s.D, w.qkv, w.qkv_bias, heads,
              qkv.data());
-    Step own = step;
-    if (!is_cut) own.wanted = nullptr;
-    Attend<E>(qkv.data(), cache + layer * layer_cache, how, own, {s.N, s.K, s.H, s.R, s.S},
-              attended.data()).run();
+    Step layer_step = step;
+    if (!is_cut) layer_step.output_mask = nullptr;
+    Attend<E>(qkv.data(), cache + layer * layer_cache, attention, layer_step,
+              {s.N, s.K, s.H, s.R, s.S}, attended.data()).run();
     if (is_cut) {
-      gather_rows(attended.data(), M, s.N * s.H, wanted);
-      if (w.post == nullptr) gather_rows(out, M, s.D, wanted);  // which the MLP reads, too
-      M = gather_rows(x, M, s.D, wanted);
+      gather_rows(attended.data(), M, s.N * s.H, output_mask);
+      if (w.post == nullptr) gather_rows(out, M, s.D, output_mask);  // which the MLP reads, too
+      M = gather_rows(x, M, s.D, output_mask);
       if (M == 0) {
-        spread_rows(x, num_tokens, s.D, wanted, M);
-        spread_rows(out, num_tokens, s.D, wanted, M);
+        spread_rows(x, num_tokens, s.D, output_mask, M);
+        spread_rows(out, num_tokens, s.D, output_mask, M);
         return;
       }
     }
@@ -235,8 +238,8 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
     add_norm(x, mixed.data(), down_norm, share, is_last ? final_norm[0] : layers[layer + 1].norm,
              is_last ? final_norm[1] : layers[layer + 1].norm_bias, out, M, s.D, epsilon);
     if (is_cut) {
-      spread_rows(x, num_tokens, s.D, wanted, M);
-      spread_rows(out, num_tokens, s.D, wanted, M);
+      spread_rows(x, num_tokens, s.D, output_mask, M);
+      spread_rows(out, num_tokens, s.D, output_mask, M);
     }
     const int64_t size = num_tokens * s.D;
     for (int64_t i = 0; i < s.observing; ++i)

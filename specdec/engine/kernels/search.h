@@ -9,7 +9,7 @@ namespace {
 
 typedef std::pair<float, int64_t> Ranked;  // a logit or score, and which one it is
 
-// Whether one goes before the other: the larger, of equal ones the first. NaN has no place in such
+// Tells whether one goes before the other: the larger, of equal ones the first. NaN has no place in such
 // an order, and the library's sorting needs one: all that is ranked comes out of `rank`.
 inline bool goes_before(const Ranked &a, const Ranked &b) {
   return a.first > b.first || (a.first == b.first && a.second < b.second);
@@ -45,7 +45,7 @@ void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width
   for (auto &entry : heap) entry.first -= top + std::log(total);
 }
 
-// The same as log-probabilities among all of them, of logits that are multiplied by `sharpness` first.
+// The best `width` of `count` logits times `sharpness`, best first, as (log-probability among all, token).
 void rank_all(const float *logits, int64_t count, int64_t width, float sharpness,
               std::vector<Ranked> &heap) {
   find_best(logits, count, width, heap);

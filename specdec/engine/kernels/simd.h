@@ -34,7 +34,7 @@
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__)
 #error "sums have an order here: compile the kernels without -ffast-math"
 #endif
-// Whether the processor fuses products and sums in one instruction.
+// Tells whether the processor fuses products and sums in one instruction.
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMAF)
 #define SPECDEC_FUSED 1
 #else
@@ -108,7 +108,7 @@ constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
 #endif
-// What fits a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
+// Vectors that fit a register: compilers make very slow code of wider vectors. kMaxRows says how many rows of
 // sums fit into all registers, beside what is multiplied.
 #if defined(__AVX512F__)
 constexpr int64_t kVector = 16;

@@ -116,7 +116,7 @@ class Signal {
 // the leader does even that piece again, and goes on without the other one. Which thread computes a
 // result changes none of its bits.
 //
-// What became of a piece: the number of the loop that took it last, and one of these.
+// State of a piece: the number of the loop that took it last, and one of these.
 enum PieceState : uint32_t { kTaken, kPutting, kRevoked, kDone };
 
 typedef std::atomic<uint32_t> Piece;
@@ -138,7 +138,7 @@ class Hold {
     return true;
   }
 
-  // Whether it is nobody's in this loop: then this thread has it. Numbers begin again after 2^29 loops.
+  // Takes the piece for this thread if it is nobody's in this loop. Numbers begin again after 2^29 loops.
   bool take() const {
     uint32_t seen = piece_->load(std::memory_order_acquire);
     return static_cast<int32_t>(seen - number_) < 0 &&
@@ -382,9 +382,9 @@ void share(int64_t size, bool is_long, const F &body) {
   });
 }
 
-// The same with what may be done twice: body(hold, begin, end), at least so many rounds at a time. It
-// holds all that it needs by value, and puts results down by `hold` only. What it reads is there until
-// the crew is gone, or `settle` was called.
+// Runs body(hold, begin, end) for all of `size` rounds, some perhaps twice, at least `least` rounds at
+// a time. The body holds all that it needs by value, and puts results down by `hold` only. What it
+// reads is there until the crew is gone, or `settle` was called.
 template <typename F>
 void share_repeatable(int64_t size, int64_t least, bool is_long, const F &body) {
   if (size == 0) return;

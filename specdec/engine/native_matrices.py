@@ -1,0 +1,254 @@
+"""Matrices in the order that the native kernels read: packed, measured and multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.native_border import (
+    ALIGNMENT,
+    TILE,
+    check,
+    check_packed,
+    get_packed_shape,
+    get_pointer,
+)
+from specdec.engine.native_library import KernelLibrary
+from specdec.errors import SpecDecError
+from specdec.model.blocks import TYPES
+from specdec.model.int4 import ENGINE_GROUPS
+
+
+class MatrixKernels(KernelLibrary):
+    """Kernels that pack matrices and multiply with packed ones."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        super().__init__(path, dtype)
+        # Weights that are mapped, by their address, and what they were packed into.
+        self._packed_by_address: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add_packed(self, weight: Tensor, packed: Tensor) -> None:
+        """Take `packed` when `weight` is to be packed; its memory, which is mapped, is kept."""
+        self._packed_by_address[weight.data_ptr()] = (weight, packed)
+
+    def _find_packed(
+        self, weight: Tensor, sizes: Sequence[int] = (), num_bytes: int = 0
+    ) -> Tensor | None:
+        """Return the matrix that a weight was packed into before; None if it was not.
+
+        sizes: the numbers that a packed matrix of integers begins with; num_bytes: the fewest that
+        it has. Raises SpecDecError where the packed matrix cannot be that of the weight.
+        """
+        mapped_weight, packed = self._packed_by_address.get(weight.data_ptr(), (None, None))
+        if mapped_weight is None or packed is None or mapped_weight.shape != weight.shape:
+            return None
+        if not (mapped_weight.dtype is weight.dtype and weight.is_contiguous()):
+            return None
+        if sizes:
+            is_right = packed.dtype is torch.uint8 and packed.dim() == 1
+            is_right = is_right and len(packed) >= num_bytes
+            is_right = is_right and packed[: 8 * len(sizes)].view(torch.int64).tolist() == [*sizes]
+        else:
+            num_outputs, depth = weight.shape
+            shape = get_packed_shape(num_outputs, depth, weight.dtype)
+            is_right = packed.dtype is weight.dtype and packed.shape == shape
+        if not is_right:
+            raise SpecDecError(
+                f"what the engine has as a packed matrix of {list(weight.shape)} is"
+                f" {packed.dtype} {list(packed.shape)} of another matrix",
+                "the file is damaged: build the engine again, or remove its folder `packed`",
+            )
+        return packed
+
+    def pack_matrix(self, weight: Tensor) -> Tensor:
+        """Lay out a matrix [N, depth] by tiles of outputs, see kernels/gemm.h.
+
+        float32: [ceil(N / TILE), depth, TILE]; half precision: [ceil(N / TILE), ceil(depth / 2),
+        TILE, 2]. The order within is the kernels' own.
+        """
+        return self._pack("a matrix", weight, self.dtype, "pack_matrix")
+
+    def pack_router(self, weight: Tensor) -> Tensor:
+        """Lay out a float32 matrix [N, depth] with weights of any type, as `pack_matrix` does."""
+        return self._pack("a router", weight, torch.float32, "pack_matrix_f32")
+
+    def _pack(self, name: str, weight: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
+        if (mapped_packed := self._find_packed(weight)) is not None:
+            return mapped_packed
+        weight = weight.contiguous()
+        num_outputs, depth = weight.shape
+        check(name, weight, dtype, num_outputs, depth)
+        packed = weight.new_empty(get_packed_shape(num_outputs, depth, dtype))
+        if num_outputs % TILE:
+            packed[-1].zero_()  # kernels of narrow vectors end before it does
+        self._call_crew(kernel, weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        return packed
+
+    def measure_integers(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of a packed matrix of these sizes, see `Integers` in integers.h."""
+        return int(self._call("measure_integers", np.array(sizes, np.int64).ctypes.data))
+
+    def pack_integers(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        *,
+        bits: int,
+        group: int,
+        input_scales: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Lay out a matrix [N, depth] of integers, see `Integers` in kernels/integers.h.
+
+        codes: int8 [N, depth], or of 4 bits [N / 2, depth] as specdec/model/int4.py packs them.
+        scales: float32, zeros: uint8 (8 if None), of each group of `group` inputs [N, groups], or
+        one a row [N, 1]. input_scales: float32 [depth], by which inputs are multiplied; order:
+        int32 [depth], which of the inputs each column is for. Returns uint8 [n].
+        """
+        codes, scales = codes.contiguous(), scales.contiguous()
+        rows, depth = codes.shape
+        num_outputs = rows * 8 // bits
+        num_groups = -(-depth // group)
+        by_row = scales.shape == (num_outputs, 1)
+        check("codes", codes, torch.int8, rows, depth)
+        check("scales", scales, torch.float32, num_outputs, 1 if by_row else num_groups)
+        check("zeros", zeros, torch.uint8, *scales.shape)
+        check("input scales", input_scales, torch.float32, depth)
+        check("an order", order, torch.int32, depth)
+        if group not in ENGINE_GROUPS or (bits, zeros is not None) == (8, True):
+            raise ValueError(f"{bits} bits in groups of {group}, zeros {zeros is not None}")
+        if order is not None and not 0 <= int(order.min()) <= int(order.max()) < depth:
+            raise ValueError(f"an order of {depth} inputs has others")
+        has_options = [t is not None for t in (zeros, input_scales, order)]
+        sizes = np.array([num_outputs, depth, bits, group, by_row, *has_options], np.int64)
+        num_bytes = self.measure_integers(sizes.tolist())
+        # An order is among what is packed, and is checked here only.
+        mapped_packed = (
+            self._find_packed(codes, sizes.tolist(), num_bytes) if order is None else None
+        )
+        if mapped_packed is not None:
+            return mapped_packed
+        packed = codes.new_empty(num_bytes, dtype=torch.uint8)
+        if any(has_options[1:]):
+            packed.zero_()  # what is between lists
+        self._call_crew(
+            "pack_integers",
+            codes.data_ptr(), scales.data_ptr(), get_pointer(zeros), get_pointer(input_scales),
+            get_pointer(order), sizes.ctypes.data, packed.data_ptr(),
+        )  # fmt: skip
+        return packed
+
+    def _plan_blocks(
+        self, runs: Sequence[tuple[int, int, int]], depth: int
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return the header of each packed run of rows, see `BlockRows` in kernels/blocks.h."""
+        headers = []
+        for kind, start, stop in runs:
+            header = np.array([runs[-1][2], depth, 0, kind, stop - start, 0, 0, 0], np.int64)
+            num_bytes = self._call("measure_blocks", header.ctypes.data)
+            header[5] = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            headers.append(header)
+        return headers
+
+    def measure_blocks(self, runs: Sequence[tuple[int, int, int]], depth: int) -> int:
+        """Return the bytes of a packed matrix whose rows come in runs of one type.
+
+        runs: of each run its type, its first row and the first row behind it.
+        """
+        return sum(int(header[5]) for header in self._plan_blocks(runs, depth))
+
+    def pack_blocks(self, rows: Tensor, runs: Sequence[tuple[int, int, int]], depth: int) -> Tensor:
+        """Lay out a matrix [N, depth] in GGML's blocks, see kernels/blocks.h.
+
+        rows: uint8 [N, bytes]; runs: as in `measure_blocks`. Returns uint8 [n].
+        """
+        check("rows of blocks", rows, torch.uint8, *rows.shape)
+        for kind, _, stop in runs:
+            block_type = TYPES.get(kind)
+            if block_type is None or depth % block_type.size or stop > len(rows):
+                raise ValueError(f"rows of type {kind} up to {stop} of {list(rows.shape)}")
+            if block_type.count_bytes(depth) > rows.shape[1]:
+                raise ValueError(f"rows of {rows.shape[1]} bytes for {depth} weights of {kind}")
+        headers = self._plan_blocks(runs, depth)
+        ends = np.cumsum([header[5] for header in headers]).tolist()
+        headers[-1][5] = 0
+        mapped_packed = self._find_packed(rows, headers[0].tolist(), ends[-1])
+        if mapped_packed is not None:
+            return mapped_packed
+        packed = rows.new_zeros(ends[-1])
+        for header, (_, start, _), offset in zip(headers, runs, [0, *ends], strict=False):
+            source = rows[start].data_ptr(), rows.shape[1], header.ctypes.data
+            self._call_crew("pack_blocks", *source, packed.data_ptr() + offset)
+        return packed
+
+    def widen_blocks(self, rows: Tensor, types: Tensor, indices: Tensor, depth: int) -> Tensor:
+        """Return rows of a matrix in GGML's blocks by their numbers: float32 [..., depth].
+
+        rows: uint8 [N, bytes]; types: uint8 [N], of each row.
+        """
+        row_numbers = indices.contiguous()
+        check("rows of blocks", rows, torch.uint8, *rows.shape)
+        check("types of rows", types, torch.uint8, len(rows))
+        check("numbers of rows", row_numbers, torch.int64, *indices.shape)
+        widened = torch.empty(*indices.shape, depth)
+        num_widened = self._call(
+            "widen_blocks",
+            rows.data_ptr(), *rows.shape, types.data_ptr(), row_numbers.data_ptr(),
+            row_numbers.numel(), depth, widened.data_ptr(),
+        )  # fmt: skip
+        if num_widened < row_numbers.numel():
+            row = int(row_numbers.flatten()[num_widened])
+            raise ValueError(f"row {row} of {list(rows.shape)} is not there, or no blocks")
+        return widened
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+        """Return x W^T + bias: [..., depth] -> [..., num_outputs].
+
+        `packed` is of `pack_matrix`, `pack_integers` or `pack_blocks`.
+
+        A row's result is the same to the last bit whatever other rows there are.
+        """
+        x = x if x.is_contiguous() else x.contiguous()
+        depth = x.shape[-1]
+        self._check_product(x, packed, bias, num_outputs)
+        y = x.new_empty((*x.shape[:-1], num_outputs))
+        self._call_crew(
+            "multiply_integers" if packed.dtype is torch.uint8 else "multiply",
+            x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), get_pointer(bias),
+            num_outputs, y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+    def rank_outputs(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rank the `width` most probable outputs of x W^T + bias, best first: x [..., depth].
+
+        Returns their numbers and their log-probabilities, both [..., width].
+        """
+        x = x.contiguous()
+        depth = x.shape[-1]
+        self._check_product(x, packed, bias, num_outputs)
+        if not 0 < width <= num_outputs:
+            raise ValueError(f"the best {width} of {num_outputs} outputs")
+        tokens = x.new_empty((*x.shape[:-1], width), dtype=torch.int64)
+        scores = torch.empty_like(tokens, dtype=torch.float32)
+        self._call_crew(
+            "rank_outputs",
+            x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), get_pointer(bias),
+            num_outputs, width, tokens.data_ptr(), scores.data_ptr(), packed.dtype is torch.uint8,
+        )  # fmt: skip
+        return tokens, scores
+
+    def _check_product(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int
+    ) -> None:
+        check("x", x, self.dtype, *x.shape)
+        check_packed("a packed matrix", packed, self.dtype, num_outputs, x.shape[-1])
+        check("a bias", bias, self.dtype, num_outputs)
