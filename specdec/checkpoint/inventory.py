@@ -113,10 +113,10 @@ def compare_tensors(
     dtypes = {name: info.dtype for name, info in stored.items()}
     mismatches += find_contradictions(quantization, linears, dtypes)
     scales, unread_tensors = _sort_surplus(stored, expected, quantization, mismatches)
-    needed = [*expected, *_list_scales(stored, expected, as_float8, quantization)]
+    needed_names = [*expected, *_list_scales(stored, expected, as_float8, quantization)]
     return Inventory(
         matching_tensors=matching_tensors, scales=scales, mismatches=mismatches,
-        missing_tensors=[name for name in needed if name not in stored],
+        missing_tensors=[name for name in needed_names if name not in stored],
         unread_tensors=unread_tensors,
     )  # fmt: skip
 

@@ -98,12 +98,7 @@ class TokenizerMaker:
             self.refuse(
                 f"the pre-tokenizer {shorten(self.pre)}; these are: {join_names(list(SPLITS))}"
             )
-        for key, value in self.metadata.items():
-            name = key.removeprefix(PREFIX)
-            if name == key or name in READ_KEYS or name.endswith(("_token_id", "_token_ids")):
-                continue
-            if name not in PLAIN or value != PLAIN[name]:
-                self.refuse(f"the key {key} {shorten(value)}")
+        self._check_keys()
         if len(self.kinds) != len(self.tokens) or not self.tokens:
             self.refuse(f"{len(self.tokens)} tokens with {len(self.kinds)} kinds")
         if len(self.vocab) != len(self.tokens):
@@ -111,6 +106,15 @@ class TokenizerMaker:
             self.refuse(f"the token {shorten(twin)} under two numbers")
 
         self._check_values()
+
+    def _check_keys(self) -> None:
+        """Raise SpecDecError for keys by which a tokenizer would do what it does not do here."""
+        for key, value in self.metadata.items():
+            name = key.removeprefix(PREFIX)
+            if name == key or name in READ_KEYS or name.endswith(("_token_id", "_token_ids")):
+                continue
+            if name not in PLAIN or value != PLAIN[name]:
+                self.refuse(f"the key {key} {shorten(value)}")
 
     def _check_values(self) -> None:
         """Raise SpecDecError for values that no tokenizer has; tell of ids that are left out."""

@@ -264,11 +264,11 @@ def read_literal(flag: str, text: str | Sequence[Any], form: str, *, length: int
     return list(value)
 
 
-def is_device_list(value: object) -> bool:
-    """Tell whether an entry is a list of one or more device numbers."""
+def is_number_list(value: object) -> bool:
+    """Tell whether an entry is a list of one or more ranks or numbers, counted from 0."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
-    return all(type(device) is int and device >= 0 for device in value)
+    return all(type(number) is int and number >= 0 for number in value)
 
 
 def parse_paths(text: str | Sequence[Any], flag: str) -> Choices:
@@ -281,8 +281,7 @@ def parse_paths(text: str | Sequence[Any], flag: str) -> Choices:
     if not isinstance(paths, (list, tuple)) or not paths:
         raise UsageError(f"{flag} is {str(text)[:80]}, not a list of paths", hint)
     for path in paths:
-        is_path = isinstance(path, (list, tuple)) and bool(path)
-        if not is_path or not all(type(rank) is int and rank >= 0 for rank in path):
+        if not is_number_list(path):
             path_text = json.dumps(path) if isinstance(text, str) else repr(path)
             raise UsageError(f"{flag}: {path_text[:80]} is not a path", hint)
     return tuple(tuple(path) for path in paths)

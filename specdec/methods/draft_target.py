@@ -18,7 +18,7 @@ from specdec.options import (
     setting,
 )
 
-from .base import Method, is_device_list, number, read_length, read_literal
+from .base import Method, is_number_list, number, read_length, read_literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +110,13 @@ def read_options(settings: Any) -> DraftOptions | None:
     if pair.draft_engine_dir is None:
         if adapts_drafts(settings):
             given_options, names = given_options[1:], names.partition(", ")[2]
-        if pair.draft_tokenizer_dir is not None:
-            given_options, names = ["draft_tokenizer_dir"], "--draft-tokenizer-dir"
-        if pair.draft_vocabulary != "same":
-            given_options, names = ["draft_vocabulary"], "--draft-vocabulary"
-        if pair.draft_tree_tokens is not None:
-            given_options, names = ["draft_tree_tokens"], "--draft-tree-tokens"
+        for name, is_given in (
+            ("draft_tokenizer_dir", pair.draft_tokenizer_dir is not None),
+            ("draft_vocabulary", pair.draft_vocabulary != "same"),
+            ("draft_tree_tokens", pair.draft_tree_tokens is not None),
+        ):
+            if is_given:
+                given_options, names = [name], name_flag(name)
         if combined_text is not None or given_options:
             raise UsageError(
                 f"{names or '--draft-target-model-config'} without --draft-engine-dir",
@@ -162,7 +163,7 @@ def _read_joined(text: str, other_flags: str, pair: DraftTargetDraft) -> DraftOp
     if other_flags:
         raise UsageError(f"{flag} and {other_flags} are both given", "use one way or the other")
     draft_len, draft_devices, target_devices, use_logits = read_literal(flag, text, FORM, length=4)
-    is_good = is_device_list(draft_devices) and is_device_list(target_devices)
+    is_good = is_number_list(draft_devices) and is_number_list(target_devices)
     if not is_good or type(draft_len) is not int or draft_len < 1 or type(use_logits) is not bool:
         raise UsageError(f"{flag} is {text!r}", f"write it as {FORM}")
     return dataclasses.replace(

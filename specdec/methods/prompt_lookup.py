@@ -15,7 +15,7 @@ from specdec.options import (
     setting,
 )
 
-from .base import Method, is_device_list, number, read_literal
+from .base import Method, is_number_list, number, read_literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def read_options(settings: Any) -> LookupOptions | None:
 def _read_joined(text: str) -> LookupOptions:
     value = read_literal("--prompt-lookup-config", text, LOOKUP_FORM, length=3)
     *sizes, devices = value
-    if any(type(size) is not int or size < 1 for size in sizes) or not is_device_list(devices):
+    if any(type(size) is not int or size < 1 for size in sizes) or not is_number_list(devices):
         raise UsageError(f"--prompt-lookup-config is {text!r}", f"write it as {LOOKUP_FORM}")
     return LookupOptions(
         num_tokens=sizes[0], max_ngram_size=sizes[1], target_devices=tuple(devices)

@@ -154,7 +154,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
     algorithms = [section.get(key) for key in ("quant_algo", "kv_cache_quant_algo")]
     algorithm, cache = (None if value in ("", "NO_QUANT") else value for value in algorithms)
     excluded, group_size = section.get("exclude_modules"), section.get("group_size", 128)
-    are_names = isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
+    are_names = isinstance(excluded, list) and {type(name) for name in excluded} <= {str}
     is_size = type(group_size) is int and (group_size >= 1 or group_size == WHOLE_ROWS)
     for key, is_good, expected_words in (
         ("quant_algo", isinstance(algorithm, str | None), "a text or null"),

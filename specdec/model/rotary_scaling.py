@@ -76,17 +76,7 @@ def find_scaling_problems(
             f"the supported kinds are {', '.join(SCALINGS)}",
         )
     required, optional = SCALINGS[kind]
-    given_keys = {key for key, value in scaling.items() if value is not None}
-    missing_keys = [key for key in required if key not in given_keys]
-    unknown_keys = sorted(given_keys - {*required, *optional, *COMMON_KEYS})
-    facts = [
-        f"{label} {shorten(', '.join(keys), 200)[1:-1]}"
-        for label, keys in (("no", missing_keys), ("unknown", unknown_keys))
-        if keys
-    ]
-    for key in (*required, *optional, "original_max_position_embeddings"):
-        if key in given_keys and (fact := _find_fault(key, scaling[key], rotary_size // 2)):
-            facts.append(fact)
+    facts = _find_key_faults(kind, scaling, rotary_size // 2)
     if not facts:
         positions = (max_positions, original_positions)
         facts = _find_contradictions(kind, scaling, rotary_size, rotary_base, positions)
@@ -97,6 +87,23 @@ def find_scaling_problems(
         f"rotary scaling {kind!r} has {'; '.join(facts)}",
         f"its keys are {keys}; copy the model's config.json again, or correct it",
     )
+
+
+def _find_key_faults(kind: str, scaling: Mapping[str, Any], num_pairs: int) -> list[str]:
+    """Find keys that are missing, unknown or of a wrong value by themselves."""
+    required, optional = SCALINGS[kind]
+    given_keys = {key for key, value in scaling.items() if value is not None}
+    missing_keys = [key for key in required if key not in given_keys]
+    unknown_keys = sorted(given_keys - {*required, *optional, *COMMON_KEYS})
+    facts = [
+        f"{label} {shorten(', '.join(keys), 200)[1:-1]}"
+        for label, keys in (("no", missing_keys), ("unknown", unknown_keys))
+        if keys
+    ]
+    for key in (*required, *optional, "original_max_position_embeddings"):
+        if key in given_keys and (fact := _find_fault(key, scaling[key], num_pairs)):
+            facts.append(fact)
+    return facts
 
 
 def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
@@ -142,13 +149,20 @@ def _find_contradictions(
         if rotary_base <= 1:
             return [f"the rotary base {rotary_base:g}, and needs more than 1"]
     if kind == "longrope" and scaling.get("attention_factor") is None:
-        max_positions, original = positions
-        switch = original or scaling.get("original_max_position_embeddings") or max_positions
-        ratio, factor = max_positions / switch, scaling.get("factor")
-        if factor is not None and ratio not in (1, factor):
-            # transformers 4 takes the ratio, 5 the factor.
-            return [
-                f"factor {factor}, but max_position_embeddings {max_positions} is {ratio:g} times"
-                f" the original {switch}"
-            ]
+        return _compare_lengths(scaling, *positions)
+    return []
+
+
+def _compare_lengths(
+    scaling: Mapping[str, Any], max_positions: int, original: int | None
+) -> list[str]:
+    """Find a longrope's factor that is not the ratio of its two lengths."""
+    switch = original or scaling.get("original_max_position_embeddings") or max_positions
+    ratio, factor = max_positions / switch, scaling.get("factor")
+    if factor is not None and ratio not in (1, factor):
+        # transformers 4 takes the ratio, 5 the factor.
+        return [
+            f"factor {factor}, but max_position_embeddings {max_positions} is {ratio:g} times"
+            f" the original {switch}"
+        ]
     return []
