@@ -135,7 +135,9 @@ def make_requests(
     for index, (prompt, flags) in enumerate(zip(prompts, flag_prompts, strict=True), first_index):
         text, ids = encode_prompt(prompt, settings, tokenizer)
         full_prompt = dataclasses.replace(flags, **prompt.list_given())
-        _check_combination(name_prompt(index), full_prompt, tokenizer, repeats=repeats)
+        if tokenizer is None and (full_prompt.stop or full_prompt.bad_words):
+            raise lack_tokenizer("stop words need" if full_prompt.stop else "bad_words need")
+        _check_combination(name_prompt(index), full_prompt, repeats=repeats)
         request = dataclasses.replace(
             _make_request(full_prompt, ids, end_ids, tokenizer),
             index=index, input_text=text, grammar=_make_grammar(full_prompt, compile_grammar),
@@ -151,10 +153,8 @@ def make_requests(
     return requests
 
 
-def _check_combination(name: str, prompt: Prompt, tokenizer: Any, *, repeats: bool) -> None:
-    """Raise PromptError for settings of a prompt that contradict each other or what is there."""
-    if tokenizer is None and (prompt.stop or prompt.bad_words):
-        raise lack_tokenizer("stop words need" if prompt.stop else "bad_words need")
+def _check_combination(name: str, prompt: Prompt, *, repeats: bool) -> None:
+    """Raise PromptError for settings of a prompt that contradict each other."""
     if prompt.prompt_logprobs and prompt.logprobs is None:
         raise PromptError(
             f"{name} has prompt_logprobs and no logprobs",

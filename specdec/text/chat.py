@@ -166,13 +166,7 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
     speaker = ROLES[role]
     if speaker != "assistant" and is_learned:
         marks = []  # nobody's other turns are learned: the template's check tells of the field
-    # Data sets kept as tables give every message each field; those of another message are empty.
-    fields = {
-        name: value
-        for name, value in turn.items()
-        if name not in ("role", "from", "content", "value", *marks)
-        and value is not None and value != [] and value != {}
-    }  # fmt: skip
+    fields = _read_fields(turn, marks)
     content = turn.get("content", turn.get("value"))
     if role in CALL_ROLES:
         fields["tool_calls"] = _parse_calls(number, role, content)
@@ -185,6 +179,19 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
         content = ""
     message = {"role": speaker if speaker in ("user", "assistant") else role}
     return {**message, "content": _check_content(number, content, turn), **fields}, is_learned
+
+
+def _read_fields(turn: dict[str, Any], marks: list[str]) -> Message:
+    """Return a turn's fields beside role, content and marks of learning, without empty ones.
+
+    Data sets kept as tables give every message each field; those of another message are empty.
+    """
+    return {
+        name: value
+        for name, value in turn.items()
+        if name not in ("role", "from", "content", "value", *marks)
+        and value is not None and value != [] and value != {}
+    }  # fmt: skip
 
 
 def _move_function_call(number: int, fields: Message) -> None:

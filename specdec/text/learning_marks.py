@@ -148,9 +148,7 @@ def split_words(name: str) -> list[str]:
 def _find_meaning(name: str) -> bool | None:
     """Return True for a key whose yes lets learn, False for one whose yes forbids it, else None."""
     words = split_words(name)
-    if not all(word in LEARNING or word in NEGATING or word in NEUTRAL for word in words):
-        return None
-    if all(word in NEUTRAL or word in ONLY_NEGATIONS for word in words):
+    if not LEARNING | NEGATING | NEUTRAL >= set(words) or NEUTRAL | ONLY_NEGATIONS >= set(words):
         return None
     is_positive, has_subject = True, False
     for word in words:

@@ -340,11 +340,14 @@ def _apply_end_keys(backend: Any, files: TokenizerFiles, bos: str | None, eos: s
     plain = backend.encode("a", add_special_tokens=False).ids
     if backend.encode("a").ids == [n for n in (numbers[0], *plain, numbers[1]) if n is not None]:
         return
-    begin_tokens, end_tokens = ([] if token is None else [token] for token in ends)
-    text, second_text = ([*begin_tokens, f"${name}", *end_tokens] for name in "AB")
+    begin, end = ("" if token is None else token for token in ends)
+    text, second_text = (
+        [f"{token}:{number}" for token in (begin, f"${name}", end) if token]
+        for number, name in enumerate("AB")
+    )
     backend.post_processor = TemplateProcessing(
-        single=[f"{token}:0" for token in text],
-        pair=[f"{token}:0" for token in text] + [f"{token}:1" for token in second_text],
+        single=text,
+        pair=text + second_text,
         special_tokens=[(token, n) for token, n in zip(ends, numbers, strict=True) if token],
     )
 
