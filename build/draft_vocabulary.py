@@ -27,7 +27,7 @@ LEAST = 64  # a drafter with fewer tokens drafts nothing
 def choose_tokens(
     settings: BuildSettings, model: ModelConfig, drafter: DrafterParams | None
 ) -> Array | None:
-    """The tokens [n], rising; None where all may be drafted."""
+    """Return the tokens [n], rising; None where all may be drafted."""
     path, size = settings.draft_vocab_file, settings.draft_vocab_size
     if path is None:
         if size is not None:
@@ -59,7 +59,7 @@ def choose_tokens(
 
 
 def read_list(path: Path, vocab_size: int) -> list[int]:
-    """The tokens of a JSON list."""
+    """Return the tokens of a JSON list."""
     with open_file(path) as file:
         listed = parse_json(file.read())
     if not isinstance(listed, list) or not all(type(token) is int for token in listed):

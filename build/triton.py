@@ -131,7 +131,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 
 
 def read_templates(settings: BuildSettings) -> dict[str, str]:
-    """The text of each config.pbtxt; raise SpecDecError for variables that lack or are unknown."""
+    """Fill each config.pbtxt; raise SpecDecError for missing and unknown variables."""
     folder = settings.triton_templates or CONTAINER
     texts, problems = {}, Problems()
     for model in MODELS:
@@ -280,7 +280,7 @@ def find_engine_problems(
 
 
 def is_fraction(text: str) -> bool:
-    """Whether a text is a number above 0, at most 1."""
+    """Return whether a text is a number above 0, at most 1."""
     try:
         return 0 < float(text) <= 1
     except ValueError:
@@ -288,13 +288,13 @@ def is_fraction(text: str) -> bool:
 
 
 def are_devices(text: str, count: int) -> bool:
-    """Whether a text lists so many numbers of devices."""
+    """Return whether a text lists so many numbers of devices."""
     numbers = text.split(",")
     return len(numbers) == count and all(number.isdecimal() for number in numbers)
 
 
 def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> Problems:
-    """Whether lookahead's window fills the engine's drafts, as the runtime needs it to."""
+    """Return whether lookahead's window fills the engine's drafts, as the runtime needs it to."""
     names = CHOSEN["lookahead_decoding"]
     if target.mode != "lookahead_decoding" or not set(names) <= set(chosen):
         return Problems()

@@ -83,7 +83,7 @@ class CheckpointFolder:
 
     @property
     def is_head_quantized(self) -> bool:
-        """Whether the head's weights are stored in a quantized type."""
+        """Return whether the head's weights are stored in a quantized type."""
         info = self.ranks[0].tensors.get(HEAD)
         return info is not None and info.dtype in FLOAT8_STORAGE
 

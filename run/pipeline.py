@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logs.get_logger(__name__)
 
 
-def run_engine(
+def run_engine(  # noqa: C901 - the stage's sentence, step by step
     settings: RunSettings, write: Callable[[str], None] | None = None
 ) -> dict[str, Any] | None:
     """Generate for every prompt; return the object that `--json` prints.

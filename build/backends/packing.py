@@ -29,7 +29,7 @@ from specdec.model.tensors import EMBEDDING, ROUTER
 
 
 def list_packed(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> list[str]:
-    """The tensors of a weight file that are packed as they are.
+    """Return the tensors of a weight file that are packed as they are.
 
     What a drafter stacks or cuts before is packed when it is loaded.
     """
@@ -51,7 +51,7 @@ def write_packed(folder: Path, config: EngineConfig, name: str, kernels: NativeK
     dtype = TORCH_DTYPES[model.dtype]
 
     def open_matrices(tensor: str) -> Sequence[Tensor | Quantized]:
-        """What linears multiply with, of all experts where the tensor is theirs."""
+        """Open the matrices that linears multiply with, of all experts for an expert tensor."""
         weights = load_tensors(source, [tensor], device, dtype, mapped={tensor})
         return list_matrices(weights, tensor.removesuffix(".weight"))
 

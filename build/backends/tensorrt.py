@@ -52,7 +52,7 @@ MEMORY_FACTOR = 3.0  # of the weights' bytes, which TensorRT's builder takes
 
 
 def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> dict[str, Tensor]:
-    """The tensors of a file of an engine: of the checkpoint's mapped files where they are equal."""
+    """Map the tensors of an engine's file: those of the checkpoint where they are equal."""
     infos, read = plan.files[file], EngineReader(plan, checkpoint, file).read
     weights = {}
     # Scales are chosen before what they scale is rounded.
@@ -106,7 +106,7 @@ def check_target(settings: BuildSettings, checkpoint: CheckpointConfig) -> tuple
 
 
 def choose_capabilities(settings: BuildSettings, library: Library) -> list[str]:
-    """What to build for: what is asked for, else the GPU of this machine."""
+    """Choose the compute capabilities: those of the flag, else that of this machine's GPU."""
     gpus, name = list_gpus()[0], library.name
     own = [gpu.compute_capability for gpu in gpus[:1]]
     usable = library.compute_capabilities or own
@@ -187,7 +187,7 @@ def find_plan_problems(plan: TorchPlan) -> Problems:
 def plan_networks(
     checkpoint: CheckpointConfig, limits: BuildConfig, capabilities: list[str], library: str
 ) -> NetworkConfig:
-    """What the networks are built for, and the sizes of what they take."""
+    """Plan the networks: what they are built for, and the sizes of their inputs."""
     drafter, step = checkpoint.drafter, limits.max_draft_len + 1
     spare = max(step, SPARE_POSITIONS)
     positions = -(-(limits.max_seq_len + spare) // POSITION_BLOCK) * POSITION_BLOCK
@@ -209,7 +209,7 @@ def write_networks(
     trt: Any, builder: Any, plan: TorchPlan, checkpoint: CheckpointConfig,
     networks: NetworkConfig, folder: Path,
 ) -> Iterator[tuple[str, NetworkWriter]]:  # fmt: skip
-    """Each file's name and its network, one after the other; the drafted tokens into a folder."""
+    """Yield each file's name and network; write the drafted tokens into the folder."""
     model, drafter = checkpoint.model, checkpoint.drafter
     third = drafter.eagle3 if isinstance(drafter, EagleParams) else None
     writes: Any = (

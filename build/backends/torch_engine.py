@@ -137,7 +137,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
 
 
 def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
-    """The bytes of the matrices that are also stored packed."""
+    """Return the bytes of the matrices that are also stored packed."""
     from .packing import list_packed
 
     files = plan.files.values() if plan.packs else ()
@@ -261,7 +261,7 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
 
 
 def will_compile(settings: BuildSettings) -> bool:
-    """Whether kernels are to be compiled; raise SpecDecError where they cannot, and are needed."""
+    """Return whether to compile kernels; raise SpecDecError where that is needed and fails."""
     from specdec.engine.compiler import find_compiler
 
     if settings.optimize != "auto" or find_compiler() is not None:
@@ -418,7 +418,7 @@ def plan_tensors(
 def plan_layers_int4(
     tensors: Mapping[str, TensorInfo], model: ModelConfig, group_size: int
 ) -> dict[str, TensorInfo]:
-    """The tensors of a file in which the matrices of the layers are rounded to int4."""
+    """Return the tensors of a file in which the matrices of the layers are rounded to int4."""
     planned = dict(tensors)
     for name in (name for name in list_integers(model) if name in tensors):
         num_rows, num_inputs = tensors[name].shape
@@ -435,7 +435,7 @@ def plan_layers_int4(
 
 
 def name_parts(module: str, model: ModelConfig) -> list[str]:
-    """The modules of a checkpoint that one of an engine is stacked from."""
+    """Return the modules of a checkpoint that one of an engine is stacked from."""
     if ".mlp.gate_up" not in module:
         return [module]
     kinds = ("fc", "gate") if model.arithmetic.mlp == "gated" else ("fc",)
@@ -445,7 +445,7 @@ def name_parts(module: str, model: ModelConfig) -> list[str]:
 def plan_four_bits(
     source: TensorFile, quantized: set[str], model: ModelConfig
 ) -> dict[str, TensorInfo]:
-    """The engine's tensors for matrices that are stored in four bits; scales become float32."""
+    """Return the tensors of matrices in four bits; their scales become float32."""
     planned = {}
     for weight in list_integers(model):
         module = weight.removesuffix(".weight")
@@ -461,7 +461,7 @@ def plan_four_bits(
 def plan_blocks(
     source: TensorFile, quantized: set[str], model: ModelConfig
 ) -> dict[str, TensorInfo]:
-    """The engine's tensors for matrices in GGML's blocks."""
+    """Return the engine's tensors for matrices in GGML's blocks."""
     planned = {}
     for weight in list_engine_tensors(model, None):
         module = weight.removesuffix(".weight")
@@ -477,7 +477,7 @@ def plan_blocks(
 def count_block_types(
     source: TensorFile, quantized: set[str], model: ModelConfig
 ) -> dict[str, int]:
-    """How many matrices of the checkpoint are of each of GGML's types, or of the model's type."""
+    """Count the checkpoint's matrices of each of GGML's types and of the model's type."""
     counts: dict[str, int] = {}
     matrices = [f"{module}.weight" for module in list_linears(model)]
     for name in (EMBEDDING, *matrices, HEAD):
@@ -506,7 +506,7 @@ def plan_stored(
 
 
 def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
-    """What stacked matrices have with their codes, by kind; they must read their inputs alike."""
+    """Read the arrays of stacked matrices by kind; they must read their inputs alike."""
     first = parts[0]
 
     def list_inputs(part: int4.Int4Matrix) -> list[Any]:
@@ -619,8 +619,8 @@ class EngineReader:
         self._int8_scales: dict[str, Tensor] = {}
         self._int4_scales: dict[str, Tensor] = {}
 
-    def read(self, name: str) -> Array | Iterable[Array]:
-        """A tensor of the engine's file; matrices in int8 one after another."""
+    def read(self, name: str) -> Array | Iterable[Array]:  # noqa: PLR0911 - a return for each kind of matrix
+        """Return a tensor of the engine's file; matrices in int8 one after another."""
         plan, tensors = self._plan, self._tensors
         for source in plan.sources:  # what was read before is written by now
             source.release()
@@ -706,7 +706,7 @@ class EngineReader:
         return scales.view(self._tensors[name].shape[:-1])
 
     def _round(self, name: str) -> Array | Iterable[Array]:
-        """A matrix by the scales that were chosen for it, of int8 or of int4."""
+        """Return a matrix by the scales that were chosen for it, of int8 or of int4."""
         from specdec.engine import int4 as int4_rounding
         from specdec.engine import int8
         from specdec.files.torch_tensors import to_array
@@ -720,7 +720,7 @@ class EngineReader:
 
 
 def describe_plan(plan: TorchPlan) -> dict[str, Any]:
-    """What `--dry-run` and `--json` report."""
+    """Describe a plan as `--dry-run` and `--json` report it."""
     return {
         "prepack": plan.prepack, "native_kernels": plan.compile_kernels,
         "packed_weights": plan.packs, "quantization": plan.quantization,

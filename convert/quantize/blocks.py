@@ -74,7 +74,7 @@ def _name_group(module: str, model: ModelConfig) -> str:
 
 
 def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources | None:
-    """What a matrix is read from, by name; None where not all of it can be kept."""
+    """Find the stored tensors of a matrix, by name; None where not all can be kept."""
     if tensor is None or not tensor.slices or len(tensor.info.shape) < 2:
         return None
     sources = {}

@@ -49,7 +49,7 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a linear's inputs are like, over all tokens.
+    """Statistics of a linear's inputs over all tokens.
 
     mean, largest: their magnitudes, float32 [in]; moments: the mean product of two inputs of a
     group, float32 [groups, size, size].
@@ -62,7 +62,7 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    """What a calibration saw, by the watches' names: largest magnitudes, and inputs one by one."""
+    """Observations of a calibration, by the watches' names: largest magnitudes, and inputs."""
 
     largest: dict[str, np.float32]
     inputs: dict[str, Inputs] = dataclasses.field(default_factory=dict)

@@ -89,7 +89,7 @@ def compare_models(
 
 
 def _choose(rows: Sequence[list[int]], vocab_size: int) -> list[list[int]]:
-    """The first rows whose predictions fit into LOGITS_BYTES, the last one cut."""
+    """Return the first rows whose predictions fit into LOGITS_BYTES, the last one cut."""
     left, chosen = LOGITS_BYTES // (4 * vocab_size), []
     for row in rows:
         if len(row) > 1 and left > 0:

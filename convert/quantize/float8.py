@@ -50,7 +50,7 @@ def encode(values: Array) -> Array:
 
 @functools.cache
 def _list_values() -> Array:
-    """Every byte's value, float32 [256]."""
+    """Return every byte's value, float32 [256]."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     values = np.where(
@@ -106,7 +106,7 @@ class Requantizer:
         return codes
 
     def follow(self, make: Callable[[], Array]) -> Callable[[], Array]:
-        """What maps an array that is still to be made."""
+        """Return the map of an array that is still to be made."""
         return lambda: self(make())
 
     def _compute(self, array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What each --quantization makes of the rows of a matrix; in float32, rounding ties to even.
+"""Rounding of a matrix's rows by each --quantization; in float32, ties to even.
 
 `values` is [rows, in], already divided by the inputs' scales where the format has any. `restore`
 returns what the rounded numbers stand for. A row or group of zeros has scale 1.
@@ -160,7 +160,7 @@ class Format:
 
     @property
     def needs_data(self) -> bool:
-        """Whether a scale comes from a calibration."""
+        """Return whether a scale comes from a calibration."""
         return self.inputs is not None or self.smooths is not None
 
     def make_rounding(self, group_size: int) -> Rounding:

@@ -130,7 +130,7 @@ class Matrix:
         return name
 
     def has(self, kind: str) -> bool:
-        """Whether the folder has one of the matrix' tensors."""
+        """Return whether the folder has one of the matrix' tensors."""
         return f"{self.stem}.{kind}" in self.folder.tensors
 
     def get_sizes(self, kind: str, dtypes: Sequence[str]) -> tuple[int, int]:
@@ -212,7 +212,7 @@ class IntMatrix(Matrix):
         return 1 << (self.bits - 1)
 
     def has_zeros(self) -> bool:
-        """Whether any zero differs from the middle of the numbers."""
+        """Return whether any zero differs from the middle of the numbers."""
         return bool((self.read_zeros(0, self.shape[0]) != self.symmetric_zero).any())
 
     def multiply(self, numbers: Array, start: int, stop: int) -> Array:

@@ -416,7 +416,7 @@ def _check_shared(module: _Module) -> None:
 
 
 def _pair(one: Matrix, other: Matrix) -> Iterator[tuple[str, Any, Any]]:
-    """What two matrices must have in common: in words, and of each."""
+    """Return the properties that two matrices must share: their words, and each one's values."""
     if isinstance(one, IntMatrix) and isinstance(other, IntMatrix):
         yield "numbers of groups", one.num_groups, other.num_groups
         yield "orders of their inputs (act-order)", _list(one.order), _list(other.order)

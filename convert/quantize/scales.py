@@ -1,4 +1,4 @@
-"""What is quantized and how its scales come about: the plan of a quantized checkpoint.
+"""Plan of a quantized checkpoint: its quantized matrices, and how their scales are found.
 
 Scales of whole matrices, all float32, before any split over ranks (448 is float8's largest number,
 `formats` has what others divide by):
@@ -54,7 +54,7 @@ _KV_PARTS = dict(zip(KV_SCALES, (("k", "v"), ("k",), ("v",)), strict=True))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """What `measure` needs to find every scale. weights: by the scale they share.
+    """Inputs of `measure`, which finds every scale. weights: by the scale they share.
 
     matrices: what is rounded by rows, by module. evaluate: compares the quantized model with the
     model, where there is text for that.
@@ -150,7 +150,7 @@ def _divide(amax: np.float32, maximum: float) -> np.float32:
 
 
 def find_group(module: str) -> str:
-    """The module whose scales a module has: fc and gate share theirs."""
+    """Return the module whose scales a module has: fc and gate share theirs."""
     return module.removesuffix(".gate") + ".fc" if module.endswith(".mlp.gate") else module
 
 
@@ -182,7 +182,7 @@ def describe_section(
 
 
 def name_kv_scales(version: str) -> tuple[str, ...]:
-    """The K/V scales that a line of TensorRT-LLM reads."""
+    """Return the K/V scales that a line of TensorRT-LLM reads."""
     return KV_SCALES[:1] if version == "0.14" else KV_SCALES
 
 
@@ -258,7 +258,7 @@ def _plan_matrix(
 def _list_watches(
     target: TargetTensors, *, has_inputs: bool, has_kv_scales: bool, group_size: int | None
 ) -> Iterator[Watch]:
-    """The model's linears to watch; one that makes two of ours is watched once for each."""
+    """Return the model's linears to watch; one that makes two of ours is watched once for each."""
     model = target.model
     q_size = model.num_attention_heads * model.head_size
     kv_size = model.num_key_value_heads * model.head_size

@@ -38,7 +38,7 @@ BLOCK_BYTES = 1 << 20  # of weights at a time: what is computed of them stays in
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was found: the error of the outputs, and the largest magnitudes after scaling."""
+    """Result of a search: the error of the outputs, and the largest magnitudes after scaling."""
 
     error: float
     largest_input: np.float32
@@ -84,7 +84,7 @@ def search_inputs(
 def _list_candidates(
     members: Sequence[RoundedMatrix], inputs: Inputs, format_: Format
 ) -> list[Array]:
-    """The scales to try, as the checkpoint's type has them: float32 [in] each."""
+    """Return the scales to try, as the checkpoint's type has them: float32 [in] each."""
     magnitudes, weights = inputs.mean, None
     if format_.smooths == "largest":
         magnitudes = inputs.largest

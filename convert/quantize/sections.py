@@ -65,7 +65,7 @@ _READ = "AWQ, GPTQ, compressed-tensors, ModelOpt and FP8 folders are read"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What a folder's sections say: the format, its number of bits, and how a matrix is read."""
+    """Quantization by a folder's sections: format, number of bits, and how a matrix is read."""
 
     name: str
     bits: int
@@ -159,7 +159,7 @@ def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
 
 
 def _read_own_file(folder: HfFolder) -> list[tuple[str, Any]]:
-    """The section that early versions of AutoGPTQ and AutoAWQ wrote into a file of their own."""
+    """Read the section that early AutoGPTQ and AutoAWQ wrote into a separate file."""
     for name, method in OWN_FILES.items():
         if (path := folder.path / name).is_file():
             values = read_json(path)
@@ -342,7 +342,7 @@ def _read_block(section: Section, value: Any) -> tuple[int, int] | None:
 def _make_float8(
     words: str, block: tuple[int, int] | None, inputs: str, *, in_scale_dtype: bool = False
 ) -> Scheme:
-    """inputs: `static`, `dynamic` (a scale per token), `weights` (not rounded, or otherwise)."""
+    """Return the scheme of FP8 weights with inputs that are static, dynamic or not rounded."""
     name = "fp8-block" if block else f"fp8-{inputs}"
     make = functools.partial(matrices.Float8Matrix, block=block, in_scale_dtype=in_scale_dtype)
     return Scheme(name=name, bits=8, description=words, make=make)

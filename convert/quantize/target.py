@@ -112,7 +112,7 @@ def _evaluate(rows: Sequence[list[int]], quantizer: Quantizer, **options: Any) -
 def find_problems(
     format_: Format, linears: Mapping[str, TensorSpec], model: ModelConfig, group_size: int | None
 ) -> Problems:
-    """What keeps matrices from being stored: rows in pairs, whole groups on every rank."""
+    """List what keeps matrices from being stored: rows in pairs, whole groups on every rank."""
     problems = Problems()
     for name, spec in linears.items():
         for block in list_blocks(spec, model, 0):

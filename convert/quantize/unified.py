@@ -39,7 +39,7 @@ KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
 
 
 def find_stored(folder: HfFolder) -> set[str]:
-    """The modules of a folder whose weights are float8."""
+    """Return the modules of a folder whose weights are float8."""
     return {
         name.removesuffix(".weight") for name, info in folder.tensors.items()
         if name.endswith(".weight") and info.dtype == FLOAT8
@@ -174,7 +174,7 @@ def _read_kv_scales(
 
 
 def _promises_cache(folder: HfFolder, section: Mapping[str, Any]) -> bool:
-    """Whether a section tells of a K/V cache in FP8; SpecDecError where it tells of another."""
+    """Return whether a section names an FP8 K/V cache; SpecDecError for another type."""
     scheme = section.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         said = {key: scheme[key] for key in _FP8_CACHE if scheme.get(key) is not None}

@@ -68,7 +68,7 @@ class Engine:
         self._batch: Batch | None = None  # that streams are in
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - the public signature
         cls,
         path: str | Path,
         *,

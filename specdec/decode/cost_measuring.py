@@ -280,7 +280,7 @@ class _Times:
         (self._seconds if is_counted else self._first)[num_rows][size].append(seconds)
 
     def has(self, num_rows: int, size: int = 1) -> bool:
-        """Whether steps of a size were measured, or of any but for warming up."""
+        """Return whether steps of a size were measured, or of any but for warming up."""
         return bool(self._seconds[num_rows][size] or self._first[num_rows][size])
 
     def make_grid(self) -> Grid:

@@ -43,8 +43,9 @@ class Curve:
 
 
 def smooth(measured: Mapping[int, float]) -> Curve:
-    """Make a curve of measurements: other programs only ever delay, so a size costs at most as
-    much as a larger one.
+    """Make a curve of measurements in which a size costs at most as much as a larger one.
+
+    Other programs only ever delay a measurement.
     """
     sizes = sorted(measured)
     falling = itertools.accumulate((measured[size] for size in reversed(sizes)), min)
@@ -78,7 +79,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """What one engine's steps and its drafters' drafts cost.
+    """Seconds that one engine's steps and its drafters' drafts take.
 
     steps: of the target, whatever it takes beside the drafts, by the nodes of a request's tree.
     drafts: of each drafter of a chain, or the one, by its levels. reading: of a prompt's token that

@@ -40,7 +40,7 @@ def _scale(x, epsilon, size):
 
 
 @triton.jit
-def _add_norm_kernel(
+def _add_norm_kernel(  # noqa: PLR0913 - Triton takes pointers and strides one by one
     x, delta, delta_weight, weight, total, normed, share, epsilon, offset,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _gate_kernel(inner, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU:
 
 
 @triton.jit(do_not_specialize_on_alignment=["lines", "rows", "slots"])
-def _turn_kernel(
+def _turn_kernel(  # noqa: PLR0913 - Triton takes pointers and strides one by one
     product, q_weight, k_weight, cos, sin, lines, rows, slots, queries, block,
     epsilon, offset, width, plane_stride, row_stride, head_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr,

@@ -37,7 +37,7 @@ class KVCache:
     keys. states: of the others of a hybrid, None where there are none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the sizes of a cache
         self,
         *,
         num_layers: int,

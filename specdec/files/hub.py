@@ -52,7 +52,7 @@ def describe_answer(error: BaseException) -> str:
     )
 
 
-def _describe_failure(chain: Sequence[BaseException]) -> str | None:
+def _describe_failure(chain: Sequence[BaseException]) -> str | None:  # noqa: PLR0911 - a return for each kind of failure
     """Say why a request had no answer, from an exception and its causes; None for others."""
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     if "OfflineModeIsEnabled" in kinds:

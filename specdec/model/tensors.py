@@ -53,7 +53,7 @@ class TensorSpec:
     sections: tuple[int, ...] = ()
 
 
-def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:
+def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:  # noqa: PLR0911 - a return for each kind of shard
     """Shape of one rank's part; the same on every rank."""
     model = spec.owner or model
     tp_size, num_rows, row_shape = model.tp_size, spec.shape[0], spec.shape[1:]

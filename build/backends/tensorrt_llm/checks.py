@@ -1,4 +1,4 @@
-"""What trtllm-build, the engine's reader or the run would refuse or quietly bend, found first.
+"""Checks before trtllm-build of what it, the engine's reader or the run refuse or bend.
 
 Each function lists (fact, remedy) pairs, so that all of them are told at once.
 """
@@ -31,7 +31,7 @@ NO_INTEGER_GPUS = ((10, 0), (12, 0))  # from, before: no INT8, INT4 or SmoothQua
 
 
 def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Problems:
-    """What the line's loader makes of the checkpoint's config.json."""
+    """List the keys of config.json that the line's loader refuses."""
     raw, label = checkpoint.raw, facts.label
     architecture = raw["architecture"]
     lack = find_lack(label, raw, checkpoint.model.architecture)
@@ -70,7 +70,7 @@ def find_checkpoint_problems(facts: Facts, checkpoint: CheckpointConfig) -> Prob
 def find_mode_problems(
     facts: Facts, checkpoint: CheckpointConfig, wanted: str | None, draft_len: int | None
 ) -> Problems:
-    """Whether the speculation mode, the draft length and the checkpoint belong together."""
+    """List contradictions of speculation mode, draft length and checkpoint."""
     drafter, own, method = checkpoint.drafter, checkpoint.mode, checkpoint.method
     mode = own or wanted
     return Problems.from_table(
@@ -100,7 +100,7 @@ def find_mode_problems(
 
 
 def find_method_problems(build: TensorRTPlan) -> Problems:
-    """What each mode of speculation needs as well."""
+    """List what a mode of speculation needs and lacks."""
     values, given, mode = build.record.values, build.given, build.mode
     model = build.checkpoint.model
     paged = "use_paged_context_fmha"
@@ -125,7 +125,7 @@ def find_method_problems(build: TensorRTPlan) -> Problems:
 
 
 def find_quantization_problems(build: TensorRTPlan) -> Problems:
-    """Combinations of quantization and attention that 0.14 refuses; 1.x bends them instead."""
+    """List combinations of quantization and attention that 0.14 refuses; 1.x bends them instead."""
     quantization = build.checkpoint.quantization
     algorithm, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
     if build.label != "0.14" or not build.record.is_on("use_paged_context_fmha"):
@@ -169,7 +169,7 @@ def find_length_problems(build: TensorRTPlan) -> Problems:
 
 
 def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) -> Problems:
-    """Whether every rank's tensors are those that config.json describes; a drafter's type too."""
+    """Compare every rank's tensors, and a drafter's type, with config.json."""
     problems = Problems()
     dtype = checkpoint.model.dtype
     for rank, file in enumerate(files):
@@ -197,7 +197,7 @@ def find_tensor_problems(checkpoint: CheckpointConfig, files: list[TensorFile]) 
 def find_head_problems(
     facts: Facts, checkpoint: CheckpointConfig, files: list[TensorFile]
 ) -> Problems:
-    """What the lines make of an FP8 checkpoint's output head."""
+    """List the forms of an FP8 checkpoint's output head that a line misreads."""
     quantization, head = checkpoint.quantization, "lm_head.weight"
     stored = {file.tensors[head].dtype for file in files if head in file.tensors}
     if quantization.quant_algo is None or not stored:
@@ -217,7 +217,7 @@ def find_head_problems(
 
 
 def find_gpu_problems(build: TensorRTPlan, gpus: tuple[Gpu, ...], rank_bytes: int) -> Problems:
-    """Whether the GPUs that are here can build the engine."""
+    """Return whether the GPUs that are here can build the engine."""
     if not gpus:
         return Problems().add(
             "no GPU is visible, and trtllm-build needs one",

@@ -110,7 +110,7 @@ def _explain_unknown(name: str, facts: Facts) -> UsageError:
 
 
 def find_flag_problems(build: TensorRTPlan) -> Problems:
-    """Flags that the engine's reader, the run or trtllm-build itself would stumble over."""
+    """List flags that the engine's reader, the run or trtllm-build itself would stumble over."""
     values, given, mode = build.record.values, build.given, build.mode
     beams, ranks = values["max_beam_width"], build.num_ranks
     gathered = "context" if values["gather_context_logits"] else "all-token"
@@ -175,7 +175,7 @@ def _find_number_problems(build: TensorRTPlan) -> Problems:
 
 
 def _find_idle_problems(build: TensorRTPlan) -> Problems:
-    """Flags that would do nothing for this checkpoint or alongside the others."""
+    """List flags that would do nothing for this checkpoint or alongside the others."""
     given = build.given
     loras = [
         name for name in given
@@ -201,7 +201,7 @@ def _find_idle_problems(build: TensorRTPlan) -> Problems:
 
 
 def _find_plugin_problems(build: TensorRTPlan) -> Problems:
-    """Whether plugins' types and the checkpoint's go together."""
+    """Return whether plugins' types and the checkpoint's go together."""
     checkpoint, given = build.checkpoint, build.given
     dtype, algorithm = checkpoint.model.dtype, checkpoint.quantization.quant_algo
     gemm, is_a = given.get("gemm_plugin"), algorithm or "not quantized"

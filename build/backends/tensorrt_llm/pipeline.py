@@ -101,7 +101,7 @@ def make_plan(
 
 
 def list_notes(build: TensorRTPlan, here: Environment | None) -> list[str]:
-    """What the user should know although nothing is wrong."""
+    """List notes for the user where nothing is wrong."""
     notes = []
     record, values = build.record, build.record.values
     if record.growth is not None:

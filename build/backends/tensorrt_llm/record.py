@@ -1,4 +1,4 @@
-"""What an engine's config.json will hold: trtllm-build rewrites some of what it is told.
+"""Prediction of an engine's config.json: trtllm-build rewrites some of its settings.
 
 The rules are those of `builder.py` (`_init_max_seq_len`, `check_max_num_tokens`, `build`) of each
 line; a rewritten number is not an error there, so that nobody notices it before the run.
@@ -70,7 +70,7 @@ def predict_record(
 
 
 def deduce_max_seq_len(model: ModelConfig, label: str) -> int:
-    """What trtllm-build takes where it is not told: positions times a rotary factor."""
+    """Return trtllm-build's default length: positions times a rotary factor."""
     scaling = model.rotary_scaling or {}
     kind = scaling.get("type", scaling.get("rope_type"))
     unscaled = ("su", "longrope") if label == "0.14" else ("su", "longrope", "llama3")
@@ -139,7 +139,7 @@ def _bend_fusions(record: Record, facts: Facts, checkpoint: CheckpointConfig) ->
         record.bend("use_fused_mlp", OFF, f"it is turned off for {algorithm}")
 
 
-def _bend_attention_12(
+def _bend_attention_12(  # noqa: C901 - trtllm-build's own rules, in its order
     record: Record, checkpoint: CheckpointConfig, capability: tuple[int, int] | None
 ) -> None:
     quantization = checkpoint.quantization

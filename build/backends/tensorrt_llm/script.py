@@ -45,7 +45,7 @@ echo "engine: $engine" >&2
 
 
 def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
-    """Whether trtllm-build of the line can be started by a launcher."""
+    """Return whether trtllm-build of the line can be started by a launcher."""
     is_old, workers = plan.label == "0.14", plan.given.get("workers")
     if launcher == "local":
         return Problems()
@@ -62,7 +62,7 @@ def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
 
 
 def count_nodes(plan: TensorRTPlan) -> int:
-    """How many machines the ranks need, by the checkpoint's own number of GPUs a node."""
+    """Return how many machines the ranks need, by the checkpoint's own number of GPUs a node."""
     return math.ceil(plan.num_ranks / plan.gpus_per_node)
 
 

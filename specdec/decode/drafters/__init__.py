@@ -159,7 +159,7 @@ def refuse_others(drafting: Drafting, chosen: Methods, *, speculates: bool = Tru
 
 
 def name_methods(methods: Methods) -> str:
-    """What an engine's statistics call those that draft for it."""
+    """Return the name that statistics have for an engine's drafting methods."""
     return ",".join("+".join(method.name for method in group) for group in methods) or "plain"
 
 

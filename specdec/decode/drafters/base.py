@@ -1,4 +1,4 @@
-"""What a speculative method is to the loop: it proposes candidates and watches the result."""
+"""Interface of a drafter to the loop: it proposes candidates and observes the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_WAITING = 512
 
 
 class Drafter:
-    """What drafts for a target; by itself it drafts nothing, which is plain decoding.
+    """Drafter for a target; this base class drafts nothing, which is plain decoding.
 
     The attributes say what it needs and does, so that nobody asks for its class:
 
@@ -80,7 +80,7 @@ class Drafter:
         self.num_prompt_tokens, self.max_prefill = num_prompt_tokens, max_prefill
 
     def fit_budget(self) -> Drafter:
-        """What drafts where only what is worth its time is verified."""
+        """Return the drafter to use where a budget chooses the verified part of a draft."""
         return self
 
     def make_twin(self) -> Drafter:
@@ -120,7 +120,7 @@ class Drafter:
         return sorted(ready), pieces
 
     def rests(self, num_requests: int) -> bool:
-        """Whether the next step of so many requests is known to have no drafts."""
+        """Return whether the next step of so many requests is known to have no drafts."""
         return not self.max_draft_tokens
 
     def skip(self, num_requests: int) -> None:
@@ -188,7 +188,7 @@ class EngineHandle(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftContext:
-    """What a drafter's `make_proposer` works with.
+    """Engine and options that a drafter's `make_proposer` works with.
 
     decoder: the target's. params, weights: of the drafter in the target's checkpoint, by canonical
     name, the target's own with them. options: what `Method.read` made of the settings, None where
@@ -250,7 +250,7 @@ def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len:
 
 
 def get_graphs(decoder: Decoder) -> Graphs | None:
-    """The graphs of an engine, for its drafter to share; None where there are none."""
+    """Return the graphs of an engine, for its drafter to share; None where there are none."""
     return decoder.graphs.graphs if decoder.graphs is not None else None
 
 
@@ -275,12 +275,12 @@ def make_net(
 
 
 def list_roots(requests: Sequence[ActiveRequest]) -> list[Candidates]:
-    """What is verified of requests that nothing is drafted for."""
+    """Return the candidates of requests without a draft: each one's root alone."""
     return [Candidates(make_root(request.output_ids[-1])) for request in requests]
 
 
 def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
-    """The cache rows of requests, [B]."""
+    """Return the cache rows of requests, [B]."""
     return np.array([request.row for request in requests], np.int64)
 
 
@@ -304,7 +304,7 @@ class StateKeeper(Drafter):
     def __init__(
         self, net: DraftNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
     ) -> None:
-        """decoder: the target's. layers: whose outputs are read; None: its last hidden state."""
+        """Take the target's decoder. layers: whose outputs are read; None: the last state."""
         self.net, self._decoder, self.follows_last = net, decoder, layers is None
         self._num_known: IntArray = np.zeros(0, np.int64)
         self._num_read: IntArray = np.zeros(0, np.int64)
@@ -376,7 +376,7 @@ class StateKeeper(Drafter):
         raise NotImplementedError
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """The prompts' states are known; what `observe` brings of them is nothing new."""
+        """Return the prompts' states are known; what `observe` brings of them is nothing new."""
         self._fresh |= {request.row for request in requests}
 
     def follow(
@@ -441,7 +441,7 @@ class StateKeeper(Drafter):
         self._num_known[row], self._num_read[row] = length, read
 
     def _start_over(self, row: int, length: int) -> None:
-        """A row's text is another, of which so many tokens are known, and nothing waits."""
+        """Return a row's text is another, of which so many tokens are known, and nothing waits."""
         self._sort()
         self._waiting.pop(row, None)
         self._num_known[row] = self._num_read[row] = length
@@ -487,7 +487,7 @@ class StateProposer(Drafter):
     def replay(
         self, net: object, key: Hashable, inputs: list[Tensor], compute: Callable[..., Tensor]
     ) -> Tensor:
-        """What `compute(*inputs)` returns, by a graph where there are any; see `Graphs.call`."""
+        """Run `compute(*inputs)`, by a recorded graph where there is one; see `Graphs.call`."""
         if self._graphs is not None:
             found = self._graphs.call(net, key, inputs, lambda *own: (compute(*own),))
             if found is not None:
@@ -495,7 +495,7 @@ class StateProposer(Drafter):
         return compute(*inputs)
 
     def make_tree(self, root: int, draft: Array) -> Tree:
-        """The tree of a row's part of what `compute_drafts` returned."""
+        """Return the tree of a row's part of what `compute_drafts` returned."""
         raise NotImplementedError
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
@@ -523,7 +523,7 @@ class StateProposer(Drafter):
         return candidates
 
     def get_hidden(self, requests: Sequence[ActiveRequest]) -> Tensor:
-        """The states [B, D] that requests are drafted from."""
+        """Return the states [B, D] that requests are drafted from."""
         found = [self._newest[request.row] for request in requests]
         states = found[0][0]
         if any(own is not states for own, *_ in found):  # a prompt has ended meanwhile

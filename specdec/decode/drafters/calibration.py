@@ -132,7 +132,7 @@ def read_confidence(candidates: Candidates) -> Array:
 
 
 def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list[float]]:
-    """The chances that whole paths to nodes are accepted, of each tree, by those of all nodes."""
+    """Return each tree's chances that whole paths are accepted, by those of single nodes."""
     paths, start = [], 0
     for tree in trees:
         row = list(chances[start : start + tree.num_nodes])
@@ -189,7 +189,7 @@ class Promise:
 
     @property
     def gains(self) -> Array:
-        """[max_tokens]"""
+        """Return the expected gains, [max_tokens]."""
         return np.asarray(self._sums / self._weight)
 
     def start(self, share: float) -> None:
@@ -223,7 +223,7 @@ class Promise:
 
 
 class AcceptanceCounts:
-    """What was accepted of drafts, whatever is paced; for a record that goes with the drafter."""
+    """Counts of accepted drafts, for the record that goes with a drafter."""
 
     def __init__(self) -> None:
         self._right = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)

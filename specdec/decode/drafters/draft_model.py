@@ -34,8 +34,9 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A draft model. tokens: which of its tokens and the target's are the same; the numbers are
-    those of its engine.
+    """Draft model of an engine.
+
+    tokens: the tokens that it shares with the target. The other numbers are its engine's limits.
     """
 
     decoder: Decoder
@@ -83,7 +84,7 @@ class DraftModel(Drafter):
         return sum(self._list_unread(requests, [self._read(request) for request in requests]))
 
     def _read(self, request: ActiveRequest) -> Text:
-        """The text of a request, with what has been emitted since it was last asked for."""
+        """Return the text of a request, with what has been emitted since it was last asked for."""
         text = self._texts.get(request.row)
         if text is None:
             ids = self.tokens.say_prompt(request.request.input_ids)

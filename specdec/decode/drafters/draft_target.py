@@ -147,7 +147,7 @@ def attach_draft(
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """What was drafted for a request: behind how many of its text's ids and of its output."""
+    """Draft of a request, with the numbers of text ids and output tokens before it."""
 
     num_ids: int
     num_output: int
@@ -268,7 +268,7 @@ class DraftTargetProposer(DraftModel):
                 chain.tokens.append(token)
 
     def _finish(self, chain: _Chain) -> Candidates:
-        """What a chain proposes; its tokens leave the text again."""
+        """Return a chain as candidates, and take its tokens out of the text again."""
         del chain.ids[chain.num_ids :]
         root = chain.request.output_ids[-1]
         tree = pack_beams(root, np.array([chain.tokens])) if chain.tokens else make_root(root)
@@ -298,7 +298,7 @@ class DraftTargetProposer(DraftModel):
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
     ) -> list[tuple[int, Tensor | None]]:
-        """What is drafted for each request, by its place, and what it was drawn from if drawn.
+        """Choose each request's drafted token, by row, with its distribution where it is drawn.
 
         logits: of the tokens that may be drafted, [B, N].
         """

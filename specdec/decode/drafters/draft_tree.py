@@ -68,7 +68,7 @@ class DraftTreeProposer(DraftModel):
         return candidates
 
     def _name(self, found: Candidates) -> Candidates:
-        """The same with the target's tokens instead of what they were drafted as."""
+        """Return the candidates with the target's tokens in the place of the draft model's."""
         tree = found.tree
         drafted, _ = self.tokens.name(tree.tokens[1:])
         tokens = np.concatenate((tree.tokens[:1], drafted))
@@ -98,7 +98,7 @@ class _Ranks:
     def rank_tokens(
         self, hidden: Tensor, width: int, sharpness: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The places of the `width` most probable tokens, and their log-probabilities."""
+        """Return the places of the `width` most probable tokens, and their log-probabilities."""
         decoder = self._decoder
         if self._is_packed:
             scaled = hidden * decoder.model.output_multiplier_scale

@@ -87,7 +87,7 @@ def check_choices(choices: Choices, params: EagleParams) -> None:
 
 
 def count_top_k(params: EagleParams) -> int:
-    """The widest dynamic tree of an engine: nodes of a level that it goes on from."""
+    """Return the widest dynamic tree of an engine: nodes of a level that it goes on from."""
     return min(params.max_non_leaves_per_layer, params.draft_vocab_size)
 
 
@@ -103,7 +103,7 @@ def check_top_k(top_k: int, params: EagleParams) -> None:
 
 
 def grow_deepest(params: EagleParams) -> Choices:
-    """The most probable static tree that is as deep and as wide as the engine.
+    """Return the most probable static tree that is as deep and as wide as the engine.
 
     TensorRT-LLM wants a path of exactly num_eagle_layers. Empty where max_draft_len has no room.
     """
@@ -126,7 +126,7 @@ def grow_deepest(params: EagleParams) -> Choices:
 
 
 class StaticTree:
-    """The same tree of ranks every step: EAGLE-1's."""
+    """Tree of ranks that is the same in every step, as EAGLE-1's."""
 
     def __init__(self, choices: Choices) -> None:
         paths = sorted(choices, key=lambda path: (len(path), path))
@@ -198,7 +198,7 @@ def make_proposer(context: DraftContext) -> EagleProposer:
 
 
 def list_texts(requests: Sequence[ActiveRequest]) -> tuple[IntArray, list[list[int]], IntArray]:
-    """The cache rows [B], the second tokens of all pairs of the texts, and the last ones [B]."""
+    """Return the cache rows [B], each pair's second token, and the texts' last ones [B]."""
     texts = [[*r.request.input_ids[1:], *r.output_ids] for r in requests]
     return list_rows(requests), texts, np.array([text[-1] for text in texts], np.int64)
 

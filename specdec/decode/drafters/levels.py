@@ -49,7 +49,7 @@ class Level:
 
 
 def make_first(roots: IntArray, width: int) -> Level:
-    """The level of the roots [B]."""
+    """Return the level of the roots [B]."""
     return Level(roots[:, None], np.zeros((len(roots), 1), np.int64), width)
 
 
@@ -63,7 +63,7 @@ class Draft(Protocol):
     min_gain: float
 
     def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        """The most probable tokens after a level's nodes, [B, n, width], with log-probabilities.
+        """Rank the tokens after a level's nodes, [B, n, width], with log-probabilities.
 
         The first level is that of the roots; each of the others is below the one before.
         """
@@ -80,7 +80,7 @@ class TreeNet(Protocol):
     def rank_tokens(
         self, hidden: Tensor, width: int, sharpness: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The `width` most probable tokens after [B, n, D], and their log-probabilities.
+        """Return the `width` most probable tokens after [B, n, D], and their log-probabilities.
 
         sharpness: [B, 1, 1], by which logits are multiplied first; None is one.
         """
@@ -97,7 +97,9 @@ class TreeDraft:
         self, net: TreeNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
         temperatures: Array, min_gain: float = ALL_LEVELS, last_position: int = NO_LAST,
     ) -> None:  # fmt: skip
-        """temperatures: [B], of the probabilities by which tokens are judged. min_gain: as in
+        """Begin trees at these roots.
+
+        temperatures: [B], of the probabilities by which tokens are judged. min_gain: as in
         `Drafter`. last_position: nodes beyond it are run as if at it.
         """
         self.roots, self.min_gain = roots, min_gain
@@ -190,7 +192,7 @@ class DynamicTree:
         )  # fmt: skip
 
     def _is_settled(self, scores: np.ndarray, totals: np.ndarray) -> bool:
-        """Whether nothing that follows nodes of such totals could be among the best of any row."""
+        """Return whether no descendant of nodes with these totals can be among a row's best."""
         size = self.num_tokens
         if scores.shape[1] < size:
             return False

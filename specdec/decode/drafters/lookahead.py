@@ -87,7 +87,7 @@ def _find_largest(max_draft_len: int) -> LookaheadConfig:
 
 
 def fit_lookahead(max_draft_len: int) -> LookaheadConfig:
-    """The window of exactly so many draft tokens whose three sizes are the most alike."""
+    """Return the window of exactly so many draft tokens whose three sizes are the most alike."""
     total = max_draft_len + 1  # (W + G) (N - 1)
     sizes = [n for n in range(2, total + 1) if total % (n - 1) == 0 and total // (n - 1) > 1]
     size = min(sizes, key=lambda n: abs(total // (n - 1) - 2 * n))
@@ -112,7 +112,7 @@ class NgramPool:
             del known[next(iter(known))]
 
     def find(self, first: int) -> Iterable[tuple[int, ...]]:
-        """The continuations of a token, newest first."""
+        """Return the continuations of a token, newest first."""
         return reversed(self._known.get(first, {}))
 
 

@@ -83,7 +83,9 @@ class Pace:
         is_planned: bool = False, max_depths: Sequence[int] = (),
         record: Acceptance | None = None, recorded: int = 0,
     ) -> None:  # fmt: skip
-        """max_tokens: of a row's draft. is_whole: whether all or nothing of it is verified.
+        """Begin with the costs and with the acceptance that is known before.
+
+        max_tokens: of a row's draft. is_whole: whether all or nothing of it is verified.
         is_planned: whether it is a chain of as many tokens as `max_levels` says. max_depths: of
         each drafter of a chain. record: what was accepted before of the one that `recorded` names
         by its place.
@@ -120,7 +122,7 @@ class Pace:
         self, remaining: Sequence[int], num_prompt_tokens: int = 0, num_unread: int = 0,
         num_positions: int = 0,
     ) -> bool:  # fmt: skip
-        """Whether to draft.
+        """Return whether to draft.
 
         remaining: tokens that each request of the step may still emit. num_prompt_tokens: those of
         prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
@@ -203,18 +205,18 @@ class Pace:
         return 1, level if self.is_brief else whole
 
     def rest(self, num_rows: int, num_prompt_tokens: int) -> bool:
-        """Whether the next step of so many requests drafts nothing, as the last plan says."""
+        """Count a step; return whether it drafts nothing, as the last plan says."""
         if not self.is_resting(num_rows):
             return False
         self.skip(num_rows, num_prompt_tokens)
         return True
 
     def is_resting(self, num_rows: int) -> bool:
-        """Whether the last plan says of the next step of so many requests that nothing drafts."""
+        """Return whether the last plan lets the next step of so many requests rest."""
         return not self.drafts_on and self._rest > 1 and num_rows == self._num_rows
 
     def _count_rest(self, price: float) -> int:
-        """Steps until a trial of this price may be lost; fewer where other things may change."""
+        """Return the steps until a trial of this price may be lost."""
         missing = price - self.account.for_trials if self.is_trial else 0.0
         return min(max(REST_STEPS, int(missing / (TRIAL_SHARE * self._seconds[0]))), MOST_REST)
 
@@ -228,11 +230,11 @@ class Pace:
         return num_unread * self.costs.reading if num_unread > FEW_UNREAD else 0.0
 
     def _repays_reading(self, num_unread: int, ahead: float) -> bool:
-        """Whether drafts win what the drafter has to read, in `ahead` seconds of plain steps."""
+        """Return whether drafts repay the drafter's reading in `ahead` seconds of plain steps."""
         return self._price_reading(num_unread) <= ahead * (1 - 1 / self._gain)
 
     def _may_read(self, num_unread: int, ahead: float) -> bool:
-        """Whether the drafter may read what it lacks, or a piece of it, which `max_read` then says.
+        """Return whether the drafter may read unread tokens; `max_read` says how many.
 
         ahead: seconds of plain decoding to come.
         """
@@ -270,17 +272,17 @@ class Pace:
         return np.asarray(worth.max(axis=1, initial=0.0))
 
     def value_drafter(self, drafter: int, num_left: int) -> float:
-        """What a drafter of a chain would be worth to each of so many requests, its time paid."""
+        """Return a drafter's value to each of so many requests in tokens, its time paid."""
         seconds = self.costs.estimate_draft(num_left, 1, drafter)
         return self.drafters[drafter].gain - self._rate * seconds / num_left
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
-        """Whether a draft in hand is worth more than one by those that come later in a chain."""
+        """Return whether a draft in hand is worth more than one by later drafters of the chain."""
         later = range(drafter + 1, len(self.drafters))
         return value > 0 and value >= max(self.value_drafter(n, num_left) for n in later)
 
     def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
-        """How many nodes of each row to verify besides the root.
+        """Return how many nodes of each row to verify besides the root.
 
         chances: [B, N] of each row's paths, best first, then zeros.
         """

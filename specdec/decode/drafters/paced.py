@@ -42,7 +42,7 @@ def merge_candidates(found: Sequence[Candidates]) -> Candidates:
 
 
 def join_candidates(found: Sequence[Candidates]) -> Candidates:
-    """What several methods propose for one request, in one tree.
+    """Join the candidates of several methods for one request in one tree.
 
     Draws from a distribution cannot share a tree: what they are drawn from is asked for.
     """
@@ -66,7 +66,9 @@ class PacedDrafter(Drafter):
         self, groups: Sequence[Sequence[Drafter]], costs: CostTable, *, is_fixed: bool = False,
         record: Acceptance | None = None, recorded: int = 0,
     ) -> None:  # fmt: skip
-        """groups: they draft by turns, the cheapest first; the members of one share a tree.
+        """Join drafters under one pace.
+
+        groups: they draft by turns, the cheapest first; the members of one share a tree.
         costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
         every step, and all of it is verified. record, recorded: as in `Pace`.
         """
@@ -160,7 +162,7 @@ class PacedDrafter(Drafter):
         return self._drafts
 
     def _is_worth(self, group: int, num_left: int) -> bool:
-        """Whether to ask a group at all."""
+        """Return whether to ask a group at all."""
         return (
             self.is_fixed or len(self.groups) == 1 or self.pace.value_drafter(group, num_left) > 0
         )
@@ -210,7 +212,7 @@ class PacedDrafter(Drafter):
             self.pace.calibration.record(drafts, paths)
 
     def _rank(self, found: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
-        """The chances of the drafted nodes of each row, best first, then zeros; which these are."""
+        """Return each row's chances of drafted nodes, best first, then zeros, and the nodes."""
         trees = [candidates.tree for candidates in found]
         rows = follow_chances(trees, self.pace.calibration.estimate(*found))
         most, chances, orders = max(map(len, rows)), [], []

@@ -118,7 +118,7 @@ class DynamicProposer(ReDrafterProposer):
 
 
 def list_candidates(roots: IntArray, found: DynamicTrees) -> list[Candidates]:
-    """The trees that a native search found, under their roots."""
+    """Return the trees that a native search found, under their roots."""
     ends = np.zeros((3, len(roots), 1), np.int64)
     ends[0, :, 0], ends[1] = roots, -1
     tokens, parents, depths = np.concatenate((ends, found.nodes), axis=2)

@@ -149,7 +149,7 @@ class SuffixTree:
         self.places = [(self.root, 0)]
 
     def find(self, tokens: Sequence[int]) -> list[Place]:
-        """The places of all ends of `tokens` that occur, longest first; at most `max_depth`."""
+        """Return the places of all occurring ends of `tokens`, longest first, up to `max_depth`."""
         places: list[Place] = [(self.root, 0)]
         for token in tokens[-self.max_depth :]:
             places = self.follow(places, token)
@@ -193,7 +193,7 @@ class Draft(NamedTuple):
     shares: list[float]
 
     def to_candidates(self) -> Candidates:
-        """The same with the share of each node below its parent."""
+        """Return the tree as candidates, with each node's share below its parent as confidence."""
         tree = Tree(*(np.array(column, np.int64) for column in self[1:4]))
         shares = np.array(self.shares)
         return Candidates(
@@ -201,7 +201,7 @@ class Draft(NamedTuple):
         )
 
 
-def grow(
+def grow(  # noqa: C901 - one walk that grows a tree by its best score
     tree: SuffixTree, place: Place, max_tokens: int, min_probability: float, root: int
 ) -> Draft:
     """Draft the tokens that are likeliest to follow a place, by the frequencies of their branches.
@@ -254,7 +254,7 @@ def grow(
 
 
 def _sum_certain(size: int) -> float:
-    """The score of a draft of so many tokens that only one text can follow: no other is better."""
+    """Return the best possible score of a draft of so many tokens: one continuation alone."""
     return (1 - CONTINUATION**size) / (1 - CONTINUATION)
 
 
@@ -393,7 +393,7 @@ class SuffixProposer(Drafter):
                 logger.warning("--suffix-cache: %s; %s", error.message, error.hint)
 
     def _draft(self, request: ActiveRequest) -> Candidates:
-        """The draft of which most is expected to be accepted, of all ends and all trees.
+        """Return the draft of which most is expected to be accepted, of all ends and all trees.
 
         No more is drafted than `max_factor` times the tokens that were found, so the longest ends
         come first and a draft can be the best without the shorter ones being tried.

@@ -86,7 +86,7 @@ def count_paths(depth: int, width: int) -> int:
 
 
 def estimate_accuracy(depth: Any, rank: Any) -> Any:
-    """The prior above: how often a token of that rank is right below a right path.
+    """Return the prior above: how often a token of that rank is right below a right path.
 
     Of numbers, or of arrays of them.
     """
@@ -100,12 +100,11 @@ def grow_choices(
     accuracy: Callable[[int, int], float] = estimate_accuracy,
     max_inner: int | None = None,
 ) -> Choices:
-    """The `num_tokens` paths that are most probable, or all there are.
+    """Return the `num_tokens` paths that are most probable, or all there are.
 
     accuracy: of a depth and a rank, both from 0; it must not rise with the rank. max_inner: of the
     paths of one length, how many may go on, where that is bounded: the first that come to it.
     """
-
     # A path's beginning and its better sibling rate no lower, so the best of what they lead to
     # is the best of all that are left. With each waits the rating of its beginning.
     waiting: list[tuple[float, tuple[int, ...], float]] = [(-accuracy(0, 0), (0,), 1.0)]
@@ -131,7 +130,7 @@ def grow_choices(
 def grow_tree(
     root: int, tokens: IntArray, probabilities: np.ndarray, num_tokens: int
 ) -> Candidates:
-    """The most probable paths of tokens [P, K], which differ in a place, best first."""
+    """Return the most probable paths of tokens [P, K], which differ in a place, best first."""
     found, chances = tokens.tolist(), probabilities.tolist()
     # A path's beginning is at least as probable, and comes first.
     paths = grow_choices(len(found), num_tokens, len(found[0]), lambda at, r: chances[at][r])
@@ -141,7 +140,7 @@ def grow_tree(
 
 
 def lay_out_paths(paths: Sequence[tuple[int, ...]]) -> tuple[IntArray, IntArray]:
-    """The parents and depths of a tree's nodes, root first, of paths behind their beginnings."""
+    """Return parents and depths of a tree's nodes, root first; paths follow their prefixes."""
     nodes = {path: node for node, path in enumerate([(), *paths])}
     parents = [nodes[path[:-1]] for path in paths]
     return np.array([-1, *parents], np.int64), np.array([0, *map(len, paths)], np.int64)
