@@ -114,6 +114,7 @@ check: $(READY)
 	@$(BIN)/ruff format --check
 	@PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python .ci/write_structure.py --check
+	@$(BIN)/python .ci/measure_code.py --check
 	@$(BIN)/mypy
 
 fix: $(READY)

@@ -87,7 +87,8 @@ def check_before_checkpoint(
         from .backends.tensorrt import check_target
 
         check_target(settings, checkpoint)
-    from .backends.torch_engine import check_config, plan_layout
+    from .backends.torch_checks import check_config
+    from .backends.torch_tensors import plan_layout
     from .limits import resolve_limits
 
     limits = resolve_limits(settings, checkpoint)

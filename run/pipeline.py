@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request
 
-    from .backends.tensorrt_llm import TensorRTEngine
+    from .backends.tensorrt_llm import TensorRTLLMEngine
 
-    Core = TorchEngine | TensorRTEngine
+    Core = TorchEngine | TensorRTLLMEngine
 
 logger = logs.get_logger(__name__)
 
@@ -177,10 +177,10 @@ def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer
 
 def load_any_engine(
     settings: RunSettings, options: DraftOptions | None, tokenizer: Any
-) -> tuple[Engine | TensorRTEngine, Core]:
+) -> tuple[Engine | TensorRTLLMEngine, Core]:
     """Return the object that runs the engine folder, and the one that describes it."""
     if read_backend(settings.engine_dir) == TENSORRT_LLM:
-        from .backends.tensorrt_llm import TensorRTEngine
+        from .backends.tensorrt_llm import TensorRTLLMEngine
 
         budget = read_budget(settings)
         if adapts_drafts(settings) or budget.flag.startswith("--draft-budget"):
@@ -189,7 +189,7 @@ def load_any_engine(
                 " drafts at every step",
                 "leave it out",
             )
-        runtime = TensorRTEngine(settings, options, tokenizer)
+        runtime = TensorRTLLMEngine(settings, options, tokenizer)
         return runtime, runtime
     if settings.kv_cache_free_gpu_memory_fraction is not None:
         logger.warning(
@@ -203,7 +203,7 @@ def load_any_engine(
 
 
 def generate(
-    engine: Engine | TensorRTEngine,
+    engine: Engine | TensorRTLLMEngine,
     requests: Sequence[Request],
     settings: RunSettings,
     write: Callable[[str], None] | None,

@@ -43,7 +43,7 @@ from .protocol import EVENTS, BadRequest, make_error
 from .requests import find_starts, make_requests
 from .response_body import ResponseBody
 from .responses import ResponseAnswer
-from .scheduler import Job, Scheduler
+from .scheduler import Job, JobScheduler
 from .schema import (
     Body,
     ChatBody,
@@ -121,7 +121,7 @@ class Endpoints:
     """HTTP endpoints over one scheduler."""
 
     def __init__(
-        self, engine: Engine, scheduler: Scheduler, metrics: Metrics, *, model: str,
+        self, engine: Engine, scheduler: JobScheduler, metrics: Metrics, *, model: str,
         max_body_bytes: int, request_timeout: float, formats: ChatFormats = NO_FORMATS,
     ) -> None:  # fmt: skip
         self._engine, self._scheduler, self._metrics = engine, scheduler, metrics
@@ -385,7 +385,7 @@ class EventStream(StreamingResponse):
     """Server-sent events, until they end or the client leaves; a slow client gets fewer."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], jobs: Sequence[Job], scheduler: Scheduler
+        self, events: AsyncIterator[bytes], jobs: Sequence[Job], scheduler: JobScheduler
     ) -> None:
         headers = {"Cache-Control": "no-cache"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -400,7 +400,7 @@ class EventStream(StreamingResponse):
             cancel_all(self._scheduler, self._jobs)
 
 
-def cancel_all(scheduler: Scheduler, jobs: Sequence[Job]) -> None:
+def cancel_all(scheduler: JobScheduler, jobs: Sequence[Job]) -> None:
     """End the requests that are not over."""
     for job in jobs:
         if not job.is_over:

@@ -108,7 +108,7 @@ class Watcher(Protocol):
     def note_end(self, job: Job, reason: str) -> None: ...
 
 
-class Scheduler:
+class JobScheduler:
     """Owner of an engine's steps. `start` it, `submit` to it, `stop` it."""
 
     def __init__(

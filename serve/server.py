@@ -29,7 +29,7 @@ from .app import MAX_HEADER_BYTES, AccessControl, Endpoints
 from .formats import ChatFormats
 from .metrics import Metrics
 from .protocol import Connection
-from .scheduler import Scheduler
+from .scheduler import JobScheduler
 from .settings import ServeSettings
 
 logger = logs.get_logger(__name__)
@@ -120,7 +120,7 @@ class EngineServer:
         self._settings = settings
         model = settings.served_model_name or settings.engine_dir.resolve().name
         metrics = self._metrics = Metrics(settings.metrics_prefix, model, engine)
-        self.scheduler = Scheduler(
+        self.scheduler = JobScheduler(
             engine, max_queue=settings.max_queue, watcher=metrics, on_lost=self._end
         )
         endpoints = Endpoints(
@@ -171,7 +171,7 @@ class Http(uvicorn.Server):
 
     _loop: asyncio.AbstractEventLoop
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+    def __init__(self, config: uvicorn.Config, scheduler: JobScheduler) -> None:
         super().__init__(config)
         self._scheduler = scheduler
 

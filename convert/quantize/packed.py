@@ -285,13 +285,22 @@ def _describe(
         if algorithm.group_sizes:
             section["group_size"] = algorithm.group_sizes[0]
         return functools.partial(_list_kinds, algorithm), section
-    own = {m.name: [x for x in m.matrices if isinstance(x, IntMatrix)] for m in modules}
-    every = [matrix for several in own.values() for matrix in several]
-    zeros = {name for name, several in own.items() if any(x.has_zeros() for x in several)}
-    orders = {name for name, several in own.items() if any(x.order is not None for x in several)}
-    has_inputs = any(matrix.input_scale is not None for matrix in every)
-    sizes = {matrix.shape[1] // matrix.num_groups for matrix in every}
-    has_whole_rows = all(matrix.num_groups == 1 for matrix in every)
+    return _describe_int4(target, modules)
+
+
+def _describe_int4(
+    target: TargetTensors, modules: Sequence[_Module]
+) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
+    """Return as `_describe` does, for matrices of four-bit integers."""
+    matrices = {m.name: [x for x in m.matrices if isinstance(x, IntMatrix)] for m in modules}
+    every_matrix = [matrix for module in matrices.values() for matrix in module]
+    with_zeros = {name for name, module in matrices.items() if any(x.has_zeros() for x in module)}
+    with_order = {
+        name for name, module in matrices.items() if any(x.order is not None for x in module)
+    }
+    has_inputs = any(matrix.input_scale is not None for matrix in every_matrix)
+    sizes = {matrix.shape[1] // matrix.num_groups for matrix in every_matrix}
+    has_whole_rows = all(matrix.num_groups == 1 for matrix in every_matrix)
     if len(sizes) > 1 and not has_whole_rows:
         target.problems.add(
             f"{target.folder.path} has groups of {join_names(sorted(map(str, sizes)))} columns",
@@ -300,14 +309,15 @@ def _describe(
 
     def list_int4(module: _Module) -> _Kinds:
         return _list_int4(
-            module, own[module.name], target.model.tp_size, has_zeros=module.name in zeros,
-            has_order=module.name in orders, has_inputs=has_inputs,
+            module, matrices[module.name], target.model.tp_size,
+            has_zeros=module.name in with_zeros, has_order=module.name in with_order,
+            has_inputs=has_inputs,
         )  # fmt: skip
 
     return list_int4, {
-        "quant_algo": int4.INT4_GROUPS if zeros or orders else int4.W4A16_AWQ,
+        "quant_algo": int4.INT4_GROUPS if with_zeros or with_order else int4.W4A16_AWQ,
         "group_size": -1 if has_whole_rows else min(sizes),
-        "has_zero_point": bool(zeros),
+        "has_zero_point": bool(with_zeros),
         "pre_quant_scale": has_inputs,
     }
 

@@ -45,7 +45,7 @@ from .tensorrt_external import EngineDrafter, ExternalLoop, measure_costs
 logger = logs.get_logger(__name__)
 
 
-class TensorRTEngine:
+class TensorRTLLMEngine:
     """An engine folder, with the one that drafts for it; loaded when it is first needed."""
 
     name = "tensorrt-llm"

@@ -55,9 +55,11 @@ def run_ranks(settings: RunSettings) -> bool:
         )
     if world is None or world.rank == 0:
         return False
-    from .tensorrt_llm import TensorRTEngine
+    from .tensorrt_llm import TensorRTLLMEngine
 
-    TensorRTEngine(settings, None).load()  # the runtime works for rank 0, and ends when that does
+    TensorRTLLMEngine(
+        settings, None
+    ).load()  # the runtime works for rank 0, and ends when that does
     return True
 
 

@@ -15,9 +15,9 @@ from specdec.decode.drafters.suffix import (
     CONTINUATION,
     END,
     NUM_BRANCHES,
-    Draft,
     Finished,
     Node,
+    ScoredDraft,
     SuffixProposer,
     SuffixTree,
     grow,
@@ -93,13 +93,13 @@ def test_counts_and_places_are_those_of_the_text(kind: str, depth: int) -> None:
             assert all(c.count <= least for c in node.children.values() if c not in node.top)
 
 
-def draft(text: list[int], size: int, probability: float = 0.0) -> Draft:
+def draft(text: list[int], size: int, probability: float = 0.0) -> ScoredDraft:
     tree = SuffixTree(8)
     tree.extend(text)
     return grow(tree, tree.places[0], size, probability, text[-1])
 
 
-def list_paths(found: Draft) -> list[tuple[int, ...]]:
+def list_paths(found: ScoredDraft) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(found.tokens[1:], found.parents[1:], strict=True):
         paths.append((*paths[parent], token))

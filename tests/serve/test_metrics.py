@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specdec import Engine, Event, Prompt
 from specdec.serve.metrics import Metrics
-from specdec.serve.scheduler import Job, Scheduler
+from specdec.serve.scheduler import Job, JobScheduler
 from specdec.serve.server import load
 from specdec.serve.settings import ServeSettings
 from tests.serve.servers import wait_until
@@ -44,7 +44,7 @@ def test_counters_that_are_compared_are_counted_at_one_time(folder: Path) -> Non
     settings = ServeSettings(engine_dir=folder, device="cpu", prompt_chunk=16)
     with load(settings) as engine:
         record = Record(engine)
-        metrics, scheduler = record.metrics, Scheduler(engine, max_queue=9, watcher=record)
+        metrics, scheduler = record.metrics, JobScheduler(engine, max_queue=9, watcher=record)
         scheduler.start()
         metrics.note_start()
 

@@ -116,7 +116,7 @@ def test_signals_while_a_server_ends_change_nothing(
 
     interrupt(server.Http, "main_loop")
     interrupt(server.Http, "shutdown")
-    interrupt(scheduler.Scheduler, "stop")
+    interrupt(scheduler.JobScheduler, "stop")
     interrupt(Engine, "close")
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     done = run_cli_here("serve", "--engine-dir", folder, "--port", 0)

@@ -23,7 +23,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.layout import read_engine_config
 from specdec.engine.step import Step
 from specdec.serve.protocol import BadRequest
-from specdec.serve.scheduler import Job, Scheduler
+from specdec.serve.scheduler import Job, JobScheduler
 from tests.conftest import (
     make_drafter,
     make_eagle_drafter,
@@ -41,7 +41,7 @@ CHUNK = 16
 DEAR = lambda tokens: 0.02 + 0.0005 * tokens  # noqa: E731 - seconds of a step by its tokens
 
 
-def drain(scheduler: Scheduler, seconds: float) -> bool:
+def drain(scheduler: JobScheduler, seconds: float) -> bool:
     """Take no more requests and wait for those there are; whether they have ended in time."""
     scheduler.close()
     deadline = time.monotonic() + seconds
@@ -123,7 +123,7 @@ class Run:
     """A scheduler, and what was made of the jobs that it was given."""
 
     def __init__(self, engine: Engine, **options: Any) -> None:
-        self.scheduler = Scheduler(engine, **{"max_queue": 100, **options})
+        self.scheduler = JobScheduler(engine, **{"max_queue": 100, **options})
         self.scheduler.start()
 
     def prepare(self, prompt: Prompt | list[int], **settings: Any) -> Job:

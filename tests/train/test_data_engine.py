@@ -147,7 +147,7 @@ def test_rows_are_prompts_of_run_and_bench(regenerate: Regenerate, tmp_path: Pat
     del texts[0]["prompt"]  # as an older release wrote them
     (tmp_path / "texts.jsonl").write_text(json.dumps(texts[0]) + "\n")
     (prompt,) = read_prompt_set(tmp_path / "texts.jsonl")
-    assert prompt.asked.text == texts[0]["text"]
+    assert prompt.prompt.text == texts[0]["text"]
     with pytest.raises(SpecDecError, match="unknown key 'truncated'"):
         read_line("line", '{"prompt": "a", "truncated": true}')
 

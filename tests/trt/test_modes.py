@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.decode.drafters import draft_target, read_drafting
+from specdec.decode.drafters import read_drafting
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest
@@ -130,7 +130,7 @@ def test_drafts_without_weights(
     if name == "draft_networks":
         networks = load_here(plain, tmp_path / "other", "--max-batch-size", 3)
         opened = [TorchEngine(draft, device="cpu"), networks]
-        monkeypatch.setattr(draft_target, "open_engine", lambda *_, **__: opened.pop(0))
+        monkeypatch.setattr(TorchEngine, "open_draft_engine", lambda *_: opened.pop(0))
     mode = LOOKAHEAD if name == "lookahead" else EXTERNAL
     flags = (*mode, "--max-batch-size", 3)
     folder = build_torch(plain, tmp_path / "torch", *flags)

@@ -122,19 +122,28 @@ def _check_chain(drafting: Drafting, own: Method | None) -> None:
             f"the engine has a drafter for {own.name}, which --draft-chain does not name",
             "name it, or build an engine of the target alone",
         )
+    if "draft_target" in names:
+        _check_chained_model(drafting)
+
+
+def _check_chained_model(drafting: Drafting) -> None:
+    """Raise UsageError for options of a draft model that it cannot follow in a chain."""
     options = drafting.options.get("draft_target")
-    if "draft_target" in names and options is not None:
-        if options.draft_len is None and options.tree_tokens is None:
-            raise UsageError(
-                "--draft-chain with a draft model of adaptive length",
-                "give --draft-len N: the chain itself decides who drafts",
-            )
-        if options.use_logits and any("draft_target" in g and len(g) > 1 for g in drafting.chain):
-            raise UsageError(
-                "--use-logits with draft_target in one tree with other drafts: theirs are not drawn"
-                " from its probabilities",
-                "leave --use-logits out, or let them draft by turns, with a comma",
-            )
+    if options is None:
+        return
+    assert drafting.chain is not None
+    if options.draft_len is None and options.tree_tokens is None:
+        raise UsageError(
+            "--draft-chain with a draft model of adaptive length",
+            "give --draft-len N: the chain itself decides who drafts",
+        )
+    shares_tree = any("draft_target" in group and len(group) > 1 for group in drafting.chain)
+    if options.use_logits and shares_tree:
+        raise UsageError(
+            "--use-logits with draft_target in one tree with other drafts: theirs are not drawn"
+            " from its probabilities",
+            "leave --use-logits out, or let them draft by turns, with a comma",
+        )
 
 
 def refuse_others(drafting: Drafting, chosen: Methods, *, speculates: bool = True) -> None:

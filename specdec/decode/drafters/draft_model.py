@@ -19,7 +19,7 @@ MORE_TOKENS = 2
 
 
 @dataclasses.dataclass
-class Text:
+class FollowedText:
     """A request's text in the draft model's tokens.
 
     num_read: tokens of the request's output that are in it. num_newest: the draft model's tokens
@@ -60,7 +60,7 @@ class DraftModel(Drafter):
         self.model, self.decoder, self.tokens = model, model.decoder, model.tokens
         self.max_draft_tokens = max_draft_tokens
         self._room = 0  # for a text, in the draft model's tokens
-        self._texts: dict[int, Text] = {}  # by row
+        self._texts: dict[int, FollowedText] = {}  # by row
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
@@ -83,12 +83,12 @@ class DraftModel(Drafter):
         """Tokens of the texts that the draft model has not read."""
         return sum(self._list_unread(requests, [self._read(request) for request in requests]))
 
-    def _read(self, request: ActiveRequest) -> Text:
+    def _read(self, request: ActiveRequest) -> FollowedText:
         """Return the text of a request, with what has been emitted since it was last asked for."""
         text = self._texts.get(request.row)
         if text is None:
             ids = self.tokens.say_prompt(request.request.input_ids)
-            text = self._texts[request.row] = Text(ids or [], is_known=bool(ids))
+            text = self._texts[request.row] = FollowedText(ids or [], is_known=bool(ids))
         for token in request.output_ids[text.num_read :] if text.is_known else ():
             said = self.tokens.say(token)
             text.is_known = said is not None
@@ -102,14 +102,18 @@ class DraftModel(Drafter):
             self._cache.copy_prefix(request.row, request.row, len(text.ids) - 1)
         return text
 
-    def _list_unread(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
+    def _list_unread(
+        self, requests: Sequence[ActiveRequest], read: Sequence[FollowedText]
+    ) -> list[int]:
         """How many tokens of each text the draft model lacks, but those that every draft runs."""
         return [
             max(0, len(text.ids) - int(past) - text.num_newest - self.num_again)
             for past, text in zip(self._cache.past_lens[list_rows(requests)], read, strict=True)
         ]
 
-    def _catch_up(self, requests: Sequence[ActiveRequest], read: Sequence[Text]) -> list[int]:
+    def _catch_up(
+        self, requests: Sequence[ActiveRequest], read: Sequence[FollowedText]
+    ) -> list[int]:
         """Read texts within `max_prefill`; return the places of requests to draft for."""
         unread = self._list_unread(requests, read)
         places = [

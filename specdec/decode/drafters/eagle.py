@@ -23,9 +23,9 @@ from specdec.decode.drafters.base import (
     make_net,
 )
 from specdec.decode.drafters.levels import (
-    Draft,
     DynamicTree,
     Level,
+    LevelDraft,
     TreeDraft,
     make_first,
     read_temperatures,
@@ -142,7 +142,7 @@ class StaticTree:
         self.num_run = sum(map(len, inner[1:]))
         self.max_width = 1 + max(map(max, paths))
 
-    def grow(self, draft: Draft) -> list[Candidates]:
+    def grow(self, draft: LevelDraft) -> list[Candidates]:
         """Draft every level of the tree for all rows."""
         levels: list[IntArray] = []
         scores: list[np.ndarray] = []

@@ -53,7 +53,7 @@ def make_first(roots: IntArray, width: int) -> Level:
     return Level(roots[:, None], np.zeros((len(roots), 1), np.int64), width)
 
 
-class Draft(Protocol):
+class LevelDraft(Protocol):
     """One draft of all rows: their roots, and what follows from level to level.
 
     min_gain: as in `Drafter`.
@@ -158,7 +158,7 @@ class DynamicTree:
         self.num_run = (depth - 1) * top_k
         self.max_width = top_k
 
-    def grow(self, draft: Draft) -> list[Candidates]:
+    def grow(self, draft: LevelDraft) -> list[Candidates]:
         """Draft all levels for all rows, or those that are worth their price; then choose."""
         top_k = self.top_k
         ranked, scores = draft.rank(make_first(draft.roots, top_k))  # [B, 1, K]

@@ -180,7 +180,7 @@ class SuffixTree:
         node.add(text[start], below)
 
 
-class Draft(NamedTuple):
+class ScoredDraft(NamedTuple):
     """A tree of drafts; score: the tokens of it that are expected to be accepted.
 
     shares: by node, how often the text went on in that way, from the root on.
@@ -203,7 +203,7 @@ class Draft(NamedTuple):
 
 def grow(  # noqa: C901 - one walk that grows a tree by its best score
     tree: SuffixTree, place: Place, max_tokens: int, min_probability: float, root: int
-) -> Draft:
+) -> ScoredDraft:
     """Draft the tokens that are likeliest to follow a place, by the frequencies of their branches.
 
     A branch that reaches the end of the text goes on with what it has copied, so that a text which
@@ -250,7 +250,7 @@ def grow(  # noqa: C901 - one walk that grows a tree by its best score
             break
         share, _, node, parent, depth, offset = heapq.heappop(waiting)
         probability = -share
-    return Draft(score, tokens, parents, depths, shares)
+    return ScoredDraft(score, tokens, parents, depths, shares)
 
 
 def _sum_certain(size: int) -> float:
@@ -282,7 +282,7 @@ class Finished:
         self.version += 1
 
 
-class Text:
+class SuffixText:
     """One request's text as a tree, and where the end of it is in those of finished requests."""
 
     def __init__(self, request: ActiveRequest, max_depth: int) -> None:
@@ -319,7 +319,7 @@ class SuffixProposer(Drafter):
         """vocabulary: what tokens are of, as a cache file tells it; of use with one."""
         self.options = options
         self.max_draft_tokens = self.max_draft_depth = options.max_tokens
-        self._texts: dict[int, Text] = {}  # by row
+        self._texts: dict[int, SuffixText] = {}  # by row
         self._finished: Finished | None = None
         self._vocabulary = dict(vocabulary or {})
         self._unwritten: list[list[int]] = []
@@ -354,7 +354,7 @@ class SuffixProposer(Drafter):
         """Read each request's prompt."""
         for request in requests:
             self._finish(request.row)
-            self._texts[request.row] = Text(request, self.options.max_depth)
+            self._texts[request.row] = SuffixText(request, self.options.max_depth)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Add the newest tokens to each text and draft what followed its end before."""
@@ -401,7 +401,7 @@ class SuffixProposer(Drafter):
         options, root = self.options, request.output_ids[-1]
         # The last token that may be emitted is the bonus token's.
         most = min(options.max_tokens, request.remaining - 1)
-        best: Draft | None = None
+        best: ScoredDraft | None = None
         for tree, places in self._texts[request.row].read(self._finished):
             for at, place in enumerate(places[:-1]):
                 size = min(most, int(options.max_factor * (len(places) - 1 - at)))

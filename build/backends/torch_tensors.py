@@ -1,0 +1,212 @@
+"""Tensors of an engine's files: their types and shapes, and the arrays of four-bit matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.checkpoint.config import CheckpointConfig
+from specdec.engine.layout import (
+    list_engine_files,
+    list_engine_tensors,
+    list_integers,
+    name_weight_file,
+    plan_int4,
+    plan_int8,
+)
+from specdec.errors import SpecDecError
+from specdec.files.reading import Array
+from specdec.files.tensor_file import TensorFile, TensorInfo
+from specdec.model import blocks, int4
+from specdec.model.config import ModelConfig
+from specdec.model.quantization import (
+    ACTIVATION_SCALE,
+    FLOAT8,
+    INT4,
+    INT8,
+    WEIGHT_SCALE,
+)
+from specdec.model.tensors import (
+    EMBEDDING,
+    HEAD,
+    get_stored_dtype,
+    list_linears,
+)
+
+from ..settings import BuildSettings
+
+if TYPE_CHECKING:
+    pass
+
+DEFAULT_GROUP_SIZE = 128
+
+
+def plan_layout(
+    settings: BuildSettings, checkpoint: CheckpointConfig, quantized: set[str]
+) -> dict[str, dict[str, TensorInfo]]:
+    """Return the target's and the drafter's tensors by the engine's files.
+
+    quantized: matrices that the checkpoint holds in FP8.
+    """
+    model = checkpoint.model
+    files = {
+        file: plan_tensors(shapes, model, quantized)
+        for file, shapes in list_engine_files(model, checkpoint.drafter).items()
+    }
+    for file, tensors in files.items():
+        if settings.quantization == INT8:
+            files[file] = plan_int8(tensors, list_integers(model))
+        if settings.quantization == INT4:
+            group_size = settings.group_size or DEFAULT_GROUP_SIZE
+            files[file] = plan_layers_int4(tensors, model, group_size)
+    return files
+
+
+def plan_tensors(
+    shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, float8: set[str]
+) -> dict[str, TensorInfo]:
+    """Plan the engine's tensors; those of `float8` keep their bytes, with their scales."""
+    tensors = {}
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        parts = name_parts(module, model)
+        if f"{parts[0]}.{kind}" not in float8:
+            tensors[name] = TensorInfo(get_stored_dtype(name, model.dtype), shape)
+            continue
+        tensors[name] = TensorInfo(FLOAT8, shape)
+        tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (len(parts),))
+        tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
+    return tensors
+
+
+def plan_layers_int4(
+    tensors: Mapping[str, TensorInfo], model: ModelConfig, group_size: int
+) -> dict[str, TensorInfo]:
+    """Return the tensors of a file in which the matrices of the layers are rounded to int4."""
+    planned = dict(tensors)
+    for name in (name for name in list_integers(model) if name in tensors):
+        num_rows, num_inputs = tensors[name].shape
+        if num_inputs % group_size or num_rows % 2:
+            fitting = [str(size) for size in int4.ENGINE_GROUPS if num_inputs % size == 0]
+            raise SpecDecError(
+                f"--quantization int4: {name} is [{num_rows}, {num_inputs}]; its rows go in pairs,"
+                f" its columns in groups of {group_size}",
+                f"use --group-size {fitting[-1]}" if fitting and num_rows % 2 == 0
+                else "use --quantization int8",
+            )  # fmt: skip
+        planned |= plan_int4(tensors, name, group_size)
+    return planned
+
+
+def name_parts(module: str, model: ModelConfig) -> list[str]:
+    """Return the modules of a checkpoint that one of an engine is stacked from."""
+    if ".mlp.gate_up" not in module:
+        return [module]
+    kinds = ("fc", "gate") if model.arithmetic.mlp == "gated" else ("fc",)
+    return [module.replace("gate_up", kind) for kind in kinds]
+
+
+def plan_four_bits(
+    source: TensorFile, quantized: set[str], model: ModelConfig
+) -> dict[str, TensorInfo]:
+    """Return the tensors of matrices in four bits; their scales become float32."""
+    planned = {}
+    for weight in list_integers(model):
+        module = weight.removesuffix(".weight")
+        parts = [int4.Int4Matrix(source, part) for part in name_parts(module, model)]
+        if f"{parts[0].module}.weight" in quantized:
+            for kind, array in read_four_bits(parts, model).items():
+                planned[f"{module}.{kind}"] = TensorInfo(str(array.dtype), array.shape)
+            num_rows = sum(part.shape[0] for part in parts)
+            planned[weight] = TensorInfo("int8", (num_rows // 2, parts[0].shape[1]))
+    return planned
+
+
+def plan_blocks(
+    source: TensorFile, quantized: set[str], model: ModelConfig
+) -> dict[str, TensorInfo]:
+    """Return the engine's tensors for matrices in GGML's blocks."""
+    planned = {}
+    for weight in list_engine_tensors(model, None):
+        module = weight.removesuffix(".weight")
+        parts = [f"{part}.weight" for part in name_parts(module, model)]
+        if parts[0] in quantized:
+            shapes = [source.tensors[part].shape for part in parts]
+            rows = (sum(shape[0] for shape in shapes), *shapes[0][1:-1])
+            planned[weight] = TensorInfo("uint8", (*rows, max(shape[-1] for shape in shapes)))
+            planned[f"{module}.{blocks.BLOCK_TYPES}"] = TensorInfo("uint8", (math.prod(rows),))
+    return planned
+
+
+def count_block_types(
+    source: TensorFile, quantized: set[str], model: ModelConfig
+) -> dict[str, int]:
+    """Count the checkpoint's matrices of each of GGML's types and of the model's type."""
+    counts: dict[str, int] = {}
+    matrices = [f"{module}.weight" for module in list_linears(model)]
+    for name in (EMBEDDING, *matrices, HEAD):
+        kind = model.dtype
+        if name in quantized:
+            types = source.read(f"{name.removesuffix('.weight')}.{blocks.BLOCK_TYPES}")
+            kind = "+".join(blocks.TYPES[int(number)].name for number in np.unique(types))
+        if name in source.tensors:
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def plan_stored(
+    files: dict[str, dict[str, TensorInfo]], sources: Sequence[TensorFile], quantized: set[str],
+    checkpoint: CheckpointConfig,
+) -> dict[str, int] | None:  # fmt: skip
+    """Plan what is stored in four bits, or in GGML's blocks; count the types of these."""
+    model, algorithm = checkpoint.model, checkpoint.quantization.quant_algo
+    if algorithm not in (*int4.INT4_ALGORITHMS, blocks.GGUF):
+        return None
+    plan = plan_blocks if algorithm == blocks.GGUF else plan_four_bits
+    for rank, source in enumerate(sources):
+        files[name_weight_file(model, rank)] |= plan(source, quantized, model)
+    is_blocks = algorithm == blocks.GGUF
+    return count_block_types(sources[0], quantized, model) if is_blocks else None
+
+
+def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
+    """Read the arrays of stacked matrices by kind; they must read their inputs alike."""
+    first = parts[0]
+
+    def list_inputs(part: int4.Int4Matrix) -> list[Any]:
+        return [part.num_groups, part.read_input_scale(), part.read_permutation()]
+
+    for part in parts[1:]:
+        if not all(map(np.array_equal, list_inputs(part), list_inputs(first))):
+            raise SpecDecError(
+                f"{first.module} and {part.module} have other groups, input scales or orders of"
+                " inputs; the torch backend stacks the two",
+                "quantize them together, or convert the model with --dequantize",
+            )
+    scales = [part.read_scales(0, part.shape[0]) for part in parts]
+    found = {
+        WEIGHT_SCALE: stack_parts(scales, model, first.module),
+        int4.INPUT_SCALE: first.read_input_scale(),
+        int4.PERMUTATION: first.read_permutation(),
+    }
+    if any(part.has_zeros for part in parts):
+        zeros = []
+        for part, own in zip(parts, scales, strict=True):
+            usual = np.full(own.shape, int4.SYMMETRIC_ZERO, np.uint8)
+            stored = part.read_zeros(0, part.shape[0])
+            zeros.append(usual if stored is None else stored)
+        found[int4.ZERO_POINT] = stack_parts(zeros, model, first.module)
+    return {kind: array for kind, array in found.items() if array is not None}
+
+
+def stack_parts(parts: Sequence[Array], model: ModelConfig, module: str) -> Array:
+    """Rows of fc and gate as an engine has them: the half that is activated first."""
+    if parts[0].dtype == np.uint8 and parts[0].ndim == 2:
+        parts = blocks.widen_rows(parts)
+    if ".mlp.fc" in module and model.arithmetic.mlp == "fused":
+        up, gate = np.split(parts[0], 2)  # the activated half comes second
+        return np.concatenate([gate, up])
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
