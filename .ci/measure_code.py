@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = "convert build run serve generate train verify doctor audit export".split()
-PRODUCT = ("specdec", *STAGES, "bench", "measure")
+PRODUCT = ("specdec", *STAGES, "measure")
 
 # Words that need a noun: alone they do not say what a name holds.
 WITHOUT_NOUN = frozenset(

@@ -15,13 +15,11 @@ from specdec.files.folders import TENSORRT, TENSORRT_LLM, TORCH, read_backend
 class Backend:
     """One backend of specdec-build, as every stage knows it.
 
-    title: its name in pages and messages. engine_module: of `open_engine(folder, **options)` and
-    `open_part(folder, device, group)`, which load an engine folder and a rank's part of it; None
-    for a runtime that loads its engines itself.
+    engine_module: module with `open_engine(folder, **options)`, and where other ranks than 0 need
+    it `open_part(folder, device, group)`; None for a runtime that loads its engines itself.
     """
 
     name: str
-    title: str
     engine_module: str | None
 
     def load_module(self) -> Any:
@@ -33,9 +31,9 @@ class Backend:
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend(name=TORCH, title="torch", engine_module="specdec.decode.engine"),
-        Backend(name=TENSORRT, title="TensorRT", engine_module="specdec.trt.engine"),
-        Backend(name=TENSORRT_LLM, title="TensorRT-LLM", engine_module=None),
+        Backend(name=TORCH, engine_module="specdec.decode.engine"),
+        Backend(name=TENSORRT, engine_module="specdec.trt.engine"),
+        Backend(name=TENSORRT_LLM, engine_module=None),
     )
 }
 
