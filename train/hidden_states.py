@@ -128,6 +128,19 @@ class StatesPlan:
         info = TensorInfo(self.dtype, (num_tokens, self.hidden_size))
         return dict.fromkeys(["hidden", *(f"layer.{layer}" for layer in self.layers)], info)
 
+    def describe_rows(self, shard: StatesFile) -> dict[str, str]:
+        """Return the metadata of a file, by which a file of other rows in its place is seen."""
+        rows = f"{shard.split} {shard.first_row} to {shard.end_row}"
+        return {"rows": rows, "data": self.facts[_name_rows_fact(shard.split)]}
+
+    def measure(self, shard: StatesFile) -> int:
+        """Return the size of a file in bytes."""
+        return measure_tensor_file(self.list_tensors(shard), self.describe_rows(shard))
+
+
+def _name_rows_fact(split: str) -> str:
+    return f"sha256 of the {split} rows"
+
 
 def hash_rows(rows: TokenRows) -> str:
     """Return the sha256 of the rows' tokens and bounds, whatever integer types hold them."""
@@ -193,7 +206,7 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
             "hidden states: %d of %d files are there already",
             len(plan.shards) - len(missing_shards), len(plan.shards),
         )  # fmt: skip
-    num_bytes = sum(measure_tensor_file(plan.list_tensors(shard)) for shard in missing_shards)
+    num_bytes = sum(plan.measure(shard) for shard in missing_shards)
     tables = TensorInfo(plan.dtype, (2, plan.vocab_size, plan.hidden_size))
     num_bytes += tables.num_bytes  # at most: embedding and output layer may be one
     disk_folder, free_bytes = measure_free_space(folder)
@@ -216,8 +229,7 @@ def _get_mark(folder: Path, shard: StatesFile) -> Path:
 
 def _is_complete(folder: Path, plan: StatesPlan, shard: StatesFile) -> bool:
     path, mark = folder / shard.name, _get_mark(folder, shard)
-    size = measure_tensor_file(plan.list_tensors(shard))
-    return mark.is_file() and path.is_file() and path.stat().st_size == size
+    return mark.is_file() and path.is_file() and path.stat().st_size == plan.measure(shard)
 
 
 def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setup) -> None:
@@ -234,7 +246,9 @@ def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setu
             shard = group[process_index]
             arrays = _read_shard(plan, shard, target, setup, num_reads if in_step else 0)
             partial = folder / f"{shard.name}.partial"
-            sha256 = write_tensor_file(partial, plan.list_tensors(shard), arrays.__getitem__)
+            sha256 = write_tensor_file(
+                partial, plan.list_tensors(shard), arrays.__getitem__, plan.describe_rows(shard)
+            )
             partial.replace(folder / shard.name)
             _get_mark(folder, shard).write_text(sha256, encoding="utf-8")
         elif in_step:
@@ -337,7 +351,8 @@ class StoredTarget(FrozenTarget):
 
     def _open_shard(self, shard: StatesFile) -> TensorFile:
         file = TensorFile(self.folder / shard.name)
-        if file.tensors != self.plan.list_tensors(shard):
+        expected = (self.plan.list_tensors(shard), self.plan.describe_rows(shard))
+        if (file.tensors, file.metadata) != expected:
             raise SpecDecError(
                 f"{file.path} does not hold the rows that manifest.json says",
                 REMAKE_HINT,
@@ -369,7 +384,7 @@ def open_states(
     sources: the files of target and data; facts: their hashes. Both on the main process only.
     """
     folder = need(setup.settings.hidden_states_dir)
-    hashes = {f"sha256 of the {name} rows": hash_rows(rows) for name, rows in splits.items()}
+    hashes = {_name_rows_fact(split): hash_rows(rows) for split, rows in splits.items()}
     plan = StatesPlan(
         facts={"--dtype": setup.dtype, **facts, **hashes},
         splits=splits,

@@ -20,7 +20,7 @@ from tests.engines import run_cli_here
 
 @pytest.fixture(scope="module")
 def model(lasting_dir: Path) -> Path:
-    folder = make_llama(lasting_dir, hidden=128, layers=2)
+    folder = make_llama(lasting_dir / "full-disks", hidden=128, layers=2)
     return make_tokenizer(folder)
 
 

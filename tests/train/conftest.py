@@ -71,7 +71,7 @@ def target_dir(lasting_dir: Path, tokenizer: Any) -> Path:
         intermediate_size=48,
         max_position_embeddings=64,
     )
-    folder = lasting_dir / "target"
+    folder = lasting_dir / "train" / "target"
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -79,7 +79,8 @@ def target_dir(lasting_dir: Path, tokenizer: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def data_file(lasting_dir: Path) -> Path:
-    path = lasting_dir / "data.jsonl"
+    path = lasting_dir / "train" / "data.jsonl"
+    path.parent.mkdir(exist_ok=True)
     rows = [{"path": f"{i}.py", "text": PARAGRAPH.replace("10", str(i))} for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
