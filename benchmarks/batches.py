@@ -32,8 +32,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.drafters import list_trees, pace, put_suffix_before
 from benchmarks.grow import parse_args as parse_shape
-from benchmarks.proposers import list_trees, pace, put_suffix_before
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.drafters import write_drafter
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES, Models
@@ -41,9 +41,9 @@ from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from specdec import Engine
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.lookahead import LookaheadDrafter
+from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.files.reading import write_json
 from specdec.measure.engine import Bench, BenchRun, open_bench
 from specdec.measure.measure import (
@@ -144,23 +144,23 @@ def find_engines(
 
 def list_ways(name: str, bench: Bench) -> dict[str, Drafter]:
     """Those of an engine, by their names, each as it is and, where it can be, within a budget."""
-    proposer = bench.engine.proposer
+    drafter = bench.engine.drafter
     if name == "draft-target":
-        suffix = SuffixProposer(SuffixOptions(max_tokens=NUM_DRAFTED))
+        suffix = SuffixDrafter(SuffixOptions(max_tokens=NUM_DRAFTED))
         (tree,) = list_trees(bench, [NUM_DRAFTED])
         lookup = LookupOptions(num_tokens=NUM_DRAFTED, max_ngram_size=DEFAULT_NGRAM_SIZE)
         ways: dict[str, Drafter] = {
             f"suffix of {NUM_DRAFTED}": suffix,
-            f"prompt lookup of {NUM_DRAFTED}": PromptLookupProposer(lookup),
-            f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
-            CHAIN: proposer,
-            f"draft model, {tree.name}": tree.proposer,
-            "suffix, else draft model": put_suffix_before(bench, proposer, NUM_DRAFTED),
+            f"prompt lookup of {NUM_DRAFTED}": PromptLookupDrafter(lookup),
+            f"lookahead {LOOKAHEAD}": LookaheadDrafter(LOOKAHEAD, bench.engine.decoder),
+            CHAIN: drafter,
+            f"draft model, {tree.name}": tree.drafter,
+            "suffix, else draft model": put_suffix_before(bench, drafter, NUM_DRAFTED),
         }
     elif name == "redrafter":
-        ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": proposer}
+        ways = {f"ReDrafter {BEAMS} x {TREE_LENGTH}": drafter}
     else:
-        ways = {DRAFTERS.get(name, name): proposer}
+        ways = {DRAFTERS.get(name, name): drafter}
     # Within a budget a draft model's chain is a tree of as many tokens.
     return {
         label + mark: pace(bench, way) if mark else way
@@ -187,8 +187,8 @@ def measure(
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     brief = dataclasses.replace(settings, max_output_len=WARM_UP_TOKENS)
     bench.take_prompts(prompts[:1], brief)
-    for proposer in (bench.plain, *ways.values()):
-        bench.run(proposer, 1)
+    for drafter in (bench.plain, *ways.values()):
+        bench.run(drafter, 1)
     labels = list(dict.fromkeys(name.removesuffix(AUTO) for name in ways))
     for size in args.batch_sizes:
         bench.take_prompts(prompts[: max(size, LEAST_PROMPTS)], settings)

@@ -24,8 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.drafters import list_lengths, pace, put_suffix_before
 from benchmarks.field import Figures, Rows, Way, measure
-from benchmarks.proposers import list_lengths, pace, put_suffix_before
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.models import DTYPE, PYCODE, SIZES
 from benchmarks.side_by_side.processes import Conditions
@@ -33,8 +33,8 @@ from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.ways import PLAIN
 from examples.pycode.edits import ALL, EDITS, make_requests
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.decode.loop import Batch, Options
 from specdec.decode.requests import Request
 from specdec.decode.timing import Timing
@@ -56,11 +56,11 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
     """Plain decoding, then every drafter."""
 
     def draft() -> Drafter:
-        proposer: Drafter = list_lengths(bench, DRAFT_MODEL)[-1].proposer
-        return proposer
+        drafter: Drafter = list_lengths(bench, DRAFT_MODEL)[-1].drafter
+        return drafter
 
-    def suffix(length: int, factor: float = DEFAULT_FACTOR) -> SuffixProposer:
-        return SuffixProposer(SuffixOptions(max_tokens=length, max_factor=factor))
+    def suffix(length: int, factor: float = DEFAULT_FACTOR) -> SuffixDrafter:
+        return SuffixDrafter(SuffixOptions(max_tokens=length, max_factor=factor))
 
     ways: dict[str, Drafter] = {PLAIN: bench.plain}
     for length in LENGTHS:
@@ -68,7 +68,7 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
     most = max(LENGTHS)
     ways[f"suffix of {most}, factor {FACTOR}"] = suffix(most, FACTOR)
     ways[f"suffix of {most}, budget auto"] = pace(bench, suffix(most))
-    ways["prompt lookup of 15"] = PromptLookupProposer(
+    ways["prompt lookup of 15"] = PromptLookupDrafter(
         LookupOptions(num_tokens=15, max_ngram_size=NGRAM)
     )
     ways[f"suffix of 15, else draft model of {DRAFT_MODEL}"] = put_suffix_before(bench, draft(), 15)
@@ -76,11 +76,11 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
     return ways
 
 
-def make_way(bench: Bench, name: str, proposer: Drafter, longest: int) -> Way:
+def make_way(bench: Bench, name: str, drafter: Drafter, longest: int) -> Way:
     """What writes one text after another in the same batch. longest: tokens of all of a text."""
     build, timing = bench.engine.config.build, Timing()
     batch = Batch(
-        bench.engine.decoder, proposer, Options(max_num_tokens=build.max_num_tokens), timing,
+        bench.engine.decoder, drafter, Options(max_num_tokens=build.max_num_tokens), timing,
         num_rows=1, max_seq_len=longest,
     )  # fmt: skip
 
@@ -162,8 +162,8 @@ def main() -> None:
     bench.engine.check_requests([request for _, request in requests])
     longest = max(len(r.input_ids) + r.max_output_len for _, r in requests)
     ways = {
-        name: make_way(bench, name, proposer, longest)
-        for name, proposer in list_ways(bench).items()
+        name: make_way(bench, name, drafter, longest)
+        for name, drafter in list_ways(bench).items()
         if name == PLAIN or args.only is None or any(word in name for word in args.only)
     }
     groups: dict[str, list[Request]] = {}

@@ -29,16 +29,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.proposers import pace
+from benchmarks.drafters import pace
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.processes import Conditions
 from benchmarks.side_by_side.report import lay_out
 from benchmarks.side_by_side.workers.llama_cpp import NGRAM_SIZE, Servers
 from examples.smollm2.get import get_model
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.lookahead import LookaheadDrafter
+from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.decode.requests import Request
 from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError
@@ -91,14 +91,14 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
 def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[str, Way]:
     """Plain decoding and the methods of an engine. name: of its drafter, None where it has none."""
     drafters: dict[str, Drafter] = {
-        f"prompt lookup, {args.num_tokens}": PromptLookupProposer(
+        f"prompt lookup, {args.num_tokens}": PromptLookupDrafter(
             LookupOptions(num_tokens=args.num_tokens, max_ngram_size=NGRAM_SIZE)
         ),
-        f"suffix, {args.num_tokens}": SuffixProposer(SuffixOptions(max_tokens=args.num_tokens)),
-        f"lookahead {LOOKAHEAD}": LookaheadProposer(LOOKAHEAD, bench.engine.decoder),
+        f"suffix, {args.num_tokens}": SuffixDrafter(SuffixOptions(max_tokens=args.num_tokens)),
+        f"lookahead {LOOKAHEAD}": LookaheadDrafter(LOOKAHEAD, bench.engine.decoder),
     }
     if name is not None:
-        drafters = {name: bench.engine.proposer}
+        drafters = {name: bench.engine.drafter}
     if args.draft_budget == "auto":
         drafters = {name: pace(bench, drafter) for name, drafter in drafters.items()}
 

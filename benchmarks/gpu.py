@@ -36,7 +36,7 @@ if __package__ in (None, ""):  # started as a file
 
 from benchmarks.side_by_side import models
 from specdec.decode.drafters.base import DraftContext, Drafter
-from specdec.decode.drafters.redrafter import make_proposer
+from specdec.decode.drafters.redrafter import make_drafter
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import Request
 from specdec.decode.timing import Timing
@@ -153,7 +153,7 @@ class Bench:
             self.graphs.is_enabled = is_used
 
     def run(
-        self, name: str, *, graphs: bool, proposer: Drafter | None = None, is_exact: bool = False
+        self, name: str, *, graphs: bool, drafter: Drafter | None = None, is_exact: bool = False
     ) -> Timing:
         """Decode the prompt; keep the text."""
         self.use_graphs(graphs)
@@ -161,7 +161,7 @@ class Bench:
         request = Request(
             index=0, input_ids=self.prompt, max_output_len=self.shape.output, end_ids=frozenset()
         )
-        found = generate(self.decoder, proposer or Drafter(), [request], Options(), timing)
+        found = generate(self.decoder, drafter or Drafter(), [request], Options(), timing)
         self.texts[name] = found[0].output_ids
         return timing
 
@@ -295,9 +295,9 @@ def measure_redrafter(bench: Bench, repeat: int) -> dict[str, Any]:
     report = {}
     for name in names:
         context = DraftContext(decoder=bench.decoder, params=bench.params, weights=bench.weights)
-        proposer = make_proposer(context)
+        drafter = make_drafter(context)
         run = functools.partial(
-            bench.run, f"redrafter {name}", graphs=name == "graphs", proposer=proposer
+            bench.run, f"redrafter {name}", graphs=name == "graphs", drafter=drafter
         )
         timings = [run(is_exact=True) for _ in range(repeat + 1)]
         waits = WAITS.count

@@ -81,7 +81,7 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
 def observe_run(bench: Bench, batch_size: int) -> RunObservations:
     """Decode once, untimed, and return observations of what the drafter is shown of each step."""
     observations = RunObservations()
-    drafter: Drafter = bench.engine.proposer
+    drafter: Drafter = bench.engine.drafter
     original_observe = drafter.observe
     is_float16 = bench.dtype == "float16"
     decoder = bench.engine.decoder
@@ -166,7 +166,7 @@ def collect_facts(
     """Collect the facts of a batch: its measurement, and the costs of its steps."""
     acceptance = batch["acceptance"]
     lengths = [length for length, _ in observations.contexts] or [1]
-    sizes = list_sizes(1 + bench.engine.proposer.max_draft_tokens)
+    sizes = list_sizes(1 + bench.engine.drafter.max_draft_tokens)
     costs = time_steps(
         bench.engine.decoder, sizes, past_len=round(statistics.median(lengths)),
         repeat=max(3, repeat), batch_size=batch["batch_size"],
@@ -201,6 +201,6 @@ def list_remedies_in_use(engine: TorchEngine) -> frozenset[str]:
         # What is stored as integers or in blocks is multiplied so.
         "bfloat16": not is_cpu or config.checkpoint.model.dtype == "bfloat16",
         "kernels": not is_cpu or engine.decoder.kernels is not None,
-        "budget": not getattr(engine.proposer, "is_fixed", True),
+        "budget": not getattr(engine.drafter, "is_fixed", True),
     }
     return frozenset(name for name, is_in_use in facts.items() if is_in_use)

@@ -103,7 +103,7 @@ class Bench:
                 )
 
     def decode(
-        self, requests: Sequence[Request], proposer: Drafter, batch_size: int, timing: Timing
+        self, requests: Sequence[Request], drafter: Drafter, batch_size: int, timing: Timing
     ) -> list[ActiveRequest]:
         """Decode requests with an empty cache; nothing of an earlier call is used again."""
         options = Options(
@@ -111,7 +111,7 @@ class Bench:
             max_batch_size=batch_size,
             tokenizer=self.tokenizer,
         )
-        return generate(self.engine.decoder, proposer, requests, options, timing)
+        return generate(self.engine.decoder, drafter, requests, options, timing)
 
     def read_states(self, tokens: Sequence[int]) -> Tensor:
         """Return the target's last hidden states [T, D] of a text, read in one forward pass."""
@@ -125,7 +125,7 @@ class Bench:
         states: Tensor = decoder.forward(step, decoder.make_cache(1, size))[0]
         return states
 
-    def run(self, proposer: Drafter, batch_size: int, max_tokens: int | None = None) -> BenchRun:
+    def run(self, drafter: Drafter, batch_size: int, max_tokens: int | None = None) -> BenchRun:
         """Decode the requests of every category. max_tokens: of each output at most."""
         run = BenchRun({}, {}, Timing(is_exact=True))
         for category, requests in self.groups.items():
@@ -135,7 +135,7 @@ class Bench:
                     for r in requests
                 ]
             start = time.perf_counter()
-            run.results[category] = self.decode(requests, proposer, batch_size, run.timing)
+            run.results[category] = self.decode(requests, drafter, batch_size, run.timing)
             run.seconds[category] = time.perf_counter() - start
         return run
 

@@ -72,29 +72,29 @@ def divide(rates: Sequence[float], plain_rates: Sequence[float]) -> dict[str, fl
 
 
 def alternate(
-    bench: Bench, proposers: dict[str, Drafter], batch_size: int, repeat: int
+    bench: Bench, drafters: dict[str, Drafter], batch_size: int, repeat: int
 ) -> dict[str, Rounds]:
-    """Decode with each proposer in turn, `repeat` times after one round that is not timed.
+    """Decode with each drafter in turn, `repeat` times after one round that is not timed.
 
     Every other round goes backwards, so that a drift of the machine's speed favours none.
     """
     rounds: dict[str, Rounds] = {}
     with logs.show_waiting(f"measuring batches of {batch_size}", logger) as tell:
-        for name, proposer in proposers.items():
+        for name, drafter in drafters.items():
             tell(f"warming up, {name}")
-            rounds[name] = Rounds(bench.run(proposer, batch_size))
+            rounds[name] = Rounds(bench.run(drafter, batch_size))
         for index in range(repeat):
-            order = list(proposers) if index % 2 == 0 else list(proposers)[::-1]
+            order = list(drafters) if index % 2 == 0 else list(drafters)[::-1]
             for name in order:
                 tell(f"round {index + 1} of {repeat}, {name}")
-                rounds[name].timed.append(bench.run(proposers[name], batch_size))
+                rounds[name].timed.append(bench.run(drafters[name], batch_size))
     return rounds
 
 
 def measure_batch(bench: Bench, batch_size: int, repeat: int) -> dict[str, Any]:
     """Compare speculation with plain decoding for one batch size."""
     rounds = alternate(
-        bench, {"speculation": bench.engine.proposer, "plain": bench.plain}, batch_size, repeat
+        bench, {"speculation": bench.engine.drafter, "plain": bench.plain}, batch_size, repeat
     )
     speculation, plain = rounds["speculation"], rounds["plain"]
     return {

@@ -356,7 +356,7 @@ def make_constant_pair(parent: Path, token: int | None = 7) -> Path:
     return drafter
 
 
-class OracleProposer(Drafter):
+class OracleDrafter(Drafter):
     """Proposes from known continuations: `quality` of its tokens are right, the others wrong.
 
     Stands where a drafter stands, so that acceptance of any depth, beam and batch row occurs.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.lookahead import LookaheadDrafter
+from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
@@ -75,15 +75,15 @@ def build_methods(
 def use_method(engine: TorchEngine, method: str) -> None:
     """Let an engine draft from its texts alone, or an EAGLE engine by dynamic trees."""
     if method == "eagle, dynamic":
-        eagle: Any = engine.proposer
+        eagle: Any = engine.drafter
         eagle.use_dynamic_tree(3, 8)
     elif method == "prompt_lookup":
         lookup = LookupOptions(num_tokens=4, max_ngram_size=2)
-        engine.use_method(method, PromptLookupProposer(lookup))
+        engine.use_method(method, PromptLookupDrafter(lookup))
     elif method == "suffix":
-        engine.use_method(method, SuffixProposer(SuffixOptions(max_tokens=6, min_probability=0)))
+        engine.use_method(method, SuffixDrafter(SuffixOptions(max_tokens=6, min_probability=0)))
     elif method == "lookahead":
-        engine.use_method(method, LookaheadProposer(LookaheadConfig(3, 3, 3), engine.decoder))
+        engine.use_method(method, LookaheadDrafter(LookaheadConfig(3, 3, 3), engine.decoder))
 
 
 def load_method(parent: Path, method: str, draft: str = "draft") -> TorchEngine:

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.command.settings import need
 from specdec.decode.drafters.base import Drafter, check_room
 from specdec.decode.drafters.pace import Pace
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
+from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.timing import Timing
@@ -204,7 +204,7 @@ class TensorRTLLMEngine:
 
     def _make_drafter(self, options: Mapping[str, Any]) -> Drafter:
         if self._lookup is not None:
-            return PromptLookupProposer(self._lookup)
+            return PromptLookupDrafter(self._lookup)
         if self.draft is None:
             return Drafter()
         pair, max_draft_len = need(self._options), self.folder.max_draft_len

@@ -316,7 +316,7 @@ class Engine:
     def _make_batch(self, core: TorchEngine) -> Batch:
         core.check_whole()
         return Batch(
-            core.decoder, core.proposer, self._make_options(core), core.timing,
+            core.decoder, core.drafter, self._make_options(core), core.timing,
             num_rows=core.config.build.max_batch_size,
             max_seq_len=core.find_limits(drafts=False)[1],
         )  # fmt: skip

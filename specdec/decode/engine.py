@@ -18,7 +18,7 @@ from specdec.decode.drafters import (
     Drafting,
     Methods,
     choose_methods,
-    make_proposer,
+    make_drafter,
     name_methods,
     read_drafting,
     refuse_others,
@@ -88,9 +88,7 @@ class TorchEngine:
         try:
             methods = choose_methods(self.config, drafting) if speculate else ()
             weights = self._load(folder, recorder, methods)
-            self.proposer: Drafter = make_proposer(
-                self, methods, weights, drafting, self._find_costs
-            )
+            self.drafter: Drafter = make_drafter(self, methods, weights, drafting, self._find_costs)
             self.method = name_methods(methods)
             if not self._verification.is_long:
                 self.check_whole()
@@ -170,12 +168,12 @@ class TorchEngine:
         """Load the engine folder of a draft model, on the kind of device that this engine uses."""
         return open_engine(folder, device=self.device.type, devices=devices)
 
-    def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
+    def use_method(self, name: str, drafter: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine.
 
         draft: the engine that it drafts with, which is then this one's own: closed with it.
         """
-        self.method, self.proposer, self._draft = name, proposer, draft
+        self.method, self.drafter, self._draft = name, drafter, draft
         if draft is not None:
             self.load_seconds += draft.load_seconds
 
@@ -190,7 +188,7 @@ class TorchEngine:
         options = self.fill_options(options or Options())
         num_graphs = self.graphs.num_recorded if self.graphs is not None else 0
         try:
-            results = generate(self.decoder, self.proposer, requests, options, self.timing)
+            results = generate(self.decoder, self.drafter, requests, options, self.timing)
         finally:
             self._keep()
         self.check_whole()
@@ -209,8 +207,8 @@ class TorchEngine:
             self._draft.close()
 
     def _keep(self) -> None:
-        if hasattr(self, "proposer"):  # else loading failed
-            self.proposer.keep()
+        if hasattr(self, "drafter"):  # else loading failed
+            self.drafter.keep()
 
     def lower_limits(self, *, max_batch_size: int | None, max_seq_len: int | None) -> None:
         """Take fewer or shorter requests than the engine was built for; None leaves a limit."""
@@ -230,7 +228,7 @@ class TorchEngine:
     def fill_options(self, options: Options) -> Options:
         """Return the options with the engine's own limits instead of theirs."""
         build = self.config.build
-        costs = self.proposer.pace.costs if self.proposer.pace is not None else None
+        costs = self.drafter.pace.costs if self.drafter.pace is not None else None
         if costs is None and options.prompt_chunk == "auto":
             costs = self._find_costs((), {})
         return dataclasses.replace(

@@ -173,7 +173,7 @@ class TensorRTEngine(TorchEngine):
 
     def _keep(self) -> None:
         super()._keep()
-        if hasattr(self, "proposer"):  # else loading failed
+        if hasattr(self, "drafter"):  # else loading failed
             drafter = self.drafter_network
             for runner in self.decoder.runners + (drafter.runners if drafter else []):
                 runner.keep_kernels()

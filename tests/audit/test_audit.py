@@ -159,8 +159,8 @@ def test_drafts_that_are_spoiled_now_and_then(
     """Acceptance alone looks well; the same drafter in the reference does better."""
     monkeypatch.setattr(drafter, "NUM_PIECES", 16)
     server, url = knowing
-    proposer = find_drafter(server)
-    propose = proposer.propose
+    engine_drafter = find_drafter(server)
+    propose = engine_drafter.propose
 
     def spoil(requests: Any) -> list[Any]:
         trees = propose(requests)
@@ -175,7 +175,7 @@ def test_drafts_that_are_spoiled_now_and_then(
     options = {"reference_engine": server._settings.engine_dir, "same_drafter": True,
              "tokenizer_dir": server._settings.tokenizer_dir, "prompts": prompts}  # fmt: skip
     for is_spoiled in (False, True):
-        with swap(proposer, "propose", spoil if is_spoiled else propose):
+        with swap(engine_drafter, "propose", spoil if is_spoiled else propose):
             report = audit(url, checks=["acceptance", "drafter"], max_tokens=8, **options)
         assert get(report, "acceptance")["verdict"] == "ok", report["checks"]
         check = get(report, "drafter")
@@ -195,8 +195,8 @@ def test_a_reference_without_a_drafter(knowing: tuple[Any, str], tmp_path: Path)
 
 def find_drafter(server: Any) -> Any:
     """The drafter itself, behind what the server's budget puts before it."""
-    proposer = server.scheduler.engine._core.proposer
-    return getattr(proposer, "proposer", proposer)
+    drafter = server.scheduler.engine._core.drafter
+    return drafter.members[0] if drafter.members else drafter
 
 
 @contextlib.contextmanager
@@ -212,8 +212,8 @@ def swap(thing: Any, name: str, value: Any) -> Iterator[None]:
 def test_drafters_that_know_nothing(knowing: tuple[Any, str]) -> None:
     """A d2t one off, features of another base: the text is right, and slow."""
     server, url = knowing
-    proposer = find_drafter(server)
-    net = proposer.net
+    drafter = find_drafter(server)
+    net = drafter.net
     off = torch.ones(128, dtype=torch.int64)
     off[-1] = -127
     original = net.make_features
@@ -233,8 +233,8 @@ def test_drafters_that_know_nothing(knowing: tuple[Any, str]) -> None:
 def test_a_drafter_that_forgets(knowing: tuple[Any, str]) -> None:
     """Acceptance that collapses under way, and a position of the draft that is never right."""
     server, url = knowing
-    proposer = find_drafter(server)
-    propose, num_calls = proposer.propose, 0
+    drafter = find_drafter(server)
+    propose, num_calls = drafter.propose, 0
 
     def spoil(trees: list[Any], depth: int) -> list[Any]:
         for candidates in trees:
@@ -248,10 +248,10 @@ def test_a_drafter_that_forgets(knowing: tuple[Any, str]) -> None:
         num_calls += 1
         return spoil(propose(requests), 1 if num_calls > 80 else 99)
 
-    with swap(proposer, "propose", forget):
+    with swap(drafter, "propose", forget):
         check = audit_drafter(url)
     assert (check["verdict"], "collapses" in check["faults"][0]) == ("suspect", True), check
-    with swap(proposer, "propose", lambda requests: spoil(propose(requests), 2)):
+    with swap(drafter, "propose", lambda requests: spoil(propose(requests), 2)):
         check = audit_drafter(url)
     assert check["verdict"] == "suspect", check
     assert "position 1 accepts nothing" in check["faults"][0]

@@ -72,13 +72,13 @@ def test_rounds_go_there_and_back() -> None:
     order: list[str] = []
 
     class FakeBench:
-        def run(self, proposer: str, batch_size: int) -> BenchRun:
-            order.append(proposer)
+        def run(self, drafter: str, batch_size: int) -> BenchRun:
+            order.append(drafter)
             return BenchRun({"all": 1.0}, {"all": []}, Timing())
 
-    proposers: dict[str, Any] = {"speculation": "s", "plain": "p"}
+    drafters: dict[str, Any] = {"speculation": "s", "plain": "p"}
     bench: Any = FakeBench()
-    rounds = alternate(bench, proposers, 1, 3)
+    rounds = alternate(bench, drafters, 1, 3)
     assert "".join(order) == "sp" + "sp" + "ps" + "sp"
     assert [len(group.timed) for group in rounds.values()] == [3, 3]
 
@@ -95,7 +95,7 @@ def test_no_round_profits_from_the_one_before(
     )  # fmt: skip
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
-    first_run, second_run = (bench.run(bench.engine.proposer, 2) for _ in range(2))
+    first_run, second_run = (bench.run(bench.engine.drafter, 2) for _ in range(2))
     for category, results in first_run.results.items():
         again = second_run.results[category]
         assert [r.stats.to_json() for r in results] == [r.stats.to_json() for r in again]

@@ -141,7 +141,7 @@ def test_what_an_engine_has_is_known() -> None:
         engine: Any = SimpleNamespace(
             config=config, device=SimpleNamespace(type=values["device"]),
             decoder=SimpleNamespace(kernels=values["kernels"]),
-            proposer=SimpleNamespace(is_fixed=values["is_fixed"]),
+            drafter=SimpleNamespace(is_fixed=values["is_fixed"]),
         )  # fmt: skip
         return list_remedies_in_use(engine)
 
@@ -225,7 +225,7 @@ def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(folder / "prompts.jsonl"), settings)
     observations = observe_run(bench, 2)
-    run = bench.run(bench.engine.proposer, 2)
+    run = bench.run(bench.engine.drafter, 2)
     results = [r for group in run.results.values() for r in group]
     assert len(observations.contexts) == sum_stats(results)["num_verify_steps"]
     accepted = [number for _, number in observations.contexts]
@@ -233,7 +233,7 @@ def test_steps_are_seen_as_they_were_counted(engine: Path, folder: Path) -> None
     assert [accepted.count(n) for n in range(2)] == histogram[:2]
     shortest = min(len(request.input_ids) for request in bench.requests)
     assert min(length for length, _ in observations.contexts) == shortest + 1
-    assert "observe" not in vars(bench.engine.proposer), "nothing is left behind"
+    assert "observe" not in vars(bench.engine.drafter), "nothing is left behind"
 
 
 def test_experts_of_a_mixture(tmp_path: Path) -> None:

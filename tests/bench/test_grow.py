@@ -91,16 +91,16 @@ def decode(
     bench = open_bench(settings)
     bench.take_prompts(read_prompt_set(None), settings)
     drafted: list[list[int]] = []
-    proposer = bench.engine.proposer
-    propose = proposer.propose
+    drafter = bench.engine.drafter
+    propose = drafter.propose
 
     def note(requests: Sequence[ActiveRequest]) -> list[Candidates]:
         trees = propose(requests)
         drafted.extend(candidates.tree.tokens.tolist() for candidates in trees)
         return trees
 
-    monkeypatch.setattr(proposer, "propose", note)
-    run = bench.run(proposer, 2)
+    monkeypatch.setattr(drafter, "propose", note)
+    run = bench.run(drafter, 2)
     results = [result for group in run.results.values() for result in group]
     return [run.texts, drafted, [result.stats.to_json() for result in results]], results
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import drafters
 from benchmarks import peers as command
-from benchmarks import proposers
 from benchmarks.side_by_side import install, models
 from benchmarks.side_by_side.processes import PeerError, Worker, count_group_seconds, run_logged
 from benchmarks.side_by_side.rounds import Work, compare, describe_ways, measure_ways
@@ -170,7 +170,7 @@ def test_our_engine_and_transformers_as_workers(
     engine: Path, pair: tuple[Path, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ways of both decode the same prompts to the same texts, in float32."""
-    monkeypatch.setattr(proposers, "measure_costs", lambda _, groups: make_costs(len(groups)))
+    monkeypatch.setattr(drafters, "measure_costs", lambda _, groups: make_costs(len(groups)))
     prompts = [[5, 9, 20], [7, 3]]
     common: dict[str, Any] = {"prompts": prompts, "max_output_len": 12, "end_id": 0}
     about, calls = engine_worker.start(

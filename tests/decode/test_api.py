@@ -531,7 +531,7 @@ def test_a_failing_step_ends_its_streams_and_no_others(
     core = engine._core
     assert core is not None
     with monkeypatch.context() as patch:
-        patch.setattr(core.proposer, "propose", lambda requests: 1 / 0)
+        patch.setattr(core.drafter, "propose", lambda requests: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(streams[0])
     for stream in streams:

@@ -198,10 +198,10 @@ Drafts = dict[int, list[tuple[list[int], set[tuple[int, ...]]]]]
 
 
 @contextlib.contextmanager
-def record_drafts(proposer: Drafter) -> Iterator[Drafts]:
+def record_drafts(drafter: Drafter) -> Iterator[Drafts]:
     """What is proposed in the body: by request, (text so far, paths of the tree) of every step."""
     drafts: Drafts = {}
-    propose = proposer.propose
+    propose = drafter.propose
 
     def keep(requests: Sequence[ActiveRequest]) -> list[Candidates]:
         candidates = propose(requests)
@@ -211,11 +211,11 @@ def record_drafts(proposer: Drafter) -> Iterator[Drafts]:
             own.append((text, list_token_paths(one.tree)))
         return candidates
 
-    proposer.propose = keep  # type: ignore[method-assign]
+    drafter.propose = keep  # type: ignore[method-assign]
     try:
         yield drafts
     finally:
-        del proposer.propose
+        del drafter.propose
 
 
 def list_token_paths(tree: Tree) -> set[tuple[int, ...]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decode.drafters.eagle import EagleProposer
+from specdec.decode.drafters.eagle import EagleDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.errors import SpecDecError
 from specdec.model.tensors import EAGLE_NET, OFFSETS
@@ -59,8 +59,8 @@ def test_drafts_are_weighed_by_the_targets_own_scale(
     engine = TorchEngine(
         make_engine(tmp_path, target, convert=flags, optimize=optimize), device="cpu"
     )
-    assert isinstance(engine.proposer, EagleProposer)
-    net = engine.proposer.net
+    assert isinstance(engine.drafter, EagleDrafter)
+    net = engine.drafter.net
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     weight = net.decoder.lm_head(torch.eye(64)).T
     scale = 1 / 3 if version == 1 else 1.0

@@ -185,7 +185,7 @@ def grow(
     head: ReDrafterHead, hidden: torch.Tensor, tokens: np.ndarray, size: int,
     temperatures: np.ndarray, min_gain: float = ALL_LEVELS,
 ) -> tuple[list[Candidates], int]:  # fmt: skip
-    """Dynamic trees and their levels, as the proposer has them."""
+    """Dynamic trees and their levels, as the drafter has them."""
     found = head.search_trees(hidden, torch.tensor(tokens), size, temperatures, min_gain)
     assert (found is not None) == (head.packed is not None)
     if found is not None:

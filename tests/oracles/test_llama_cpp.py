@@ -247,7 +247,7 @@ def test_mtp(name: str, environments: Path, tmp_path: Path) -> None:
     flags = ("--dtype", "float32", "--dequantize")
     folder = make_tree_engine("mtp", tmp_path, model, model, flags=flags)
     engine, seen = TorchEngine(folder, device="cpu"), []
-    propose, generator = engine.proposer.propose, torch.Generator().manual_seed(1)
+    propose, generator = engine.drafter.propose, torch.Generator().manual_seed(1)
 
     def watch(requests: Any) -> Any:
         found = propose(requests)
@@ -256,7 +256,7 @@ def test_mtp(name: str, environments: Path, tmp_path: Path) -> None:
             seen.append((text, own.tree.tokens[1:].tolist()))
         return found
 
-    engine.proposer.propose = watch  # type: ignore[method-assign]
+    engine.drafter.propose = watch  # type: ignore[method-assign]
     vocab_size = engine.config.checkpoint.model.vocab_size
     requests = [
         Request(

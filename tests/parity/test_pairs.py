@@ -220,6 +220,6 @@ def test_two_ranks(
     engine = TorchEngine(make(name, kind, "--tp-size", 2, optimize="none"), device="cpu")
     assert engine.decoder.model.tp_size == 2
     if kind == "eagle" and engine.decoder.model.arithmetic.head_bias:  # whose net has no head here
-        assert engine.proposer.net.decoder.lm_head.bias is not None  # type: ignore[attr-defined]
+        assert engine.drafter.net.decoder.lm_head.bias is not None  # type: ignore[attr-defined]
     outputs = generate(engine, LENGTHS, LIMIT)
     assert outputs == check_reference(get_target(name), LENGTHS, outputs)

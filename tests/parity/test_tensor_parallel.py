@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.decode.engine import TorchEngine
-from tests.engines import OracleProposer, make_engine
+from tests.engines import OracleDrafter, make_engine
 from tests.parity.models import SWITCH, make_model
 from tests.parity.test_families import LIMIT, generate, generate_reference
 
@@ -36,7 +36,7 @@ def test_greedy_text_of_two_ranks_equals_transformers(
     expected = generate_reference(target, LENGTHS)
     assert sum(len(set(output)) for output in expected) > LIMIT, "the text varies"
     assert generate(engine, LENGTHS) == expected
-    oracle = OracleProposer(expected, beams=3, length=4, quality=0.7, seed=1)
-    engine.proposer = oracle
+    oracle = OracleDrafter(expected, beams=3, length=4, quality=0.7, seed=1)
+    engine.drafter = oracle
     assert generate(engine, LENGTHS) == expected
     assert 0 < oracle.observed_rows < len(LENGTHS) * LIMIT, "several tokens were accepted at once"

@@ -184,7 +184,7 @@ def compare_heads(engine: TorchEngine, texts: list[list[int]], found: torch.Tens
 
     model = AutoModelForCausalLM.from_pretrained(PYCODE / "target", dtype=torch.float32)
     hidden = torch.cat([model.model(torch.tensor([text]))[0][:, -1] for text in texts])
-    heads = engine.proposer.heads  # type: ignore[attr-defined]
+    heads = engine.drafter.heads  # type: ignore[attr-defined]
     for head, logits in enumerate(found):
         torch.testing.assert_close(logits, heads.compute_logits(head, hidden), atol=1e-3, rtol=1e-4)
 

@@ -22,8 +22,8 @@ def make_requests(prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = LIMIT
 
 
 def record(engine: TorchEngine, requests: Sequence[Request], **options: Any) -> Drafts:
-    with record_drafts(engine.proposer) as drafts, torch.inference_mode():
-        generate(engine.decoder, engine.proposer, requests, Options(**options))
+    with record_drafts(engine.drafter) as drafts, torch.inference_mode():
+        generate(engine.decoder, engine.drafter, requests, Options(**options))
     return drafts
 
 
@@ -43,9 +43,9 @@ def check_drafts_depend_on_the_text_alone(engine: TorchEngine) -> None:
 
 def check_text(engine: TorchEngine, expected: list[list[int]]) -> None:
     """The text is the target's, and a step drafts and accepts what its tree has room for."""
-    proposer, results = engine.proposer, engine.generate(make_requests())
+    drafter, results = engine.drafter, engine.generate(make_requests())
     assert [r.output_ids for r in results] == expected
     for result in results:
         stats = result.stats
-        assert len(stats.accepted_histogram) == 1 + proposer.max_draft_depth
-        assert stats.num_draft_tokens == stats.num_verify_steps * proposer.max_draft_tokens
+        assert len(stats.accepted_histogram) == 1 + drafter.max_draft_depth
+        assert stats.num_draft_tokens == stats.num_verify_steps * drafter.max_draft_tokens

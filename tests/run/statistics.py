@@ -40,7 +40,7 @@ def compute_p_value(counts: np.ndarray, probs: np.ndarray) -> float:
 NUM_TEXTS = 1500  # that `check_first_tokens` draws
 
 
-def check_first_tokens(engine: Any, proposer: Any, prompt: list[int]) -> tuple[float, int]:
+def check_first_tokens(engine: Any, drafter: Any, prompt: list[int]) -> tuple[float, int]:
     """Draw three tokens after a prompt with many seeds, temperature 1.5 and the best four tokens.
 
     Returns the p-value of the texts against the target's own distribution, and how many drafts were
@@ -58,7 +58,7 @@ def check_first_tokens(engine: Any, proposer: Any, prompt: list[int]) -> tuple[f
         )
         for seed in range(NUM_TEXTS)
     ]  # fmt: skip
-    results = generate(engine.decoder, proposer, requests, Options(max_batch_size=250))
+    results = generate(engine.decoder, drafter, requests, Options(max_batch_size=250))
     counts = Counter(tuple(result.output_ids) for result in results)
     probs: dict[tuple[int, ...], float] = {}
 

@@ -111,13 +111,13 @@ def test_a_drafter_brings_its_acceptance_along(parent: Path, tmp_path: Path) -> 
         assert read_acceptance(parent / made) == record
     call("verify", "--checkpoint-dir", parent / "known-ckpt")
     engines = [
-        load_engine(DecodeSettings(engine_dir=parent / name, device="cpu"), None).proposer
+        load_engine(DecodeSettings(engine_dir=parent / name, device="cpu"), None).drafter
         for name in ("medusa-engine", "known-engine")
     ]
     paces = []
-    for proposer in engines:
-        assert isinstance(proposer, PacedDrafter)
-        paces.append(proposer.pace)
+    for drafter in engines:
+        assert isinstance(drafter, PacedDrafter)
+        paces.append(drafter.pace)
     assert paces[1].promise.gains.tolist() != paces[0].promise.gains.tolist()
     assert paces[1].promise.gains[0] == pytest.approx(record.gains[0])
 

@@ -16,11 +16,11 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters import Drafting
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.calibration import Calibration, follow_chances
-from specdec.decode.drafters.draft_tree import DraftTreeProposer
-from specdec.decode.drafters.eagle import EagleProposer
+from specdec.decode.drafters.draft_tree import ModelTreeDrafter
+from specdec.decode.drafters.eagle import EagleDrafter
 from specdec.decode.drafters.pace import FIRST_PIECE, Pace
 from specdec.decode.drafters.paced import PacedDrafter, bind
-from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
+from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
@@ -78,13 +78,13 @@ class Unready(Drafter):
 
 
 def test_a_step_in_which_drafters_only_read() -> None:
-    proposer, read = PacedDrafter([[Unready()]], make_costs()), 0
+    drafter, read = PacedDrafter([[Unready()]], make_costs()), 0
     requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99, request=PROMPT))]
     for _ in range(30):
-        for found in proposer.propose(requests):
+        for found in drafter.propose(requests):
             assert found.tree.tokens.tolist() == [4]
-        read += proposer.num_prefilled
-        proposer.observe(requests, States(torch.zeros(1, 1, 1)), [[0]])
+        read += drafter.num_prefilled
+        drafter.observe(requests, States(torch.zeros(1, 1, 1)), [[0]])
     assert read >= 100, "it was asked"
 
 
@@ -113,8 +113,8 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(parent: Path, method: str) -> TorchEngine:
     engine = load_method(parent, method, "noisy")
     if method == "redrafter, tree":
-        assert isinstance(engine.proposer, ReDrafterProposer)
-        engine.proposer = engine.proposer.fit_budget()
+        assert isinstance(engine.drafter, BeamDrafter)
+        engine.drafter = engine.drafter.fit_budget()
     return engine
 
 
@@ -139,7 +139,7 @@ def test_the_text_is_that_of_plain_decoding(
     requests = make_requests(**sampling)
     expected = [r.output_ids for r in plain.generate(requests)]
     engine = load(parent, method)
-    engine.proposer = bind(engine.proposer, make_costs())
+    engine.drafter = bind(engine.drafter, make_costs())
     chance = random.Random(method)
     chosen: list[bool] = []
 
@@ -157,8 +157,8 @@ def test_the_text_is_that_of_plain_decoding(
         drafted = sum(r.stats.num_draft_tokens for r in results)
         assert drafted > 0 or method in ("prompt_lookup", "suffix")
     assert 0.2 < sum(chosen) / len(chosen) < 0.8
-    assert engine.proposer.follows_prompts == method.startswith(("eagle", "dflash", "mtp"))
-    assert engine.proposer.is_indivisible == (method == "lookahead")
+    assert engine.drafter.follows_prompts == method.startswith(("eagle", "dflash", "mtp"))
+    assert engine.drafter.is_indivisible == (method == "lookahead")
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_target, tree"])
@@ -172,8 +172,8 @@ def test_a_drafter_reads_a_piece_of_the_prompts_first(parent: Path, method: str)
     ]  # fmt: skip
     expected = [r.output_ids for r in plain.generate(requests)]
     engine = load(parent, method)
-    drafter, read = engine.proposer, []
-    assert isinstance(drafter, EagleProposer | DraftTreeProposer)
+    drafter, read = engine.drafter, []
+    assert isinstance(drafter, EagleDrafter | ModelTreeDrafter)
     propose = drafter.propose
 
     def watch(requests: Sequence[ActiveRequest]) -> list[Candidates]:
@@ -183,7 +183,7 @@ def test_a_drafter_reads_a_piece_of_the_prompts_first(parent: Path, method: str)
         return drafts
 
     drafter.propose = watch  # type: ignore[method-assign]
-    engine.proposer = bound = bind(drafter, make_costs(reading=0.008))
+    engine.drafter = bound = bind(drafter, make_costs(reading=0.008))
     assert [r.output_ids for r in engine.generate(requests)] == expected
     num_unread, num_read = read[0]
     assert FIRST_PIECE <= num_read < num_unread
@@ -224,9 +224,9 @@ def test_trees_of_redrafter(parent: Path, tmp_path: Path) -> None:
         call("run", "--engine-dir", parent / "medusa-engine", *flags[2:], "7")
     drafting = Drafting(options={}, flags={}, budget=DraftBudget("auto", "--draft-budget auto"))
     engine = TorchEngine(folder, device="cpu", drafting=drafting)
-    assert isinstance(engine.proposer, PacedDrafter)
-    (drafter,) = engine.proposer.members
-    assert isinstance(drafter, DynamicProposer)
+    assert isinstance(engine.drafter, PacedDrafter)
+    (drafter,) = engine.drafter.members
+    assert isinstance(drafter, BeamTreeDrafter)
     drafter.min_gain = 1.0
     drafter.allocate(2, 8)
     request = ActiveRequest(

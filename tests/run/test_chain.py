@@ -101,8 +101,8 @@ def test_the_text_is_that_of_plain_decoding(
     expected = [r.output_ids for r in plain.generate(requests)]
     engine = load(parent, name, chain, **options)
     assert engine.method == engine.describe()["method"] == chain
-    assert isinstance(engine.proposer, PacedDrafter)
-    assert engine.proposer.follows_prompts == (name in ("eagle3", "dflash", "mtp"))
+    assert isinstance(engine.drafter, PacedDrafter)
+    assert engine.drafter.follows_prompts == (name in ("eagle3", "dflash", "mtp"))
     chance, chosen = random.Random(chain), []
 
     def choose(*_: Any) -> bool:
@@ -123,7 +123,7 @@ def test_accepted_tokens_come_from_every_member(parent: Path) -> None:
     """By the real record, on a text in which both are right now and then."""
     engine = load(parent, "pair", "suffix,draft_target", **SUFFIX)
     drafted = {0: 0, 1: 0}
-    chain = engine.proposer
+    chain = engine.drafter
     assert isinstance(chain, PacedDrafter)
     propose = chain.propose
 

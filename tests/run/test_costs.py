@@ -16,7 +16,7 @@ from specdec.decode.cost_keeping import FOLDER_NAME, find_costs
 from specdec.decode.cost_measuring import FAR, Measuring
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import Step
@@ -60,7 +60,7 @@ class Machine:
 def test_what_is_measured(parent: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps by requests and nodes, though a lookup finds nothing in texts of random tokens."""
     engine = load_method(parent, "pair" if name == "suffix" else name, "noisy")
-    drafter = SuffixProposer(SuffixOptions(max_tokens=6)) if name == "suffix" else engine.proposer
+    drafter = SuffixDrafter(SuffixOptions(max_tokens=6)) if name == "suffix" else engine.drafter
     table, is_quiet = Machine(monkeypatch).measure(engine, [[drafter]])
     assert is_quiet
     assert [rows for rows, _ in table.steps.curves] == [1, 4]
@@ -95,7 +95,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def find(engine: TorchEngine, folder: Path, **drafting: str) -> CostTable:
-    return find_costs(folder, engine.config, engine.decoder, [[engine.proposer]], drafting)
+    return find_costs(folder, engine.config, engine.decoder, [[engine.drafter]], drafting)
 
 
 def test_a_table_is_measured_once(

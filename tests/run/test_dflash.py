@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.decode.drafters import base
-from specdec.decode.drafters.dflash import DFlashProposer
+from specdec.decode.drafters.dflash import DFlashDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.engine.kv_cache import KVCache
@@ -72,8 +72,8 @@ class Case:
         optimize = "none" if name in plain else "auto"
         folder = make_tree_engine("dflash", parent, target, drafter, optimize=optimize)
         self.engine = TorchEngine(folder, device="cpu")
-        assert isinstance(self.engine.proposer, DFlashProposer)
-        self.proposer: DFlashProposer = self.engine.proposer
+        assert isinstance(self.engine.drafter, DFlashDrafter)
+        self.drafter: DFlashDrafter = self.engine.drafter
         self.reference = DFlashReference(target, drafter)
         self.most_waiting = (base.MOST_WAITING, 5, 0)[[*DRAFTERS].index(name) % 3]
 
@@ -93,18 +93,18 @@ def expected(target: Path) -> list[list[int]]:
 
 def test_logits_are_the_reference_s(case: Case) -> None:
     """After a prompt, and after accepted tokens have joined the context."""
-    proposer, text = case.proposer, PROMPTS[1] + [5, 88, 17, 4, 60]
-    net, decoder = proposer.net, case.engine.decoder
-    proposer.allocate(1, 64)
+    drafter, text = case.drafter, PROMPTS[1] + [5, 88, 17, 4, 60]
+    net, decoder = drafter.net, case.engine.decoder
+    drafter.allocate(1, 64)
     cache = decoder.make_cache(1, 64)
     from specdec.decode.prefill import fill_cache
 
     with torch.inference_mode():
         for end in (20, 25):
-            fill_cache(decoder, cache, [0], [text[: end - 1]], 7, proposer.follow)
-            assert proposer._cache.past_lens[0] < end - 1, "nothing is made before it is needed"
-            proposer._read([0])
-            hidden = net.run_blocks(proposer._cache, np.array([0]), np.array([text[end - 1]]))
+            fill_cache(decoder, cache, [0], [text[: end - 1]], 7, drafter.follow)
+            assert drafter._cache.past_lens[0] < end - 1, "nothing is made before it is needed"
+            drafter._read([0])
+            hidden = net.run_blocks(drafter._cache, np.array([0]), np.array([text[end - 1]]))
             found = net.compute_logits(hidden)[0].double().cpu()
             wanted = case.reference.compute_logits(text[:end])
             if net.offsets is not None:
@@ -116,10 +116,10 @@ def test_logits_are_the_reference_s(case: Case) -> None:
 def test_drafts_are_the_reference_s(case: Case) -> None:
     """The paths of a whole generation; chains and trees."""
     for num_tokens, top_k in ((None, 1), (9, 3)):
-        case.proposer.use_tree(num_tokens, top_k)
+        case.drafter.use_tree(num_tokens, top_k)
         for drafts in record(case.engine, make_requests(PROMPTS[:2], limit=6)).values():
             for text, paths in drafts[:1] + drafts[-1:]:
-                wanted = case.reference.draft(text, case.proposer.max_draft_tokens, top_k)
+                wanted = case.reference.draft(text, case.drafter.max_draft_tokens, top_k)
                 if top_k == 1:  # a chain goes on to its end
                     wanted = {path[:n] for path in wanted for n in range(1, len(path) + 1)}
                 assert paths == wanted
@@ -128,13 +128,13 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
 def test_drafts_depend_on_the_text_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how many states wait, and for how long."""
     monkeypatch.setattr(base, "MOST_WAITING", case.most_waiting)
-    case.proposer.use_tree()
+    case.drafter.use_tree()
     check_drafts_depend_on_the_text_alone(case.engine)
 
 
 def test_states_wait_until_a_row_is_drafted_for(case: Case) -> None:
     """In a step that reads prompts a few at a time, none of it drafts before all of it is read."""
-    case.proposer.use_tree()
+    case.drafter.use_tree()
     requests = make_requests([[3] * 20, [5] * 31, [7] * 4], limit=24)
     alone = [dict_of(record(case.engine, [request])[request.index]) for request in requests]
     drafts = record(case.engine, requests, prompt_chunk=2)
@@ -170,7 +170,7 @@ def test_the_last_layer_runs_the_ends_of_prompts(
             dataclasses.replace(r, wants_prompt_logprobs=True, num_logprobs=0) for r in requests
         ]
     with torch.inference_mode():
-        generate(decoder, case.proposer, requests, Options())
+        generate(decoder, case.drafter, requests, Options())
     if wants_prompt_logprobs:
         assert np.all(wanted[0])
     else:
@@ -188,20 +188,20 @@ def dict_of(steps: list[tuple[list[int], set[tuple[int, ...]]]]) -> dict[tuple[i
 def test_random_drafters_leave_the_text_unchanged(
     case: Case, tree: str, expected: list[list[int]]
 ) -> None:
-    case.proposer.use_tree(*TREES[tree])
+    case.drafter.use_tree(*TREES[tree])
     check_text(case.engine, expected)
 
 
 @pytest.mark.parametrize("token", [7, None])
 def test_perfect_and_hostile_drafters(token: int | None, tmp_path: Path) -> None:
     """All of a block is accepted, or nothing is; either costs steps only."""
-    drafter = make_constant_pair(tmp_path, token)
-    folder = make_tree_engine("dflash", tmp_path, tmp_path / "target", drafter)
+    drafter_dir = make_constant_pair(tmp_path, token)
+    folder = make_tree_engine("dflash", tmp_path, tmp_path / "target", drafter_dir)
     engine = TorchEngine(folder, device="cpu")
-    proposer = engine.proposer
-    assert isinstance(proposer, DFlashProposer)
+    drafter = engine.drafter
+    assert isinstance(drafter, DFlashDrafter)
     for (num_tokens, top_k), depth in (((None, 1), 4), ((2, 1), 2), ((30, 2), 4)):
-        proposer.use_tree(num_tokens, top_k)
+        drafter.use_tree(num_tokens, top_k)
         for result in engine.generate(make_requests([[14], [10, 12]], limit=11)):
             start = result.request.input_ids[-1] + 1
             if token is None:
@@ -215,17 +215,17 @@ def test_perfect_and_hostile_drafters(token: int | None, tmp_path: Path) -> None
 
 def test_trees_beyond_the_limits(case: Case) -> None:
     with pytest.raises(SpecDecError, match="--dflash-tokens is 64, the engine's max_draft_len is"):
-        case.proposer.use_tree(64)
+        case.drafter.use_tree(64)
     with pytest.raises(SpecDecError, match="--dflash-top-k is 200, the drafter has"):
-        case.proposer.use_tree(None, 200)
+        case.drafter.use_tree(None, 200)
 
 
 def test_a_layer_that_the_target_has_not(target: Path, case: Case) -> None:
-    net = case.proposer.net
+    net = case.drafter.net
     before = net.params
     net.params = dataclasses.replace(before, aux_layers=(0, 3))
     try:
         with pytest.raises(SpecDecError, match="reads the target's layer 3, of 3 from 0"):
-            DFlashProposer(net, case.engine.decoder)
+            DFlashDrafter(net, case.engine.decoder)
     finally:
         net.params = before

@@ -17,8 +17,8 @@ import torch
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
-from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, DraftTreeProposer
+from specdec.decode.drafters.draft_target import ModelChainDrafter, attach_draft
+from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, ModelTreeDrafter
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter
@@ -152,7 +152,7 @@ def test_texts_may_be_run_by_pieces(folder: Path, is_sampled: bool) -> None:
     requests = make_requests(11, **({"temperature": 0.9, "top_k": 20} if is_sampled else {}))
     expected = [r.output_ids for r in load(folder).generate(requests)]
     engine = load(folder, "target-itself", 4)
-    erratic = Erratic([[engine.proposer]], make_costs())
+    erratic = Erratic([[engine.drafter]], make_costs())
     erratic.dice, erratic.num_read = random.Random(2), []
     results = generate(engine.decoder, erratic, requests, Options(max_batch_size=3))
     assert [r.output_ids for r in results] == expected
@@ -171,7 +171,7 @@ def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
     expected = [r.output_ids for r in load(folder).generate(requests)]
     engine = load(folder, "draft")
     assert max(r.stats.num_verify_steps for r in engine.generate(requests)) > 9
-    results = generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
+    results = generate(engine.decoder, engine.drafter, requests, Options(max_batch_size=2))
     assert [r.output_ids for r in results] == expected
 
 
@@ -180,10 +180,10 @@ def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
 
 def load_tree(
     folder: Path, tree_tokens: int, draft: str = "draft", draft_len: int | None = None
-) -> tuple[TorchEngine, DraftTreeProposer]:
+) -> tuple[TorchEngine, ModelTreeDrafter]:
     engine = load(folder, draft, draft_len, tree_tokens=tree_tokens)
-    assert isinstance(engine.proposer, DraftTreeProposer)
-    return engine, engine.proposer
+    assert isinstance(engine.drafter, ModelTreeDrafter)
+    return engine, engine.drafter
 
 
 @pytest.mark.parametrize("draft", ["draft", "stranger"])
@@ -195,8 +195,8 @@ def test_trees_leave_the_text(
     """Greedy, and sampled with the target's own draws; rows that are refilled, and one request."""
     requests = make_requests(11, **sampling)
     expected = [r.output_ids for r in load(folder).generate(requests)]
-    engine, proposer = load_tree(folder, tree_tokens, draft, draft_len)
-    assert proposer.max_draft_depth == (draft_len or tree_tokens)
+    engine, drafter = load_tree(folder, tree_tokens, draft, draft_len)
+    assert drafter.max_draft_depth == (draft_len or tree_tokens)
     for limits in (Options(max_batch_size=3), Options(max_batch_size=1, reuse_blocks=True)):
         results = engine.generate(requests, limits)
         assert [r.output_ids for r in results] == expected
@@ -212,10 +212,10 @@ def test_a_tree_is_what_the_draft_model_says(folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(folder / "draft-hf").eval()
-    engine, proposer = load_tree(folder, 6)
+    engine, drafter = load_tree(folder, 6)
     requests = make_requests(5)
     seen: list[tuple[list[int], Candidates]] = []
-    honest = proposer.propose
+    honest = drafter.propose
 
     def watch(active: Sequence[ActiveRequest]) -> list[Candidates]:
         found = honest(active)
@@ -224,7 +224,7 @@ def test_a_tree_is_what_the_draft_model_says(folder: Path) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proposer, "propose", watch)
+        patch.setattr(drafter, "propose", watch)
         engine.generate(requests, Options(max_batch_size=2))
     trees = [(text, c) for text, c in seen if c.tree.num_draft_tokens]
     assert len(trees) > 10
@@ -260,23 +260,23 @@ def test_a_tree_is_what_the_draft_model_says(folder: Path) -> None:
 
 def test_levels_end_where_none_could_enter_the_tree(folder: Path) -> None:
     """The trees are those of all levels, by fewer passes of the draft model."""
-    _, proposer = load_tree(folder, 6)
+    _, drafter = load_tree(folder, 6)
     engine, _ = load_tree(folder, 6)
     requests = make_requests(6)
     found: list[list[Any]] = []
     num_levels = []
     for ends in (True, False):
         trees: list[Any] = []
-        honest, settled = proposer.propose, DynamicTree._is_settled
+        honest, settled = drafter.propose, DynamicTree._is_settled
 
         def watch(active: Sequence[ActiveRequest]) -> list[Candidates]:
             drafted = honest(active)  # noqa: B023
             trees.extend((c.tree.tokens.tolist(), c.tree.parents.tolist()) for c in drafted)  # noqa: B023
-            num_levels.append(proposer.num_levels)
+            num_levels.append(drafter.num_levels)
             return drafted
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(proposer, "propose", watch)
+            patch.setattr(drafter, "propose", watch)
             if not ends:
                 patch.setattr(DynamicTree, "_is_settled", lambda *_: False)
             engine.generate(requests)
@@ -291,18 +291,18 @@ def test_trees_of_the_end_of_the_draft_models_positions(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text up to the last position that both models have; deeper nodes are of no use."""
-    engine, proposer = load_tree(folder, 6)
+    engine, drafter = load_tree(folder, 6)
     room = engine.config.build.max_seq_len
     request = Request(index=0, input_ids=[5, 6, 7], max_output_len=room - 3, end_ids=frozenset())
-    monkeypatch.setattr(proposer.decoder, "num_positions", room)
+    monkeypatch.setattr(drafter.decoder, "num_positions", room)
     positions = []
-    honest = proposer.decoder.forward
+    honest = drafter.decoder.forward
 
     def forward(step: Any, cache: Any, *tokens: Any) -> torch.Tensor:
         positions.append(int(step.positions.max()))
         return honest(step, cache, *tokens)
 
-    monkeypatch.setattr(proposer.decoder, "forward", forward)
+    monkeypatch.setattr(drafter.decoder, "forward", forward)
     (result,) = engine.generate([request])
     (expected,) = load(folder).generate([request])
     assert result.output_ids == expected.output_ids
@@ -342,12 +342,12 @@ def test_ratio_keeps_the_first_tokens_distribution(
     if not (folder / draft).exists():
         make_padded(folder, draft) if draft in PADDED else make_sharp(folder)
     engine = load(folder, draft, 2, True)
-    proposer: Drafter = engine.proposer
+    drafter: Drafter = engine.drafter
     if chain:
-        proposer = PacedDrafter([[Guesses()], [proposer]], make_costs(2), is_fixed=True)
+        drafter = PacedDrafter([[Guesses()], [drafter]], make_costs(2), is_fixed=True)
         turns = itertools.cycle([True, False])
         monkeypatch.setattr(Pace, "is_best", lambda *_: next(turns))
-    p_value, kept = check_first_tokens(engine, proposer, [5, 9, 40])
+    p_value, kept = check_first_tokens(engine, drafter, [5, 9, 40])
     assert 150 < kept < 2850, "some drafts are kept, some are not"
     if draft == "sharp":
         assert kept < 1500
@@ -378,8 +378,8 @@ def test_caches_are_rolled_back_and_never_recomputed(
     from specdec.engine.step import Step
 
     engine = load(folder, "draft", 4)
-    assert isinstance(engine.proposer, DraftTargetProposer)
-    draft = engine.proposer.decoder
+    assert isinstance(engine.drafter, ModelChainDrafter)
+    draft = engine.drafter.decoder
     fed: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by whether it is the draft's
     honest = Decoder.forward
 
@@ -627,14 +627,14 @@ def test_what_drafts_by_default(
     """What pays of a tree, or of a chain where drawn tokens are asked for, unless it is fixed."""
     pair: dict[str, Any] = {"engine_dir": folder / "target", "draft_engine_dir": folder / "draft"}
     engine = load_engine(DecodeSettings(device="cpu", **pair, **flags), None)
-    proposer: Any = engine.proposer
-    assert isinstance(proposer, PacedDrafter) == is_bound
+    drafter: Any = engine.drafter
+    assert isinstance(drafter, PacedDrafter) == is_bound
     if is_bound:
-        (proposer,) = proposer.members
-    assert isinstance(proposer, DraftTreeProposer if is_tree else DraftTargetProposer)
+        (drafter,) = drafter.members
+    assert isinstance(drafter, ModelTreeDrafter if is_tree else ModelChainDrafter)
     if is_tree:
         given = flags.get("draft_tree_tokens", flags.get("draft_len", "auto"))
-        assert proposer.max_draft_tokens == (6 if given == "auto" else int(given)), (
+        assert drafter.max_draft_tokens == (6 if given == "auto" else int(given)), (
             "as it was built for"
         )
     requests = make_requests(5)

@@ -13,7 +13,7 @@ import pytest
 
 from specdec.decode.drafters.eagle import (
     PUBLISHED_CHOICES,
-    EagleProposer,
+    EagleDrafter,
     StaticTree,
     check_choices,
 )
@@ -42,11 +42,11 @@ from tests.run.drafting import (
     record,
 )
 
-TREES: dict[str, Callable[[EagleProposer], None]] = {
-    "default": lambda proposer: None,
-    "static": lambda proposer: proposer.use_choices(PUBLISHED_CHOICES[:-2]),
-    "dynamic": lambda proposer: proposer.use_dynamic_tree(5, 20),
-    "chain": lambda proposer: proposer.use_choices(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))),
+TREES: dict[str, Callable[[EagleDrafter], None]] = {
+    "default": lambda drafter: None,
+    "static": lambda drafter: drafter.use_choices(PUBLISHED_CHOICES[:-2]),
+    "dynamic": lambda drafter: drafter.use_dynamic_tree(5, 20),
+    "chain": lambda drafter: drafter.use_choices(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))),
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle1": {},
@@ -90,17 +90,17 @@ class Case:
         self.number = [*DRAFTERS].index(name)
         self.version = DRAFTERS[name].get("version", 1)
         self.target = target
-        self.drafter = make_eagle_drafter(parent, scale=2.0, **DRAFTERS[name])
+        self.drafter_dir = make_eagle_drafter(parent, scale=2.0, **DRAFTERS[name])
         # By the kernels and, of every third drafter, by torch's operators.
         optimize = "auto" if self.number % 3 else "none"
-        folder = make_eagle_engine(parent, target, self.drafter, optimize=optimize)
+        folder = make_eagle_engine(parent, target, self.drafter_dir, optimize=optimize)
         self.engine = TorchEngine(folder, device="cpu")
-        assert isinstance(self.engine.proposer, EagleProposer)
-        self.proposer: EagleProposer = self.engine.proposer
+        assert isinstance(self.engine.drafter, EagleDrafter)
+        self.drafter: EagleDrafter = self.engine.drafter
 
     def use(self, tree: str) -> None:
-        self.proposer.__init__(self.proposer.net, self.engine.decoder)  # type: ignore[misc]
-        TREES[tree](self.proposer)
+        self.drafter.__init__(self.drafter.net, self.engine.decoder)  # type: ignore[misc]
+        TREES[tree](self.drafter)
 
 
 @pytest.fixture(scope="module", params=list(DRAFTERS))
@@ -123,13 +123,13 @@ def expected(target: Path) -> list[list[int]]:
 def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
     """Every path of the trees of a whole generation, computed anew from the folder, no cache."""
     case.use(tree)
-    reference = EagleReference(case.target, case.drafter, version=case.version)
+    reference = EagleReference(case.target, case.drafter_dir, version=case.version)
     for drafts in record(case.engine, make_requests(PROMPTS[:2], limit=6)).values():
         for text, paths in drafts[:1] + drafts[-1:]:
             if tree == "static":
                 wanted = reference.draft_static(text, PUBLISHED_CHOICES[:-2])
             else:
-                depth = case.proposer.max_draft_depth
+                depth = case.drafter.max_draft_depth
                 wanted = reference.draft_dynamic(text, top_k=5, depth=depth, num_tokens=20)
             assert paths == wanted
 
@@ -143,20 +143,20 @@ def test_reused_prefixes_are_not_run_again(case: Case) -> None:
     case.use("default")
     stem = [7, 3, 9, 22, 41, 13, 6, 80]
     ran: list[int] = []
-    forward = case.proposer.net.forward
+    forward = case.drafter.net.forward
 
     def count(step: Any, features: Any, cache: Any) -> Any:
-        if step.tree_mask.shape[1] == step.tree_mask.shape[2] and cache is case.proposer._cache:
+        if step.tree_mask.shape[1] == step.tree_mask.shape[2] and cache is case.drafter._cache:
             ran.append(step.tokens.size)
         return forward(step, features, cache)
 
     requests = make_requests([[*stem, 5], [*stem, 9]], limit=2)
-    case.proposer.net.forward = count  # type: ignore[method-assign]
+    case.drafter.net.forward = count  # type: ignore[method-assign]
     try:
         record(case.engine, requests, max_batch_size=1, reuse_blocks=True)
     finally:
-        del case.proposer.net.forward
-    masked = 0 if case.proposer.params.mask_token_id is None else case.proposer.max_draft_depth - 1
+        del case.drafter.net.forward
+    masked = 0 if case.drafter.params.mask_token_id is None else case.drafter.max_draft_depth - 1
     assert ran[0] == 9 + masked, "all pairs of the first prompt"
     assert max(ran[1:]) < 9 + masked, "of the second, what is not in the cache"
 
@@ -178,18 +178,20 @@ def test_random_drafters_leave_the_text_unchanged(
 
 @pytest.mark.parametrize("kind", ["embedding", "feature", "layers"])
 def test_perfect_drafters_are_accepted_to_their_depth(kind: str, tmp_path: Path) -> None:
-    drafter = make_knowing_drafter(tmp_path, kind)
-    engine = TorchEngine(make_eagle_engine(tmp_path, tmp_path / "counter", drafter), device="cpu")
-    proposer = engine.proposer
-    assert isinstance(proposer, EagleProposer)
+    drafter_dir = make_knowing_drafter(tmp_path, kind)
+    engine = TorchEngine(
+        make_eagle_engine(tmp_path, tmp_path / "counter", drafter_dir), device="cpu"
+    )
+    drafter = engine.drafter
+    assert isinstance(drafter, EagleDrafter)
     requests = make_requests([[4], [30, 2]], limit=30)
     wanted = [[(p[-1] + 1 + n) % 32 for n in range(30)] for p in ([4], [30, 2])]
     plans: list[tuple[Callable[[], None], int]] = [
-        (lambda: proposer.use_choices(((0,), (0, 0), (0, 0, 0))), 3),
-        (lambda: proposer.use_choices(((1,), (0,), (0, 0))), 2),
-        (lambda: proposer.use_choices(((1,),)), 0),
-        (lambda: proposer.use_dynamic_tree(3, 9), 4),
-        (lambda: proposer.use_dynamic_tree(1, 2), 2),
+        (lambda: drafter.use_choices(((0,), (0, 0), (0, 0, 0))), 3),
+        (lambda: drafter.use_choices(((1,), (0,), (0, 0))), 2),
+        (lambda: drafter.use_choices(((1,),)), 0),
+        (lambda: drafter.use_dynamic_tree(3, 9), 4),
+        (lambda: drafter.use_dynamic_tree(1, 2), 2),
     ]
     for use, depth in plans:
         use()
@@ -203,8 +205,8 @@ def test_perfect_drafters_are_accepted_to_their_depth(kind: str, tmp_path: Path)
 def test_hostile_drafters_cost_steps_only(kind: str, tmp_path: Path) -> None:
     drafter = make_knowing_drafter(tmp_path, kind, step=5)
     engine = TorchEngine(make_eagle_engine(tmp_path, tmp_path / "counter", drafter), device="cpu")
-    assert isinstance(engine.proposer, EagleProposer)
-    engine.proposer.use_choices(((0,), (0, 0)))
+    assert isinstance(engine.drafter, EagleDrafter)
+    engine.drafter.use_choices(((0,), (0, 0)))
     for result in engine.generate(make_requests([[4], [30, 2]], limit=9)):
         assert result.stats.num_accepted == 0
         assert result.stats.num_verify_steps == 8
@@ -214,14 +216,14 @@ def test_hostile_drafters_cost_steps_only(kind: str, tmp_path: Path) -> None:
 
 def test_one_pass_drafts_all_places(target: Path, tmp_path: Path) -> None:
     """Of P-EAGLE: the new pairs of all rows, and masks behind them, whatever the depth."""
-    drafter = make_eagle_drafter(tmp_path, version=3, mask_token_id=5, scale=2.0)
-    folder = make_eagle_engine(tmp_path, target, drafter)
+    drafter_dir = make_eagle_drafter(tmp_path, version=3, mask_token_id=5, scale=2.0)
+    folder = make_eagle_engine(tmp_path, target, drafter_dir)
     engine = TorchEngine(folder, device="cpu")
-    proposer = engine.proposer
-    assert isinstance(proposer, EagleProposer)
-    assert proposer.max_draft_depth == 8, "as many as speculators trains"
+    drafter = engine.drafter
+    assert isinstance(drafter, EagleDrafter)
+    assert drafter.max_draft_depth == 8, "as many as speculators trains"
     sizes: list[tuple[int, ...]] = []
-    forward, propose, steps = proposer.net.forward, proposer.propose, 0
+    forward, propose, steps = drafter.net.forward, drafter.propose, 0
 
     def count(step: Any, features: Any, cache: Any) -> Any:
         sizes.append(step.tokens.shape)
@@ -232,8 +234,8 @@ def test_one_pass_drafts_all_places(target: Path, tmp_path: Path) -> None:
         steps += 1
         return propose(requests)
 
-    proposer.net.forward = count  # type: ignore[method-assign]
-    proposer.propose = count_steps  # type: ignore[method-assign]
+    drafter.net.forward = count  # type: ignore[method-assign]
+    drafter.propose = count_steps  # type: ignore[method-assign]
     engine.generate(make_requests([[4, 9]], limit=5))
     assert len(sizes) == steps
     assert all(8 <= np.prod(size) <= 8 + 9 for size in sizes)
@@ -283,14 +285,14 @@ def test_trees_know_their_sizes() -> None:
 
 def test_dynamic_trees_beyond_the_limits(case: Case) -> None:
     with pytest.raises(SpecDecError, match="max-top-k is 11, the engine's max_non_leaves_per_laye"):
-        case.proposer.use_dynamic_tree(11)
+        case.drafter.use_dynamic_tree(11)
     with pytest.raises(SpecDecError, match="tree-tokens is 64, the engine's max_draft_len is 63"):
-        case.proposer.use_dynamic_tree(4, 64)
+        case.drafter.use_dynamic_tree(4, 64)
 
 
 def test_default_trees_on_a_cpu(case: Case) -> None:
     case.use("default")
-    tree = case.proposer.tree
+    tree = case.drafter.tree
     assert isinstance(tree, StaticTree if case.version == 1 else DynamicTree)
     assert tree.num_tokens == DEFAULT_CPU_TOKENS
     if isinstance(tree, StaticTree):

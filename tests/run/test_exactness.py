@@ -12,10 +12,10 @@ import torch
 
 from specdec.decode import accept as verify
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.lookahead import LookaheadProposer
-from specdec.decode.drafters.prompt_lookup import PromptLookupProposer
-from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.lookahead import LookaheadDrafter
+from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
@@ -29,7 +29,7 @@ from tests.conftest import (
     make_llama,
 )
 from tests.engine.kernels import FORMS, needs_compiler
-from tests.engines import OracleProposer, continue_greedily, make_engine
+from tests.engines import OracleDrafter, continue_greedily, make_engine
 from tests.families import make_hybrid
 
 PROMPT_LENGTHS = (5, 17, 1, 40)
@@ -108,8 +108,8 @@ def test_redrafter_equals_transformers(
     assert outputs_of(engine.generate(make_requests(prompts))) == expected
     alone = [outputs_of(engine.generate([request]))[0] for request in make_requests(prompts)]
     assert alone == expected, "batch 1 differs from batch 4"
-    assert isinstance(engine.proposer, ReDrafterProposer)
-    engine.proposer = DynamicProposer(engine.proposer.head, (beams * length + 1) // 2)
+    assert isinstance(engine.drafter, BeamDrafter)
+    engine.drafter = BeamTreeDrafter(engine.drafter.head, (beams * length + 1) // 2)
     assert outputs_of(engine.generate(make_requests(prompts))) == expected, "a dynamic tree"
 
 
@@ -134,9 +134,9 @@ def test_any_drafter_leaves_the_text_unchanged(
     """Also where prompts are read in pieces."""
     prompts, expected = reference(target)
     beams, length = shape
-    proposer = OracleProposer(expected, beams=beams, length=length, quality=quality, seed=5)
+    drafter = OracleDrafter(expected, beams=beams, length=length, quality=quality, seed=5)
     options = Options(max_num_tokens={1.0: 8192, 0.8: 4, 0.5: 12, 0.0: 64}[quality])
-    results = generate(engine.decoder, proposer, make_requests(prompts), options)
+    results = generate(engine.decoder, drafter, make_requests(prompts), options)
     assert outputs_of(results) == expected
     for result in results:
         stats = result.stats
@@ -165,19 +165,19 @@ def test_drafts_from_the_text_leave_it_unchanged(
     if len(shape) == 3 and is_hybrid(engine):
         pytest.skip("a hybrid verifies chains only")
     prompts, expected = reference(target)
-    proposer: Drafter
+    drafter: Drafter
     if len(shape) == 1:
         options = SuffixOptions(max_tokens=shape[0], min_probability=0, max_cached_tokens=500)
-        proposer = SuffixProposer(options)
+        drafter = SuffixDrafter(options)
     elif len(shape) == 2:
         lookup = LookupOptions(num_tokens=shape[0], max_ngram_size=shape[1])
-        proposer = PromptLookupProposer(lookup)
+        drafter = PromptLookupDrafter(lookup)
     else:
-        proposer = LookaheadProposer(LookaheadConfig(*shape), engine.decoder)
+        drafter = LookaheadDrafter(LookaheadConfig(*shape), engine.decoder)
     requests = make_requests(prompts)
-    assert outputs_of(generate(engine.decoder, proposer, requests, Options())) == expected
+    assert outputs_of(generate(engine.decoder, drafter, requests, Options())) == expected
     few = Options(max_batch_size=2, max_num_tokens=12)
-    assert outputs_of(generate(engine.decoder, proposer, requests, few)) == expected
+    assert outputs_of(generate(engine.decoder, drafter, requests, few)) == expected
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_limits_and_ends_cut_inside_a_block(
     cut = [t[: t.index(end) + 1] if end in t else t[:limit] for t in expected]
     requests = make_requests(prompts, end_ids=frozenset([end]), limit=limit)
     for quality in (1.0, 0.9):
-        proposer = OracleProposer(expected, beams=3, length=5, quality=quality, seed=2)
-        results = generate(engine.decoder, proposer, requests, Options())
+        drafter = OracleDrafter(expected, beams=3, length=5, quality=quality, seed=2)
+        results = generate(engine.decoder, drafter, requests, Options())
         assert outputs_of(results) == cut
         reasons = ["eos" if end in tokens else "length" for tokens in cut]
         assert [r.finish_reason for r in results] == reasons
@@ -265,7 +265,7 @@ def test_half_precision_text_is_that_of_plain_decoding(
     )
     engine = TorchEngine(folder, device="cpu")
     assert outputs_of(engine.generate(make_requests(prompts))) == plain
-    oracle = OracleProposer(plain, beams=3, length=6, quality=0.8, seed=5)
+    oracle = OracleDrafter(plain, beams=3, length=6, quality=0.8, seed=5)
     results = generate(engine.decoder, oracle, make_requests(prompts), Options())
     assert outputs_of(results) == plain
     assert sum(result.stats.num_accepted for result in results) > LIMIT
@@ -276,7 +276,7 @@ def test_accepting_a_wrong_token_is_noticed(
 ) -> None:
     """A deliberate break of the accept rule: one draft token too many is taken."""
     prompts, expected = reference(target)
-    proposer = OracleProposer(expected, beams=2, length=4, quality=0.6, seed=4)
+    drafter = OracleDrafter(expected, beams=2, length=4, quality=0.6, seed=4)
     honest: Any = verify.accept
 
     def accept_one_more(tree: Tree, choices: np.ndarray) -> tuple[list[int], int]:
@@ -285,5 +285,5 @@ def test_accepting_a_wrong_token_is_noticed(
         return ([*path, children[0]], int(choices[children[0]])) if children else (path, bonus)
 
     monkeypatch.setattr(verify, "accept", accept_one_more)
-    results = generate(engine.decoder, proposer, make_requests(prompts), Options())
+    results = generate(engine.decoder, drafter, make_requests(prompts), Options())
     assert outputs_of(results) != expected

@@ -19,7 +19,7 @@ from specdec.decode.ahead import PlainAhead
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.levels import DynamicTree
-from specdec.decode.drafters.medusa import MedusaProposer
+from specdec.decode.drafters.medusa import MedusaDrafter
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import bind
 from specdec.decode.drafters.trees import grow_choices
@@ -75,8 +75,8 @@ def load(parent: Path, method: str, *, with_graphs: bool, speculate: bool = True
         attach_draft(engine, draft, draft_len=3, use_logits=False, tree_tokens=tree_tokens)
         return engine
     engine = open_engine(name)
-    if isinstance(engine.proposer, MedusaProposer):  # as on a GPU
-        engine.proposer.use_tree(grow_choices(3, 7, 128))
+    if isinstance(engine.drafter, MedusaDrafter):  # as on a GPU
+        engine.drafter.use_tree(grow_choices(3, 7, 128))
     return engine
 
 
@@ -151,7 +151,7 @@ def test_steps_are_begun_ahead_while_a_drafter_rests(
     expected = run(load(parent, method, with_graphs=False), requests)
     engine, calls = load(parent, method, with_graphs=True), list[int]()
     turn = itertools.cycle((1, 1, 0))
-    engine.proposer, step = bind(engine.proposer, make_costs()), PlainAhead.step
+    engine.drafter, step = bind(engine.drafter, make_costs()), PlainAhead.step
 
     def plan(pace: Pace, remaining: Sequence[int], *_: int) -> bool:
         pace.skip(len(remaining))
@@ -172,7 +172,7 @@ def test_steps_are_begun_ahead_while_a_drafter_rests(
         turn, timing = itertools.cycle((1, 1, 0)), Timing(is_exact=is_exact)
         calls.clear()
         found = generate(
-            engine.decoder, engine.proposer, requests[chosen], Options(max_batch_size=3), timing
+            engine.decoder, engine.drafter, requests[chosen], Options(max_batch_size=3), timing
         )
         assert [r.output_ids for r in found] == expected[chosen]
         assert is_exact or len(calls) > timing.num_steps / 3
@@ -256,7 +256,7 @@ def test_requests_join_and_leave_between_steps(parent: Path, *, speculate: bool)
     expected = [run(eager, [request])[0] for request in (*greedy, *sampled)]
     engine = load(parent, "redrafter", with_graphs=True, speculate=speculate)
     batch = Batch(
-        engine.decoder, engine.proposer, engine.fill_options(Options()), Timing(),
+        engine.decoder, engine.drafter, engine.fill_options(Options()), Timing(),
         num_rows=3, max_seq_len=engine.max_seq_len,
     )  # fmt: skip
     assert not batch.is_busy
@@ -503,10 +503,10 @@ def test_waits_of_a_step(parent: Path, method: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(DynamicTree, "_is_settled", lambda *_: False)  # all levels are drafted
     timing = Timing()
     before = WAITS.count
-    generate(engine.decoder, engine.proposer, make_requests(1), Options(), timing)
+    generate(engine.decoder, engine.drafter, make_requests(1), Options(), timing)
     # Besides: the prompt's own token, and the first draft where others come with the tokens.
     waits = WAITS.count - before - 1 - (method in ("redrafter", "medusa"))
     waits -= checks.count
-    each = WAITS_PER_STEP.get(method) or 1 + engine.proposer.tree.depth
+    each = WAITS_PER_STEP.get(method) or 1 + engine.drafter.tree.depth
     # The last steps draft less where less is left to emit.
     assert timing.num_steps * each - 3 <= waits <= timing.num_steps * each

@@ -25,7 +25,7 @@ from specdec.engine.tree import pack_beams
 from specdec.errors import UsageError
 from specdec.run.settings import RunSettings
 from tests.engine.kernels import needs_compiler
-from tests.engines import OracleProposer, call, list_requests, make_engine, make_noisy_copy
+from tests.engines import OracleDrafter, call, list_requests, make_engine, make_noisy_copy
 from tests.families import make_hybrid
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
@@ -131,18 +131,18 @@ def test_states_after_drafts_are_those_of_plain_decoding(
 def test_rows_come_and_go(folder: Path, quality: float, prompt_chunk: Any) -> None:
     """Greedy and sampled, more requests than rows, prompts in pieces beside drafts."""
     expected = generate_plain(folder)
-    proposer = OracleProposer(expected, beams=1, length=4, quality=quality, seed=3)
+    drafter = OracleDrafter(expected, beams=1, length=4, quality=quality, seed=3)
     options = Options(max_batch_size=3, max_num_tokens=16, prompt_chunk=prompt_chunk)
-    results = generate(load(folder).decoder, proposer, make_requests(), options)
+    results = generate(load(folder).decoder, drafter, make_requests(), options)
     assert [r.output_ids for r in results] == expected
     assert sum(r.stats.num_accepted for r in results) > LIMIT
 
 
 def test_a_cancelled_request_leaves_nothing_behind(folder: Path) -> None:
     expected, decoder = generate_plain(folder), load(folder).decoder
-    proposer = OracleProposer(expected, beams=1, length=4, quality=0.7, seed=3)
+    drafter = OracleDrafter(expected, beams=1, length=4, quality=0.7, seed=3)
     options = Options(prompt_chunk=4, reuse_blocks=True)
-    batch = Batch(decoder, proposer, options, Timing(), num_rows=2, max_seq_len=80)
+    batch = Batch(decoder, drafter, options, Timing(), num_rows=2, max_seq_len=80)
     requests = make_requests()
     doomed = [batch.submit(request) for request in requests[4:6]]
     for at in range(4):  # one in its prompt, one behind it
@@ -232,6 +232,6 @@ def test_rounded_weights(folder: Path, tmp_path: Path, kind: str) -> None:
     flags = ["--quantization", kind, *(["--group-size", 32] if kind == "int4" else [])]
     engine = TorchEngine(make_engine(tmp_path, folder / "target", build=flags), device="cpu")
     expected = [r.output_ids for r in engine.generate(make_requests())]
-    proposer = OracleProposer(expected, beams=1, length=4, quality=0.7, seed=3)
-    results = generate(engine.decoder, proposer, make_requests(), Options(max_batch_size=2))
+    drafter = OracleDrafter(expected, beams=1, length=4, quality=0.7, seed=3)
+    results = generate(engine.decoder, drafter, make_requests(), Options(max_batch_size=2))
     assert [r.output_ids for r in results] == expected

@@ -17,9 +17,9 @@ import torch
 from specdec.decode.drafters.base import DraftContext
 from specdec.decode.drafters.medusa import (
     ChoiceTree,
-    MedusaProposer,
+    MedusaDrafter,
     check_choices,
-    make_proposer,
+    make_drafter,
 )
 from specdec.decode.drafters.trees import DEFAULT_CPU_TOKENS, grow_choices
 from specdec.decode.engine import TorchEngine
@@ -152,15 +152,15 @@ def test_random_heads_leave_the_text_unchanged(
         make_medusa_engine(tmp_path, target, heads, optimize=optimize), device="cpu"
     )
     assert engine.method == "medusa"
-    proposer = engine.proposer
-    assert isinstance(proposer, MedusaProposer)
-    assert proposer.max_draft_tokens == DEFAULT_CPU_TOKENS
+    drafter = engine.drafter
+    assert isinstance(drafter, MedusaDrafter)
+    assert drafter.max_draft_tokens == DEFAULT_CPU_TOKENS
     trees: list[Choices | int] = [
         1, 3, 63, grow_choices(4, DEFAULT_CPU_TOKENS, 128), grow_choices(4, 63, 128), ((0,),),
         ((5,), (5, 0), (5, 0, 2), (5, 0, 2, 1)), tuple((n,) for n in range(60)),
     ]  # fmt: skip
     for tree in trees:
-        proposer.use_tree(tree)
+        drafter.use_tree(tree)
         size = tree if isinstance(tree, int) else len(tree)
         depth = min(tree, 4) if isinstance(tree, int) else max(map(len, tree))
         results = engine.generate(make_requests())
@@ -196,11 +196,11 @@ def test_a_dynamic_tree_has_the_paths_that_the_heads_find_likeliest() -> None:
         "medusa_heads.0.lm_head.weight": chances.log().T.contiguous(),
         "medusa_heads.1.lm_head.weight": torch.tensor([0.5, 0.3, 0.2]).log()[:, None].repeat(1, 2),
     }
-    proposer = MedusaProposer(MedusaHeads(params, weights), 4)
-    proposer.allocate(2, 9)
+    drafter = MedusaDrafter(MedusaHeads(params, weights), 4)
+    drafter.allocate(2, 9)
     requests: Any = [SimpleNamespace(row=row, output_ids=[7]) for row in range(2)]
-    proposer.observe(requests, States(torch.eye(2)[:, None]), [[0], [0]])
-    sure, unsure = proposer.propose(requests)
+    drafter.observe(requests, States(torch.eye(2)[:, None]), [[0], [0]])
+    sure, unsure = drafter.propose(requests)
     assert sure.tree.tokens.tolist() == [7, 1, 0, 1, 2]
     assert sure.tree.parents.tolist() == [-1, 0, 1, 1, 1]
     assert sure.confidence == pytest.approx([1, 0.8, 0.5, 0.3, 0.2])
@@ -208,7 +208,7 @@ def test_a_dynamic_tree_has_the_paths_that_the_heads_find_likeliest() -> None:
     assert unsure.tree.parents.tolist() == [-1, 0, 0, 0, 1]
     assert unsure.confidence == pytest.approx([1, 0.36, 0.34, 0.3, 0.5])
     with pytest.raises(SpecDecError, match="--medusa-tree-tokens is 5, .* max_draft_len is 4"):
-        proposer.use_tree(5)
+        drafter.use_tree(5)
 
 
 def test_a_tree_is_static_or_dynamic() -> None:
@@ -221,14 +221,14 @@ def test_perfect_heads_are_accepted_to_their_depth(tmp_path: Path) -> None:
     heads, expected = make_knowing_heads(tmp_path)
     folder = make_medusa_engine(tmp_path, tmp_path / "counter", heads, optimize="none")
     engine = TorchEngine(folder, device="cpu")
-    proposer = engine.proposer
-    assert isinstance(proposer, MedusaProposer)
+    drafter = engine.drafter
+    assert isinstance(drafter, MedusaDrafter)
     requests = list_requests(([4], [30, 2]), LIMIT)
     trees: list[tuple[Choices | int, int]] = [
         (((0,), (0, 0), (0, 0, 0)), 3), (((1,), (0,), (0, 0)), 2), (((1,),), 0), (3, 3), (2, 2),
     ]  # fmt: skip
     for tree, depth in trees:
-        proposer.use_tree(tree)
+        drafter.use_tree(tree)
         for result, tokens in zip(engine.generate(requests), expected, strict=True):
             assert result.output_ids == tokens
             assert result.stats.num_verify_steps == -(-(LIMIT - 1) // (depth + 1))
@@ -245,7 +245,7 @@ def test_the_tree_is_larger_where_steps_are_cheap(device: str, num_tokens: int) 
         dtype=torch.float32, model=model,
     )  # fmt: skip
     context = DraftContext(decoder=decoder, params=params, weights=weights)
-    assert make_proposer(context).max_draft_tokens == num_tokens
+    assert make_drafter(context).max_draft_tokens == num_tokens
 
 
 def test_what_a_build_takes_from_the_checkpoint(target: Path, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import torch
 from specdec import Engine
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.draft_model import DraftModel
-from specdec.decode.drafters.draft_target import DraftTargetProposer, attach_draft
+from specdec.decode.drafters.draft_model import ModelDrafter
+from specdec.decode.drafters.draft_target import ModelChainDrafter, attach_draft
 from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
@@ -171,7 +171,7 @@ def run(
     engine: TorchEngine, requests: Sequence[Request], tokenizer: Any, batch_size: int = 3
 ) -> list[Any]:
     options = Options(max_batch_size=batch_size, tokenizer=tokenizer)
-    return generate(engine.decoder, engine.proposer, requests, options)
+    return generate(engine.decoder, engine.drafter, requests, options)
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -218,8 +218,8 @@ def test_other_ids_of_the_same_tokens_change_nothing(folder: Path, how: str) -> 
     for draft in ("copy", "permuted"):
         tree_tokens = 4 if how == "tree" else None
         engine = load(folder, "target", draft, 4, how == "logits", tree_tokens)
-        assert isinstance(engine.proposer, DraftModel)
-        assert engine.proposer.tokens.is_same == (draft == "copy")
+        assert isinstance(engine.drafter, ModelDrafter)
+        assert engine.drafter.tokens.is_same == (draft == "copy")
         results = run(engine, requests, load_tokenizer(folder, "target"))
         found.append([(r.output_ids, r.stats.to_json()) for r in results])
     assert found[0] == found[1]
@@ -231,7 +231,7 @@ def test_ratio_keeps_the_distribution(folder: Path, target: str, draft: str) -> 
     """By the restricted probabilities, normalized: of many tokens the draft model has no twin."""
     engine = load(folder, target, draft, 2, True)
     prompt = load_tokenizer(folder, target)("def import")["input_ids"]
-    p_value, kept = check_first_tokens(engine, engine.proposer, prompt)
+    p_value, kept = check_first_tokens(engine, engine.drafter, prompt)
     assert 150 < kept < 2850, "some drafts are kept, some are not"
     assert p_value > FALSE_ALARM_RATE / 2
 
@@ -372,9 +372,9 @@ def test_texts_that_outgrow_the_draft_model(folder: Path, monkeypatch: pytest.Mo
     expected = [r.output_ids for r in run(load(folder), requests, tokenizer)]
     engine = load(folder, "target", "merges", 3)
     whole = sum(r.stats.num_draft_tokens for r in run(engine, requests, tokenizer))
-    assert isinstance(engine.proposer, DraftTargetProposer)
-    short = dataclasses.replace(engine.proposer.model, max_seq_len=20)
-    monkeypatch.setattr(engine.proposer, "model", short)
+    assert isinstance(engine.drafter, ModelChainDrafter)
+    short = dataclasses.replace(engine.drafter.model, max_seq_len=20)
+    monkeypatch.setattr(engine.drafter, "model", short)
     results = run(engine, requests, tokenizer)
     assert [r.output_ids for r in results] == expected
     assert 0 < sum(r.stats.num_draft_tokens for r in results) < whole
@@ -466,8 +466,8 @@ def test_one_tree_with_other_drafts_leaves_the_cache_true(
             ]
 
     engine = load(folder, "target", "merges", 3)
-    model = engine.proposer
-    assert isinstance(model, DraftTargetProposer)
+    model = engine.drafter
+    assert isinstance(model, ModelChainDrafter)
     chain = PacedDrafter([[Oracle(), model]], make_costs(), is_fixed=True)
     honest, run_model = model.propose, model.decoder.forward
     ran: dict[tuple[int, int], int] = {}  # (row, position): the token there

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.mtp import MtpProposer
+from specdec.decode.drafters.mtp import MtpDrafter
 from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options, generate
@@ -160,10 +160,10 @@ def test_mimo_drafts_by_its_own_head(tmp_path: Path) -> None:
 def compare_drafts(folder: Path, reference: Reference, every: int = 1) -> None:
     """Those of every step of a batch, of whose texts so many are looked at."""
     engine = TorchEngine(folder, device="cpu")
-    proposer = engine.proposer
-    assert isinstance(proposer, MtpProposer)
+    drafter = engine.drafter
+    assert isinstance(drafter, MtpDrafter)
     seen: list[tuple[list[int], list[int]]] = []
-    propose = proposer.propose
+    propose = drafter.propose
 
     def watch(requests: Any) -> list[Candidates]:
         found = propose(requests)
@@ -173,7 +173,7 @@ def compare_drafts(folder: Path, reference: Reference, every: int = 1) -> None:
             assert own.tree.parents.tolist() == [*range(-1, 8)], "a chain"
         return found
 
-    proposer.propose = watch  # type: ignore[method-assign]
+    drafter.propose = watch  # type: ignore[method-assign]
     results = engine.generate(list_requests(PROMPTS, LIMIT))
     expected = continue_greedily(reference.main, PROMPTS, LIMIT)
     assert [r.output_ids for r in results] == expected
@@ -188,10 +188,10 @@ def test_a_head_that_knows_the_text_is_accepted_to_its_depth(kind: str, tmp_path
     head = make_knowing_drafter(tmp_path, kind)
     folder = make_tree_engine("mtp", tmp_path, tmp_path / "counter", head)
     engine = TorchEngine(folder, device="cpu")
-    assert isinstance(engine.proposer, MtpProposer)
-    net, prompts = engine.proposer.net, ([4], [30, 2])
+    assert isinstance(engine.drafter, MtpDrafter)
+    net, prompts = engine.drafter.net, ([4], [30, 2])
     for depth in (8, 3, 1):
-        engine.proposer = MtpProposer(net, engine.decoder, MtpOptions(num_tokens=depth))
+        engine.drafter = MtpDrafter(net, engine.decoder, MtpOptions(num_tokens=depth))
         for prompt, result in zip(
             prompts, engine.generate(make_requests(prompts, 30)), strict=True
         ):
@@ -298,11 +298,11 @@ def test_how_many_tokens_are_drafted(tmp_path: Path) -> None:
     def load(**options: Any) -> TorchEngine:
         return load_engine(RunSettings(engine_dir=folder, device="cpu", **options), None)
 
-    fixed = load(mtp_num_draft_tokens="3", draft_budget="fixed").proposer
-    assert isinstance(fixed, MtpProposer)
+    fixed = load(mtp_num_draft_tokens="3", draft_budget="fixed").drafter
+    assert isinstance(fixed, MtpDrafter)
     assert (fixed.max_draft_tokens, fixed.max_draft_depth) == (3, 3)
     for given in ({"mtp_num_draft_tokens": "auto"}, {"mtp_num_draft_tokens": "5"}, {}):
-        paced = load(**given).proposer
+        paced = load(**given).drafter
         assert isinstance(paced, PacedDrafter)
         assert paced.max_draft_tokens == 5
     with pytest.raises(SpecDecError, match="is 6, the engine's max_draft_len is 5") as caught:
@@ -337,5 +337,5 @@ def test_rows_come_and_go(tmp_path: Path, reuse: bool) -> None:
         options = Options(
             max_batch_size=3, max_num_tokens=16, prompt_chunk=chunk, reuse_blocks=reuse
         )
-        found = generate(engine.decoder, engine.proposer, [*requests, *requests], options)
+        found = generate(engine.decoder, engine.drafter, [*requests, *requests], options)
         assert [result.output_ids for result in found] == expected * 2

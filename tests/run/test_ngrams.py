@@ -14,12 +14,12 @@ import torch
 
 from specdec.decode.drafters.lookahead import (
     Lookahead,
-    LookaheadProposer,
+    LookaheadDrafter,
     NgramPool,
     choose_lookahead,
     fit_lookahead,
 )
-from specdec.decode.drafters.prompt_lookup import NgramIndex, PromptLookupProposer
+from specdec.decode.drafters.prompt_lookup import NgramIndex, PromptLookupDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
@@ -193,11 +193,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPTS = [[7, 30, 7, 31, 7, 30, 7, 31], [9, 10], [40], [5] * 30]
 
 
-def run(engine: TorchEngine, proposer: Any = None, limit: int = 120) -> list[ActiveRequest]:
+def run(engine: TorchEngine, drafter: Any = None, limit: int = 120) -> list[ActiveRequest]:
     requests = list_requests(PROMPTS, limit)
-    if proposer is None:
+    if drafter is None:
         return engine.generate(requests)
-    return generate(engine.decoder, proposer, requests, Options(max_batch_size=3))
+    return generate(engine.decoder, drafter, requests, Options(max_batch_size=3))
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +233,12 @@ def test_a_text_that_repeats_itself_is_drafted_in_full(repeater: TorchEngine) ->
     """Once a period has been written, a step emits all that it can."""
     request = Request(index=0, input_ids=[3, 25], max_output_len=61, end_ids=frozenset())
     expected = [20 + (6 + n) % PERIOD for n in range(61)]
-    lookup = PromptLookupProposer(LookupOptions(num_tokens=4, max_ngram_size=2))
+    lookup = PromptLookupDrafter(LookupOptions(num_tokens=4, max_ngram_size=2))
     (result,) = generate(repeater.decoder, lookup, [request], Options())
     assert result.output_ids == expected
     # 26 comes with the prompt, up to the next 25 are nine, then 50 by fives; the last one alone.
     assert result.stats.accepted_histogram == [10, 0, 0, 0, 10]
-    window = LookaheadProposer(LookaheadConfig(4, 4, 4), repeater.decoder)
+    window = LookaheadDrafter(LookaheadConfig(4, 4, 4), repeater.decoder)
     (result,) = generate(repeater.decoder, window, [request], Options())
     assert result.output_ids == expected
     # Until the window has gone by a token that the text has reached, one at a time; then by fours.
@@ -253,12 +253,12 @@ def test_window_rows_are_the_targets_own_choices(
 ) -> None:
     """Each new row holds the argmax after the path above it, computed from the text alone."""
     engine, _ = plain
-    proposer = LookaheadProposer(LookaheadConfig(3, 3, 2), engine.decoder)
+    drafter = LookaheadDrafter(LookaheadConfig(3, 3, 2), engine.decoder)
     checked: list[tuple[list[int], int]] = []  # what a path's last token ends, the token after it
-    observe = proposer.observe
+    observe = drafter.observe
 
     def watch(requests: Any, states: States, paths: Any) -> None:
-        state = proposer._states[0]
+        state = drafter._states[0]
         before, is_drafted = list(state.window), bool(state.ends)
         observe(requests, states, paths)
         if not is_drafted:
@@ -268,10 +268,10 @@ def test_window_rows_are_the_targets_own_choices(
             path = [*before[0][1 : column + 1], *(row[column] for row in before[1:])]
             checked.append(([*text, *path], token))
 
-    proposer.observe = watch  # type: ignore[method-assign]
+    drafter.observe = watch  # type: ignore[method-assign]
     request = Request(index=0, input_ids=PROMPTS[0], max_output_len=12, end_ids=frozenset())
     # Not the last step: there the output is cut.
-    generate(engine.decoder, proposer, [request], Options())
+    generate(engine.decoder, drafter, [request], Options())
     requests = [
         Request(index=i, input_ids=text, max_output_len=1, end_ids=frozenset())
         for i, (text, _) in enumerate(checked[:-3])

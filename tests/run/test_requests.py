@@ -31,7 +31,7 @@ from specdec.run.settings import RunSettings
 from specdec.system import logs
 from specdec.text.prompts import Prompt, list_prompts, read_line
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
-from tests.engines import OracleProposer, run_cli_here, start_cli
+from tests.engines import OracleDrafter, run_cli_here, start_cli
 from tests.methods import build_methods, load_method
 
 
@@ -146,7 +146,7 @@ def test_finished_rows_are_refilled(engines: dict[str, TorchEngine]) -> None:
         sizes.append(len(active))
 
     results = generate(
-        engine.decoder, engine.proposer, requests, Options(max_batch_size=2, on_progress=watch)
+        engine.decoder, engine.drafter, requests, Options(max_batch_size=2, on_progress=watch)
     )
     assert [r.request.index for r in results] == list(range(8))
     assert [len(r.output_ids) for r in results] == limits
@@ -191,8 +191,8 @@ def test_stop_word_inside_a_block(
     stopped = Request(
         index=0, input_ids=prompt, max_output_len=24, end_ids=frozenset(), stop=(word,)
     )
-    proposer = OracleProposer([expected], beams=1, length=length, quality=1.0, seed=0)
-    result = generate(engine.decoder, proposer, [stopped], Options(tokenizer=tokenizer))[0]
+    drafter = OracleDrafter([expected], beams=1, length=length, quality=1.0, seed=0)
+    result = generate(engine.decoder, drafter, [stopped], Options(tokenizer=tokenizer))[0]
     first = next(n for n, piece in enumerate(pieces) if word in piece)
     assert result.output_ids == expected[: first + 1]
     assert result.text == text.split(word)[0]
@@ -235,7 +235,7 @@ def test_interruption_keeps_what_was_done(engines: dict[str, TorchEngine]) -> No
 
     options = Options(max_batch_size=2, on_progress=interrupt)
     with pytest.raises(Interrupted) as caught:
-        generate(engine.decoder, engine.proposer, requests, options)
+        generate(engine.decoder, engine.drafter, requests, options)
     results = caught.value.results
     assert [r.request.index for r in results] == [0, 1, 2, 3]
     assert results[0].finish_reason == "length"
@@ -258,7 +258,7 @@ def test_interruption_while_prompts_are_run(
     monkeypatch.setattr(PromptReader, "plan", interrupt)
     engine = engines["plain"]
     with pytest.raises(Interrupted) as caught:
-        generate(engine.decoder, engine.proposer, requests, Options(max_batch_size=2))
+        generate(engine.decoder, engine.drafter, requests, Options(max_batch_size=2))
     assert [r.request.index for r in caught.value.results] == [0, 1, 2, 3, 4]
     assert all(r.output_ids == [] for r in caught.value.results)
 

@@ -18,7 +18,7 @@ from specdec.decode.drafters.suffix import (
     Finished,
     Node,
     ScoredDraft,
-    SuffixProposer,
+    SuffixDrafter,
     SuffixTree,
     grow,
 )
@@ -158,39 +158,39 @@ def make_active(prompt: list[int], row: int, limit: int = 20) -> ActiveRequest:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_requests_share_only_if_asked(is_shared: bool) -> None:
     options = SuffixOptions(max_tokens=4, max_cached_tokens=100 if is_shared else 0)
-    proposer = SuffixProposer(options)
-    proposer.allocate(2, 64)
+    drafter = SuffixDrafter(options)
+    drafter.allocate(2, 64)
     first, second = make_active([1, 2, 3, 4, 5, 6], 0), make_active([9, 8, 7], 1)
-    proposer.start([first, second])
+    drafter.start([first, second])
     for request in (first, second):
         request.emit([30])
-    assert [c.tree.num_draft_tokens for c in proposer.propose([first, second])] == [0, 0]
+    assert [c.tree.num_draft_tokens for c in drafter.propose([first, second])] == [0, 0]
     second.emit([2, 3])  # `first` is not finished, whoever drafts for it
-    assert proposer.propose([first, second])[1].tree.num_draft_tokens == 0
+    assert drafter.propose([first, second])[1].tree.num_draft_tokens == 0
     first.finish_reason = "length"
-    (found,) = proposer.propose([second])
+    (found,) = drafter.propose([second])
     assert found.tree.tokens[1:].tolist() == ([4, 5, 6, 30] if is_shared else [])
     third = make_active([50, 2], 1)
-    proposer.start([third])
+    drafter.start([third])
     third.emit([3, 4])
-    (found,) = proposer.propose([third])
+    (found,) = drafter.propose([third])
     assert found.tree.tokens[1:].tolist() == ([5, 6, 30] if is_shared else [])
     third.emit([5])
-    (found,) = proposer.propose([third])
+    (found,) = drafter.propose([third])
     assert found.tree.tokens[1:].tolist() == ([6, 30] if is_shared else [])
-    proposer.allocate(2, 64)
-    proposer.start([third])
-    assert proposer.propose([third])[0].tree.num_draft_tokens == 0, "another run has begun"
+    drafter.allocate(2, 64)
+    drafter.start([third])
+    assert drafter.propose([third])[0].tree.num_draft_tokens == 0, "another run has begun"
 
 
 def test_drafts_grow_with_what_was_found_and_end_with_the_request() -> None:
     for factor, limit, expected in ((1.0, 20, 2), (2.0, 20, 4), (0.2, 20, 0), (2.0, 5, 2)):
-        proposer = SuffixProposer(SuffixOptions(max_tokens=6, max_factor=factor))
-        proposer.allocate(1, 64)
+        drafter = SuffixDrafter(SuffixOptions(max_tokens=6, max_factor=factor))
+        drafter.allocate(1, 64)
         request = make_active([1, 2, 3, 4, 5, 6, 7, 8], 0, limit)
-        proposer.start([request])
+        drafter.start([request])
         request.emit([2, 3])
-        (found,) = proposer.propose([request])
+        (found,) = drafter.propose([request])
         assert found.tree.num_draft_tokens == expected
 
 
@@ -228,12 +228,12 @@ def test_options_are_read() -> None:
 VOCABULARY = {"vocab_size": 100}
 
 
-def finish(proposer: SuffixProposer, tokens: list[int], output: list[int]) -> None:
+def finish(drafter: SuffixDrafter, tokens: list[int], output: list[int]) -> None:
     request = Request(
         index=0, input_ids=tokens, max_output_len=len(output) + 1, end_ids=frozenset()
     )
     active = ActiveRequest(request, 0, max_depth=4, text_stream=None)
-    proposer.start([active])
+    drafter.start([active])
     active.emit(output)
     active.finish_reason = "length"
 
@@ -241,12 +241,12 @@ def finish(proposer: SuffixProposer, tokens: list[int], output: list[int]) -> No
 def test_texts_are_kept_between_runs(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     options = SuffixOptions(max_tokens=4, max_cached_tokens=100, cache=path)
-    first = SuffixProposer(options, VOCABULARY)
+    first = SuffixDrafter(options, VOCABULARY)
     first.allocate(1, 100)
     finish(first, [7, 8, 9], [10, 11, 12])
     first.keep()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    second = SuffixProposer(options, VOCABULARY)
+    second = SuffixDrafter(options, VOCABULARY)
     for _ in range(2):  # another batch forgets nothing
         second.allocate(1, 100)
         request = Request(index=0, input_ids=[1, 8, 9], max_output_len=9, end_ids=frozenset())
@@ -304,7 +304,7 @@ def test_a_file_is_checked(tmp_path: Path, change: Any, message: str) -> None:
     header, data = change(json.loads(line), data)
     path.write_bytes((json.dumps(header).encode() + b"\n" if header else b"") + data)
     with pytest.raises(SpecDecError, match=message):
-        SuffixProposer(SuffixOptions(max_tokens=4, max_cached_tokens=9, cache=path), VOCABULARY)
+        SuffixDrafter(SuffixOptions(max_tokens=4, max_cached_tokens=9, cache=path), VOCABULARY)
     with pytest.raises(SpecDecError, match=message):
         add_texts(path, [[1]], VOCABULARY, 100)
 
@@ -319,4 +319,4 @@ def test_tokens_beyond_the_vocabulary_are_no_texts(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "cache"
     with pytest.raises(SpecDecError, match="cannot be written"):
-        SuffixProposer(SuffixOptions(max_tokens=4, max_cached_tokens=9, cache=path), VOCABULARY)
+        SuffixDrafter(SuffixOptions(max_tokens=4, max_cached_tokens=9, cache=path), VOCABULARY)

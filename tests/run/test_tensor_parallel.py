@@ -21,7 +21,7 @@ import torch
 from specdec.decode import engine as torch_engine
 from specdec.decode.drafters.devices import check_devices
 from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
+from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Interrupted, Options
 from specdec.decode.ranks import follower
@@ -107,8 +107,8 @@ def load(folder: Path, method: str, size: int) -> TorchEngine:
     engine = TorchEngine(folder / f"{source}-tp{size}", device="cpu")
     use_method(engine, method)
     if name == "redrafter" and variant:
-        assert isinstance(engine.proposer, ReDrafterProposer)
-        engine.proposer = DynamicProposer(engine.proposer.head, 9)
+        assert isinstance(engine.drafter, BeamDrafter)
+        engine.drafter = BeamTreeDrafter(engine.drafter.head, 9)
     return engine
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.draft_tree import _Ranks
 from specdec.decode.drafters.levels import Level, TreeDraft, make_first
-from specdec.decode.drafters.medusa import MedusaProposer
+from specdec.decode.drafters.medusa import MedusaDrafter
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.engine.compiler import find_compiler
@@ -104,8 +104,8 @@ class Models:
         )
         if name != "draft_target":
             engine = opened(name)
-            if isinstance(engine.proposer, MedusaProposer):  # as on a GPU
-                engine.proposer.use_tree(grow_choices(3, 7, 128))
+            if isinstance(engine.drafter, MedusaDrafter):  # as on a GPU
+                engine.drafter.use_tree(grow_choices(3, 7, 128))
             use_method(engine, method)
             return engine
         engine, tree = opened("pair"), TREES[variant]

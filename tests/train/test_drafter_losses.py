@@ -19,7 +19,7 @@ from specdec.train.loss import Measures, Teacher, compute_loss, measure_position
 from specdec.train.methods.base import TrainableDrafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
 from specdec.train.methods.eagle import Eagle1, Eagle3, make_mask
-from specdec.train.methods.medusa import MedusaDrafter
+from specdec.train.methods.medusa import Medusa
 from specdec.train.methods.redrafter import RecurrentDrafter
 from specdec.train.settings import TrainSettings
 
@@ -78,7 +78,7 @@ def make_drafter(kind: str) -> TrainableDrafter:
             medusa_num_heads=STEPS, medusa_num_layers=2 if kind == "medusa-2" else 1,
             self_distillation=0.4 if kind == "medusa-soft" else 0.0,
         )  # fmt: skip
-        drafter = MedusaDrafter(options, make_head())
+        drafter = Medusa(options, make_head())
     elif kind in ("dflash", "dspark"):
         rank = 3 if kind == "dspark" else 0
         options = TrainSettings(
@@ -399,7 +399,7 @@ def test_padding_and_cutting_change_nothing(kind: str) -> None:
 
 
 def test_medusa_begins_by_saying_what_the_target_says() -> None:
-    heads = MedusaDrafter(TrainSettings(medusa_num_heads=2, medusa_num_layers=2), make_head())
+    heads = Medusa(TrainSettings(medusa_num_heads=2, medusa_num_layers=2), make_head())
     x = torch.randn(5, HIDDEN)
     for head in heads.children():
         torch.testing.assert_close(head(x), x @ make_head().weight.T)

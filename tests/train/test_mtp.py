@@ -63,14 +63,14 @@ def test_a_head_that_learned_a_text_is_accepted_in_an_engine(kind: str, tmp_path
     write_json(head / "config.json", dict(METHOD.describe(drafter, target)))
     flags = ("--mtp-max-draft-len", STEPS)
     engine = TorchEngine(make_tree_engine("mtp", tmp_path, folder, head, flags=flags), device="cpu")
-    seen, propose = [], engine.proposer.propose
+    seen, propose = [], engine.drafter.propose
 
     def watch(requests: Any) -> Any:
         found = propose(requests)
         seen.append((list(requests[0].output_ids), found[0].tree.tokens[1:].tolist()))
         return found
 
-    engine.proposer.propose = watch  # type: ignore[method-assign]
+    engine.drafter.propose = watch  # type: ignore[method-assign]
     (result,) = engine.generate(
         [Request(index=0, input_ids=prompt, max_output_len=LENGTH, end_ids=frozenset())]
     )

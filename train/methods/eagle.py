@@ -182,7 +182,7 @@ class RotaryTables:
         return self._table.cos.to(device), self._table.sin.to(device)
 
 
-class PairDrafter(TrainableDrafter):
+class TrainablePairDrafter(TrainableDrafter):
     """Drafter whose layers read pairs of an embedding and a state: the target's, then their own."""
 
     def make_first_state(self, features: Features) -> Tensor:
@@ -226,7 +226,7 @@ class PairDrafter(TrainableDrafter):
         return guesses
 
 
-class Eagle(PairDrafter):
+class Eagle(TrainablePairDrafter):
     """EAGLE drafter and its loss, with the parameter names of SafeAILab's drafters."""
 
     def __init__(self, settings: TrainSettings, model: ModelConfig) -> None:

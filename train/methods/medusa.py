@@ -27,7 +27,7 @@ from ..target import FrozenTarget
 from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
-class MedusaDrafter(TrainableDrafter):
+class Medusa(TrainableDrafter):
     """Medusa heads and their loss, with the published heads' parameter names, H.L.linear.*."""
 
     def __init__(self, settings: TrainSettings, head: OutputHead) -> None:
@@ -63,12 +63,12 @@ class MedusaDrafter(TrainableDrafter):
         return self.compute_head_loss(features, x, output.weight, labels, measure=measure)
 
 
-def build_medusa(settings: TrainSettings, target: FrozenTarget) -> MedusaDrafter:
+def build_medusa(settings: TrainSettings, target: FrozenTarget) -> Medusa:
     assert target.head is not None
-    return MedusaDrafter(settings, target.head)
+    return Medusa(settings, target.head)
 
 
-def describe_medusa(drafter: MedusaDrafter, target: FrozenTarget) -> Mapping[str, Any]:
+def describe_medusa(drafter: Medusa, target: FrozenTarget) -> Mapping[str, Any]:
     """Return the keys of the published heads' config.json."""
     return {
         "base_model_name_or_path": target.name,

@@ -26,7 +26,7 @@ from specdec.text import pretrained
 from ..settings import TrainSettings
 from ..target import FrozenTarget
 from .base import TrainingMethod
-from .eagle import PairDrafter, make_linear, make_mask
+from .eagle import TrainablePairDrafter, make_linear, make_mask
 
 
 def make_layer(target: FrozenTarget) -> Any:
@@ -49,7 +49,7 @@ def make_layer(target: FrozenTarget) -> Any:
     return base_model
 
 
-class Mtp(PairDrafter):
+class Mtp(TrainablePairDrafter):
     """MTP head and its loss."""
 
     def __init__(self, settings: TrainSettings, target: FrozenTarget) -> None:

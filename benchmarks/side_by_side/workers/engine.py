@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import specdec
-from benchmarks.proposers import list_lengths, list_searches, list_trees, put_suffix_before
+from benchmarks.drafters import list_lengths, list_searches, list_trees, put_suffix_before
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import Request, sum_stats
 from specdec.decode.timing import Timing
@@ -36,29 +36,29 @@ class Engine:
             draft_budget=None if is_draft_target else "fixed",
         )  # fmt: skip
         self.bench = open_bench(settings)
-        self._proposers: dict[tuple[str, ...], Drafter] = {("plain",): self.bench.plain}
+        self._drafters: dict[tuple[str, ...], Drafter] = {("plain",): self.bench.plain}
         if is_draft_target:
-            self._proposers["draft-target", "auto"] = self.bench.engine.proposer
+            self._drafters["draft-target", "auto"] = self.bench.engine.drafter
             lengths, trees = list_lengths(self.bench, max_length), list_trees(self.bench, sizes)
             for candidate in (*lengths, *trees):
                 name = str(candidate.numbers[0]) if candidate.numbers else candidate.name
-                self._proposers["draft-target", name] = candidate.proposer
-                chain = put_suffix_before(self.bench, candidate.proposer, max_length)
-                self._proposers["chain", name_chain(candidate.name)] = chain
+                self._drafters["draft-target", name] = candidate.drafter
+                chain = put_suffix_before(self.bench, candidate.drafter, max_length)
+                self._drafters["chain", name_chain(candidate.name)] = chain
         else:
             for candidate in list_searches(self.bench, beams, max_length, sizes):
                 shape = SearchShape(*candidate.numbers)
-                self._proposers["redrafter", str(shape)] = candidate.proposer
+                self._drafters["redrafter", str(shape)] = candidate.drafter
 
     def get(self, way: str, setting: dict[str, Any]) -> Drafter:
-        return self._proposers[(way, *(str(value) for value in setting.values()))]
+        return self._drafters[(way, *(str(value) for value in setting.values()))]
 
     def run(
         self, way: str, setting: dict[str, Any], prompts: list[list[int]], max_output_len: int,
         end_id: int, batch_size: int = 1,
     ) -> dict[str, Any]:  # fmt: skip
         """Decode prompts, `batch_size` at once, with empty caches at the start."""
-        proposer = self.get(way, setting)
+        drafter = self.get(way, setting)
         requests = [
             Request(
                 index=index, input_ids=ids, max_output_len=max_output_len,
@@ -69,7 +69,7 @@ class Engine:
         self.bench.engine.check_requests(requests)
         timing = Timing()
         began = time.perf_counter()
-        results = self.bench.decode(requests, proposer, batch_size, timing)
+        results = self.bench.decode(requests, drafter, batch_size, timing)
         seconds = time.perf_counter() - began
         return describe_texts([result.output_ids for result in results], 0, seconds, end_id) | {
             "acceptance_length": sum_stats(results)["acceptance_length"],

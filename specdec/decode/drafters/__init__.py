@@ -177,14 +177,14 @@ def load_module(method: Method) -> Any:
     return importlib.import_module(f"{__name__}.{method.name}")
 
 
-def make_proposer(
+def make_drafter(
     engine: EngineHandle,
     methods: Methods,
     weights: Mapping[str, Tensor],
     drafting: Drafting | None,
     find_costs: Callable[[Sequence[Sequence[Drafter]], Mapping[str, str]], CostTable],
 ) -> Drafter:
-    """Return what drafts for an engine: the one place where proposers of engines are made.
+    """Return what drafts for an engine: the one place where drafters of engines are made.
 
     find_costs: of the groups that draft by turns, and of what else their drafts depend on.
     """
@@ -206,7 +206,7 @@ def make_proposer(
         weights = widen_integers(weights, (EMBEDDING, HEAD), decoder.dtype)
     groups: list[list[Drafter]] = [
         [
-            load_module(method).make_proposer(
+            load_module(method).make_drafter(
                 DraftContext(
                     decoder=decoder,
                     params=config.checkpoint.drafter,

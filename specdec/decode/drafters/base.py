@@ -179,7 +179,7 @@ class EngineHandle(Protocol):
     def check_whole(self) -> None:
         """Wait until the engine's files are compared; SpecDecError where one is damaged."""
 
-    def use_method(self, name: str, proposer: Drafter, draft: EngineHandle | None = None) -> None:
+    def use_method(self, name: str, drafter: Drafter, draft: EngineHandle | None = None) -> None:
         """Let a method that has no weights in the checkpoint draft for this engine."""
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class EngineHandle(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftContext:
-    """Engine and options that a drafter's `make_proposer` works with.
+    """Engine and options that a drafter's `make_drafter` works with.
 
     decoder: the target's. params, weights: of the drafter in the target's checkpoint, by canonical
     name, the target's own with them. options: what `Method.read` made of the settings, None where
@@ -284,7 +284,7 @@ def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
     return np.array([request.row for request in requests], np.int64)
 
 
-class StateKeeper(Drafter):
+class FeatureDrafter(Drafter):
     """Part of a drafter that keeps something of the target's states at every committed token.
 
     It is made of them when the row is drafted for, so that drafts that are not made cost nothing:
@@ -470,7 +470,7 @@ class StateKeeper(Drafter):
         raise NotImplementedError
 
 
-class StateProposer(Drafter):
+class HiddenStateDrafter(Drafter):
     """Drafts from the target's last hidden state of each row's newest committed token, no more.
 
     Where `drafts_ahead`, the loop lets a draft be computed before the host knows what it follows:

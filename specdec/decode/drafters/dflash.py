@@ -17,7 +17,7 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import (
     ALL_LEVELS,
     DraftContext,
-    StateKeeper,
+    FeatureDrafter,
     list_rows,
     make_net,
 )
@@ -58,16 +58,16 @@ class BlockDraft:
         return tokens, scores
 
 
-def make_proposer(context: DraftContext) -> DFlashProposer:
+def make_drafter(context: DraftContext) -> DFlashDrafter:
     """Lay out the drafter, with the trees that are asked for, or others that are small on a CPU."""
     params, decoder = context.params, context.decoder
     assert isinstance(params, DFlashParams)
     head = decoder.lm_head if decoder.group is None else None
     net = make_net(DFlashNet, context, params, params.block_size, head)
-    return DFlashProposer(net, decoder, context.options, has_budget=context.has_budget)
+    return DFlashDrafter(net, decoder, context.options, has_budget=context.has_budget)
 
 
-class DFlashProposer(StateKeeper):
+class DFlashDrafter(FeatureDrafter):
     """Proposes the likeliest paths of a block; its cache holds the context of committed tokens."""
 
     net: DFlashNet

@@ -45,7 +45,7 @@ class LoadedModel:
     max_seq_len: int
 
 
-class DraftModel(Drafter):
+class ModelDrafter(Drafter):
     """Reads texts as they grow; what drafts writes behind them, and keeps what was right.
 
     The draft model reads a text in its own tokens. Those only grow at the end: a token that is

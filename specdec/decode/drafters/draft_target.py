@@ -16,8 +16,8 @@ from specdec.decode.accept import Candidates
 from specdec.decode.device_tokens import run_tokens
 from specdec.decode.drafters.base import DraftContext, EngineHandle
 from specdec.decode.drafters.devices import check_devices
-from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
-from specdec.decode.drafters.draft_tree import DraftTreeProposer
+from specdec.decode.drafters.draft_model import LoadedModel, ModelDrafter
+from specdec.decode.drafters.draft_tree import ModelTreeDrafter
 from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
@@ -38,7 +38,7 @@ logger = logs.get_logger(__name__)
 MOST_TREE_TOKENS = 31
 
 
-def make_proposer(context: DraftContext) -> DraftTargetProposer | DraftTreeProposer:
+def make_drafter(context: DraftContext) -> ModelChainDrafter | ModelTreeDrafter:
     """Load the draft model's engine and compare its vocabulary with the target's."""
     target, options = context.engine, context.options
     assert target is not None
@@ -81,7 +81,7 @@ def attach_draft(
     target: EngineHandle, draft: EngineHandle, *, draft_len: int | None, use_logits: bool,
     tree_tokens: int | None = None, fits_budget: bool = False,
     tokens: TokenMap | None = None,
-) -> DraftTargetProposer | DraftTreeProposer:  # fmt: skip
+) -> ModelChainDrafter | ModelTreeDrafter:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
     draft_len: tokens a step; None adapts it, up to what the engine was built for. tree_tokens: of a
@@ -135,14 +135,14 @@ def attach_draft(
     tokens = tokens or SameTokens(own.checkpoint.model.vocab_size, draft.decoder.model.vocab_size)
     limits = theirs.build.max_num_tokens, theirs.build.max_seq_len
     model = LoadedModel(draft.decoder, tokens, *limits)
-    proposer: DraftTargetProposer | DraftTreeProposer
+    drafter: ModelChainDrafter | ModelTreeDrafter
     if tree_tokens is not None:
-        proposer = DraftTreeProposer(model, tree_tokens, draft_len)
+        drafter = ModelTreeDrafter(model, tree_tokens, draft_len)
     else:
-        chain = DraftTargetProposer(model, draft_len or longest, use_logits=use_logits)
-        proposer = chain.fit_budget() if fits_budget and not hybrids else chain
-    target.use_method(METHOD.name, proposer, draft)
-    return proposer
+        chain = ModelChainDrafter(model, draft_len or longest, use_logits=use_logits)
+        drafter = chain.fit_budget() if fits_budget and not hybrids else chain
+    target.use_method(METHOD.name, drafter, draft)
+    return drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _Chain:
     probs: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-class DraftTargetProposer(DraftModel):
+class ModelChainDrafter(ModelDrafter):
     """Decodes the draft model `max_draft_tokens` tokens ahead of each request, or `max_levels`.
 
     The draft model's cache is kept between steps and cut back to what was accepted; nothing is
@@ -187,12 +187,12 @@ class DraftTargetProposer(DraftModel):
         self.max_draft_depth = draft_len
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
 
-    def fit_budget(self) -> DraftTargetProposer | DraftTreeProposer:
+    def fit_budget(self) -> ModelChainDrafter | ModelTreeDrafter:
         """On a CPU, a tree of as many tokens."""
         if self.use_logits or self.decoder.device.type != "cpu":
             return self
         longest = min(self.max_draft_tokens, MOST_TREE_TOKENS)
-        return DraftTreeProposer(self.model, longest, longest)
+        return ModelTreeDrafter(self.model, longest, longest)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""

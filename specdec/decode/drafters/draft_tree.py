@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import list_rows
-from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
+from specdec.decode.drafters.draft_model import LoadedModel, ModelDrafter
 from specdec.decode.drafters.levels import DynamicTree, TreeDraft, read_temperatures
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
@@ -26,7 +26,7 @@ TOP_K = 4  # nodes of a level that are gone on from, and tokens drafted from eac
 LEAST_TEMPERATURE = 0.4
 
 
-class DraftTreeProposer(DraftModel):
+class ModelTreeDrafter(ModelDrafter):
     """Proposes the likeliest continuations by the draft model, as one tree (`DynamicTree`).
 
     A level is one pass of the draft model over `TOP_K` nodes, which costs what one token does while

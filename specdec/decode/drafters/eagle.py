@@ -18,7 +18,7 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import (
     ALL_LEVELS,
     DraftContext,
-    StateKeeper,
+    FeatureDrafter,
     list_rows,
     make_net,
 )
@@ -187,14 +187,14 @@ class PassDraft:
         return np.broadcast_to(ranked, shape), np.broadcast_to(scores, shape)
 
 
-def make_proposer(context: DraftContext) -> EagleProposer:
+def make_drafter(context: DraftContext) -> EagleDrafter:
     """Lay out the drafter, with the trees that are asked for, or others that are small on a CPU."""
     params, decoder = context.params, context.decoder
     assert isinstance(params, EagleParams)
     num_run = params.max_draft_len + params.num_eagle_layers * params.max_non_leaves_per_layer
     head = decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None
     net = context.network or make_net(EagleNet, context, params, num_run, head)
-    return EagleProposer(net, decoder, context.options, has_budget=context.has_budget)
+    return EagleDrafter(net, decoder, context.options, has_budget=context.has_budget)
 
 
 def list_texts(requests: Sequence[ActiveRequest]) -> tuple[IntArray, list[list[int]], IntArray]:
@@ -203,7 +203,7 @@ def list_texts(requests: Sequence[ActiveRequest]) -> tuple[IntArray, list[list[i
     return list_rows(requests), texts, np.array([text[-1] for text in texts], np.int64)
 
 
-class PairProposer(StateKeeper):
+class PairDrafter(FeatureDrafter):
     """Proposes what a drafter of pairs does; keeps the features of all committed tokens."""
 
     net: EagleNet | MtpNet
@@ -270,7 +270,7 @@ class PairProposer(StateKeeper):
         self._features[at] = self.net.make_features(states)
 
 
-class EagleProposer(PairProposer):
+class EagleDrafter(PairDrafter):
     """Proposes a static or a dynamic tree."""
 
     net: EagleNet

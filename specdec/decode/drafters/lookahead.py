@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from specdec.engine.decoder import Decoder
 
 
-def make_proposer(context: DraftContext) -> LookaheadProposer:
+def make_drafter(context: DraftContext) -> LookaheadDrafter:
     """Open the window that is asked for, or the largest that the engine has room for."""
     assert context.engine is not None
     build = context.engine.config.build
     window = choose_lookahead(context.options, build.speculative_decoding_mode, build.max_draft_len)
     assert window is not None
-    return LookaheadProposer(window, context.engine.decoder)
+    return LookaheadDrafter(window, context.engine.decoder)
 
 
 def choose_lookahead(
@@ -172,7 +172,7 @@ class Lookahead:
                 del self._text[0]
 
 
-class LookaheadProposer(Drafter):
+class LookaheadDrafter(Drafter):
     """Proposes the tree of each request's n-grams and window, and moves the window on."""
 
     is_indivisible = True

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, StateProposer, get_graphs
+from specdec.decode.drafters.base import DraftContext, HiddenStateDrafter, get_graphs
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
@@ -72,7 +72,7 @@ class ChoiceTree:
         return Tree(np.concatenate(([root], ranked[self.columns])), self.parents, self.depths)
 
 
-def make_proposer(context: DraftContext) -> MedusaProposer:
+def make_drafter(context: DraftContext) -> MedusaDrafter:
     """Lay out the heads, with the tree that is asked for.
 
     Else with a dynamic one that is small on a CPU, and the largest static one elsewhere.
@@ -93,10 +93,10 @@ def make_proposer(context: DraftContext) -> MedusaProposer:
         tree = min(params.max_draft_len, most)
     else:
         tree = grow_choices(params.num_heads, params.max_draft_len, heads.vocab_size)
-    return MedusaProposer(heads, tree, get_graphs(decoder))
+    return MedusaDrafter(heads, tree, get_graphs(decoder))
 
 
-class MedusaProposer(StateProposer):
+class MedusaDrafter(HiddenStateDrafter):
     """Proposes the same tree of ranks every step, or each step's most probable paths."""
 
     _tree: ChoiceTree | None  # the same for every step

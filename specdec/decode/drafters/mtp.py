@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.decode.drafters.base import DraftContext, make_net
-from specdec.decode.drafters.eagle import PairProposer
+from specdec.decode.drafters.eagle import PairDrafter
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.trees import check_num_tokens
 from specdec.engine.decoder import Decoder
@@ -11,16 +11,16 @@ from specdec.engine.mtp import MtpNet
 from specdec.methods.mtp import MtpOptions, MtpParams
 
 
-def make_proposer(context: DraftContext) -> MtpProposer:
+def make_drafter(context: DraftContext) -> MtpDrafter:
     """Lay out the head, for chains as long as is asked for, or as the engine has room for."""
     params, decoder = context.params, context.decoder
     assert isinstance(params, MtpParams)
     head = decoder.lm_head if decoder.group is None and decoder.lm_head.bias is None else None
     net = make_net(MtpNet, context, params, params.max_draft_len, head)
-    return MtpProposer(net, decoder, context.options)
+    return MtpDrafter(net, decoder, context.options)
 
 
-class MtpProposer(PairProposer):
+class MtpDrafter(PairDrafter):
     """Proposes a chain. Pairs are run again with the target's states once these are known."""
 
     net: MtpNet

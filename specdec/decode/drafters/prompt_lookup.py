@@ -18,14 +18,14 @@ from specdec.engine.tree import make_root, pack_beams
 from specdec.methods.prompt_lookup import METHOD, LookupOptions
 
 
-def make_proposer(context: DraftContext) -> PromptLookupProposer:
+def make_drafter(context: DraftContext) -> PromptLookupDrafter:
     """Draft from the text, for an engine that was built for external drafts."""
     engine, options = context.engine, context.options
     assert engine is not None
     assert isinstance(options, LookupOptions)
     context.check_room(METHOD, options.num_tokens)
     check_devices("target", options.target_devices, engine)
-    return PromptLookupProposer(options)
+    return PromptLookupDrafter(options)
 
 
 FIRST_MISS = 0.6  # of ends of one token that are found again, twice those that go on differently
@@ -69,7 +69,7 @@ class NgramIndex:
         return []
 
 
-class PromptLookupProposer(Drafter):
+class PromptLookupDrafter(Drafter):
     """Proposes one chain, or nothing where the newest tokens occur for the first time."""
 
     def __init__(self, options: LookupOptions) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import ALL_LEVELS, DraftContext, StateProposer, get_graphs
+from specdec.decode.drafters.base import ALL_LEVELS, DraftContext, HiddenStateDrafter, get_graphs
 from specdec.decode.drafters.levels import (
     DynamicTree,
     Level,
@@ -28,7 +28,7 @@ from specdec.methods.redrafter import ReDrafterParams
 from specdec.model.tensors import EMBEDDING
 
 
-def make_proposer(context: DraftContext) -> ReDrafterProposer:
+def make_drafter(context: DraftContext) -> BeamDrafter:
     """Lay out the drafter alongside the target whose embedding it shares."""
     params, decoder, num_tokens = context.params, context.decoder, context.options
     assert isinstance(params, ReDrafterParams)
@@ -45,13 +45,13 @@ def make_proposer(context: DraftContext) -> ReDrafterProposer:
         kernels=decoder.kernels,
     )
     if num_tokens is not None:
-        return DynamicProposer(head, num_tokens)
-    proposer = ReDrafterProposer(head, get_graphs(decoder))
+        return BeamTreeDrafter(head, num_tokens)
+    drafter = BeamDrafter(head, get_graphs(decoder))
     is_fitted = context.has_budget and context.network is None
-    return proposer.fit_budget() if is_fitted else proposer
+    return drafter.fit_budget() if is_fitted else drafter
 
 
-class ReDrafterProposer(StateProposer):
+class BeamDrafter(HiddenStateDrafter):
     """Proposes the deduplicated tree of a beam search (https://arxiv.org/abs/2403.09919)."""
 
     def __init__(self, head: ReDrafterHead, graphs: Graphs | None = None) -> None:
@@ -60,11 +60,11 @@ class ReDrafterProposer(StateProposer):
         self.max_draft_tokens = head.params.max_draft_tokens
         self.max_draft_depth = head.params.max_draft_depth
 
-    def fit_budget(self) -> ReDrafterProposer:
+    def fit_budget(self) -> BeamDrafter:
         """On a CPU, what says how sure it is of a token."""
         if self.head.embedding.device.type != "cpu":  # there a search is one graph
             return self
-        return DynamicProposer(self.head, min(self.max_draft_tokens, BUDGET_CPU_TOKENS))
+        return BeamTreeDrafter(self.head, min(self.max_draft_tokens, BUDGET_CPU_TOKENS))
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Search beams for all rows at once, [B, W, L]."""
@@ -75,7 +75,7 @@ class ReDrafterProposer(StateProposer):
         return pack_beams(root, draft)
 
 
-class DynamicProposer(ReDrafterProposer):
+class BeamTreeDrafter(BeamDrafter):
     """Proposes the likeliest tokens of all that a search saw, also of beams that it left.
 
     A beam search that keeps the likeliest beams of each length is EAGLE-2's search.
@@ -96,7 +96,7 @@ class DynamicProposer(ReDrafterProposer):
         )
         self.max_draft_tokens = self.tree.num_tokens
 
-    def fit_budget(self) -> DynamicProposer:
+    def fit_budget(self) -> BeamTreeDrafter:
         return self
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:

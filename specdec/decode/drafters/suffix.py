@@ -42,14 +42,14 @@ OPEN = 1 << 60  # length of an edge that goes on to the end of its text
 END = -1  # where a text ends that others follow
 
 
-def make_proposer(context: DraftContext) -> SuffixProposer:
+def make_drafter(context: DraftContext) -> SuffixDrafter:
     """Draft from the text, for an engine that was built for external drafts."""
     engine, options = context.engine, context.options
     assert engine is not None
     assert isinstance(options, SuffixOptions)
     context.check_room(METHOD, options.max_tokens)
     vocabulary = {"vocab_size": engine.config.checkpoint.model.vocab_size}
-    return SuffixProposer(options, vocabulary | keep_tokens(engine.config.vocabulary))
+    return SuffixDrafter(options, vocabulary | keep_tokens(engine.config.vocabulary))
 
 
 class Node:
@@ -312,7 +312,7 @@ class SuffixText:
         return found
 
 
-class SuffixProposer(Drafter):
+class SuffixDrafter(Drafter):
     """Proposes the tree of what followed the end of each request's text elsewhere."""
 
     def __init__(self, options: SuffixOptions, vocabulary: Mapping[str, Any] | None = None) -> None:
@@ -331,9 +331,9 @@ class SuffixProposer(Drafter):
             # A search for garbage among all these objects takes 0.3 s, in the middle of some step.
             gc.freeze()
 
-    def make_twin(self) -> SuffixProposer:
+    def make_twin(self) -> SuffixDrafter:
         """Return one that knows no texts and has no file for them."""
-        return SuffixProposer(dataclasses.replace(self.options, cache=None))
+        return SuffixDrafter(dataclasses.replace(self.options, cache=None))
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget the texts, those of finished requests too, unless a file keeps them."""

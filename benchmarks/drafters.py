@@ -10,12 +10,12 @@ from typing import cast
 from specdec.decode.cost_measuring import Measuring
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.draft_model import DraftModel, LoadedModel
-from specdec.decode.drafters.draft_target import DraftTargetProposer
-from specdec.decode.drafters.draft_tree import DraftTreeProposer
+from specdec.decode.drafters.draft_model import LoadedModel, ModelDrafter
+from specdec.decode.drafters.draft_target import ModelChainDrafter
+from specdec.decode.drafters.draft_tree import ModelTreeDrafter
 from specdec.decode.drafters.paced import PacedDrafter, bind
-from specdec.decode.drafters.redrafter import DynamicProposer, ReDrafterProposer
-from specdec.decode.drafters.suffix import SuffixProposer
+from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
+from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.errors import count
 from specdec.measure.engine import Bench
 from specdec.methods.suffix import SuffixOptions
@@ -28,7 +28,7 @@ class Shape:
     """Drafter of one shape, and the name that a table has for it."""
 
     name: str
-    proposer: Drafter
+    drafter: Drafter
     numbers: tuple[int, ...] = ()  # by which options of specdec-run ask for this shape
 
 
@@ -53,7 +53,7 @@ def put_suffix_before(
     bench: Bench, drafter: Drafter, num_tokens: int = NUM_SUFFIX_TOKENS
 ) -> Drafter:
     """Return a chain: suffix decoding where that promises more, else the drafter."""
-    suffix = SuffixProposer(SuffixOptions(max_tokens=num_tokens))
+    suffix = SuffixDrafter(SuffixOptions(max_tokens=num_tokens))
     groups: list[list[Drafter]] = [[suffix], [drafter]]
     return PacedDrafter(groups, measure_costs(bench, groups), is_fixed=True)
 
@@ -62,9 +62,7 @@ def list_lengths(bench: Bench, max_length: int) -> list[Shape]:
     """Return the engine's draft model with each length of draft from 1 on."""
     model = _find_model(bench)
     return [
-        Shape(
-            count(length, "token"), DraftTargetProposer(model, length, use_logits=False), (length,)
-        )
+        Shape(count(length, "token"), ModelChainDrafter(model, length, use_logits=False), (length,))
         for length in range(1, max_length + 1)
     ]
 
@@ -72,7 +70,7 @@ def list_lengths(bench: Bench, max_length: int) -> list[Shape]:
 def list_trees(bench: Bench, sizes: Sequence[int]) -> list[Shape]:
     """Return the engine's draft model with trees of so many tokens."""
     model = _find_model(bench)
-    return [Shape(f"tree of {size}", DraftTreeProposer(model, size, None)) for size in sizes]
+    return [Shape(f"tree of {size}", ModelTreeDrafter(model, size, None)) for size in sizes]
 
 
 def list_searches(
@@ -83,7 +81,7 @@ def list_searches(
     Each also with dynamic trees of these sizes, where they are smaller than the search. All of them
     share the engine's network.
     """
-    head = cast(ReDrafterProposer, bench.engine.proposer).head
+    head = cast(BeamDrafter, bench.engine.drafter).head
     shapes = []
     for num_beams in beams:
         for length in range(1, max_length + 1):
@@ -92,9 +90,9 @@ def list_searches(
                 head.params, num_beams=num_beams, draft_len_per_beam=length
             )
             name, numbers = f"{num_beams} x {length}", (num_beams, length)
-            shapes.append(Shape(name, ReDrafterProposer(other), numbers))
+            shapes.append(Shape(name, BeamDrafter(other), numbers))
             shapes += [
-                Shape(f"{name}, best {size}", DynamicProposer(other, size), (*numbers, size))
+                Shape(f"{name}, best {size}", BeamTreeDrafter(other, size), (*numbers, size))
                 for size in sizes
                 if length < size < num_beams * length
             ]
@@ -102,5 +100,5 @@ def list_searches(
 
 
 def _find_model(bench: Bench) -> LoadedModel:
-    proposer = bench.engine.proposer
-    return cast(DraftModel, proposer.members[0] if proposer.members else proposer).model
+    drafter = bench.engine.drafter
+    return cast(ModelDrafter, drafter.members[0] if drafter.members else drafter).model
