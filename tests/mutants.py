@@ -48,12 +48,12 @@ BREAKS = {
         "token = int(choices[path[0]])", ["run/test_accept.py"],
     ),
     "a drawn draft is kept twice as often": Break(
-        "specdec/decode/accept.py", "(ACCEPT, position) * q < p:",
-        "(ACCEPT, position) * q < 2 * p:", ["run/test_sampling.py"],
+        "specdec/decode/accept.py", "(ACCEPT, position) * q < p",
+        "(ACCEPT, position) * q < 2 * p", ["run/test_sampling.py"],
     ),
     "a GPU's rejection goes by another number": Break(
-        "specdec/decode/accept.py", "get_uniform(ACCEPT, positions[row] + end)",
-        "get_uniform(ACCEPT, positions[row])", ["run/test_at_once.py"],
+        "specdec/decode/accept.py", "sampler, position + end)",
+        "sampler, position)", ["run/test_at_once.py"],
     ),
     "a node sees its parent only": Break(
         "specdec/engine/tree.py", "mask[node] |= mask[tree.parents[node]]",

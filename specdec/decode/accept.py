@@ -160,6 +160,49 @@ def _accept_in_groups(
         yield from zip(rows, group_results, strict=True)
 
 
+@dataclasses.dataclass(eq=False)
+class _Walk:
+    """Way of a sampled row down its tree.
+
+    position: output position of the token that follows the root. path: nodes from the root on.
+    """
+
+    row: int
+    candidates: Candidates
+    sampler: Sampler
+    position: int
+    path: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        self.children = map_children(self.candidates.tree)
+
+    @property
+    def next_position(self) -> int:
+        """Output position of the token after the newest node."""
+        return self.position + len(self.path) - 1
+
+    def go_on(self, choice: int, probs: Tensor, uniform: float) -> int | None:
+        """Enter the child that a choice accepts; return the bonus token where there is none.
+
+        choice: the token that the random number draws from the target's probabilities [V].
+        """
+        node, draft_probs = self.path[-1], self.candidates.draft_probs
+        if draft_probs is None:
+            child = self.children.get((node, choice))
+            if child is None:
+                return choice
+            self.path.append(child)
+            return None
+        if node == len(draft_probs):  # the chain's last
+            return choice
+        token = int(self.candidates.tree.tokens[node + 1])
+        likelihoods = float(probs[token]), float(draft_probs[node][token])
+        if not _is_kept(likelihoods, self.sampler, self.next_position):
+            return draw_residual(probs, draft_probs[node], uniform)
+        self.path.append(node + 1)
+        return None
+
+
 def _walk(
     candidates: Sequence[Candidates],
     logits: Tensor,
@@ -168,37 +211,19 @@ def _walk(
     sampled_rows: Sequence[int],
 ) -> Iterator[tuple[int, Accepted]]:
     """Follow sampled rows down their trees, all of them a node at a time; yield their results."""
-    paths = {row: [0] for row in sampled_rows}
-    children = {row: map_children(candidates[row].tree) for row in sampled_rows}
-    walking = [*sampled_rows]
-    while walking:
-        ends = [paths[row][-1] for row in walking]
-        probs = process_logits(logits[walking, ends], [samplers[row].params for row in walking])
-        uniforms = [
-            samplers[row].get_uniform(CHOICE, positions[row] + len(paths[row]) - 1)
-            for row in walking
-        ]
-        choices = draw(probs, uniforms)
-        for index, row in enumerate(walking):
-            end, choice, draft_probs = ends[index], choices[index], candidates[row].draft_probs
-            child = None
-            if draft_probs is None:
-                child = children[row].get((end, choice))
-            elif end < len(draft_probs):
-                # Leviathan et al. 2023, algorithm 1: a token drawn with probability q is kept with
-                # probability min(1, p / q), else replaced by one drawn from what p has beyond q.
-                token = int(candidates[row].tree.tokens[end + 1])
-                p, q = float(probs[index][token]), float(draft_probs[end][token])
-                position = positions[row] + len(paths[row]) - 1
-                if samplers[row].get_uniform(ACCEPT, position) * q < p:
-                    child = end + 1
-                else:
-                    choice = draw_residual(probs[index], draft_probs[end], uniforms[index])
-            if child is None:
-                yield row, (paths.pop(row), choice)
+    walks = [_Walk(row, candidates[row], samplers[row], positions[row]) for row in sampled_rows]
+    while walks:
+        rows, nodes = [walk.row for walk in walks], [walk.path[-1] for walk in walks]
+        probs = process_logits(logits[rows, nodes], [walk.sampler.params for walk in walks])
+        uniforms = [walk.sampler.get_uniform(CHOICE, walk.next_position) for walk in walks]
+        walks_ahead = []
+        for walk, *drawn in zip(walks, draw(probs, uniforms), probs, uniforms, strict=True):
+            bonus_token = walk.go_on(*drawn)
+            if bonus_token is None:
+                walks_ahead.append(walk)
             else:
-                paths[row].append(child)
-        walking = [row for row in walking if row in paths]
+                yield walk.row, (walk.path, bonus_token)
+        walks = walks_ahead
 
 
 def accept_on_device(
@@ -256,14 +281,29 @@ def accept_at_once(
         if candidate.draft_probs is None:
             results.append(accept(candidate.tree, row_tokens))
             continue
-        end = 0
-        while root + end in likelihoods:
-            p, q = likelihoods[root + end]
-            if not samplers[row].get_uniform(ACCEPT, positions[row] + end) * q < p:
-                break
-            end += 1
+        end = _count_accepted(likelihoods, root, samplers[row], positions[row])
         results.append((list(range(end + 1)), row_tokens[end]))
     return results
+
+
+def _count_accepted(
+    likelihoods: dict[int, tuple[float, float]], root: int, sampler: Sampler, position: int
+) -> int:
+    """Count the tokens that stay of a drawn chain, by `likelihoods` from the node `root` on."""
+    end = 0
+    while root + end in likelihoods and _is_kept(likelihoods[root + end], sampler, position + end):
+        end += 1
+    return end
+
+
+def _is_kept(likelihoods: tuple[float, float], sampler: Sampler, position: int) -> bool:
+    """Return whether a drawn token stays, by its probabilities: the target's and the drafter's.
+
+    Leviathan et al. 2023, algorithm 1: a token that was drawn with probability q is kept with
+    probability min(1, p / q), else replaced by one drawn from what p has beyond q.
+    """
+    p, q = likelihoods
+    return sampler.get_uniform(ACCEPT, position) * q < p
 
 
 def _draw_at_nodes(

@@ -200,11 +200,11 @@ def test_a_drafter_reads_within_a_limit() -> None:
     """Those first that lack least."""
     drafter = Drafter()
     drafter.max_prefill = 20
-    assert drafter._plan_reading([50, 3, 0, 10]) == ([1, 2, 3], {0: 7})
+    assert drafter._plan_prefill([50, 3, 0, 10]) == ([1, 2, 3], {0: 7})
     assert drafter.num_prefilled == 20
-    assert drafter._plan_reading([50]) == ([0], {}), "or nothing would ever be drafted for it"
+    assert drafter._plan_prefill([50]) == ([0], {}), "or nothing would ever be drafted for it"
     drafter.max_prefill = None
-    assert drafter._plan_reading([50, 3]) == ([0, 1], {})
+    assert drafter._plan_prefill([50, 3]) == ([0, 1], {})
     assert drafter.num_prefilled == 53
 
 

@@ -15,7 +15,7 @@ from specdec.decode.drafters.suffix import (
     CONTINUATION,
     END,
     NUM_BRANCHES,
-    Finished,
+    FinishedTexts,
     Node,
     ScoredDraft,
     SuffixDrafter,
@@ -73,9 +73,9 @@ def test_counts_and_places_are_those_of_the_text(kind: str, depth: int) -> None:
         tree.extend(text[end - 1 : end])
         known = text[:end]
         matched = [n for n in range(1, depth + 1) if n < end and count(known, known[-n:]) > 1]
-        assert len(tree.places) - 1 == len(matched) == max(matched, default=0)
-        for at, place in enumerate(tree.places):
-            size = len(tree.places) - 1 - at
+        assert len(tree.text_ends) - 1 == len(matched) == max(matched, default=0)
+        for at, place in enumerate(tree.text_ends):
+            size = len(tree.text_ends) - 1 - at
             assert descend(tree, known[end - size :]) == place
     ngrams = {tuple(text[a : a + n]) for n in range(1, depth + 1) for a in range(len(text) - n + 1)}
     for ngram in ngrams:
@@ -96,7 +96,7 @@ def test_counts_and_places_are_those_of_the_text(kind: str, depth: int) -> None:
 def draft(text: list[int], size: int, probability: float = 0.0) -> ScoredDraft:
     tree = SuffixTree(8)
     tree.extend(text)
-    return grow(tree, tree.places[0], size, probability, text[-1])
+    return grow(tree, tree.text_ends[0], size, probability, text[-1])
 
 
 def list_paths(found: ScoredDraft) -> list[tuple[int, ...]]:
@@ -140,14 +140,14 @@ def test_texts_one_after_another_do_not_run_into_each_other() -> None:
 
 
 def test_finished_requests_are_bounded() -> None:
-    finished = Finished(40, 4)
+    finished = FinishedTexts(40, 4)
     for number in range(30):
         finished.add([number] * (number % 12))
         assert sum(len(tree.text) for tree in finished.trees) <= 40
         assert len(finished.trees) <= 2
     finished.add(list(range(100, 200)))
     assert finished.trees[-1].text == [*range(181, 200), END], "of a long text, its end"
-    Finished(2, 4).add([1, 2, 3])
+    FinishedTexts(2, 4).add([1, 2, 3])
 
 
 def make_active(prompt: list[int], row: int, limit: int = 20) -> ActiveRequest:

@@ -26,13 +26,16 @@ from .paced import PacedDrafter
 
 logger = logs.get_logger(__name__)
 
-# Those that draft by turns, of each those that share a tree.
+# Groups of methods: the groups draft by turns, the methods of a group share a tree.
 Methods = tuple[tuple[Method, ...], ...]
+# Measures what drafts cost, or finds it in the engine's folder: of groups of drafters, and of the
+# options, by method, that their drafts depend on.
+FindCosts = Callable[[Sequence[Sequence[Drafter]], Mapping[str, str]], CostTable]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """Who is to draft, and how.
+    """Methods that are to draft, with their options.
 
     options: by method, what `Method.read` made of the settings. flags: by method, the first of its
     flags that was given. budget: whether to draft what gains time. chain: the methods that draft
@@ -46,10 +49,19 @@ class Drafting:
     tokenizer: Any = None
 
     @property
+    def has_budget(self) -> bool:
+        """Return whether of each draft only what is worth its time is verified."""
+        return self.budget.mode != "fixed"
+
+    @property
     def target_devices(self) -> tuple[int, ...] | None:
         """The devices that a method's options name for the target."""
-        named = (getattr(options, "target_devices", None) for options in self.options.values())
-        return next((devices for devices in named if devices is not None), None)
+        lists = (getattr(options, "target_devices", None) for options in self.options.values())
+        return next((devices for devices in lists if devices is not None), None)
+
+
+# Drafting by the drafter of an engine's checkpoint, as it is.
+NO_OPTIONS = Drafting(options={}, flags={}, budget=DraftBudget("fixed"))
 
 
 def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
@@ -57,15 +69,15 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
 
     settings: of a command that decodes, with the options that `list_options("draft")` names.
     """
-    found = {name: method.read(settings) for name, method in METHODS.items()}
-    given = {
+    options_read = {name: method.read(settings) for name, method in METHODS.items()}
+    options_given = {
         name: list_given(settings, method.options["draft"])
         for name, method in METHODS.items()
         if "draft" in method.options
     }
     return Drafting(
-        options={name: options for name, options in found.items() if options is not None},
-        flags={name: name_flag(flags[0]) for name, flags in given.items() if flags},
+        options={name: options for name, options in options_read.items() if options is not None},
+        flags={name: name_flag(flags[0]) for name, flags in options_given.items() if flags},
         budget=read_budget(settings),
         chain=read_chain(settings, [m.name for m in METHODS.values() if m.joins_chains]),
         tokenizer=tokenizer,
@@ -78,52 +90,66 @@ def choose_methods(config: EngineConfig, drafting: Drafting | None) -> Methods:
     One group of one but for chains; none for plain decoding. drafting: None lets an engine with a
     drafter in its checkpoint use that, and no other draft.
     """
-    own = config.checkpoint.method
+    checkpoint_method = config.checkpoint.method
     if drafting is None:
-        return ((own,),) if own is not None else ()
+        return ((checkpoint_method,),) if checkpoint_method is not None else ()
     if drafting.chain is not None:
-        _check_chain(drafting, own)
-        chosen = tuple(tuple(METHODS[name] for name in group) for group in drafting.chain)
-        refuse_others(drafting, chosen)
-        return chosen
-    asked = [m for m in METHODS.values() if m.source != "checkpoint" and m.name in drafting.options]
-    if len(asked) > 1:
-        flags = [drafting.flags[method.name] for method in asked]
+        _check_chain(drafting.chain, drafting, checkpoint_method)
+        methods = tuple(tuple(METHODS[name] for name in group) for group in drafting.chain)
+    else:
+        method = _choose_method(config, drafting)
+        methods = ((method,),) if method is not None else ()
+    refuse_others(drafting, methods)
+    return methods
+
+
+def _choose_method(config: EngineConfig, drafting: Drafting) -> Method | None:
+    """Return the one method that options name, else that of the checkpoint or the engine's mode."""
+    starters = (method for method in METHODS.values() if method.source != "checkpoint")
+    started_methods = [method for method in starters if method.name in drafting.options]
+    if len(started_methods) > 1:
+        flags = [drafting.flags[method.name] for method in started_methods]
         raise UsageError(
             f"{' and '.join(flags)} are both given",
             "let one or the other draft, or both with --draft-chain",
         )
-    method = asked[0] if asked else own or find_mode(config.build.speculative_decoding_mode)
-    refuse_others(drafting, chosen := ((method,),) if method is not None else ())
-    return chosen
+    if started_methods:
+        return started_methods[0]
+    return config.checkpoint.method or find_mode(config.build.speculative_decoding_mode)
 
 
-def _check_chain(drafting: Drafting, own: Method | None) -> None:
+def _check_chain(chain: Chain, drafting: Drafting, checkpoint_method: Method | None) -> None:
     """Raise UsageError for a chain whose members cannot draft here.
 
-    own: the method of the engine's own drafter.
+    checkpoint_method: the method of the drafter in the engine's checkpoint.
     """
-    assert drafting.chain is not None
-    names = [name for group in drafting.chain for name in group]
+    names = [name for group in chain for name in group]
     for name in names:
-        method = METHODS[name]
-        if method.source == "checkpoint" and method is not own:
-            raise UsageError(
-                f"--draft-chain names {name}, and the engine has"
-                f" {f'a drafter for {own.name}' if own else 'no drafter of its own'}",
-                f"leave {name} out, or use an engine of a checkpoint with its weights",
-            )
-        if method.source != "checkpoint" and name not in drafting.options:
-            raise UsageError(
-                f"--draft-chain names {name}", f"add {name_flag(method.starter or '')}"
-            )
-    if own is not None and own.name not in names:
+        _check_member(METHODS[name], drafting, checkpoint_method)
+    if checkpoint_method is not None and checkpoint_method.name not in names:
         raise UsageError(
-            f"the engine has a drafter for {own.name}, which --draft-chain does not name",
+            f"the engine has a drafter for {checkpoint_method.name}, which --draft-chain does not"
+            " name",
             "name it, or build an engine of the target alone",
         )
     if "draft_target" in names:
         _check_chained_model(drafting)
+
+
+def _check_member(member: Method, drafting: Drafting, checkpoint_method: Method | None) -> None:
+    """Raise UsageError for a method in a chain that has no weights, or no option, to draft by."""
+    if member.source != "checkpoint":
+        if member.name not in drafting.options:
+            flag = name_flag(member.starter or "")
+            raise UsageError(f"--draft-chain names {member.name}", f"add {flag}")
+    elif member is not checkpoint_method:
+        drafter = "no drafter of its own"
+        if checkpoint_method is not None:
+            drafter = f"a drafter for {checkpoint_method.name}"
+        raise UsageError(
+            f"--draft-chain names {member.name}, and the engine has {drafter}",
+            f"leave {member.name} out, or use an engine of a checkpoint with its weights",
+        )
 
 
 def _check_chained_model(drafting: Drafting) -> None:
@@ -146,14 +172,14 @@ def _check_chained_model(drafting: Drafting) -> None:
         )
 
 
-def refuse_others(drafting: Drafting, chosen: Methods, *, speculates: bool = True) -> None:
+def refuse_others(drafting: Drafting, methods: Methods, *, speculates: bool = True) -> None:
     """Raise UsageError for options of methods that do not draft."""
-    drafters = [method for group in chosen for method in group]
-    name = name_methods(chosen)
-    for other in drafting.options:
-        if all(method.name != other for method in drafters):
+    drafters = [method for group in methods for method in group]
+    name = name_methods(methods)
+    for method_name in drafting.options:
+        if all(method.name != method_name for method in drafters):
             raise UsageError(
-                f"{drafting.flags[other]} has no effect with an engine that runs {name}",
+                f"{drafting.flags[method_name]} has no effect with an engine that runs {name}",
                 "leave it out",
             )
     budget = drafting.budget
@@ -182,56 +208,71 @@ def make_drafter(
     methods: Methods,
     weights: Mapping[str, Tensor],
     drafting: Drafting | None,
-    find_costs: Callable[[Sequence[Sequence[Drafter]], Mapping[str, str]], CostTable],
+    find_costs: FindCosts,
 ) -> Drafter:
-    """Return what drafts for an engine: the one place where drafters of engines are made.
+    """Make what drafts for an engine: the one place where drafters of engines are made.
 
-    find_costs: of the groups that draft by turns, and of what else their drafts depend on.
+    find_costs: for drafters with a budget, or in a chain.
     """
     if not methods:
         return Drafter()
-    is_chain = drafting is not None and drafting.chain is not None
-    is_bound = drafting is not None and drafting.budget.mode != "fixed"
+    drafting = drafting or NO_OPTIONS
+    refuse_trees(methods, engine.config)
+    context = DraftContext(
+        decoder=engine.decoder,
+        params=engine.config.checkpoint.drafter,
+        weights=_widen_weights(engine, weights),
+        engine=engine,
+        tokenizer=drafting.tokenizer,
+        is_in_chain=drafting.chain is not None,
+        has_budget=drafting.has_budget,
+        network=engine.drafter_network,
+    )
+    groups = [
+        [_make_member(method, context, drafting.options.get(method.name)) for method in group]
+        for group in methods
+    ]
+    if drafting.has_budget or drafting.chain is not None:
+        return _pace_groups(engine, methods, groups, drafting, find_costs)
+    return groups[0][0]
+
+
+def _make_member(method: Method, context: DraftContext, options: Any) -> Drafter:
+    """Make the drafter of one method, with what `Method.read` made of its options."""
+    drafter: Drafter = load_module(method).make_drafter(
+        dataclasses.replace(context, options=options)
+    )
+    return drafter
+
+
+def _widen_weights(engine: EngineHandle, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a drafter's weights, with numbers in the place of integers that it cannot read."""
     config, decoder = engine.config, engine.decoder
-    refuse_trees(methods, config)
+    checkpoint = config.checkpoint
     if config.drafter_weights is not None and decoder.kernels is None:
         logger.info(
             "%s: no native kernels run here: the drafter's weights are widened, and as large and"
             " slow as those of --drafter-weights same",
             config.drafter_weights,
         )
-        own = list_drafter_tensors(config.checkpoint.model, config.checkpoint.drafter)
-        weights = widen_integers(weights, own, decoder.dtype)
-    if config.checkpoint.drafter is not None:  # it may compute with the target's own
+        names = list_drafter_tensors(checkpoint.model, checkpoint.drafter)
+        weights = widen_integers(weights, names, decoder.dtype)
+    if checkpoint.drafter is not None:  # it may compute with the target's own
         weights = widen_integers(weights, (EMBEDDING, HEAD), decoder.dtype)
-    groups: list[list[Drafter]] = [
-        [
-            load_module(method).make_drafter(
-                DraftContext(
-                    decoder=decoder,
-                    params=config.checkpoint.drafter,
-                    weights=weights,
-                    options=drafting.options.get(method.name) if drafting is not None else None,
-                    engine=engine,
-                    tokenizer=drafting.tokenizer if drafting is not None else None,
-                    is_in_chain=is_chain,
-                    has_budget=is_bound,
-                    network=engine.drafter_network,
-                )
-            )
-            for method in group
-        ]
-        for group in methods
-    ]
-    if not (is_bound or is_chain):
-        return groups[0][0]
-    assert drafting is not None
+    return weights
+
+
+def _pace_groups(
+    engine: EngineHandle, methods: Methods, groups: Sequence[Sequence[Drafter]],
+    drafting: Drafting, find_costs: FindCosts,
+) -> PacedDrafter:  # fmt: skip
+    """Let groups draft by turns and by a budget, with the acceptance that a trainer recorded."""
     options = {name: repr(options) for name, options in drafting.options.items()}
-    owners = [any(m.source == "checkpoint" for m in group) for group in methods]
-    record = read_acceptance(engine.folder) if any(owners) else None
+    has_weights = [any(m.source == "checkpoint" for m in group) for group in methods]
+    record = read_acceptance(engine.folder) if any(has_weights) else None
     return PacedDrafter(
-        groups, find_costs(groups, options), is_fixed=not is_bound, record=record,
-        recorded=owners.index(True) if any(owners) else 0,
+        groups, find_costs(groups, options), is_fixed=not drafting.has_budget, record=record,
+        recorded=has_weights.index(True) if any(has_weights) else 0,
     )  # fmt: skip
 
 

@@ -94,30 +94,30 @@ class Drafter:
         """
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Each request's row now belongs to it; `observe` follows with its prompt's last state."""
+        """Begin requests in their rows; `observe` follows with the last state of each prompt."""
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of prompts that it has to read before all of these can be drafted for."""
+        """Count the prompt tokens that it has to read before it can draft for all of these."""
         return 0
 
-    def _plan_reading(self, unread: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """Places of requests to draft for, and how much to read of others, within `max_prefill`.
+    def _plan_prefill(self, unread_counts: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """Return the indices of requests to draft for, and by index the tokens to read of others.
 
-        unread: prompt tokens that each lacks. The drafter catches up with one request after
-        another, those first that lack least.
+        unread_counts: prompt tokens that each request lacks. The drafter catches up with one
+        request after another, within `max_prefill`, those first that lack least.
         """
-        left: float = np.inf
-        if self.max_prefill is not None and len(unread) > 1:
-            left = self.max_prefill
-        self.num_prefilled = int(min(sum(unread), left))
-        ready, pieces = [], {}
-        for at in sorted(range(len(unread)), key=unread.__getitem__):
-            if unread[at] <= left:
-                ready.append(at)
-            elif left:
-                pieces[at] = int(left)
-            left -= min(unread[at], left)
-        return sorted(ready), pieces
+        room: float = np.inf
+        if self.max_prefill is not None and len(unread_counts) > 1:
+            room = self.max_prefill
+        self.num_prefilled = int(min(sum(unread_counts), room))
+        ready, chunk_sizes = [], {}
+        for index in sorted(range(len(unread_counts)), key=unread_counts.__getitem__):
+            if unread_counts[index] <= room:
+                ready.append(index)
+            elif room:
+                chunk_sizes[index] = int(room)
+            room -= min(unread_counts[index], room)
+        return sorted(ready), chunk_sizes
 
     def rests(self, num_requests: int) -> bool:
         """Return whether the next step of so many requests is known to have no drafts."""
@@ -308,7 +308,8 @@ class FeatureDrafter(Drafter):
         self.net, self._decoder, self.follows_last = net, decoder, layers is None
         self._num_known: IntArray = np.zeros(0, np.int64)
         self._num_read: IntArray = np.zeros(0, np.int64)
-        self._waiting: dict[int, list[Tensor]] = {}  # by row, the newest states in order: [N, F]
+        # By row, the newest states in order, [N, F].
+        self._waiting_states: dict[int, list[Tensor]] = {}
         # The newest steps, whose states were not sorted by rows yet: rows, nodes, all states.
         self._steps: list[tuple[Sequence[int], Sequence[Sequence[int]], Tensor]] = []
         self._num_unsorted = 0  # states of these
@@ -329,15 +330,15 @@ class FeatureDrafter(Drafter):
         vars(self).pop("_cache", None)  # what it has is free for the next
         self._cache = self.net.decoder.make_cache(num_rows, num_positions + self._num_run)
         self._num_known, self._num_read = np.zeros((2, num_rows), np.int64)
-        self._waiting, self._fresh = {}, set()
+        self._waiting_states, self._fresh = {}, set()
         self._steps, self._num_unsorted = [], 0
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Start a row over with what is kept; `follow` then says where its prompt goes on."""
         if length:
             self._read([source])
-        known = int(self._cache.past_lens[source])
-        self._cache.copy_prefix(source, row, min(known, length))
+        num_cached = int(self._cache.past_lens[source])
+        self._cache.copy_prefix(source, row, min(num_cached, length))
         self._start_over(row, length)
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
@@ -345,30 +346,30 @@ class FeatureDrafter(Drafter):
         return sum(self._list_unread(requests))
 
     def _list_unread(self, requests: Sequence[ActiveRequest]) -> list[int]:
-        """How many tokens its cache lacks of each text, but those that a step has brought."""
-        own = self.max_draft_depth + 1
+        """Count the tokens that its cache lacks of each text, but those that a step has brought."""
+        step_size = self.max_draft_depth + 1
         lengths = [len(r.request.input_ids) + len(r.output_ids) - 1 for r in requests]
         past = self._cache.past_lens[list_rows(requests)].tolist()
-        return [max(0, length - n - own) for length, n in zip(lengths, past, strict=True)]
+        return [max(0, length - n - step_size) for length, n in zip(lengths, past, strict=True)]
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Read what is new of the texts, and draft.
 
         Nothing is drafted for those of whose prompts a part is left for later steps.
         """
-        ready, pieces = self._plan_reading(self._list_unread(requests))
-        for at, count in pieces.items():
-            self._read_piece(requests[at], count)
+        ready, chunk_sizes = self._plan_prefill(self._list_unread(requests))
+        for index, count in chunk_sizes.items():
+            self._read_chunk(requests[index], count)
         candidates = list_roots(requests)
         if ready:
-            chosen = [requests[at] for at in ready]
-            self._read([request.row for request in chosen])
-            for at, found in zip(ready, self._draft(chosen), strict=True):
-                candidates[at] = found
+            ready_requests = [requests[index] for index in ready]
+            self._read([request.row for request in ready_requests])
+            for index, draft in zip(ready, self._draft(ready_requests), strict=True):
+                candidates[index] = draft
         return candidates
 
-    def _read_piece(self, request: ActiveRequest, count: int) -> None:
-        """Read so many more tokens of a prompt."""
+    def _read_chunk(self, request: ActiveRequest, count: int) -> None:
+        """Read the next `count` tokens of a prompt."""
         self._read([request.row], count)
 
     def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
@@ -376,7 +377,7 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Return the prompts' states are known; what `observe` brings of them is nothing new."""
+        """Note that the prompts' states are known, so that `observe` brings nothing new of them."""
         self._fresh |= {request.row for request in requests}
 
     def follow(
@@ -400,10 +401,10 @@ class FeatureDrafter(Drafter):
 
     def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: States) -> None:
         """Keep the states of some nodes of a step behind those that are known of each row."""
-        kept = states.hidden if self.follows_last else states.layers
-        assert kept is not None
-        self._steps.append((rows, paths, kept))
-        self._num_unsorted += kept.shape[0] * kept.shape[1]
+        observed_states = states.hidden if self.follows_last else states.layers
+        assert observed_states is not None
+        self._steps.append((rows, paths, observed_states))
+        self._num_unsorted += observed_states.shape[0] * observed_states.shape[1]
         if self._num_unsorted <= MOST_WAITING:
             return
         self._sort()
@@ -423,50 +424,52 @@ class FeatureDrafter(Drafter):
                 begin += states.shape[1]
         flat = torch.cat([states.flatten(0, 1) for *_, states in self._steps])
         self._steps, self._num_unsorted = [], 0
-        chosen = flat[to_device([node for own in nodes.values() for node in own], flat.device)]
-        for (row, own), part in zip(
-            nodes.items(), chosen.split_with_sizes([*map(len, nodes.values())]), strict=True
+        order = [node for row_nodes in nodes.values() for node in row_nodes]
+        sorted_states = flat[to_device(order, flat.device)]
+        for (row, row_nodes), row_states in zip(
+            nodes.items(), sorted_states.split_with_sizes([*map(len, nodes.values())]), strict=True
         ):
-            self._waiting.setdefault(row, []).append(part)
-            self._num_known[row] += len(own)
+            self._waiting_states.setdefault(row, []).append(row_states)
+            self._num_known[row] += len(row_nodes)
 
     def _go_back(self, row: int, length: int) -> None:
         """Forget what waits of a row's tokens from `length` on."""
         read = min(length, int(self._num_read[row]))
-        waiting = self._waiting.pop(row, None)
-        if waiting is not None and read < length:
-            self._waiting[row] = [torch.cat(waiting)[: length - read]]
+        waiting_states = self._waiting_states.pop(row, None)
+        if waiting_states is not None and read < length:
+            self._waiting_states[row] = [torch.cat(waiting_states)[: length - read]]
         else:
             read = length
         self._num_known[row], self._num_read[row] = length, read
 
     def _start_over(self, row: int, length: int) -> None:
-        """Return a row's text is another, of which so many tokens are known, and nothing waits."""
+        """Note that a row has another text, of which so many tokens are known, and none wait."""
         self._sort()
-        self._waiting.pop(row, None)
+        self._waiting_states.pop(row, None)
         self._num_known[row] = self._num_read[row] = length
 
-    def _read(self, rows: Sequence[int], most: int | None = None) -> None:
+    def _read(self, rows: Sequence[int], max_tokens: int | None = None) -> None:
         """Make what is kept of the states that wait of some rows, of the first `most` of each."""
         self._sort()
-        found = []
+        row_blocks = []
         for row in rows:
-            if row not in self._waiting:
+            if row not in self._waiting_states:
                 continue
-            states, first = torch.cat(self._waiting.pop(row)), int(self._num_read[row])
-            size = len(states) if most is None else min(most, len(states))
+            states, start = torch.cat(self._waiting_states.pop(row)), int(self._num_read[row])
+            size = len(states) if max_tokens is None else min(max_tokens, len(states))
             self._num_read[row] += size
             if size < len(states):
-                self._waiting[row] = [states[size:]]
-            found.append((np.full(size, row), np.arange(first, first + size), states[:size]))
+                self._waiting_states[row] = [states[size:]]
+            row_blocks.append((np.full(size, row), np.arange(start, start + size), states[:size]))
         # Several rows at once, unless there is much of each.
-        is_short = sum(len(states) for *_, states in found) <= MOST_WAITING
-        for group in [found] if found and is_short else [[each] for each in found]:
-            lines, places, parts = zip(*group, strict=True)
-            self._keep(np.concatenate(lines), np.concatenate(places), torch.cat(parts))
+        is_short = sum(len(states) for *_, states in row_blocks) <= MOST_WAITING
+        for group in [row_blocks] if row_blocks and is_short else [[block] for block in row_blocks]:
+            line_blocks, position_blocks, state_blocks = zip(*group, strict=True)
+            rows_read, positions = np.concatenate(line_blocks), np.concatenate(position_blocks)
+            self._keep(rows_read, positions, torch.cat(state_blocks))
 
-    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
-        """Keep states [N, F] of the tokens at `places` of `rows`, [N], the next that they lack."""
+    def _keep(self, rows: IntArray, positions: IntArray, states: Tensor) -> None:
+        """Keep states [N, F] of the tokens at `positions` of `rows`, [N], the next they lack."""
         raise NotImplementedError
 
 
@@ -489,9 +492,9 @@ class HiddenStateDrafter(Drafter):
     ) -> Tensor:
         """Run `compute(*inputs)`, by a recorded graph where there is one; see `Graphs.call`."""
         if self._graphs is not None:
-            found = self._graphs.call(net, key, inputs, lambda *own: (compute(*own),))
-            if found is not None:
-                return found[0]
+            outputs = self._graphs.call(net, key, inputs, lambda *arguments: (compute(*arguments),))
+            if outputs is not None:
+                return outputs[0]
         return compute(*inputs)
 
     def make_tree(self, root: int, draft: Array) -> Tree:
@@ -509,12 +512,12 @@ class HiddenStateDrafter(Drafter):
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all rows at once that were not drafted for ahead."""
-        missing = [r for r in requests if r.row not in self._drafts]
-        if missing:
-            roots = [request.output_ids[-1] for request in missing]
-            hidden = self.get_hidden(missing)
+        new_requests = [r for r in requests if r.row not in self._drafts]
+        if new_requests:
+            roots = [request.output_ids[-1] for request in new_requests]
+            hidden = self.get_hidden(new_requests)
             (drafts,) = to_host(self.compute_drafts(hidden, to_device(roots, hidden.device)))
-            self.take_drafts(missing, roots, drafts)
+            self.take_drafts(new_requests, roots, drafts)
         candidates = []
         for request in requests:
             root, draft = self._drafts.pop(request.row)
@@ -524,11 +527,12 @@ class HiddenStateDrafter(Drafter):
 
     def get_hidden(self, requests: Sequence[ActiveRequest]) -> Tensor:
         """Return the states [B, D] that requests are drafted from."""
-        found = [self._newest[request.row] for request in requests]
-        states = found[0][0]
-        if any(own is not states for own, *_ in found):  # a prompt has ended meanwhile
-            return torch.stack([own[line, node] for own, line, node in found])
-        _, lines, nodes = zip(*found, strict=True)
+        newest_states = [self._newest[request.row] for request in requests]
+        states = newest_states[0][0]
+        # Where a prompt has ended meanwhile, they are of several steps.
+        if any(step_states is not states for step_states, *_ in newest_states):
+            return torch.stack([states[line, node] for states, line, node in newest_states])
+        _, lines, nodes = zip(*newest_states, strict=True)
         newest: Tensor = states[to_device(lines, states.device), to_device(nodes, states.device)]
         return newest
 
@@ -543,5 +547,5 @@ class HiddenStateDrafter(Drafter):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Keep the hidden state of each row's newest committed token: it is drafted from next."""
-        for at, (request, path) in enumerate(zip(requests, paths, strict=True)):
-            self._newest[request.row] = states.hidden, at, path[-1]
+        for line, (request, path) in enumerate(zip(requests, paths, strict=True)):
+            self._newest[request.row] = states.hidden, line, path[-1]

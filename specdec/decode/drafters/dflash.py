@@ -48,12 +48,12 @@ class BlockDraft:
     def __init__(self, net: DFlashNet, hidden: Tensor, roots: IntArray) -> None:
         """hidden: [B, P, D], the states of the places; roots: [B]."""
         self.roots = roots
-        self._net, self._place = net, 0
+        self._net, self._depth = net, 0
         self._logits = net.compute_logits(hidden)
 
     def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        logits = self._logits[:, self._place]
-        self._place += 1
+        logits = self._logits[:, self._depth]
+        self._depth += 1
         tokens, scores = to_host(*self._net.rank_after(logits, level.tokens, level.width))
         return tokens, scores
 
@@ -116,11 +116,11 @@ class DFlashDrafter(FeatureDrafter):
         super().allocate(num_rows, num_positions)
         self._num_read = self._cache.past_lens  # what is read of a row is what its cache holds
 
-    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
+    def _keep(self, rows: IntArray, positions: IntArray, states: Tensor) -> None:
         """Write the keys and values that the context has in every layer."""
         device = self._decoder.device
         self.net.write_context(
-            self._cache, to_device(rows, device), to_device(places, device), states
+            self._cache, to_device(rows, device), to_device(positions, device), states
         )
 
     def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
@@ -132,6 +132,6 @@ class DFlashDrafter(FeatureDrafter):
             return self._tree.grow(BlockDraft(self.net, hidden, roots))
         tokens, scores = to_host(*self.net.rank_tokens(hidden, self.top_k))  # [B, P, K]
         return [
-            grow_tree(int(root), own, probabilities, self.max_draft_tokens)
-            for root, own, probabilities in zip(roots, tokens, np.exp(scores), strict=True)
+            grow_tree(int(root), row_tokens, probabilities, self.max_draft_tokens)
+            for root, row_tokens, probabilities in zip(roots, tokens, np.exp(scores), strict=True)
         ]

@@ -90,10 +90,10 @@ class ModelDrafter(Drafter):
             ids = self.tokens.say_prompt(request.request.input_ids)
             text = self._texts[request.row] = FollowedText(ids or [], is_known=bool(ids))
         for token in request.output_ids[text.num_read :] if text.is_known else ():
-            said = self.tokens.say(token)
-            text.is_known = said is not None
-            text.num_newest = len(said or ())
-            text.ids += said or ()
+            draft_ids = self.tokens.say(token)
+            text.is_known = draft_ids is not None
+            text.num_newest = len(draft_ids or ())
+            text.ids += draft_ids or ()
         text.num_read = len(request.output_ids)
         if not self.tokens.is_same:
             text.is_known = text.is_known and len(text.ids) <= self._room
@@ -105,7 +105,7 @@ class ModelDrafter(Drafter):
     def _list_unread(
         self, requests: Sequence[ActiveRequest], read: Sequence[FollowedText]
     ) -> list[int]:
-        """How many tokens of each text the draft model lacks, but those that every draft runs."""
+        """Count the tokens of each text that the draft model lacks, but those every draft runs."""
         return [
             max(0, len(text.ids) - int(past) - text.num_newest - self.num_again)
             for past, text in zip(self._cache.past_lens[list_rows(requests)], read, strict=True)
@@ -114,17 +114,20 @@ class ModelDrafter(Drafter):
     def _catch_up(
         self, requests: Sequence[ActiveRequest], read: Sequence[FollowedText]
     ) -> list[int]:
-        """Read texts within `max_prefill`; return the places of requests to draft for."""
-        unread = self._list_unread(requests, read)
-        places = [
-            at
-            for at, (text, request) in enumerate(zip(read, requests, strict=True))
+        """Read texts within `max_prefill`; return the indices of requests to draft for."""
+        unread_counts = self._list_unread(requests, read)
+        request_indices = [
+            index
+            for index, (text, request) in enumerate(zip(read, requests, strict=True))
             if text.is_known and request.remaining > 1
         ]
-        ready, pieces = self._plan_reading([unread[at] for at in places])
-        for at, count in pieces.items():
-            self._prefill(requests[places[at]].row, read[places[at]].ids, count)
-        return [places[at] for at in ready]
+        ready_indices, chunk_sizes = self._plan_prefill(
+            [unread_counts[index] for index in request_indices]
+        )
+        for index, count in chunk_sizes.items():
+            request_index = request_indices[index]
+            self._prefill(requests[request_index].row, read[request_index].ids, count)
+        return [request_indices[index] for index in ready_indices]
 
     def _prefill(self, row: int, text: Sequence[int], count: int) -> None:
         """Run the next tokens of a text that the cache does not hold, and wait for the end."""

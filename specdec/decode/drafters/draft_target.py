@@ -21,6 +21,7 @@ from specdec.decode.drafters.draft_tree import ModelTreeDrafter
 from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
+from specdec.engine.layout import BuildConfig
 from specdec.engine.ranking import find_best
 from specdec.engine.step import States
 from specdec.engine.transfers import to_host
@@ -89,60 +90,73 @@ def attach_draft(
     chain. fits_budget: whether only the part worth its time is verified. tokens: which of the
     models' tokens are the same; None is all of them.
     """
-    own, theirs = target.config, draft.config
-    longest = own.build.max_draft_len
+    target_build, draft_build = target.config.build, draft.config.build
     problems = Problems()
-    if own.build.speculative_decoding_mode != METHOD.mode:
-        problems.add(
-            f"the target's engine was built with speculative_decoding_mode"
-            f" {own.build.speculative_decoding_mode}",
-            "build it from a plain checkpoint with --speculative-decoding-mode"
-            " draft_tokens_external --max-draft-len N",
-        )
-    elif draft_len is not None and draft_len > longest:
-        problems.add(
-            f"the draft length is {draft_len}, the target's engine was built with"
-            f" max_draft_len {longest}",
-            f"draft {longest} or fewer, or build with --max-draft-len {draft_len}",
-        )
-    elif tree_tokens is not None and tree_tokens > longest:
-        problems.add(
-            f"--draft-tree-tokens is {tree_tokens}, the target's engine was built with"
-            f" max_draft_len {longest}",
-            f"give at most {longest}, or build with --max-draft-len {tree_tokens}",
-        )
-    hybrids = [c.checkpoint.model.architecture for c in (own, theirs)
-               if c.checkpoint.model.linear_attention is not None]  # fmt: skip
+    _check_room(problems, target_build, draft_len, tree_tokens)
+    models = target.config.checkpoint.model, draft.config.checkpoint.model
+    hybrids = [model.architecture for model in models if model.linear_attention is not None]
     if tree_tokens is not None and hybrids:
         problems.add(
             f"--draft-tree-tokens is given, and {hybrids[0]} is a hybrid whose states follow one"
             " text",
             "leave it out: a chain is drafted",
         )
-    if theirs.build.speculative_decoding_mode is not None:
+    if draft_build.speculative_decoding_mode is not None:
         problems.add(
             f"the draft engine was built with speculative_decoding_mode"
-            f" {theirs.build.speculative_decoding_mode}",
+            f" {draft_build.speculative_decoding_mode}",
             "give a plain engine as --draft-engine-dir",
         )
-    if theirs.build.max_seq_len < own.build.max_seq_len:
-        logger.warning(
-            "the draft engine's max_seq_len is %d, the target's %d: requests with"
-            " drafts may use the smaller of the two",
-            theirs.build.max_seq_len, own.build.max_seq_len,
-        )  # fmt: skip
+    _warn_of_length(target_build, draft_build)
     problems.raise_all()
-    tokens = tokens or SameTokens(own.checkpoint.model.vocab_size, draft.decoder.model.vocab_size)
-    limits = theirs.build.max_num_tokens, theirs.build.max_seq_len
+    tokens = tokens or SameTokens(models[0].vocab_size, draft.decoder.model.vocab_size)
+    limits = draft_build.max_num_tokens, draft_build.max_seq_len
     model = LoadedModel(draft.decoder, tokens, *limits)
     drafter: ModelChainDrafter | ModelTreeDrafter
     if tree_tokens is not None:
         drafter = ModelTreeDrafter(model, tree_tokens, draft_len)
     else:
-        chain = ModelChainDrafter(model, draft_len or longest, use_logits=use_logits)
+        length = draft_len or target_build.max_draft_len
+        chain = ModelChainDrafter(model, length, use_logits=use_logits)
         drafter = chain.fit_budget() if fits_budget and not hybrids else chain
     target.use_method(METHOD.name, drafter, draft)
     return drafter
+
+
+def _warn_of_length(target_build: BuildConfig, draft_build: BuildConfig) -> None:
+    """Log where a draft engine has room for shorter texts than the target's engine."""
+    if draft_build.max_seq_len < target_build.max_seq_len:
+        logger.warning(
+            "the draft engine's max_seq_len is %d, the target's %d: requests with"
+            " drafts may use the smaller of the two",
+            draft_build.max_seq_len, target_build.max_seq_len,
+        )  # fmt: skip
+
+
+def _check_room(
+    problems: Problems, build: BuildConfig, draft_len: int | None, tree_tokens: int | None
+) -> None:
+    """Add what keeps a target's engine from verifying drafts of a model, of that many tokens."""
+    room = build.max_draft_len
+    if build.speculative_decoding_mode != METHOD.mode:
+        problems.add(
+            f"the target's engine was built with speculative_decoding_mode"
+            f" {build.speculative_decoding_mode}",
+            "build it from a plain checkpoint with --speculative-decoding-mode"
+            " draft_tokens_external --max-draft-len N",
+        )
+    elif draft_len is not None and draft_len > room:
+        problems.add(
+            f"the draft length is {draft_len}, the target's engine was built with"
+            f" max_draft_len {room}",
+            f"draft {room} or fewer, or build with --max-draft-len {draft_len}",
+        )
+    elif tree_tokens is not None and tree_tokens > room:
+        problems.add(
+            f"--draft-tree-tokens is {tree_tokens}, the target's engine was built with"
+            f" max_draft_len {room}",
+            f"give at most {room}, or build with --max-draft-len {tree_tokens}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +172,14 @@ class _Draft:
 class _Chain:
     """A draft under way.
 
-    ids: the text in the draft model's tokens, num_ids of them and then what is drafted. planned:
-    tokens to draft. probs: what tokens were drawn from.
+    ids: the text in the draft model's tokens, num_ids of them and then what is drafted.
+    num_planned: tokens to draft. probs: what tokens were drawn from.
     """
 
     request: ActiveRequest
     ids: list[int]
     num_ids: int
-    planned: int
+    num_planned: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     probs: list[Tensor] = dataclasses.field(default_factory=list)
 
@@ -191,8 +205,8 @@ class ModelChainDrafter(ModelDrafter):
         """On a CPU, a tree of as many tokens."""
         if self.use_logits or self.decoder.device.type != "cpu":
             return self
-        longest = min(self.max_draft_tokens, MOST_TREE_TOKENS)
-        return ModelTreeDrafter(self.model, longest, longest)
+        num_tokens = min(self.max_draft_tokens, MOST_TREE_TOKENS)
+        return ModelTreeDrafter(self.model, num_tokens, num_tokens)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Make a cache of the target's shape, or a longer one where tokens are not the same."""
@@ -209,17 +223,17 @@ class ModelChainDrafter(ModelDrafter):
         """Draft for all requests at once, each at most up to the token before its limit."""
         read = [self._read(request) for request in requests]
         ready = self._catch_up(requests, read)
-        planned = self.max_draft_tokens if self.max_levels is None else self.max_levels
+        num_planned = self.max_draft_tokens if self.max_levels is None else self.max_levels
         for request, text in zip(requests, read, strict=True):
             self._cache.request_prefixes(request.row, (len(text.ids),))
         chains = [
             _Chain(
                 request, text.ids, len(text.ids),
-                min(planned, request.remaining - 1) if at in ready else 0,
+                min(num_planned, request.remaining - 1) if index in ready else 0,
             )
-            for at, (request, text) in enumerate(zip(requests, read, strict=True))
+            for index, (request, text) in enumerate(zip(requests, read, strict=True))
         ]  # fmt: skip
-        self.num_levels = max(chain.planned for chain in chains)
+        self.num_levels = max(chain.num_planned for chain in chains)
         is_greedy = all(request.sampler.params.is_greedy for request in requests)
         if is_greedy and self.decoder.graphs is not None:
             self._draft_ahead(chains)
@@ -230,12 +244,13 @@ class ModelChainDrafter(ModelDrafter):
     def _draft(self, chains: Sequence[_Chain]) -> None:
         """Draft a token of each chain at a time."""
         for depth in range(self.num_levels):
-            active = [chain for chain in chains if chain.planned > depth]
+            active = [chain for chain in chains if chain.num_planned > depth]
             logits = self._run(active)
-            chosen = self._choose(logits, [chain.request for chain in active], depth)
-            tokens, own = self.tokens.name(np.array([place for place, _ in chosen], np.int64))
+            choices = self._choose(logits, [chain.request for chain in active], depth)
+            chosen_ids = np.array([choice for choice, _ in choices], np.int64)
+            tokens, draft_tokens = self.tokens.name(chosen_ids)
             for chain, token, twin, (_, probs) in zip(
-                active, tokens.tolist(), own.tolist(), chosen, strict=True
+                active, tokens.tolist(), draft_tokens.tolist(), choices, strict=True
             ):
                 chain.tokens.append(token)
                 chain.ids.append(twin)
@@ -251,19 +266,20 @@ class ModelChainDrafter(ModelDrafter):
         """Draft greedily as planned; tokens come to the host when all are made."""
         passes: list[tuple[list[_Chain], Tensor]] = []
         for depth in range(self.num_levels):
-            active = [chain for chain in chains if chain.planned > depth]
+            active = [chain for chain in chains if chain.num_planned > depth]
             if not passes:
                 logits = self._run(active)
             else:
-                before, best = passes[-1]
-                newest = self.tokens.to_draft(take_rows(best, [before.index(c) for c in active]))
+                earlier_chains, best_choices = passes[-1]
+                indices = [earlier_chains.index(chain) for chain in active]
+                newest = self.tokens.to_draft(take_rows(best_choices, indices))
                 rows = np.array([chain.request.row for chain in active])
                 states = run_tokens(self.decoder, self._cache, rows, newest)
                 logits = self.tokens.restrict(self.decoder.compute_logits(states.hidden)[:, 0])
             passes.append((active, find_best(logits)))
-        found = to_host(*(places for _, places in passes)) if passes else ()
-        for (active, _), places in zip(passes, found, strict=True):
-            tokens, _ = self.tokens.name(places)
+        choices_by_depth = to_host(*(choices for _, choices in passes)) if passes else ()
+        for (active, _), choices in zip(passes, choices_by_depth, strict=True):
+            tokens, _ = self.tokens.name(choices)
             for chain, token in zip(active, tokens.tolist(), strict=True):
                 chain.tokens.append(token)
 
@@ -272,11 +288,11 @@ class ModelChainDrafter(ModelDrafter):
         del chain.ids[chain.num_ids :]
         root = chain.request.output_ids[-1]
         tree = pack_beams(root, np.array([chain.tokens])) if chain.tokens else make_root(root)
-        found = Candidates(tree, chain.probs or None)
+        candidates = Candidates(tree, chain.probs or None)
         self._drafts[chain.request.row] = _Draft(
-            chain.num_ids, len(chain.request.output_ids), found
+            chain.num_ids, len(chain.request.output_ids), candidates
         )
-        return found
+        return candidates
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
@@ -292,8 +308,8 @@ class ModelChainDrafter(ModelDrafter):
             emitted = request.output_ids[draft.num_output :]
             num_kept = count_shared(draft.candidates.tree.tokens[1:].tolist(), emitted)
             past = int(self._cache.past_lens[request.row])
-            kept = min(past, draft.num_ids + num_kept)
-            self._cache.copy_prefix(request.row, request.row, kept)
+            num_cached = min(past, draft.num_ids + num_kept)
+            self._cache.copy_prefix(request.row, request.row, num_cached)
 
     def _choose(
         self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
@@ -302,20 +318,29 @@ class ModelChainDrafter(ModelDrafter):
 
         logits: of the tokens that may be drafted, [B, N].
         """
-        sampled = [at for at, r in enumerate(requests) if not r.sampler.params.is_greedy]
-        chosen: list[tuple[int, Tensor | None]] = [(0, None)] * len(requests)
-        if len(sampled) < len(requests):
-            chosen = [(place, None) for place in to_host(find_best(logits))[0].tolist()]
-        if not sampled:
-            return chosen
-        samplers = [requests[at].sampler for at in sampled]
-        probs = process_logits(take_rows(logits, sampled), [s.params for s in samplers])
+        sampled_rows = [
+            row for row, request in enumerate(requests) if not request.sampler.params.is_greedy
+        ]
+        choices: list[tuple[int, Tensor | None]] = [(0, None)] * len(requests)
+        if len(sampled_rows) < len(requests):
+            choices = [(choice, None) for choice in to_host(find_best(logits))[0].tolist()]
+        if sampled_rows:
+            sampled_requests = [requests[row] for row in sampled_rows]
+            draws = self._draw(take_rows(logits, sampled_rows), sampled_requests, depth)
+            for row, choice in zip(sampled_rows, draws, strict=True):
+                choices[row] = choice
+        return choices
+
+    def _draw(
+        self, logits: Tensor, requests: Sequence[ActiveRequest], depth: int
+    ) -> list[tuple[int, Tensor | None]]:
+        """Draw the tokens of sampled requests, as `_choose` returns them."""
+        samplers = [request.sampler for request in requests]
+        probs = process_logits(logits, [sampler.params for sampler in samplers])
         stream = DRAFT if self.use_logits else CHOICE
         uniforms = [
-            sampler.get_uniform(stream, len(requests[at].output_ids) + depth)
-            for at, sampler in zip(sampled, samplers, strict=True)
+            request.sampler.get_uniform(stream, len(request.output_ids) + depth)
+            for request in requests
         ]
-        spread = self.tokens.spread(probs) if self.use_logits else None
-        for line, (at, place) in enumerate(zip(sampled, draw(probs, uniforms), strict=True)):
-            chosen[at] = (place, spread[line] if spread is not None else None)
-        return chosen
+        distributions = self.tokens.spread(probs) if self.use_logits else [None] * len(requests)
+        return list(zip(draw(probs, uniforms), distributions, strict=True))

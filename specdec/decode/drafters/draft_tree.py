@@ -53,26 +53,26 @@ class ModelTreeDrafter(ModelDrafter):
         candidates = [Candidates(make_root(request.output_ids[-1])) for request in requests]
         if not ready:
             return candidates
-        chosen = [requests[at] for at in ready]
-        rows = list_rows(chosen)
-        hidden = self._fill(rows.tolist(), [read[at].ids for at in ready])
-        roots = np.array([request.output_ids[-1] for request in chosen], np.int64)
+        ready_requests = [requests[index] for index in ready]
+        rows = list_rows(ready_requests)
+        hidden = self._fill(rows.tolist(), [read[index].ids for index in ready])
+        roots = np.array([request.output_ids[-1] for request in ready_requests], np.int64)
         draft = TreeDraft(
             self._net, self._cache, rows, roots, hidden,
-            read_temperatures(chosen, LEAST_TEMPERATURE), self.min_gain,
+            read_temperatures(ready_requests, LEAST_TEMPERATURE), self.min_gain,
             self.decoder.num_positions - 1,
         )  # fmt: skip
-        for at, found in zip(ready, self.tree.grow(draft), strict=True):
-            candidates[at] = self._name(found)
+        for index, row_draft in zip(ready, self.tree.grow(draft), strict=True):
+            candidates[index] = self._name(row_draft)
         self.num_levels = draft.num_levels
         return candidates
 
-    def _name(self, found: Candidates) -> Candidates:
+    def _name(self, candidates: Candidates) -> Candidates:
         """Return the candidates with the target's tokens in the place of the draft model's."""
-        tree = found.tree
+        tree = candidates.tree
         drafted, _ = self.tokens.name(tree.tokens[1:])
         tokens = np.concatenate((tree.tokens[:1], drafted))
-        return dataclasses.replace(found, tree=Tree(tokens, tree.parents, tree.depths))
+        return dataclasses.replace(candidates, tree=Tree(tokens, tree.parents, tree.depths))
 
 
 class _Ranks:
@@ -92,8 +92,8 @@ class _Ranks:
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
         """Run nodes; the draft model reads no features."""
-        _, own = self._tokens.name(step.tokens)
-        return self._decoder.forward(dataclasses.replace(step, tokens=own), cache)
+        _, draft_tokens = self._tokens.name(step.tokens)
+        return self._decoder.forward(dataclasses.replace(step, tokens=draft_tokens), cache)
 
     def rank_tokens(
         self, hidden: Tensor, width: int, sharpness: Tensor | None = None

@@ -93,12 +93,12 @@ def count_top_k(params: EagleParams) -> int:
 
 def check_top_k(top_k: int, params: EagleParams) -> None:
     """Raise SpecDecError for a dynamic tree that is wider than the engine has room for."""
-    most = count_top_k(params)
-    if top_k > most:
+    max_top_k = count_top_k(params)
+    if top_k > max_top_k:
         raise SpecDecError(
             f"--eagle-dynamic-tree-max-top-k is {top_k}, the engine's max_non_leaves_per_layer"
             f" is {params.max_non_leaves_per_layer}, of {params.draft_vocab_size} tokens",
-            f"give at most {most}, or convert with a larger --max-non-leaves-per-layer",
+            f"give at most {max_top_k}, or convert with a larger --max-non-leaves-per-layer",
         )
 
 
@@ -111,18 +111,18 @@ def grow_deepest(params: EagleParams) -> Choices:
     spine = [(0,) * length for length in range(1, depth + 1)]
     if len(spine) > room:
         return ()
-    chosen = dict.fromkeys(spine)
+    tree_paths = dict.fromkeys(spine)
     inner = dict.fromkeys(((), *spine[:-1]))
     for path in grow_choices(depth, (depth + 1) * room, params.draft_vocab_size):
         parent = path[:-1]
-        num_inner = sum(len(other) == len(parent) for other in inner)
-        has_parent = not parent or parent in chosen
-        if len(chosen) == room:
+        num_inner = sum(len(inner_path) == len(parent) for inner_path in inner)
+        has_parent = not parent or parent in tree_paths
+        if len(tree_paths) == room:
             break
         if has_parent and (parent in inner or num_inner < params.max_non_leaves_per_layer):
             inner[parent] = None
-            chosen[path] = None
-    return tuple(chosen)
+            tree_paths[path] = None
+    return tuple(tree_paths)
 
 
 class StaticTree:
@@ -135,7 +135,7 @@ class StaticTree:
         self.parents, self.depths = lay_out_paths(paths)
         inner: list[list[tuple[int, ...]]] = [[()], *([] for _ in range(self.depth - 1))]
         for path in paths:
-            if any(other[: len(path)] == path != other for other in paths):
+            if any(other_path[: len(path)] == path != other_path for other_path in paths):
                 inner[len(path)].append(path)
         self._inner = inner
         self._children = [[p for p in paths if len(p) == d] for d in range(1, self.depth + 1)]
@@ -152,16 +152,16 @@ class StaticTree:
             level = make_first(draft.roots, width)
             if depth:
                 above = self._children[depth - 1]
-                places = np.array([above.index(path) for path in inner])
-                before = self._inner[depth - 1]
-                parents = np.array([before.index(path[:-1]) for path in inner])
-                tokens = levels[-1][:, places]
+                indices = np.array([above.index(path) for path in inner])
+                inner_above = self._inner[depth - 1]
+                parents = np.array([inner_above.index(path[:-1]) for path in inner])
+                tokens = levels[-1][:, indices]
                 level = Level(tokens, np.broadcast_to(parents, tokens.shape), width)
-            ranked, own = draft.rank(level)
+            ranked, level_scores = draft.rank(level)
             parents = np.array([inner.index(path[:-1]) for path in children])
             ranks = [path[-1] for path in children]
             levels.append(ranked[:, parents, ranks])
-            scores.append(own[:, parents, ranks])
+            scores.append(level_scores[:, parents, ranks])
         tokens = np.concatenate([draft.roots[:, None], *levels], axis=1)
         confidence = np.exp(np.concatenate([np.zeros((len(tokens), 1)), *scores], axis=1))
         return [
@@ -177,13 +177,13 @@ class PassDraft:
 
     def __init__(self, roots: IntArray, ranked: IntArray, scores: np.ndarray) -> None:
         """roots: [B]; ranked, scores: [B, P, width], best first, and log-probabilities."""
-        self.roots, self._ranked, self._scores, self._place = roots, ranked, scores, 0
+        self.roots, self._ranked, self._scores, self._depth = roots, ranked, scores, 0
 
     def rank(self, level: Level) -> tuple[IntArray, np.ndarray]:
-        shape, place = (*level.tokens.shape, level.width), self._place
-        self._place += 1
-        ranked = self._ranked[:, place, None, : level.width]
-        scores = self._scores[:, place, None, : level.width]
+        shape, depth = (*level.tokens.shape, level.width), self._depth
+        self._depth += 1
+        ranked = self._ranked[:, depth, None, : level.width]
+        scores = self._scores[:, depth, None, : level.width]
         return np.broadcast_to(ranked, shape), np.broadcast_to(scores, shape)
 
 
@@ -239,9 +239,9 @@ class PairDrafter(FeatureDrafter):
         draft = TreeDraft(
             self.net, self._cache, rows, roots, hidden, read_temperatures(requests), self.min_gain
         )
-        found = self.tree.grow(draft)
+        candidates = self.tree.grow(draft)
         self.num_levels = draft.num_levels
-        return found
+        return candidates
 
     def _run_pairs(
         self, rows: IntArray, texts: Sequence[Sequence[int]], follow: Follow | None = None
@@ -250,24 +250,24 @@ class PairDrafter(FeatureDrafter):
 
         def run(step: Step, cache: KVCache) -> Tensor:
             device = self._features.device
-            at = to_device(step.rows, device)[:, None], to_device(step.positions, device)
-            return self.net.forward(step, self._features[at], cache)
+            indices = to_device(step.rows, device)[:, None], to_device(step.positions, device)
+            return self.net.forward(step, self._features[indices], cache)
 
         return fill_cache(
             self.net.decoder, self._cache, rows.tolist(), texts, MAX_PASS_TOKENS, follow, run
         )
 
-    def _read_piece(self, request: ActiveRequest, count: int) -> None:
+    def _read_chunk(self, request: ActiveRequest, count: int) -> None:
         """Run so many more pairs of a prompt, whose features are all made."""
         self._read([request.row])
         rows, (text,), _ = list_texts([request])
         self._run_pairs(rows, [text[: int(self._cache.past_lens[request.row]) + count]])
 
-    def _keep(self, rows: IntArray, places: IntArray, states: Tensor) -> None:
+    def _keep(self, rows: IntArray, positions: IntArray, states: Tensor) -> None:
         """Keep the features of some tokens."""
         device = self._features.device
-        at = to_device(rows, device), to_device(places, device)
-        self._features[at] = self.net.make_features(states)
+        indices = to_device(rows, device), to_device(positions, device)
+        self._features[indices] = self.net.make_features(states)
 
 
 class EagleDrafter(PairDrafter):
@@ -302,9 +302,9 @@ class EagleDrafter(PairDrafter):
     def use_dynamic_tree(self, top_k: int | None = None, num_tokens: int | None = None) -> None:
         """Grow trees as EAGLE-2 does from now on; raise SpecDecError beyond the engine's limits."""
         params = self.params
-        most = count_top_k(params)
+        max_top_k = count_top_k(params)
         if top_k is None:
-            top_k = min(most, DEFAULT_CPU_TOP_K) if self._is_small else most
+            top_k = min(max_top_k, DEFAULT_CPU_TOP_K) if self._is_small else max_top_k
         if num_tokens is None:
             num_tokens = params.max_draft_len
             num_tokens = min(num_tokens, self._most_tokens) if self._is_small else num_tokens
@@ -317,11 +317,11 @@ class EagleDrafter(PairDrafter):
         if self._is_small:
             num_tokens = min(self._most_tokens, params.max_draft_len)
             return grow_choices(params.num_eagle_layers, num_tokens, params.draft_vocab_size)
-        fitting = [
+        paths = [
             path for path in PUBLISHED_CHOICES
             if len(path) <= params.num_eagle_layers and max(path) < params.draft_vocab_size
         ]  # fmt: skip
-        return tuple(fitting[: params.max_draft_len])
+        return tuple(paths[: params.max_draft_len])
 
     def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         if self.params.mask_token_id is None:
@@ -341,20 +341,22 @@ class EagleDrafter(PairDrafter):
         assert feature is not None
         size, ends = self.tree.depth, [len(text) for text in texts]
         device = self._features.device
-        places = np.array(ends)[:, None] + np.arange(size - 1)
-        self._features[to_device(rows, device)[:, None], to_device(places, device)] = feature
+        positions = np.array(ends)[:, None] + np.arange(size - 1)
+        self._features[to_device(rows, device)[:, None], to_device(positions, device)] = feature
         hidden = self._features.new_zeros((len(rows), size, len(feature)))
-        lines = {int(row): at for at, row in enumerate(rows)}
+        lines = {int(row): line for line, row in enumerate(rows)}
 
         def keep(
             read: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
         ) -> None:
-            for own, row, start, count in zip(states.hidden, read, starts, counts, strict=True):
-                at = lines[row]
-                first = ends[at] - 1
-                skipped = max(0, first - start)
+            for row_hidden, row, start, count in zip(
+                states.hidden, read, starts, counts, strict=True
+            ):
+                line = lines[row]
+                offset = start - (ends[line] - 1)  # from the last true pair
+                skipped = max(0, -offset)
                 if skipped < count:
-                    hidden[at, start + skipped - first : start + count - first] = own[skipped:count]
+                    hidden[line, offset + skipped : offset + count] = row_hidden[skipped:count]
 
         self._run_pairs(rows, [[*text, *[mask_token_id] * (size - 1)] for text in texts], keep)
         for row, end in zip(rows.tolist(), ends, strict=True):

@@ -22,13 +22,20 @@ from specdec.engine.tree import BoolArray, IntArray, Tree
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
 # those of a lower temperature; by this one trees of pycode's ReDrafter and EAGLEs hold most.
 LEAST_TEMPERATURE = 0.5
-NO_LAST = 2**62
+NO_LAST_POSITION = 2**62
 
 
-def read_temperatures(requests: Sequence[ActiveRequest], least: float = LEAST_TEMPERATURE) -> Array:
+def read_temperatures(
+    requests: Sequence[ActiveRequest], min_temperature: float = LEAST_TEMPERATURE
+) -> Array:
     """By which the likelihood of drafts is judged, [B]: each request's own, if that is higher."""
-    chosen = [request.request.sampling for request in requests]
-    return np.array([least if c.is_greedy else max(c.temperature, least) for c in chosen])
+    samplings = [request.request.sampling for request in requests]
+    return np.array(
+        [
+            min_temperature if sampling.is_greedy else max(sampling.temperature, min_temperature)
+            for sampling in samplings
+        ]
+    )
 
 
 def sharpen(temperatures: Array, device: torch.device) -> Tensor:
@@ -95,7 +102,7 @@ class TreeDraft:
 
     def __init__(
         self, net: TreeNet, cache: KVCache, rows: IntArray, roots: IntArray, hidden: Tensor,
-        temperatures: Array, min_gain: float = ALL_LEVELS, last_position: int = NO_LAST,
+        temperatures: Array, min_gain: float = ALL_LEVELS, last_position: int = NO_LAST_POSITION,
     ) -> None:  # fmt: skip
         """Begin trees at these roots.
 
@@ -106,7 +113,7 @@ class TreeDraft:
         self.num_levels = 0  # that were drafted
         self._net, self._cache, self._rows = net, cache, rows
         self._sharpness = sharpen(temperatures, hidden.device).to(hidden.dtype)
-        self._last = last_position
+        self._last_position = last_position
         self._hidden = hidden[:, None]  # [B, n, D], of the newest level
         self._positions = cache.past_lens[rows]
         self._mask: BoolArray = np.zeros((len(rows), 1, 0), np.bool_)
@@ -124,10 +131,10 @@ class TreeDraft:
     def _run(self, level: Level) -> None:
         num_rows, size = level.tokens.shape
         lines = np.arange(num_rows)[:, None]
-        own = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
-        self._mask = np.concatenate((self._mask[lines, level.parents], own), axis=2)
-        last = np.minimum(self._positions, self._last)[:, None]
-        positions = np.broadcast_to(last, level.tokens.shape)
+        self_mask = np.broadcast_to(np.eye(size, dtype=np.bool_), (num_rows, size, size))
+        self._mask = np.concatenate((self._mask[lines, level.parents], self_mask), axis=2)
+        node_positions = np.minimum(self._positions, self._last_position)[:, None]
+        positions = np.broadcast_to(node_positions, level.tokens.shape)
         step = Step(
             rows=self._rows,
             tokens=level.tokens,
@@ -164,28 +171,30 @@ class DynamicTree:
         ranked, scores = draft.rank(make_first(draft.roots, top_k))  # [B, 1, K]
         tokens, scores = ranked[:, 0], scores[:, 0]
         num_rows = len(tokens)
-        run = np.broadcast_to(np.arange(top_k), (num_rows, top_k))  # in the newest drafted
+        run_indices = np.broadcast_to(np.arange(top_k), (num_rows, top_k))  # in the newest drafted
         all_tokens, all_scores = [tokens], [scores]
         all_parents = [np.full((num_rows, top_k), -1)]
-        first = 0  # of the newest drafted, among all
-        places = np.zeros_like(run)  # of the parents of what is run, in the level before
+        level_start = 0  # of the newest drafted, among all
+        parent_indices = np.zeros_like(
+            run_indices
+        )  # of the parents of what is run, in the level before
         for _ in range(1, self.depth):
-            chosen = np.take_along_axis(tokens, run, axis=1)
-            totals = np.take_along_axis(scores, run, axis=1)
+            run_tokens = np.take_along_axis(tokens, run_indices, axis=1)
+            totals = np.take_along_axis(scores, run_indices, axis=1)
             if not np.minimum(np.exp(totals).sum(1), 1.0).sum() > draft.min_gain:
                 break
             if self._is_settled(np.concatenate(all_scores, axis=1), totals):
                 break
-            ranked, own = draft.rank(Level(chosen, places, top_k))  # [B, K, K]
-            parents = np.repeat(first + run, top_k, axis=1)
-            first += tokens.shape[1]
+            ranked, child_scores = draft.rank(Level(run_tokens, parent_indices, top_k))  # [B, K, K]
+            parents = np.repeat(level_start + run_indices, top_k, axis=1)
+            level_start += tokens.shape[1]
             tokens = ranked.reshape(num_rows, -1)
-            scores = (own + totals[:, :, None]).reshape(num_rows, -1)
+            scores = (child_scores + totals[:, :, None]).reshape(num_rows, -1)
             all_tokens.append(tokens)
             all_scores.append(scores)
             all_parents.append(parents)
-            run = _find_best(scores, top_k)
-            places = run // top_k
+            run_indices = _find_best(scores, top_k)
+            parent_indices = run_indices // top_k
         return self._choose(
             draft.roots, np.concatenate(all_tokens, axis=1), np.concatenate(all_scores, axis=1),
             np.concatenate(all_parents, axis=1),
@@ -196,31 +205,33 @@ class DynamicTree:
         size = self.num_tokens
         if scores.shape[1] < size:
             return False
-        least = np.partition(scores, -size, axis=1)[:, -size]
-        return bool((totals.max(1) <= least).all())
+        lowest_scores = np.partition(scores, -size, axis=1)[:, -size]
+        return bool((totals.max(1) <= lowest_scores).all())
 
     def _choose(
         self, roots: IntArray, tokens: IntArray, scores: np.ndarray, parents: IntArray
     ) -> list[Candidates]:
-        found = []
-        best = np.sort(_find_best(scores, self.num_tokens), axis=1)
-        for row, kept in enumerate(best):
+        candidates = []
+        best_nodes = np.sort(_find_best(scores, self.num_tokens), axis=1)
+        for row, row_nodes in enumerate(best_nodes):
             # A parent is at least as probable as its child, and comes first where they tie.
             nodes = np.where(
-                parents[row, kept] < 0, 0, np.searchsorted(kept, parents[row, kept]) + 1
+                parents[row, row_nodes] < 0,
+                0,
+                np.searchsorted(row_nodes, parents[row, row_nodes]) + 1,
             )
-            depths = np.zeros(len(kept) + 1, np.int64)
+            depths = np.zeros(len(row_nodes) + 1, np.int64)
             for node, parent in enumerate(nodes, 1):
                 depths[node] = depths[parent] + 1
-            all_tokens = np.concatenate(([roots[row]], tokens[row, kept]))
-            totals = np.concatenate(([0.0], scores[row, kept]))
-            own = totals - totals[np.concatenate(([0], nodes))]
+            all_tokens = np.concatenate(([roots[row]], tokens[row, row_nodes]))
+            totals = np.concatenate(([0.0], scores[row, row_nodes]))
+            node_scores = totals - totals[np.concatenate(([0], nodes))]
             tree = Tree(all_tokens, np.concatenate(([-1], nodes)), depths)
-            found.append(Candidates(tree, None, np.exp(own)))
-        return found
+            candidates.append(Candidates(tree, None, np.exp(node_scores)))
+        return candidates
 
 
 def _find_best(scores: np.ndarray, count: int) -> IntArray:
     """Places of the greatest scores of each row, of equal ones the first."""
-    best: IntArray = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    return best
+    indices: IntArray = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return indices

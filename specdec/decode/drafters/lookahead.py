@@ -58,13 +58,13 @@ def choose_lookahead(
     What is not given is the largest [n,n,n] that the engine has room for. SpecDecError where it
     has no room, and UsageError for a window that an engine has no use for.
     """
-    wanted = METHOD.mode
-    if mode != wanted:
+    needed_mode = METHOD.mode
+    if mode != needed_mode:
         if config is not None:
             raise UsageError(
                 f"--lookahead-config has no effect with an engine that was built with"
                 f" speculative_decoding_mode {mode}",
-                f"build it from a plain checkpoint with --speculative-decoding-mode {wanted}"
+                f"build it from a plain checkpoint with --speculative-decoding-mode {needed_mode}"
                 f" --max-draft-len {config.max_draft_tokens}",
             )
         return None
@@ -100,20 +100,20 @@ class NgramPool:
 
     def __init__(self, max_per_token: int) -> None:
         self.max_per_token = max_per_token
-        self._known: dict[int, dict[tuple[int, ...], None]] = {}  # oldest first
+        self._continuations: dict[int, dict[tuple[int, ...], None]] = {}  # oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
         """Put an n-gram in, or make it the newest again."""
-        first, *rest = ngram
-        known = self._known.setdefault(first, {})
-        known.pop(tuple(rest), None)
-        known[tuple(rest)] = None
-        if len(known) > self.max_per_token:
-            del known[next(iter(known))]
+        first_token, *continuation = ngram
+        continuations = self._continuations.setdefault(first_token, {})
+        continuations.pop(tuple(continuation), None)
+        continuations[tuple(continuation)] = None
+        if len(continuations) > self.max_per_token:
+            del continuations[next(iter(continuations))]
 
-    def find(self, first: int) -> Iterable[tuple[int, ...]]:
+    def find(self, first_token: int) -> Iterable[tuple[int, ...]]:
         """Return the continuations of a token, newest first."""
-        return reversed(self._known.get(first, {}))
+        return reversed(self._continuations.get(first_token, {}))
 
 
 class Lookahead:
@@ -210,7 +210,7 @@ class LookaheadDrafter(Drafter):
             np.array([lookahead.ends for lookahead in lookaheads], np.int64), states.hidden.device
         )
         rows = torch.arange(len(ends), device=states.hidden.device)[:, None]
-        chosen = find_best(self._decoder.compute_logits(states.hidden[rows, ends]))  # [B, W]
-        (tokens,) = to_host(chosen)
+        best_tokens = find_best(self._decoder.compute_logits(states.hidden[rows, ends]))  # [B, W]
+        (tokens,) = to_host(best_tokens)
         for lookahead, row in zip(lookaheads, tokens.tolist(), strict=True):
             lookahead.advance(row)

@@ -89,8 +89,8 @@ def make_drafter(context: DraftContext) -> MedusaDrafter:
     if context.options is not None:
         tree = context.options
     elif decoder.device.type == "cpu":
-        most = BUDGET_CPU_TOKENS if context.has_budget else DEFAULT_CPU_TOKENS
-        tree = min(params.max_draft_len, most)
+        max_tokens = BUDGET_CPU_TOKENS if context.has_budget else DEFAULT_CPU_TOKENS
+        tree = min(params.max_draft_len, max_tokens)
     else:
         tree = grow_choices(params.num_heads, params.max_draft_len, heads.vocab_size)
     return MedusaDrafter(heads, tree, get_graphs(decoder))
@@ -142,8 +142,8 @@ class MedusaDrafter(HiddenStateDrafter):
         shape = (len(requests), self.max_draft_depth, self._widths[0])
         ranked = zip(tokens.reshape(shape), np.exp(scores).reshape(shape), strict=True)
         return [
-            grow_tree(request.output_ids[-1], own, chances, self.max_draft_tokens)
-            for request, (own, chances) in zip(requests, ranked, strict=True)
+            grow_tree(request.output_ids[-1], row_tokens, chances, self.max_draft_tokens)
+            for request, (row_tokens, chances) in zip(requests, ranked, strict=True)
         ]
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class MtpDrafter(PairDrafter):
     def __init__(self, net: MtpNet, decoder: Decoder, options: MtpOptions | None = None) -> None:
         super().__init__(net, decoder, None, "MTP")
         self.params = net.params
-        most = self.params.max_draft_len
+        max_tokens = self.params.max_draft_len
         num_tokens = options.num_tokens if options is not None else None
-        num_tokens = most if num_tokens is None else num_tokens
-        check_num_tokens("--mtp-num-draft-tokens", num_tokens, most, "--mtp-max-draft-len")
+        num_tokens = max_tokens if num_tokens is None else num_tokens
+        check_num_tokens("--mtp-num-draft-tokens", num_tokens, max_tokens, "--mtp-max-draft-len")
         self._use(DynamicTree(top_k=1, depth=num_tokens, num_tokens=num_tokens))

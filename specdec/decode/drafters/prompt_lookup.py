@@ -62,10 +62,10 @@ class NgramIndex:
         """
         end = len(self._text)
         for size in range(min(self.max_size, end), 0, -1):
-            place = self._following.get(tuple(self._text[end - size :]))
-            if place is not None:
-                self.num_found, period = size, end - place
-                return [self._text[place + at % period] for at in range(num_tokens)]
+            start = self._following.get(tuple(self._text[end - size :]))
+            if start is not None:
+                self.num_found, period = size, end - start
+                return [self._text[start + offset % period] for offset in range(num_tokens)]
         return []
 
 

@@ -104,25 +104,25 @@ class BeamTreeDrafter(BeamDrafter):
         hidden = self.get_hidden(requests)
         roots = np.array([request.output_ids[-1] for request in requests], np.int64)
         temperatures = read_temperatures(requests)
-        found = self.head.search_trees(
+        native_trees = self.head.search_trees(
             hidden, to_device(roots, hidden.device), self.tree.num_tokens, temperatures,
             self.min_gain,
         )  # fmt: skip
-        if found is not None:
-            self.num_levels = found.num_levels
-            return list_candidates(roots, found)
+        if native_trees is not None:
+            self.num_levels = native_trees.num_levels
+            return list_candidates(roots, native_trees)
         draft = BeamDraft(self.head, hidden, roots, temperatures, self.min_gain)
         candidates = self.tree.grow(draft)
         self.num_levels = draft.num_levels
         return candidates
 
 
-def list_candidates(roots: IntArray, found: DynamicTrees) -> list[Candidates]:
+def list_candidates(roots: IntArray, native_trees: DynamicTrees) -> list[Candidates]:
     """Return the trees that a native search found, under their roots."""
     ends = np.zeros((3, len(roots), 1), np.int64)
     ends[0, :, 0], ends[1] = roots, -1
-    tokens, parents, depths = np.concatenate((ends, found.nodes), axis=2)
-    chances = np.concatenate((np.ones((len(roots), 1)), found.chances), axis=1)
+    tokens, parents, depths = np.concatenate((ends, native_trees.nodes), axis=2)
+    chances = np.concatenate((np.ones((len(roots), 1)), native_trees.chances), axis=1)
     return [
         Candidates(Tree(*columns), None, sure)
         for *columns, sure in zip(tokens, parents, depths, chances, strict=True)
@@ -151,6 +151,8 @@ class BeamDraft:
             above = above[lines, to_device(level.parents, device)]
         self._state = self._head.update_state(to_device(level.tokens, device), above)
         self.num_levels += 1
-        found = self._head.rank_tokens(self._context, self._state, level.width, self._sharpness)
-        ranked, scores = to_host(*found)
+        ranks_on_device = self._head.rank_tokens(
+            self._context, self._state, level.width, self._sharpness
+        )
+        ranked, scores = to_host(*ranks_on_device)
         return ranked, scores

@@ -84,10 +84,10 @@ class Node:
         if child in top:
             top.remove(child)
         elif len(top) == NUM_BRANCHES:
-            least = min(reversed(top), key=_get_count)  # the oldest of these
-            if child.count < least.count:
+            rarest_child = min(reversed(top), key=_get_count)  # the oldest of these
+            if child.count < rarest_child.count:
                 return
-            top.remove(least)
+            top.remove(rarest_child)
         top.insert(0, child)
 
 
@@ -99,7 +99,7 @@ def _get_count(node: Node) -> int:
     return node.count
 
 
-Place = tuple[Node, int]  # in an edge, so many tokens along it
+TextEnd = tuple[Node, int]  # in an edge, so many tokens along it
 
 
 class SuffixTree:
@@ -115,21 +115,21 @@ class SuffixTree:
         self.root = Node(0, 0)
         self.root.children, self.root.top = {}, []
         # The newest text's ends that occurred before, longest first, by one token less each.
-        self.places: list[Place] = [(self.root, 0)]
+        self.text_ends: list[TextEnd] = [(self.root, 0)]
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the newest text."""
         text = self.text
         for token in tokens:
-            places = self.places
-            moved: list[Place] = []
-            for at, (node, offset) in enumerate(places):
+            text_ends = self.text_ends
+            moved: list[TextEnd] = []
+            for index, (node, offset) in enumerate(text_ends):
                 if offset < node.length:
                     if text[node.start + offset] == token:
                         moved.append((node, offset + 1))
                         continue
                     # The ends behind this one are no longer; those in the same edge come later.
-                    self._split(node, offset, sum(p[0] is node for p in places[at:]))
+                    self._split(node, offset, sum(p[0] is node for p in text_ends[index:]))
                 else:
                     child = node.children.get(token)
                     if child is not None:
@@ -141,24 +141,24 @@ class SuffixTree:
             moved.append((self.root, 0))
             if len(moved) > self.max_depth + 1:
                 del moved[0]
-            self.places = moved
+            self.text_ends = moved
 
     def end(self) -> None:
         """End the newest text: what follows is another."""
         self.text.append(END)
-        self.places = [(self.root, 0)]
+        self.text_ends = [(self.root, 0)]
 
-    def find(self, tokens: Sequence[int]) -> list[Place]:
+    def find(self, tokens: Sequence[int]) -> list[TextEnd]:
         """Return the places of all occurring ends of `tokens`, longest first, up to `max_depth`."""
-        places: list[Place] = [(self.root, 0)]
+        text_ends: list[TextEnd] = [(self.root, 0)]
         for token in tokens[-self.max_depth :]:
-            places = self.follow(places, token)
-        return places
+            text_ends = self.follow(text_ends, token)
+        return text_ends
 
-    def follow(self, places: Iterable[Place], token: int) -> list[Place]:
+    def follow(self, text_ends: Iterable[TextEnd], token: int) -> list[TextEnd]:
         """Move the places of a text that is not in the tree on by a token."""
-        moved: list[Place] = []
-        for node, offset in places:
+        moved: list[TextEnd] = []
+        for node, offset in text_ends:
             if offset < node.length:
                 if self.text[node.start + offset] == token:
                     moved.append((node, offset + 1))
@@ -201,32 +201,40 @@ class ScoredDraft(NamedTuple):
         )
 
 
+def _list_branches(
+    node: Node, probability: float, min_probability: float
+) -> list[tuple[float, Node]]:
+    """Return the likely children of a node of that probability, each with its share of it."""
+    shares = [(probability * child.count / node.total, child) for child in node.top]
+    return [(share, child) for share, child in shares if share >= min_probability]
+
+
 def grow(  # noqa: C901 - one walk that grows a tree by its best score
-    tree: SuffixTree, place: Place, max_tokens: int, min_probability: float, root: int
+    tree: SuffixTree, text_end: TextEnd, max_tokens: int, min_probability: float, root: int
 ) -> ScoredDraft:
     """Draft the tokens that are likeliest to follow a place, by the frequencies of their branches.
 
     A branch that reaches the end of the text goes on with what it has copied, so that a text which
     repeats itself is continued for any length.
     """
-    text, (node, offset) = tree.text, place
+    text, (node, offset) = tree.text, text_end
     end = len(text)
     tokens, parents, depths, shares = [root], [-1], [0], [1.0]
     probability, parent, depth, score = 1.0, 0, 0, 0.0
-    waiting: list[tuple[float, int, Node, int, int, int]] = []
+    branches: list[tuple[float, int, Node, int, int, int]] = []
     number = 0
     while True:
         while len(tokens) <= max_tokens and offset < node.length:
-            if waiting and -waiting[0][0] > probability:
+            if branches and -branches[0][0] > probability:
                 number += 1
                 entry = (-probability, number, node, parent, depth, offset)
-                share, _, node, parent, depth, offset = heapq.heapreplace(waiting, entry)
+                share, _, node, parent, depth, offset = heapq.heapreplace(branches, entry)
                 probability = -share
-            at = node.start + offset
-            if at >= end:
-                first = at - depth
-                at = first + depth % (end - first)
-            token = text[at]
+            position = node.start + offset
+            if position >= end:
+                copy_start = position - depth
+                position = copy_start + depth % (end - copy_start)
+            token = text[position]
             if token == END:
                 break
             parents.append(parent)
@@ -241,14 +249,12 @@ def grow(  # noqa: C901 - one walk that grows a tree by its best score
         if len(tokens) > max_tokens:
             break
         if offset == node.length:
-            for child in node.top:
-                share = probability * child.count / node.total
-                if share >= min_probability:
-                    number += 1  # settles between equals
-                    heapq.heappush(waiting, (-share, number, child, parent, depth, 0))
-        if not waiting:
+            for share, child in _list_branches(node, probability, min_probability):
+                number += 1  # settles between equals
+                heapq.heappush(branches, (-share, number, child, parent, depth, 0))
+        if not branches:
             break
-        share, _, node, parent, depth, offset = heapq.heappop(waiting)
+        share, _, node, parent, depth, offset = heapq.heappop(branches)
         probability = -share
     return ScoredDraft(score, tokens, parents, depths, shares)
 
@@ -258,7 +264,7 @@ def _sum_certain(size: int) -> float:
     return (1 - CONTINUATION**size) / (1 - CONTINUATION)
 
 
-class Finished:
+class FinishedTexts:
     """The texts of finished requests, the newest `max_tokens` or a little less.
 
     There are two trees: when the younger is half of that, it becomes the older, and what was the
@@ -287,29 +293,31 @@ class SuffixText:
 
     def __init__(self, request: ActiveRequest, max_depth: int) -> None:
         self.request = request
-        self.own = SuffixTree(max_depth)
-        self.own.extend(request.request.input_ids)
+        self.tree = SuffixTree(max_depth)
+        self.tree.extend(request.request.input_ids)
         self._version = -1
-        self._places: list[list[Place]] = []  # by tree of the finished
+        self._finished_ends: list[list[TextEnd]] = []  # by tree of the finished
 
-    def read(self, finished: Finished | None) -> list[tuple[SuffixTree, list[Place]]]:
+    def read(self, finished_texts: FinishedTexts | None) -> list[tuple[SuffixTree, list[TextEnd]]]:
         """Take the newest output; return all trees with the places to draft from."""
-        own = self.own
-        num_known = len(own.text)
-        own.extend(self.request.output_ids[num_known - len(self.request.request.input_ids) :])
-        found = [(own, own.places)]
-        if finished is not None:
-            if self._version != finished.version:
-                self._version = finished.version
-                self._places = [tree.find(own.text) for tree in finished.trees]
+        own_tree = self.tree
+        num_known = len(own_tree.text)
+        own_tree.extend(self.request.output_ids[num_known - len(self.request.request.input_ids) :])
+        ends_by_tree = [(own_tree, own_tree.text_ends)]
+        if finished_texts is not None:
+            if self._version != finished_texts.version:
+                self._version = finished_texts.version
+                self._finished_ends = [tree.find(own_tree.text) for tree in finished_texts.trees]
             else:
-                for token in own.text[num_known:]:
-                    self._places = [
-                        tree.follow(places, token)
-                        for tree, places in zip(finished.trees, self._places, strict=True)
+                for token in own_tree.text[num_known:]:
+                    self._finished_ends = [
+                        tree.follow(text_ends, token)
+                        for tree, text_ends in zip(
+                            finished_texts.trees, self._finished_ends, strict=True
+                        )
                     ]
-            found += zip(finished.trees, self._places, strict=True)
-        return found
+            ends_by_tree += zip(finished_texts.trees, self._finished_ends, strict=True)
+        return ends_by_tree
 
 
 class SuffixDrafter(Drafter):
@@ -320,14 +328,14 @@ class SuffixDrafter(Drafter):
         self.options = options
         self.max_draft_tokens = self.max_draft_depth = options.max_tokens
         self._texts: dict[int, SuffixText] = {}  # by row
-        self._finished: Finished | None = None
+        self._finished_texts: FinishedTexts | None = None
         self._vocabulary = dict(vocabulary or {})
         self._unwritten: list[list[int]] = []
         if options.cache is not None:
-            self._finished = Finished(options.max_cached_tokens, options.max_depth)
+            self._finished_texts = FinishedTexts(options.max_cached_tokens, options.max_depth)
             check_writable(options.cache)
             for text in read_texts(options.cache, self._vocabulary, options.max_cached_tokens):
-                self._finished.add(text)
+                self._finished_texts.add(text)
             # A search for garbage among all these objects takes 0.3 s, in the middle of some step.
             gc.freeze()
 
@@ -342,7 +350,7 @@ class SuffixDrafter(Drafter):
             self._finish_left()
         self._texts = {}
         if options.cache is None and options.max_cached_tokens:
-            self._finished = Finished(options.max_cached_tokens, options.max_depth)
+            self._finished_texts = FinishedTexts(options.max_cached_tokens, options.max_depth)
 
     def keep(self) -> None:
         """Add the texts of finished requests to the cache file, where there is one."""
@@ -358,8 +366,10 @@ class SuffixDrafter(Drafter):
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Add the newest tokens to each text and draft what followed its end before."""
-        ended = [r for r, text in self._texts.items() if text.request.finish_reason is not None]
-        for row in ended:
+        ended_rows = [
+            r for r, text in self._texts.items() if text.request.finish_reason is not None
+        ]
+        for row in ended_rows:
             self._finish(row)
         return [self._draft(request) for request in requests]
 
@@ -370,10 +380,10 @@ class SuffixDrafter(Drafter):
 
     def _finish(self, row: int) -> None:
         text = self._texts.pop(row, None)
-        if text is not None and self._finished is not None:
+        if text is not None and self._finished_texts is not None:
             request = text.request
             tokens = [*request.request.input_ids, *request.output_ids]
-            self._finished.add(tokens)
+            self._finished_texts.add(tokens)
             if self.options.cache is not None:
                 self._unwritten.append(tokens)
                 # A server may be killed, and what is unwritten takes memory.
@@ -400,17 +410,17 @@ class SuffixDrafter(Drafter):
         """
         options, root = self.options, request.output_ids[-1]
         # The last token that may be emitted is the bonus token's.
-        most = min(options.max_tokens, request.remaining - 1)
-        best: ScoredDraft | None = None
-        for tree, places in self._texts[request.row].read(self._finished):
-            for at, place in enumerate(places[:-1]):
-                size = min(most, int(options.max_factor * (len(places) - 1 - at)))
-                least = best.score + EPSILON if best is not None else 0.0
-                if _sum_certain(size) <= least:
+        max_tokens = min(options.max_tokens, request.remaining - 1)
+        best_draft: ScoredDraft | None = None
+        for tree, text_ends in self._texts[request.row].read(self._finished_texts):
+            for index, text_end in enumerate(text_ends[:-1]):
+                size = min(max_tokens, int(options.max_factor * (len(text_ends) - 1 - index)))
+                least_score = best_draft.score + EPSILON if best_draft is not None else 0.0
+                if _sum_certain(size) <= least_score:
                     break
-                draft = grow(tree, place, size, options.min_probability, root)
-                if best is None or draft.score > best.score:
-                    best = draft
-        if best is None or len(best.tokens) == 1:
+                draft = grow(tree, text_end, size, options.min_probability, root)
+                if best_draft is None or draft.score > best_draft.score:
+                    best_draft = draft
+        if best_draft is None or len(best_draft.tokens) == 1:
             return Candidates(make_root(root))
-        return best.to_candidates()
+        return best_draft.to_candidates()

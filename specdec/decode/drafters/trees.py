@@ -43,45 +43,42 @@ def check_paths(
     messages.
     """
     problems = Problems()
-    known = set(choices)
-    if len(known) < len(choices):
+    path_set = set(choices)
+    if len(path_set) < len(choices):
         twice = next(path for path in choices if choices.count(path) > 1)
         problems.add(f"{flag} has {list(twice)} twice", "give every path once")
-    orphans = [path for path in choices if len(path) > 1 and path[:-1] not in known]
+    orphans = [path for path in choices if len(path) > 1 and path[:-1] not in path_set]
     if orphans:
         path = list(orphans[0])
         problems.add(f"{flag} has {path} but not {path[:-1]}", "give every path's beginning too")
-    depth = max(len(path) for path in choices)
-    if depth > max_depth:
-        problems.add(
-            f"{flag} is {depth} deep, the engine has {depth_source}",
-            f"give paths of at most {max_depth} ranks",
-        )
-    if len(choices) > max_tokens:
-        problems.add(
-            f"{flag} has {len(choices)} paths, the engine's max_draft_len is {max_tokens}",
-            f"give fewer, or convert with a larger {tokens_flag}",
-        )
-    highest = max(rank for path in choices for rank in path)
-    if highest >= vocab_size:
-        problems.add(
-            f"{flag} has rank {highest}, the vocabulary {vocab_size} tokens",
-            "give ranks below that",
-        )
+    depth, highest_rank = max(map(len, choices)), max(map(max, choices))
+    limits = (
+        (depth, max_depth, f"{flag} is {depth} deep, the engine has {depth_source}",
+         f"give paths of at most {max_depth} ranks"),
+        (len(choices), max_tokens,
+         f"{flag} has {len(choices)} paths, the engine's max_draft_len is {max_tokens}",
+         f"give fewer, or convert with a larger {tokens_flag}"),
+        (highest_rank, vocab_size - 1,
+         f"{flag} has rank {highest_rank}, the vocabulary {vocab_size} tokens",
+         "give ranks below that"),
+    )  # fmt: skip
+    for size, limit, fact, hint in limits:
+        if size > limit:
+            problems.add(fact, hint)
     problems.raise_all()
 
 
-def check_num_tokens(flag: str, num_tokens: int, most: int, convert_flag: str) -> None:
+def check_num_tokens(flag: str, num_tokens: int, max_tokens: int, convert_flag: str) -> None:
     """Raise SpecDecError for more tokens of a dynamic tree than an engine has room for."""
-    if num_tokens > most:
+    if num_tokens > max_tokens:
         raise SpecDecError(
-            f"{flag} is {num_tokens}, the engine's max_draft_len is {most}",
-            f"give at most {most}, or convert with a larger {convert_flag}",
+            f"{flag} is {num_tokens}, the engine's max_draft_len is {max_tokens}",
+            f"give at most {max_tokens}, or convert with a larger {convert_flag}",
         )
 
 
 def count_paths(depth: int, width: int) -> int:
-    """How many paths there are of `width` tokens a place, those of 17 and more places left out."""
+    """Count the paths of `width` tokens a place, those of 17 and more places left out."""
     return depth if width == 1 else sum(width**d for d in range(1, min(depth, 16) + 1))
 
 
@@ -107,36 +104,43 @@ def grow_choices(
     """
     # A path's beginning and its better sibling rate no lower, so the best of what they lead to
     # is the best of all that are left. With each waits the rating of its beginning.
-    waiting: list[tuple[float, tuple[int, ...], float]] = [(-accuracy(0, 0), (0,), 1.0)]
-    chosen: list[tuple[int, ...]] = []
+    path_heap: list[tuple[float, tuple[int, ...], float]] = [(-accuracy(0, 0), (0,), 1.0)]
+    paths: list[tuple[int, ...]] = []
     inner: dict[int, set[tuple[int, ...]]] = {}  # by length
-    while waiting and len(chosen) < num_tokens:
-        rating, path, before = heapq.heappop(waiting)
+    while path_heap and len(paths) < num_tokens:
+        rating, path, parent_rating = heapq.heappop(path_heap)
         depth, rank = len(path), path[-1] + 1
         if max_inner is not None:
             same_length = inner.setdefault(depth, set())
             if len(same_length) == max_inner and path[:-1] not in same_length:
                 continue  # its parent may not go on, so neither its siblings nor its children come
             same_length.add(path[:-1])
-        chosen.append(path)
+        paths.append(path)
         if rank < vocab_size:
-            sibling = -before * accuracy(depth - 1, rank)
-            heapq.heappush(waiting, (sibling, (*path[:-1], rank), before))
+            sibling = -parent_rating * accuracy(depth - 1, rank)
+            heapq.heappush(path_heap, (sibling, (*path[:-1], rank), parent_rating))
         if depth < max_depth:
-            heapq.heappush(waiting, (rating * accuracy(depth, 0), (*path, 0), -rating))
-    return tuple(chosen)
+            heapq.heappush(path_heap, (rating * accuracy(depth, 0), (*path, 0), -rating))
+    return tuple(paths)
 
 
 def grow_tree(
     root: int, tokens: IntArray, probabilities: np.ndarray, num_tokens: int
 ) -> Candidates:
     """Return the most probable paths of tokens [P, K], which differ in a place, best first."""
-    found, chances = tokens.tolist(), probabilities.tolist()
+    ranked_tokens, chances = tokens.tolist(), probabilities.tolist()
     # A path's beginning is at least as probable, and comes first.
-    paths = grow_choices(len(found), num_tokens, len(found[0]), lambda at, r: chances[at][r])
-    chosen = np.array([root, *(found[len(path) - 1][path[-1]] for path in paths)], np.int64)
+    paths = grow_choices(
+        len(ranked_tokens),
+        num_tokens,
+        len(ranked_tokens[0]),
+        lambda depth, rank: chances[depth][rank],
+    )
+    tree_tokens = np.array(
+        [root, *(ranked_tokens[len(path) - 1][path[-1]] for path in paths)], np.int64
+    )
     confidence = np.array([1.0, *(chances[len(path) - 1][path[-1]] for path in paths)])
-    return Candidates(Tree(chosen, *lay_out_paths(paths)), confidence=confidence)
+    return Candidates(Tree(tree_tokens, *lay_out_paths(paths)), confidence=confidence)
 
 
 def lay_out_paths(paths: Sequence[tuple[int, ...]]) -> tuple[IntArray, IntArray]:
