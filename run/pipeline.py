@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ from specdec.errors import UsageError, count
 from specdec.files.folders import TENSORRT_LLM, read_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
-from specdec.methods import METHODS
+from specdec.methods import CHAIN_MEMBERS, METHODS
 from specdec.methods.budget import read_budget
+from specdec.methods.chain import read_chain
 from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
-from specdec.options import refuse_contradictions
+from specdec.options import Contradiction, refuse_contradictions
 from specdec.system import logs
 
 from .settings import RunSettings
@@ -72,7 +74,10 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
     engine, core = load_any_engine(settings, draft_options, tokenizer)
     about = core.describe()
     if settings.show_drafts:
-        check_shows_drafts(settings, core, about["method"], tokenizer)
+        check_shows_drafts(
+            method=about["method"], tells_origins=core.tells_origins,
+            has_tokenizer=tokenizer is not None, is_json=settings.json,
+        )  # fmt: skip
     if settings.acceptance_output is not None:
         check_counts_drafts(core, about["method"])
     core.check_requests(requests)
@@ -149,8 +154,10 @@ def check_flags(settings: RunSettings) -> None:
     if settings.acceptance_output is not None:
         check_output_file(settings.acceptance_output, force=settings.force)
     settings.refuse_contradictions()
-    for method in METHODS.values():
-        method.read(settings)  # what is written wrong is said before anything is loaded
+    for method in METHODS.values():  # what is written wrong is said before anything is loaded
+        method.read(settings)
+    read_chain(settings, CHAIN_MEMBERS)
+    read_budget(settings)
     if settings.output_generation_logits and not settings.writes_logits:
         draft_options = read_draft_options(settings)
         if draft_options is None or not draft_options.use_logits:
@@ -161,18 +168,27 @@ def check_flags(settings: RunSettings) -> None:
         logger.info("logits decide what is accepted, and are not written: give --output-file")
 
 
-def check_shows_drafts(settings: RunSettings, core: Core, method: str, tokenizer: Any) -> None:
+# Of `check_shows_drafts`, whose parameters are the values.
+SHOWS_NOTHING: tuple[Contradiction, ...] = (
+    (lambda s: s.method == "plain",
+     "--show-drafts has no effect with an engine that runs plain", "leave it out"),
+    (lambda s: not s.tells_origins,
+     "--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
+     "leave it out, or build the engine with --backend torch"),
+    (lambda s: not s.has_tokenizer and not s.is_json,
+     "--show-drafts needs a tokenizer, and the engine holds none",
+     "give the base model's folder as --tokenizer-dir, or add --json"),
+)  # fmt: skip
+
+
+def check_shows_drafts(
+    *, method: str, tells_origins: bool, has_tokenizer: bool, is_json: bool
+) -> None:
     """Raise UsageError where --show-drafts has nothing to show."""
-    refuse_contradictions(settings, (
-        (lambda _: method == "plain", "--show-drafts has no effect with an engine that runs plain",
-         "leave it out"),
-        (lambda _: not core.tells_origins,
-         f"--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
-         "leave it out, or build the engine with --backend torch"),
-        (lambda settings: tokenizer is None and not settings.json,
-         "--show-drafts needs a tokenizer, and the engine holds none",
-         "give the base model's folder as --tokenizer-dir, or add --json"),
-    ))  # fmt: skip
+    run = types.SimpleNamespace(
+        method=method, tells_origins=tells_origins, has_tokenizer=has_tokenizer, is_json=is_json
+    )
+    refuse_contradictions(run, SHOWS_NOTHING)
 
 
 def load_any_engine(

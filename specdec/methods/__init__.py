@@ -26,6 +26,7 @@ from .budget import BudgetDraft
 from .chain import ChainDraft
 
 __all__ = [
+    "CHAIN_MEMBERS",
     "METHODS",
     "DrafterParams",
     "Method",
@@ -48,6 +49,7 @@ METHODS: dict[str, Method] = {
     )
 }
 # fmt: on
+CHAIN_MEMBERS = tuple(name for name, method in METHODS.items() if method.joins_chains)
 
 
 def list_options(*uses: str) -> tuple[type, ...]:

@@ -204,8 +204,6 @@ def test_a_pairs_engines_keep_their_own_folders(world: World, tmp_path: Path) ->
     fractions = [list_parameters(models[n])[FRACTION]
                  for n in ("tensorrt_llm", "tensorrt_llm_draft")]  # fmt: skip
     assert fractions == [f"${{{FRACTION}}}", "0.3"]
-    refuse("draft.engine_dir without --triton-draft-engine-dir", world, target,
-           "draft.engine_dir=/engines/draft")  # fmt: skip
     refuse(f"{FRACTION} is '2'", world, target, f"{FRACTION}=2")
 
 
@@ -242,9 +240,6 @@ def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) 
     refuse(r"no template has it \(did you mean medusa_choices", world, engine, "medusa_choice={0}")
     remedy = refuse("does not exist", world, engine, triton_templates=tmp_path)
     assert "all_models/inflight_batcher_llm" in remedy
-    refuse("needs the tokenizer's folder", world, engine, triton_parameters=[])
-    with pytest.raises(UsageError, match="--triton-parameters has no effect without"):
-        build_engine(BuildSettings(output_dir=engine, triton_parameters=["decoupled_mode=True"]))
     assert all(set(NEEDED[model]) <= set(KNOWN[model]) for model in KNOWN)
 
 

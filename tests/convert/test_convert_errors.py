@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import FOREIGN_BITS, TensorFile
-from specdec.options import name_flag
 from specdec.text.pretrained import load_model
 from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
@@ -554,58 +553,6 @@ def test_base_config(
 
 
 # ---- Flags and folders.
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"model_dir": None}, "missing --model-dir"),
-        ({"base_model_checkpoint_dir": Path("b")}, "both given"),
-        ({"model_dir": None, "base_model_checkpoint_dir": Path("b")}, "leaves nothing to convert"),
-        ({"medusa_model_dir": "m", "drafter_model_dir": "d"},
-         "--drafter-model-dir and --medusa-model-dir are both given"),
-        *(
-            ({name: value}, f"{name_flag(name)} has no effect without --{folder}-model-dir")
-            for folder, name, value in (
-                ("drafter", "redrafter_num_beams", 4),
-                ("drafter", "redrafter_draft_len_per_beam", 4),
-                ("drafter", "redrafter_no_greedy_search", True),
-                ("medusa", "num_medusa_heads", 2), ("medusa", "num_medusa_layers", 1),
-                ("medusa", "max_medusa_token_len", 9), ("eagle", "num_eagle_layers", 2),
-                ("eagle", "max_draft_len", 4), ("eagle", "max_non_leaves_per_layer", 4),
-                ("dflash", "dflash_max_draft_len", 2),
-            )
-        ),
-        ({"medusa_model_dir": "m", "redrafter_num_beams": 4}, "without --drafter-model-dir"),
-        ({"embedding_sharding_dim": 0}, "without --use-parallel-embedding"),
-        ({"embedding_sharding_dim": 2, "use_parallel_embedding": True},
-         "--embedding-sharding-dim is 2"),
-        ({"output_dir": None}, "missing --output-dir"),
-        ({"pp_size": 2, "drafter_model_dir": "d"}, "a drafter has no pipeline stages"),
-        ({"use_embedding_sharing": True}, "is not for --trtllm-version 1.2"),
-        ({"use_embedding_sharing": True, "trtllm_version": "0.14", "drafter_model_dir": "d"},
-         "no effect on a checkpoint with a ReDrafter drafter"),
-        ({"model_dir": None, "base_model_checkpoint_dir": Path("b"), "drafter_model_dir": "d",
-          "moe_tp_size": 2}, "--moe-tp-size and --moe-ep-size have no effect with"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype has no effect without --quantization"),
-        ({"calib_size": 5}, "--calib-size has no effect without --quantization"),
-        ({"quantization": "fp8"}, "--quantization fp8 without --calibration-data"),
-        ({"group_size": 32}, "--group-size has no effect without --quantization"),
-        ({"quantization": "nvfp4", "group_size": 32}, "--group-size has no effect with"),
-        ({"quantization": "int4_awq", "group_size": 48}, "has groups of 32, 64, 128"),
-        ({"quantization": "int4_awq"}, "--quantization int4_awq without --calibration-data"),
-        ({"quantization": "fp8_pc_pt", "calib_size": 3}, "--quantization fp8_pc_pt needs no"),
-        (
-            {"quantization": "fp8_pc_pt", "kv_cache_dtype": "fp8"},
-            "--quantization fp8_pc_pt without --calibration-data",
-        ),
-    ],
-)  # fmt: skip
-def test_flags_that_contradict_or_have_no_effect(
-    flags: dict[str, Any], message: str, convert: Converter
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        convert(**{"model_dir": "a"} | flags)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError, UsageError
+from specdec.export.lacks import LACKS
 from specdec.export.pipeline import export_model
 from specdec.export.settings import RUNTIME_NAMES, ExportSettings, check_settings
 from specdec.files import staging
@@ -21,6 +22,7 @@ from specdec.files.manifest import read_manifest
 from specdec.files.reading import read_json
 from tests.conftest import (
     ROOT,
+    change_tensors,
     make_dflash_drafter,
     make_drafter,
     make_eagle_drafter,
@@ -29,6 +31,7 @@ from tests.conftest import (
     make_mtp_head,
     make_tokenizer,
 )
+from tests.core.templates import match_template
 from tests.engines import call, run_cli_here
 from tests.export.gguf_reader import read_gguf
 from tests.families import make_family_model, make_hybrid
@@ -52,7 +55,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3-parts": {"version": 3, "aux_layers": (0, 6), "layers": 2, "fc_norm": True},
 }  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "is_causal": False}
-TELLING = {"form": "speculators", "sliding_window_non_causal": True}
+TELLING: dict[str, Any] = {"form": "speculators", "sliding_window_non_causal": True}
 DFLASH: dict[str, dict[str, Any]] = {
     "dflash": {"bias": True, "aux_layers": (0, 3, 6)},
     "dflash-window": {"net": WINDOW | {"layer_types": ["sliding_attention"] * 2}},
@@ -496,14 +499,7 @@ def test_tokenizers_that_a_gguf_file_cannot_hold(
         ("redrafter", "sglang", "SGLang does not take a ReDrafter drafter", "--to vllm or hf"),
         ("medusa", "gguf", "llama.cpp does not take Medusa heads", "--to vllm or hf"),
         ("eagle1", "gguf", "does not take an EAGLE-1 drafter", "--to vllm or sglang or hf"),
-        ("eagle1", "vllm", "vLLM's EAGLE-1 has no fc.bias", "--no-eagle-bias"),
-        ("eagle3-whole", "sglang", "drafter has its own; .*norm_before_residual, norm_before_fc",
-         "vllm, speculators and hf"),
-        ("eagle3-whole", "gguf", "llama.cpp is not known to compute norm_output", "vllm, specul"),
         ("eagle1", "edge-llm", "TensorRT Edge-LLM does not take an EAGLE-1", "--to vllm or sglang"),
-        ("eagle3-whole", "edge-llm", "drafter has its own; .*norm_before_residual", "vllm, specul"),
-        ("p-eagle", "edge-llm", "drafts a token a pass, this drafter all in one", "vllm, specul"),
-        ("eagle3-parts", "trtllm-pytorch", "this one reads 2 with 2", "vllm, speculators and hf"),
     ],
 )  # fmt: skip
 def test_refusals_say_who_takes_it(
@@ -513,6 +509,153 @@ def test_refusals_say_who_takes_it(
         write(kind, to)
     assert hint in caught.value.hint
     assert list(tmp_path.iterdir()) == []
+
+
+def make_on_family(parent: Path, _: Path, family: str, **drafter: Any) -> dict[str, Any]:
+    model = make_family_model(parent, family, vocab=VOCAB, layers=5, intermediate=96)
+    make_tokenizer(model, vocab=VOCAB)
+    if drafter:
+        folder = make_eagle_drafter(parent, vocab=VOCAB, **drafter)
+    else:
+        folder = make_dflash_drafter(parent, vocab=VOCAB, target_layers=5)
+    return {"model_dir": str(model), "drafter_model_dir": str(folder)}
+
+
+def make_on_llama(parent: Path, target: Path, **drafter: Any) -> dict[str, Any]:
+    num_draft_tokens = drafter.pop("num_draft_tokens", None)
+    folder = make_dflash_drafter(parent, vocab=VOCAB, target_layers=8, **drafter)
+    return {"drafter_model_dir": str(folder), "num_draft_tokens": num_draft_tokens}
+
+
+def make_head(parent: Path, target: Path, **head: Any) -> dict[str, Any]:
+    return {"mtp_model_dir": str(make_mtp_head(parent, target, **head))}
+
+
+def make_with_own_head(parent: Path, target: Path) -> dict[str, Any]:
+    folder = make_eagle_drafter(parent, vocab=VOCAB, bias=False, own_embedding=False)
+    generator = torch.Generator().manual_seed(5)
+    with change_tensors(folder) as tensors:
+        tensors["lm_head.weight"] = torch.randn((VOCAB, 64), generator=generator)
+    return {"eagle_model_dir": str(folder)}
+
+
+def make_without_template(parent: Path, target: Path) -> dict[str, Any]:
+    model = shutil.copytree(target, parent / "bare")
+    (model / "chat_template.jinja").unlink()
+    drafter = make_eagle_drafter(parent, vocab=VOCAB, **USUAL)
+    return {"model_dir": str(model), "eagle_model_dir": str(drafter)}
+
+
+def make_of_other_layers(parent: Path, target: Path) -> dict[str, Any]:
+    folder = make_eagle_drafter(parent, vocab=VOCAB, **USUAL | {"aux_layers": (1, 2, 4)})
+    return {"eagle_model_dir": str(folder)}
+
+
+AS_HF, ALL_OF_EAGLE3 = (
+    "export it as hf, which specdec runs",
+    ("vllm, speculators and hf write all of EAGLE-3"),
+)
+UNREAD_HEAD = (
+    "it reads Qwen's beside Qwen3.5, Qwen3.6 and Qwen3-Next, MiMo's beside MiMo 7B; hf is for"
+    " specdec"
+)
+# Examples of LACKS: a drafter of `checkpoints`, or what makes one; the runtime; the fact and the
+# hint. Each is written by the text, {tmp} is the test's folder.
+LACKING: list[tuple[str | Callable[[Path, Path], dict[str, Any]], str, str, str]] = [
+    (lambda parent, target: make_on_family(parent, target, "gemma", **USUAL), "vllm",
+     "vLLM lets no EAGLE-3 drafter read the layers of a GemmaForCausalLM",
+     "it does of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
+     " Qwen3MoeForCausalLM, Phi3ForCausalLM, PhiForCausalLM, GraniteForCausalLM,"
+     " SmolLM3ForCausalLM, SeedOssForCausalLM; for this target there are --to sglang and"
+     " trtllm-pytorch and hf"),
+    (make_head, "vllm", "vLLM reads no head of Qwen's layout beside a LlamaForCausalLM",
+     UNREAD_HEAD),
+    (lambda *folders: make_head(*folders, form="mimo"), "sglang",
+     "SGLang reads no head of MiMo's layout beside a LlamaForCausalLM", UNREAD_HEAD),
+    (lambda *folders: make_head(*folders, form="glm", own=True), "vllm",
+     "vLLM reads no head of GLM's layout beside a LlamaForCausalLM", UNREAD_HEAD),
+    (make_head, "gguf", "llama.cpp reads no head of Qwen's layout beside a LlamaForCausalLM",
+     UNREAD_HEAD),
+    ("dspark", "sglang", "SGLang is not known to read the Markov head that the drafter has",
+     "export it for vllm or speculators, or as hf"),
+    ("dspark-masks", "hf",
+     "DeepSpec's layout drafts from the first token of a block, this drafter does not",
+     "export it for vllm or speculators"),
+    (lambda *folders: make_on_llama(*folders, **TELLING, sample_from_anchor=True), "speculators",
+     "speculators drafts from the masks of a block, this drafter from its first token too",
+     "specdec runs it from the folder that it came in, or from that of --to hf"),
+    (lambda *folders: make_on_llama(*folders, num_draft_tokens=5), "vllm",
+     "--num-draft-tokens is 5, a block of this drafter drafts 4",
+     "give 1 to 4; fewer than 4 are other blocks than it was trained with"),
+    ("dflash-whole", "vllm",
+     "the drafter reads the last layer, 7, whose output z-lab's layout takes behind the final norm",
+     "export it as speculators, or as hf with a drafter that reads inner layers"),
+    (lambda *folders: make_on_llama(*folders, **TELLING), "sglang",
+     "SGLang drafts with the target's embedding and head, the drafter has embed_tokens.weight,"
+     " lm_head.weight of its own",
+     "export it for vllm or speculators; hf and sglang have no room for them"),
+    ("dflash-reduced", "hf",
+     "specdec and its origin drafts with the target's embedding and head, the drafter has d2t,"
+     " embed_tokens.weight, lm_head.weight of its own",
+     "export it for vllm or speculators; hf and sglang have no room for them"),
+    ("dspark-reduced", "hf",
+     "specdec and its origin drafts with the target's embedding and head, the drafter has d2t of"
+     " its own",
+     "export it for vllm or speculators; hf and sglang have no room for them"),
+    ("dflash-scaled", "vllm",
+     "vLLM gives the drafter the rows of the embedding as they are, this one was trained with them"
+     " multiplied by 3.5", AS_HF),
+    (lambda parent, target: make_on_family(parent, target, "phi"), "vllm",
+     "vLLM drafts without the bias of the target's head", AS_HF),
+    ("eagle3-whole", "sglang",
+     "SGLang drafts with the target's embedding, the drafter has its own",
+     "export it for another runtime, or train it with the target's"),
+    (make_with_own_head, "vllm",
+     "vLLM drafts with the target's head, this EAGLE-1 drafter has its own", AS_HF),
+    ("eagle1", "vllm",
+     "vLLM's EAGLE-1 has no fc.bias, and eagle_nets.0.drafter.fc.bias is not zero",
+     "export it for sglang or as hf; or train one with specdec-train --no-eagle-bias"),
+    (make_of_other_layers, "edge-llm",
+     "TensorRT Edge-LLM gives a drafter what enters layers [2, 4, 5] of this target, whatever"
+     " config.json says; the drafter was trained on [2, 3, 5]",
+     "train it on the usual layers, or export it for vllm or trtllm-pytorch"),
+    (make_without_template, "edge-llm",
+     "{tmp}/bare has no chat template, and TensorRT Edge-LLM refuses such a target",
+     "add chat_template.jinja, which may be no more than the messages' contents"),
+    ("p-eagle", "edge-llm",
+     "TensorRT Edge-LLM drafts a token a pass, this drafter all in one", ALL_OF_EAGLE3),
+    ("p-eagle-norm", "speculators", "vLLM drops fc_norm of a P-EAGLE drafter of speculators'",
+     "use --to vllm, or hf"),
+    ("eagle3-whole", "gguf",
+     "llama.cpp is not known to compute norm_output, which the drafter has", ALL_OF_EAGLE3),
+    ("eagle3-parts", "trtllm-pytorch",
+     "TensorRT-LLM's PyTorch backend reads three layers of the target with a drafter of one layer;"
+     " this one reads 2 with 2", ALL_OF_EAGLE3),
+]  # fmt: skip
+
+
+def test_every_lack_has_an_example() -> None:
+    for *_, fact, hint in LACKS:
+        assert any(
+            match_template(fact, example[2]) and match_template(hint, example[3])
+            for example in LACKING
+        ), f"no example of LACKING shows: {fact}"
+
+
+@pytest.mark.parametrize(("drafter", "to", "fact", "hint"), LACKING)
+def test_what_a_runtime_lacks_is_refused(
+    drafter: str | Callable[[Path, Path], dict[str, Any]], to: str, fact: str, hint: str,
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path,
+) -> None:  # fmt: skip
+    flags: dict[str, Any]
+    if isinstance(drafter, str):
+        flags = {"checkpoint_dir": checkpoints[drafter][1]}
+    else:
+        flags = drafter(tmp_path, target)
+    with pytest.raises(SpecDecError) as caught:
+        export(tmp_path / "out", **{"model_dir": str(target), "to": to} | flags)
+    assert (fact.format(tmp=tmp_path), hint) in caught.value.problems
+    assert not (tmp_path / "out").exists()
 
 
 # Whose layers EAGLE-3 reads: in vLLM and in llama.cpp, in one of them, or in none.
@@ -548,33 +691,6 @@ def test_every_other_pair_is_refused(write: Write, tmp_path: Path) -> None:
                 write(kind, to)
             assert "hf" in caught.value.hint, (kind, to)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "to", "message"),
-    [
-        (DFLASH["dspark"], "sglang", "is not known to read the Markov head"),
-        (DFLASH["dspark-masks"], "hf", "DeepSpec's layout drafts from the first token of a block"),
-        (DFLASH["dspark-reduced"], "hf", "has d2t of its own"),
-        (TELLING | {"sample_from_anchor": True}, "speculators", "from its first token too"),
-        (TELLING | {"aux_layers": (0, 7)}, "vllm", "reads the last layer, 7, whose output"),
-        (TELLING, "sglang", "has embed_tokens.weight, lm_head.weight of its own"),
-        (TELLING | {"draft_vocab": 70}, "hf", "has d2t, embed_tokens.weight, lm_head.weight"),
-        (DFLASH["dflash-scaled"], "vllm", "trained with them multiplied by 3.5"),
-        ({"num_draft_tokens": 5}, "vllm", "--num-draft-tokens is 5, .* drafts 4"),
-    ],
-)
-def test_a_dflash_drafter_that_is_refused(
-    options: dict[str, Any], to: str, message: str, target: Path, tmp_path: Path
-) -> None:
-    flags: dict[str, Any] = {"model_dir": str(target), "to": to}
-    options = dict(options)
-    flags["num_draft_tokens"] = options.pop("num_draft_tokens", None)
-    drafter = make_dflash_drafter(tmp_path, vocab=VOCAB, target_layers=8, **options)
-    with pytest.raises(SpecDecError, match=message) as caught:
-        export(tmp_path / "out", drafter_model_dir=str(drafter), **flags)
-    assert caught.value.hint
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_dflash_drafter_is_told_as_each_runtime_counts(
@@ -692,14 +808,10 @@ def test_checkpoints_that_cannot_be_exported(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"to": "hf"}, "missing --model-dir"),
         ({"model_dir": "x"}, "--to"),
         ({"to": "hf", "model_dir": "x", "eagle_model_dir": "a", "medusa_model_dir": "b"},
          "are both given"),
         ({"to": "hf", "checkpoint_dir": Path("c"), "eagle_model_dir": "a"}, "are both given"),
-        ({"to": "hf", "checkpoint_dir": Path("c"), "dtype": "float32"}, "--dtype has no effect"),
-        ({"to": "hf", "model_dir": "x", "gguf_type": "F32"}, "--gguf-type has no effect"),
-        ({"to": "hf", "model_dir": "x", "trtllm_version": "1.3"}, "--trtllm-version has no eff"),
     ],
 )  # fmt: skip
 def test_flags_without_effect(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -746,22 +858,17 @@ def test_the_drafter_keeps_its_type(target: Path, tmp_path: Path) -> None:
     )
 
 
-def test_what_edge_llm_ignores_or_lacks(target: Path, tmp_path: Path) -> None:
-    """Layers other than its own three, counted as those that are entered; a chat template."""
+def test_edge_llm_is_told_the_layers_that_are_entered(target: Path, tmp_path: Path) -> None:
+    """Its three, counted as those that are entered; a chat template may stand in the config."""
     shape: dict[str, Any] = {"version": 3, "vocab": VOCAB, "own_embedding": False}
     usual = make_eagle_drafter(tmp_path, aux_layers=AUX_LAYERS, name="usual", **shape)
-    other = make_eagle_drafter(tmp_path, aux_layers=(1, 2, 4), name="other", **shape)
     flags: dict[str, Any] = {"to": "edge-llm"}
-    with pytest.raises(SpecDecError, match=r"layers \[2, 4, 5\] of this target.* on \[2, 3, 5\]"):
-        export(tmp_path / "out", model_dir=str(target), eagle_model_dir=str(other), **flags)
     report = export(tmp_path / "out", model_dir=str(target), eagle_model_dir=str(usual), **flags)
     assert report["command"].startswith(f"tensorrt-edgellm-export {target} ")
     assert read_json(tmp_path / "out" / "config.json")["target_layer_ids"] == [2, 4, 5]
     bare = tmp_path / "bare"
     shutil.copytree(target, bare)
     (bare / "chat_template.jinja").unlink()
-    with pytest.raises(SpecDecError, match="bare has no chat template, and TensorRT Edge-LLM"):
-        export(tmp_path / "none", model_dir=str(bare), eagle_model_dir=str(usual), **flags)
     settings = read_json(bare / "tokenizer_config.json")
     (bare / "tokenizer_config.json").write_text(
         json.dumps({**settings, "chat_template": "{{ 1 }}"})
@@ -863,22 +970,9 @@ def test_a_head_of_scaled_positions_is_no_gguf(tmp_path: Path) -> None:
         export(tmp_path / "out", to="gguf", model_dir=str(target), mtp_model_dir=str(head))
 
 
-def test_heads_that_no_runtime_would_read(target: Path, tmp_path: Path) -> None:
-    head = make_mtp_head(tmp_path, target, name="other")
-    flags = {"model_dir": str(target), "mtp_model_dir": str(head)}
-    with pytest.raises(SpecDecError, match="no head of Qwen's layout beside a LlamaForCausalLM"):
-        export(tmp_path / "out", to="vllm", **flags)
-    other = make_mtp_head(tmp_path, target, form="mimo", name="mimo")
-    with pytest.raises(SpecDecError, match="no head of MiMo's layout beside a LlamaForCausalLM"):
-        export(tmp_path / "out", to="sglang", **flags | {"mtp_model_dir": str(other)})
-    for kind, layout in ((head, "Qwen"), (other, "MiMo")):
-        with pytest.raises(SpecDecError, match=f"llama.cpp reads no head of {layout}'s layout"):
-            export(tmp_path / "out", to="gguf", **flags | {"mtp_model_dir": str(kind)})
+def test_a_head_that_no_runtime_reads_is_exported_for_specdec(target: Path, tmp_path: Path) -> None:
     own = make_mtp_head(tmp_path, target, form="glm", own=True, name="own")
-    flags["mtp_model_dir"] = str(own)
-    with pytest.raises(SpecDecError, match="no head of GLM's layout beside a LlamaForCausalLM"):
-        export(tmp_path / "out", to="vllm", **flags)
-    assert not (tmp_path / "out").exists()
+    flags = {"model_dir": str(target), "mtp_model_dir": str(own)}
     report = export(tmp_path / "hf", to="hf", **flags)
     assert report["kind"] == "mtp"
     assert read_json(tmp_path / "hf" / "config.json")["num_nextn_predict_layers"] == 1

@@ -147,7 +147,6 @@ def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Generat
             '{"text": "a"}',
             "stdin line 1: unknown key 'text' (did you",
         ),
-        (["abc", "--input-file", "-"], "abc\n", "prompts and --input-file are both given"),
         (["abc", "--apply-chat-template"], "", "the tokenizer has no chat template"),
         (["abc", "--temperature", "1,2"], "", "--temperature has 2 values for 1 prompts"),
     ],
@@ -440,13 +439,7 @@ def test_a_hub_model_is_known_by_its_commit(
             ["--model-dir", "x", "--drafter-model-dir", "y", "--draft-model-dir", "z", "abc"],
             "--drafter-model-dir and --draft-model-dir exclude one another",
         ),
-        (
-            ["--model-dir", "x", "--drafter-model-dir", "y", "--draft-len", "4", "abc"],
-            "--draft-len 4 without --draft-model-dir",
-        ),
-        (["--model-dir", "x", "--no-cache", "--force", "abc"], "--force has no effect"),
         (["--clear-cache", "abc"], "TEXT was given too"),
-        (["--model-dir", "x", "--max-seq-len", "64", "abc"], "100 leaves a prompt no room in"),
     ],
 )
 def test_what_cannot_be_meant(args: list[str], fact: str) -> None:

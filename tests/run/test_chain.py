@@ -203,7 +203,6 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
         ("redrafter", "suffix,redrafter", SUFFIX | LOOKUP, "no effect with an engine that runs"),
         ("pair", "suffix,draft_target", SUFFIX | ADAPTED, "give --draft-len N"),
         ("pair", "suffix+draft_target", SUFFIX | {"use_logits": True}, "leave --use-logits out"),
-        ("redrafter", "suffix,redrafter", SUFFIX | {"no_speculation": True}, "no effect with"),
         ("pair", "suffix,prompt_lookup", {"suffix_max_tokens": 9} | LOOKUP, "--max-draft-len 9"),
         ("redrafter", "suffix,redrafter", {"suffix_max_tokens": 9999}, "has room for 1023"),
     ],

@@ -447,7 +447,6 @@ def test_both_ways_of_writing_the_options() -> None:
             "--draft-tree-tokens with --use-logits",
         ),
         ({"draft_target_model_config": "[4,[0],[1],True]"}, "without --draft-engine-dir"),
-        ({"draft_engine_dir": Path("d"), "no_speculation": True}, "no effect with --no-spec"),
         ({"draft_engine_dir": Path("d"), "draft_len": "0"}, "--draft-len is '0'"),
         ({"draft_engine_dir": Path("d"), "draft_len": "four"}, "--draft-len is 'four'"),
         ({"draft_engine_dir": Path("d"), "draft_devices": "a"}, "--draft-devices is 'a'"),
@@ -598,8 +597,6 @@ def test_the_command(folder: Path) -> None:
         ([*draft, joined, "[4,[0,1],[1],True]"], 1, "the draft's device list [0, 1] has 2"),
         ([*draft, joined, "[7,[0],[1],True]"], 1, "draft length is 7, the target's engine was"),
         ([], 1, "built for external drafts, and nothing drafts"),
-        ([*draft, "--use-py-session"], 2, "Python session"),
-        ([*draft, "--num-beams", 2], 2, "no beam search"),
     ):
         failed = run_cli_here(*common, *flags)
         assert failed.returncode == status, failed.stderr

@@ -301,14 +301,10 @@ def test_flags_of_prompt_lookup() -> None:
     ("flags", "message"),
     [
         ({"max_matching_ngram_size": 2}, "without --prompt-lookup-num-tokens"),
-        ({"prompt_lookup_num_tokens": 2, "no_speculation": True}, "no effect"),
-        ({"prompt_lookup_num_tokens": 2, "draft_engine_dir": Path("d")}, "both given"),
-        ({"prompt_lookup_config": "[4,2,[0]]", "max_matching_ngram_size": 2}, "both given"),
         *(
             ({"prompt_lookup_config": text}, "--prompt-lookup-config is")
             for text in ("", "4", "[4,2]", "[0,2,[0]]", "[4,2,0]", "[4,True,[0]]", "[4,2,[]]")
         ),
-        ({"lookahead_config": "[7,7,7]", "no_speculation": True}, "no effect"),
         *(
             ({"lookahead_config": text}, "--lookahead-config is")
             for text in ("", "7", "[7,7]", "[7,1,7]", "[0,7,7]", "[7,7,7.0]", "[7,7,0]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -361,13 +360,6 @@ def test_lines_that_windows_wrote(tmp_path: Path) -> None:
 def test_line_separators_inside_a_text(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b"}\r\n\n', encoding="utf-8")
     assert list_prompts([], tmp_path / "p.jsonl", json=False) == [Prompt(text="a\u2028b")]
-
-
-def test_a_template_that_nothing_is_put_into_is_refused() -> None:
-    settings = RunSettings(engine_dir=Path("x"), input_text=["a"], chat_template="chatml")
-    with pytest.raises(UsageError, match="--chat-template has no effect on --input-text"):
-        settings.refuse_contradictions()
-    dataclasses.replace(settings, apply_chat_template=True).refuse_contradictions()
 
 
 def test_chat_template(folder: Path, tokenizer: Any) -> None:

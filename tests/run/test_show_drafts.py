@@ -224,18 +224,6 @@ def test_interrupted_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[-1]["interrupted"] is True
 
 
-@pytest.mark.parametrize(
-    ("flags", "match"),
-    [
-        (("--no-speculation",), "--show-drafts has no effect with --no-speculation"),
-        (("--streaming",), "--show-drafts and --streaming"),
-    ],
-)
-def test_what_has_no_effect_is_refused(folder: Path, flags: tuple[str, ...], match: str) -> None:
-    told = run(folder, "--show-drafts", *flags, status=2, has_draft="--streaming" in flags)
-    assert match in read_error_lines(told)[0]
-
-
 def test_a_plain_engine_has_no_drafts_to_show(folder: Path) -> None:
     with pytest.raises(UsageError, match="no effect with an engine that runs plain"):
         call("run", "--engine-dir", folder / "plain", "--input-text", "a", "--show-drafts")

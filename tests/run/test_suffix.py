@@ -199,7 +199,6 @@ def test_drafts_grow_with_what_was_found_and_end_with_the_request() -> None:
     [
         ({"suffix_max_depth": 4}, "without --suffix-max-tokens"),
         ({"suffix_share_requests": True}, "without --suffix-max-tokens"),
-        ({"suffix_max_tokens": 4, "no_speculation": True}, "no effect with --no-speculation"),
         ({"suffix_max_tokens": 4, "suffix_max_cached_tokens": 9}, "without --suffix-share"),
         ({"suffix_max_tokens": 4, "suffix_max_factor": 0.0}, "--suffix-max-factor is 0"),
         ({"suffix_max_tokens": 4, "suffix_max_factor": float("nan")}, "--suffix-max-factor is"),

@@ -217,8 +217,6 @@ REUSE = {"kv_cache_enable_block_reuse": True}
     [
         ("plain", {"device": "cpu"}, UsageError, "--device cpu"),
         ("plain", {"kv_cache_free_gpu_memory_fraction": 1.5}, UsageError, "fraction is 1.5"),
-        ("plain", {"num_beams": 2}, UsageError, "--num-beams is 2"),
-        ("plain", {"use_py_session": True}, UsageError, "Python session"),
         ("plain", {"medusa_choices": "[[0]]"}, UsageError, "--medusa-choices has no effect"),
         ("plain", {"medusa_tree_tokens": 3}, UsageError, "--medusa-tree-tokens has no effect"),
         ("plain", {"redrafter_tree_tokens": 3}, UsageError, "-tree-tokens is for engines of"),

@@ -15,7 +15,7 @@ import torch
 
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
-from specdec.errors import SpecDecError, UsageError
+from specdec.errors import SpecDecError
 from specdec.files.manifest import ManifestEntry, find_differences
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
@@ -351,8 +351,6 @@ def test_the_command(copy: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="missing --checkpoint-dir"):
-        verify_checkpoint(VerifySettings())
     with pytest.raises(SpecDecError, match="nowhere does not exist"):
         verify(tmp_path / "nowhere")
     done = run_cli_here("verify", "--checkpoint-dir", tmp_path, "--convert-dir", "x")

@@ -24,7 +24,6 @@ from specdec.text.pretrained import load_tokenizer
 from specdec.verify.chi_square import find_detectable_distance, fit_counts
 from specdec.verify.engine import verify_engine
 from specdec.verify.greedy import Text, compare_logits, compare_text, judge_in_float32
-from specdec.verify.pipeline import verify_checkpoint
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
 from tests.conftest import (
@@ -453,23 +452,11 @@ def test_errors_of_specdec_run_are_told(plain: Path, parent: Path, tmp_path: Pat
     [
         ({"engine_dir": Path("e")}, "missing --model-dir"),
         ({"model_dir": "m"}, "missing --engine-dir"),
-        ({"engine_dir": Path("e"), "model_dir": "m", "workers": 2}, "--workers: no effect with"),
-        ({"engine_dir": Path("e"), "model_dir": "m", "top_k": 3}, "--top-k: no effect with"),
-        ({"engine_dir": Path("e"), "model_dir": "m", "use_logits": True}, "--use-logits without"),
-        (
-            {"engine_dir": Path("e"), "model_dir": "m", "sampling": True, "temperature": 0.0},
-            "--temperature is 0",
-        ),
     ],
 )
 def test_wrong_usage(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verify_engine(VerifySettings(**flags))
-
-
-def test_two_claims_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--engine-dir: no effect with --checkpoint-dir"):
-        verify_checkpoint(VerifySettings(checkpoint_dir=tmp_path, engine_dir=tmp_path))
 
 
 # ---- The test's own arithmetic, and the command.

@@ -14,7 +14,7 @@ from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.errors import UsageError
 from specdec.files.acceptance import read_acceptance
-from specdec.methods import METHODS, Method, find_mode
+from specdec.methods import CHAIN_MEMBERS, METHODS, Method, find_mode
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
 from specdec.model.tensors import EMBEDDING, HEAD
@@ -79,7 +79,7 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
         options={name: options for name, options in options_read.items() if options is not None},
         flags={name: name_flag(flags[0]) for name, flags in options_given.items() if flags},
         budget=read_budget(settings),
-        chain=read_chain(settings, [m.name for m in METHODS.values() if m.joins_chains]),
+        chain=read_chain(settings, CHAIN_MEMBERS),
         tokenizer=tokenizer,
     )
 
