@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec import __version__
 from specdec.checkpoint.config import CheckpointConfig
-from specdec.engine.draft_net import take_offsets, take_own
+from specdec.engine.draft_net import take_drafter_tensors, take_offsets
 from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import (
     DRAFTER_NAME,
@@ -235,7 +235,8 @@ def write_networks(
         writer = make(networks.drafter_sizes)
         write_drafter(name, writer, drafter, model, weights)
         yield name, writer
-    if (offsets := take_offsets(take_own(weights, EAGLE_NET), model.vocab_size)) is not None:
+    drafter_tensors = take_drafter_tensors(weights, EAGLE_NET)
+    if (offsets := take_offsets(drafter_tensors, model.vocab_size)) is not None:
         infos = {OFFSETS: TensorInfo("int64", tuple(offsets.shape))}
         write_tensor_file(folder / OFFSETS_FILE, infos, lambda _: to_array(offsets))
 

@@ -31,16 +31,16 @@ class ForwardPlan:
 
     verifies: whether running requests are in the pass. drafts: whether anything may be drafted for
     them. reads: whether a prefill chunk is in the pass. max_tokens: most prompt tokens of that
-    chunk; None is as many as a pass should have. is_shared: whether the tokens that running
-    requests verify count among `max_tokens`. num_prompt_tokens: prompt tokens that the pass reads,
-    if no draft takes their place.
+    chunk; None is as many as a pass should have. counts_verified: whether the tokens that running
+    requests verify count among `max_tokens`, too. num_prompt_tokens: prompt tokens that the pass
+    reads beside running requests, if no draft takes their place.
     """
 
     verifies: bool = False
     drafts: bool = True
     reads: bool = False
     max_tokens: int | None = None
-    is_shared: bool = False
+    counts_verified: bool = False
     num_prompt_tokens: int = 0
 
 
@@ -87,8 +87,12 @@ class Scheduler:
         """Free the rows of requests that have ended, fill them, and plan the step's passes.
 
         A step has one pass, or two where the prompts' tokens cannot share the pass of the running
-        requests. Cancellations take effect here alone: a request that is cancelled later stays in
-        this step to its end.
+        requests. A pass reads prompts in one of three ways: as many tokens as it should have, where
+        no request runs or those that run may wait; a chunk, in a pass before that of the running
+        requests; a chunk beside the running requests.
+
+        Cancellations take effect here alone: a request that is cancelled later stays in this step
+        to its end.
         """
         for request in (*self.active, *self.prefilling, *self.queue):
             request.take_cancellation()
@@ -98,19 +102,29 @@ class Scheduler:
         if not self.prefilling:
             if self.active:
                 yield ForwardPlan(verifies=True)
-        elif chunk is None or not self.active:  # whole prompts first, or no request waits for it
+        elif chunk is None or not self.active:
             yield ForwardPlan(reads=True)
         elif not self.reader.joins:
             yield ForwardPlan(reads=True, max_tokens=chunk)
             if self.active:
                 yield ForwardPlan(verifies=True)
         else:
-            num_unread, is_shared = self.reader.num_unread, self._prompt_chunk == "auto"
-            # A token of a prompt and one of a draft cost the same, and requests that wait for
-            # their first token have none yet: prompts go before drafts.
-            fits = num_unread + len(self.active) * self._drafted_size <= chunk
-            drafts = fits or not is_shared or self._drafter.is_indivisible
-            yield ForwardPlan(True, drafts, True, chunk, is_shared, min(chunk, num_unread))
+            yield self._plan_joined_pass(chunk)
+
+    def _plan_joined_pass(self, chunk: int) -> ForwardPlan:
+        """Plan a pass of the running requests and of a chunk of at most so many prompt tokens."""
+        num_unread, counts_verified = self.reader.num_unread, self._prompt_chunk == "auto"
+        # A token of a prompt and one of a draft cost the same, and requests that wait for their
+        # first token have none yet: prompts go before drafts.
+        fits = num_unread + len(self.active) * self._drafted_size <= chunk
+        return ForwardPlan(
+            verifies=True,
+            drafts=fits or not counts_verified or self._drafter.is_indivisible,
+            reads=True,
+            max_tokens=chunk,
+            counts_verified=counts_verified,
+            num_prompt_tokens=min(chunk, num_unread),
+        )
 
     def plan_chunk(self, plan: ForwardPlan, num_rows: int, num_nodes: int) -> PrefillChunk | None:
         """Choose the prompt tokens of a pass that verifies num_nodes nodes in num_rows rows.
@@ -120,7 +134,7 @@ class Scheduler:
         if not plan.reads:
             return None
         max_tokens, drafter = plan.max_tokens, self._drafter
-        if plan.is_shared and max_tokens is not None:
+        if plan.counts_verified and max_tokens is not None:
             max_tokens = max(1, max_tokens - num_rows * num_nodes)
         reads_all = drafter.follows_prompts and drafter.follows_last
         reads_all |= any(r.request.wants_prompt_logprobs for r in self.prefilling)

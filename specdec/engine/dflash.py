@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import DraftNet, rank_logits, take_own
+from specdec.engine.draft_net import DraftNet, rank_logits, take_drafter_tensors
 from specdec.engine.integers import join_rows, lay_out, make_linear, take_matrix
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
@@ -52,7 +52,7 @@ class DFlashNet(DraftNet):
         model: ModelConfig,
         **options: Any,
     ) -> None:
-        drafter_tensors = take_own(weights, DFLASH_NET)
+        drafter_tensors = take_drafter_tensors(weights, DFLASH_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         self.params = params = dataclasses.replace(
             params, draft_vocab_size=len(drafter_tensors[HEAD])

@@ -24,7 +24,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
 
 
-def take_own(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def take_drafter_tensors(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return a drafter's tensors among an engine's, without their prefix."""
     return {
         name.removeprefix(prefix): weight
@@ -48,7 +48,8 @@ class DraftNet:
     ) -> None:
         """Make the network of an engine's weights.
 
-        drafter_tensors: of `take_own`. weights: an engine's, with the target's embedding and head.
+        drafter_tensors: the drafter's, without their prefix. weights: an engine's, with the
+        target's embedding and head.
 
         net, model: the drafter's sizes and the target's. head: the target's, where it is whole.
         options: of `Decoder`.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import DraftNet, take_own
+from specdec.engine.draft_net import DraftNet, take_drafter_tensors
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.step import Step
@@ -38,7 +38,7 @@ def take_net(
     params: EagleParams, weights: Mapping[str, Tensor]
 ) -> tuple[EagleParams, dict[str, Tensor]]:
     """Return the drafter as an engine has it, which may draft fewer tokens, and its tensors."""
-    drafter_tensors = take_own(weights, EAGLE_NET)
+    drafter_tensors = take_drafter_tensors(weights, EAGLE_NET)
     params = params.shorten(len(drafter_tensors[HEAD]))
     if params.eagle3 is None:  # which has neither norm: they are never applied
         embedding = drafter_tensors["drafter.vocab_embedding.weight"]

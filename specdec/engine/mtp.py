@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_net import DraftNet, take_own
+from specdec.engine.draft_net import DraftNet, take_drafter_tensors
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.step import Step
@@ -40,7 +40,7 @@ class MtpNet(DraftNet):
         self, params: MtpParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
     ) -> None:
         self.params, self.hidden_size = params, model.hidden_size
-        drafter_tensors = take_own(weights, MTP_NET)
+        drafter_tensors = take_drafter_tensors(weights, MTP_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         net = dataclasses.replace(
             params.make_net_model(model), vocab_size=len(drafter_tensors[HEAD])

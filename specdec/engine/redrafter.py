@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.blocks import BlockMatrix
-from specdec.engine.draft_net import rank_logits, take_offsets, take_own
+from specdec.engine.draft_net import rank_logits, take_drafter_tensors, take_offsets
 from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
@@ -43,7 +43,7 @@ class ReDrafterHead:
         self.params = params
         self.embedding = embedding
         # What a shortened vocabulary adds to the number of a head's output, [V].
-        self.offsets = take_offsets(take_own(weights, "drafter."), embedding.shape[0])
+        self.offsets = take_offsets(take_drafter_tensors(weights, "drafter."), embedding.shape[0])
         num_outputs = embedding.shape[0] if self.offsets is None else len(self.offsets)
         self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
         self.kernels = kernels

@@ -78,7 +78,7 @@ class States:
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """The tokens of one row of a step: a draft tree, or a piece of a prompt.
+    """The tokens of one row of a step: a draft tree, or consecutive tokens of a prompt.
 
     row: of the cache. past: number of its positions that the tokens see. tokens: [n]. offsets: [n],
     the distance of each token's position from `past`. mask: [n, n], true where a token (row) sees
@@ -103,8 +103,10 @@ def place_tree(tree: Tree, row: int, cache: KVCache) -> Segment:
 
 
 def _pad(segment: Segment, size: int) -> Segment:
-    """Return a segment of `size` tokens that ends in padding, which sees itself."""
+    """Return a segment of `size` tokens, which ends in padding that sees itself."""
     n = len(segment.tokens)
+    if n == size:
+        return segment
     tokens, offsets = np.zeros((2, size), np.int64)
     output_mask, mask = np.zeros(size, np.bool_), np.eye(size, dtype=np.bool_)
     tokens[:n], offsets[:n] = segment.tokens, segment.offsets
@@ -118,16 +120,21 @@ def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) ->
     rows, pasts = [s.row for s in segments], [s.past for s in segments]
     counts = [len(s.tokens) for s in segments]
     size = size or max(counts)
-    padded = [s if len(s.tokens) == size else _pad(s, size) for s in segments]
+    padded = [_pad(segment, size) for segment in segments]
     is_plain = rows == sorted(set(rows)) and pasts == [cache.past_lens[row] for row in rows]
     past = np.array(pasts, np.int64)
     return Step(
         rows=np.array(rows, np.int64),
-        tokens=np.array([s.tokens for s in padded]),
-        positions=np.array([s.offsets for s in padded]) + past[:, None],
-        tree_mask=np.array([s.mask for s in padded]),
+        tokens=_stack(padded, "tokens"),
+        positions=_stack(padded, "offsets") + past[:, None],
+        tree_mask=_stack(padded, "mask"),
         past=None if is_plain else past,
-        output_mask=np.array([s.output_mask for s in padded]),
+        output_mask=_stack(padded, "output_mask"),
         counts=np.array(counts, np.int64),
-        certain_counts=np.array([s.num_certain for s in segments], np.int64),
+        certain_counts=_stack(segments, "num_certain"),
     )
+
+
+def _stack(segments: Sequence[Segment], field: str) -> np.ndarray:
+    """Return a field of all segments as one array, a row for each."""
+    return np.array([getattr(segment, field) for segment in segments])

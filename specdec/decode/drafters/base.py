@@ -1,4 +1,9 @@
-"""Interface of a drafter to the loop: it proposes candidates and observes the result."""
+"""Interface of a drafter to the loop: it proposes candidates and observes the result.
+
+Drafters derive from `Drafter`, or from one of two classes that keep what they draft from:
+`HiddenStateDrafter` the target's last hidden state of each row's newest token, for Medusa and
+ReDrafter; `FeatureDrafter` features of all committed tokens, for EAGLE, MTP and DFlash.
+"""
 
 from __future__ import annotations
 
@@ -209,6 +214,14 @@ class DraftContext:
     has_budget: bool = False
     network: Any = None
 
+    @property
+    def graphs(self) -> Graphs | None:
+        """Passes that a GPU has recorded for the engine, its drafter's among them; None on a CPU.
+
+        A recorded pass runs by one call, however many kernels it has.
+        """
+        return self.decoder.graphs.graphs if self.decoder.graphs is not None else None
+
     def check_room(self, method: Method, num_tokens: int) -> None:
         """Raise SpecDecError where the engine has no room for drafts of so many tokens.
 
@@ -249,11 +262,6 @@ def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len:
         )
 
 
-def get_graphs(decoder: Decoder) -> Graphs | None:
-    """Return the graphs of an engine, for its drafter to share; None where there are none."""
-    return decoder.graphs.graphs if decoder.graphs is not None else None
-
-
 def make_net(
     kind: Callable[..., N], context: DraftContext, params: DrafterParams, num_run: int,
     head: Linear | None,
@@ -269,8 +277,8 @@ def make_net(
         device=decoder.device, prepack=decoder.is_prepacked or decoder.is_fused,
         kernels=decoder.kernels, head=head,
     )  # fmt: skip
-    if (graphs := get_graphs(decoder)) is not None:
-        net.decoder.graphs = StepGraphs(graphs)
+    if context.graphs is not None:
+        net.decoder.graphs = StepGraphs(context.graphs)
     return net
 
 
@@ -285,9 +293,9 @@ def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
 
 
 class FeatureDrafter(Drafter):
-    """Part of a drafter that keeps something of the target's states at every committed token.
+    """Drafter that keeps features of every committed token, which it makes of the target's states.
 
-    It is made of them when the row is drafted for, so that drafts that are not made cost nothing:
+    They are made when the row is drafted for, so that drafts that are not made cost nothing:
     until then the states wait, up to `MOST_WAITING` of each row.
 
     `_num_known`, `_num_read`: tokens of each row whose states have come, and of which what is kept
@@ -474,8 +482,9 @@ class FeatureDrafter(Drafter):
 
 
 class HiddenStateDrafter(Drafter):
-    """Drafts from the target's last hidden state of each row's newest committed token, no more.
+    """Drafter that reads the target's last hidden state of each row's newest token, and no more.
 
+    graphs: `DraftContext.graphs`; a draft is recorded among them, and run by `replay`.
     Where `drafts_ahead`, the loop lets a draft be computed before the host knows what it follows:
     drafts and accepted tokens then come to the host together, and it waits once a step.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, HiddenStateDrafter, get_graphs
+from specdec.decode.drafters.base import DraftContext, HiddenStateDrafter
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,
@@ -25,7 +25,7 @@ from specdec.decode.drafters.trees import (
     lay_out_paths,
 )
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.draft_net import take_offsets, take_own
+from specdec.engine.draft_net import take_drafter_tensors, take_offsets
 from specdec.engine.graphs import Graphs
 from specdec.engine.medusa import MedusaHeads
 from specdec.engine.transfers import Array, to_host
@@ -82,7 +82,7 @@ def make_drafter(context: DraftContext) -> MedusaDrafter:
     heads = context.network or MedusaHeads(
         params, context.weights, prepack=decoder.is_prepacked, kernels=decoder.kernels,
         offsets=take_offsets(
-            take_own(context.weights, "medusa_heads.0."), decoder.model.vocab_size
+            take_drafter_tensors(context.weights, "medusa_heads.0."), decoder.model.vocab_size
         ),
     )  # fmt: skip
     tree: Choices | int
@@ -93,7 +93,7 @@ def make_drafter(context: DraftContext) -> MedusaDrafter:
         tree = min(params.max_draft_len, max_tokens)
     else:
         tree = grow_choices(params.num_heads, params.max_draft_len, heads.vocab_size)
-    return MedusaDrafter(heads, tree, get_graphs(decoder))
+    return MedusaDrafter(heads, tree, context.graphs)
 
 
 class MedusaDrafter(HiddenStateDrafter):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import ALL_LEVELS, DraftContext, HiddenStateDrafter, get_graphs
+from specdec.decode.drafters.base import ALL_LEVELS, DraftContext, HiddenStateDrafter
 from specdec.decode.drafters.levels import (
     DynamicTree,
     Level,
@@ -46,7 +46,7 @@ def make_drafter(context: DraftContext) -> BeamDrafter:
     )
     if num_tokens is not None:
         return BeamTreeDrafter(head, num_tokens)
-    drafter = BeamDrafter(head, get_graphs(decoder))
+    drafter = BeamDrafter(head, context.graphs)
     is_fitted = context.has_budget and context.network is None
     return drafter.fit_budget() if is_fitted else drafter
 
