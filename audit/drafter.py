@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .answers import INCOMPLETE, AnyPrompt, Completion, Counts, add_counts, count_drafts
@@ -179,20 +179,26 @@ def judge(
         f" {num_tokens / reference_steps:.2f}, at least {num_tokens / max_steps:.2f} expected;"
         f" {num_others} texts in another number of steps"
     )
-    faults = []
-    if num_steps > max_steps:
-        faults.append(
-            f"{num_steps} verify steps for texts that the same drafter writes in {reference_steps}"
-            f" in the reference; up to {max_steps} would be chance, with {FALSE_ALARMS:g} false"
-            " alarms an audit"
-        )
-    if is_exact and num_others > MAX_OTHERS:
-        faults.append(
-            f"{num_others} of {len(pairs)} texts take another number of verify steps than in the"
-            f" reference; in float32 the same drafter drafts the same, so that {MAX_OTHERS} are"
-            " many"
-        )
+    faults = _list_faults(evidence, is_exact=is_exact)
     return Check("drafter", FAILED if faults else OK, summary, faults, evidence)
+
+
+def _list_faults(evidence: Mapping[str, Any], *, is_exact: bool) -> list[str]:
+    """Return the facts by which the server's drafter is not the reference's."""
+    faults = []
+    if evidence["steps"] > evidence["most_steps"]:
+        faults.append(
+            f"{evidence['steps']} verify steps for texts that the same drafter writes in"
+            f" {evidence['reference_steps']} in the reference; up to {evidence['most_steps']} would"
+            f" be chance, with {FALSE_ALARMS:g} false alarms an audit"
+        )
+    if is_exact and evidence["others"] > MAX_OTHERS:
+        faults.append(
+            f"{evidence['others']} of {evidence['compared']} texts take another number of verify"
+            " steps than in the reference; in float32 the same drafter drafts the same, so that"
+            f" {MAX_OTHERS} are many"
+        )
+    return faults
 
 
 def _drafts_less(

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,20 @@ def plan_file(order: Order) -> Contents:
             "give it to a runtime that reads the Hugging Face folder",
         )
     read_words(order)
-    for name, rows in tensors.items() if order.settings.gguf_type == "Q8_0" else ():
-        shape = source.get_info(rows).shape
+    if order.settings.gguf_type == "Q8_0":
+        check_q8_rows({name: source.get_info(rows).shape for name, rows in tensors.items()})
+    return Contents(config={}, tensors=tensors, weights_name="model.gguf")
+
+
+def check_q8_rows(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise SpecDecError for a matrix whose rows do not split into blocks of Q8_0."""
+    for name, shape in shapes.items():
         if len(shape) > 1 and shape[-1] % Q8_BLOCK:
             raise SpecDecError(
                 f"{name} has rows of {shape[-1]} numbers, which do not split into Q8_0's blocks of"
                 f" {Q8_BLOCK}",
                 "give another --gguf-type",
             )
-    return Contents(config={}, tensors=tensors, weights_name="model.gguf")
 
 
 def get_net(order: Order) -> ModelConfig:

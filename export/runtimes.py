@@ -61,27 +61,33 @@ def make_command(order: Order) -> str:
         return f"llama-server --model {output_path}/model.gguf"
     method, algorithm, flag = METHOD_NAMES[kind]
     target = output_path if kind == "mtp" and order.settings.to != "hf" else order.target
-    speculative: dict[str, Any] = {
-        "method": "dspark" if order.is_dspark else method, "model": output_path,
-        "num_speculative_tokens": number,
-    }  # fmt: skip
-    if kind == "eagle3" and order.eagle3.mask_token_id is not None:
-        speculative["parallel_drafting"] = True
-    if kind == "mtp":
-        del speculative["model"]
-    if kind == "redrafter":
-        speculative |= {"method": "custom_class", "model": "redrafter_proposer.ReDrafter"}
     steps = f" --speculative-num-steps {number} --speculative-eagle-topk 1"
     return COMMANDS[order.settings.to].format(
         target=target, output_path=output_path, number=number, more=number + 1, flag=flag,
-        algorithm=algorithm, method=method, speculative=json.dumps(speculative),
+        algorithm=algorithm, method=method, speculative=json.dumps(configure_vllm(order)),
         path=f"PYTHONPATH={output_path} " if kind == "redrafter" else "",
         eager="--enforce-eager " if kind == "redrafter" else "",
         steps="" if kind == "dflash" else steps,
     )  # fmt: skip
 
 
-# ---- What runtimes take, and what they lack.
+def configure_vllm(order: Order) -> dict[str, Any]:
+    """Return vLLM's `--speculative-config` for the exported folder."""
+    kind = order.source.kind
+    config: dict[str, Any] = {
+        "method": "dspark" if order.is_dspark else METHOD_NAMES[kind][0],
+        "model": order.output_path, "num_speculative_tokens": order.num_draft_tokens,
+    }  # fmt: skip
+    if kind == "eagle3" and order.eagle3.mask_token_id is not None:
+        config["parallel_drafting"] = True
+    if kind == "mtp":
+        del config["model"]
+    if kind == "redrafter":
+        config |= {"method": "custom_class", "model": "redrafter_proposer.ReDrafter"}
+    return config
+
+
+# ---- Kinds of drafters that runtimes read, and features that they lack.
 
 Writer = Callable[[Order], Contents]
 

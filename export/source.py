@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,13 @@ LAYER = {
     "attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm",
 }  # fmt: skip
 NET_MODULES = {"vocab_embedding": "embed_tokens", "ln_f": "norm"}  # other modules of a net
+# Tensor of a drafter without its net's prefix -> Hugging Face's name, where more than the prefix
+# differs.
+DRAFTER_NAMES = {
+    **{f"drafter.{here}.weight": f"{there}.weight" for here, there in NET_MODULES.items()},
+    MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
+    MARKOV_HEAD: "markov_head.markov_w2.weight",
+}
 TARGET_NAMES = {
     EMBEDDING: "model.embed_tokens.weight", HEAD: HEAD,
     "transformer.ln_f.weight": "model.norm.weight",
@@ -123,8 +130,8 @@ class Source:
         """Return whether two tensors of the checkpoint are equal, byte for byte."""
         if self.file.tensors[name] != self.file.tensors.get(other_name):
             return False
-        first, second = self.file.read(name), self.file.read(other_name)
-        return bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
+        arrays = (self.file.read(name), self.file.read(other_name))
+        return bool(np.array_equal(*(array.view(np.uint8) for array in arrays)))
 
     def _list_tensors(self) -> tuple[str, dict[str, TensorRows]]:
         params = self.drafter
@@ -214,14 +221,6 @@ class Source:
         self, params: NetParams, net: ModelConfig, prefix: str, *, shares_head: bool
     ) -> dict[str, TensorRows]:
         """List the tensors of a drafter with layers, without those equal to the target's."""
-        names = {
-            **{
-                f"drafter.{local_name}.weight": f"{hf_name}.weight"
-                for local_name, hf_name in NET_MODULES.items()
-            },
-            MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
-            MARKOV_HEAD: "markov_head.markov_w2.weight",
-        }
         tensors: dict[str, TensorRows] = {}
         for name in params.list_tensors(self.model):
             if (first_copy := find_first_copy(name)) != name:
@@ -235,19 +234,30 @@ class Source:
             if local_name.startswith("drafter.layers."):
                 tensors |= name_layer(name, local_name.removeprefix("drafter."), net)
             else:
-                tensors[names.get(local_name, local_name.removeprefix("drafter."))] = TensorRows(
-                    name
-                )
-        head = HEAD if HEAD in self.file.tensors else EMBEDDING
-        shared_tensors = {"embed_tokens.weight": EMBEDDING}
-        if shares_head:
-            shared_tensors |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
-        for name, targets in shared_tensors.items():
-            if name in tensors and self.is_same(tensors[name].name, targets):
-                self.left_out[name] = "equals the target's, which is taken"
-        if "fc.bias" in tensors and not self.read(tensors["fc.bias"]).any():
-            self.left_out["fc.bias"] = "is zero"
+                hf_name = DRAFTER_NAMES.get(local_name, local_name.removeprefix("drafter."))
+                tensors[hf_name] = TensorRows(name)
+        self.left_out |= self._find_needless(tensors, shares_head=shares_head)
         return {name: rows for name, rows in tensors.items() if name not in self.left_out}
+
+    def _find_needless(
+        self, tensors: Mapping[str, TensorRows], *, shares_head: bool
+    ) -> dict[str, str]:
+        """Return the tensors of a drafter that runtimes take from the target or do without.
+
+        shares_head: whether a runtime gives the drafter the target's output layer.
+        """
+        head = HEAD if HEAD in self.file.tensors else EMBEDDING
+        target_names = {"embed_tokens.weight": EMBEDDING}
+        if shares_head:
+            target_names |= {"lm_head.weight": head, HEAD_BIAS: HEAD_BIAS}
+        needless_tensors = {
+            name: "equals the target's, which is taken"
+            for name, target_name in target_names.items()
+            if name in tensors and self.is_same(tensors[name].name, target_name)
+        }
+        if "fc.bias" in tensors and not self.read(tensors["fc.bias"]).any():
+            needless_tensors["fc.bias"] = "is zero"
+        return needless_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

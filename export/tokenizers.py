@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +118,14 @@ def read_template(folder: Path) -> Any:
     for name in ("tokenizer_config.json", "chat_template.json"):
         if default is None and (folder / name).is_file():
             default = read_json(folder / name).get("chat_template")
-    named = [
+    named_templates = [
         {"name": path.stem, "template": path.read_text(encoding="utf-8")}
         for path in list_templates(folder)
     ]
-    if not named or default is None:
-        return named or default
-    listed = default if isinstance(default, list) else [{"name": "default", "template": default}]
-    return [*listed, *named]
+    if not named_templates or default is None:
+        return named_templates or default
+    is_list = isinstance(default, list)
+    return [*(default if is_list else [{"name": "default", "template": default}]), *named_templates]
 
 
 def find_split(document: Mapping[str, Any]) -> tuple[str, ...] | str:
@@ -243,15 +243,29 @@ def score_tokens(
 ) -> list[float]:
     """Return each token's score: minus the rank of its merges in the list.
 
-    Raises SpecDecError where scores do not tell what the list does: a token's merges must be all
-    ways to make it of two others, and stand together.
+    Raises SpecDecError where scores would merge other tokens than the list does: a token's merges
+    must be all ways to make it of two others, and stand together.
     """
     vocab = {text: number for number, text in enumerate(tokens) if kinds[number] == NORMAL}
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair)
-             for pair in model["merges"]]  # fmt: skip
-    scores, merges, num_merged = [0.0] * len(tokens), set(pairs), 0
+    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair)
+              for pair in model["merges"]]  # fmt: skip
+    scores = rank_merges(folder, merges, vocab, len(tokens))
+    # Other tokens are found in a text before anything is merged.
+    merged_tokens = [
+        token for token, kind in zip(tokens, kinds, strict=True)
+        if kind not in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]  # fmt: skip
+    check_merges(folder, set(merges), vocab, merged_tokens)
+    return scores
+
+
+def rank_merges(
+    folder: Path, merges: Sequence[tuple[str, ...]], vocab: Mapping[str, int], num_tokens: int
+) -> list[float]:
+    """Return minus the rank of each token's merges, 0 for tokens without; refuse scattered ones."""
+    scores, num_merged = [0.0] * num_tokens, 0
     previous_token = None
-    for left_side, right_side in pairs:
+    for left_side, right_side in merges:
         token = left_side + right_side
         if left_side not in vocab or right_side not in vocab or token not in vocab:
             refuse(folder, f"merges {left_side!r} and {right_side!r}, which are no plain tokens")
@@ -261,9 +275,14 @@ def score_tokens(
             num_merged += 1
             scores[vocab[token]] = -float(num_merged)
             previous_token = token
-    for number, token in enumerate(tokens):
-        if kinds[number] in (CONTROL, USER_DEFINED, UNKNOWN):
-            continue  # found before anything is merged
+    return scores
+
+
+def check_merges(
+    folder: Path, merges: Set[tuple[str, ...]], vocab: Mapping[str, int], tokens: Iterable[str]
+) -> None:
+    """Refuse a list of merges that lacks a way to make a token of two others."""
+    for token in tokens:
         for index in range(1, len(token)):
             left_side, right_side = token[:index], token[index:]
             are_tokens = [side in vocab or len(side) == 1 for side in (left_side, right_side)]
@@ -272,4 +291,3 @@ def score_tokens(
                     folder,
                     f"does not merge {left_side!r} and {right_side!r} to the token {token!r}",
                 )
-    return scores

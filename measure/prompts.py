@@ -151,19 +151,21 @@ def group_requests(
             answers = answer([requests[index] for index in indices])
             for index, ids in zip(indices, answers, strict=True):
                 talks[index].append(tokenizer.decode(ids, skip_special_tokens=True))
-        prompts = []
-        for index in indices:
-            prompt = entries[index].prompt
-            if entries[index].turns:
-                talks[index].append(entries[index].turns[turn])
-                prompt = _join_talk(prompt, talks[index], tokenizer)
-            prompts.append(prompt)
+        prompts = [_take_turn(entries[index], turn, talks[index], tokenizer) for index in indices]
         turn_requests = make_requests(prompts, settings, tokenizer)
         for index, request in zip(indices, turn_requests, strict=True):
             requests[index] = request
             numbered_request = dataclasses.replace(request, index=next(numbers))
             groups[entries[index].category].append(numbered_request)
     return groups
+
+
+def _take_turn(entry: BenchPrompt, turn: int, talk: list[str], tokenizer: Any) -> Prompt:
+    """Add the user's words of a turn to the conversation, and return the prompt of the turn."""
+    if not entry.turns:
+        return entry.prompt
+    talk.append(entry.turns[turn])
+    return _join_talk(entry.prompt, talk, tokenizer)
 
 
 def _join_talk(prompt: Prompt, talk: Sequence[str], tokenizer: Any) -> Prompt:

@@ -60,16 +60,22 @@ def show_report(
 
     write: writes a piece, and adds it to `pieces`.
     """
-    if settings.json and settings.streaming and not settings.dry_run:
-        statistics = {key: value for key, value in report.items() if key != "outputs"}
-        for document in (*({"output": output} for output in report["outputs"]), statistics):
+    is_streamed = settings.streaming and not settings.dry_run
+    if settings.json and is_streamed:
+        for document in split_report(report):
             write(json.dumps(document) + "\n")
         return "".join(pieces).removesuffix("\n")
     text = json.dumps(report) if settings.json else format_report(report)
-    if not settings.streaming or settings.dry_run:
+    if not is_streamed:
         in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
         click.echo(format_report(report, in_colour=True) if in_colour else text)
     return text
+
+
+def split_report(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a report as the documents of JSON Lines: one for each output, then the statistics."""
+    statistics = {key: value for key, value in report.items() if key != "outputs"}
+    return [*({"output": output} for output in report["outputs"]), statistics]
 
 
 def describe_interruption(outputs: Sequence[dict[str, Any]]) -> SpecDecError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -147,7 +147,7 @@ class Metrics:
     def note_end(self, job: Job, reason: str) -> None:
         """Count a request that is over."""
         if not job.has_output and reason == "eos":
-            reason = "length"  # as it is told
+            reason = "length"  # as the answer says
         self._success.labels(self._model, FINISH_REASONS.get(reason, "error")).inc()
         row_time, first_time, last_time = job.row_time, job.first_token_time, job.last_token_time
         num_tokens = job.num_output_tokens
@@ -184,14 +184,14 @@ def _describe_times(jobs: Sequence[Job]) -> dict[str, float | None]:
     last_times = [job.last_token_time for job in jobs if job.last_token_time is not None]
     gaps = [gap for job in jobs for gap in job.gaps]
     first_time, last_time = min(first_times, default=None), max(last_times, default=None)
-    seconds = _subtract(last_time, row_time)
     num_tokens = sum(job.num_output_tokens for job in jobs)
+    tokens_per_second = _divide(num_tokens, _subtract(last_time, row_time))
     return {
         "time_to_first_token_ms": _to_ms(_subtract(first_time, queue_time)),
         "generation_time_ms": _to_ms(_subtract(last_time, first_time)),
         "queue_time_ms": _to_ms(_subtract(row_time, queue_time)),
-        "mean_itl_ms": _to_ms(sum(gaps) / len(gaps) if gaps else None),
-        "tokens_per_second": round(num_tokens / seconds, 3) if seconds else None,
+        "mean_itl_ms": _to_ms(_divide(sum(gaps), len(gaps))),
+        "tokens_per_second": _round(tokens_per_second, 3),
     }
 
 
@@ -201,23 +201,34 @@ def _describe_speculation(jobs: Sequence[Job]) -> dict[str, Any] | None:
     if any(stats.unknown_keys for stats in all_stats):
         return None
     steps = [step for job in jobs for step in job.steps]
-    drafted_steps = [step for step in steps if step[0]]
-    num_drafted = sum(step[0] for step in drafted_steps)
-    num_accepted = sum(step[1] for step in drafted_steps)
-    histograms = (stats.accepted_histogram for stats in all_stats)
-    columns = itertools.zip_longest(*histograms, fillvalue=0)
+    drafted = [num_drafted for num_drafted, _ in steps]
+    accepted = [num_accepted for _, num_accepted in steps]
     num_emitted = sum(max(0, stats.num_output_tokens - 1) for stats in all_stats)
     return {
-        "mean_acceptance_length": round(num_emitted / len(steps), 4) if steps else None,
-        "draft_acceptance_rate": round(num_accepted / num_drafted, 4) if num_drafted else None,
-        "acceptance_histogram": [sum(column) for column in columns],
-        "num_spec_steps": len(drafted_steps),
-        "num_accepted_draft_tokens": num_accepted,
-        "num_draft_tokens": num_drafted,
-        "num_spec_tokens": max((step[0] for step in drafted_steps), default=0),
-        "per_step_accepted": [step[1] for step in steps],
-        "per_step_drafted": [step[0] for step in steps],
+        "mean_acceptance_length": _round(_divide(num_emitted, len(steps)), 4),
+        "draft_acceptance_rate": _round(_divide(sum(accepted), sum(drafted)), 4),
+        "acceptance_histogram": _add_histograms(stats.accepted_histogram for stats in all_stats),
+        "num_spec_steps": sum(map(bool, drafted)),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": max(drafted, default=0),
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
     }
+
+
+def _add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sum of histograms of any lengths, bin by bin."""
+    return [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
+
+
+def _divide(dividend: float, divisor: float | None) -> float | None:
+    """Return a quotient; None where the divisor is 0 or was not measured."""
+    return dividend / divisor if divisor else None
+
+
+def _round(number: float | None, digits: int) -> float | None:
+    return None if number is None else round(number, digits)
 
 
 def _subtract(end: float | None, start: float | None) -> float | None:
@@ -226,4 +237,4 @@ def _subtract(end: float | None, start: float | None) -> float | None:
 
 
 def _to_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 3)
+    return None if seconds is None else _round(1000 * seconds, 3)

@@ -57,9 +57,8 @@ def make_requests(
     _check_choices(body)
     ignored = body.list_ignored()
     if calling is not None:
-        ignored += _list_unused_stops(body, calling)
-        if calling.is_forced:
-            body = dataclasses.replace(body, stop=None, stop_token_ids=None)
+        body, unused_stops = _drop_stops(body, calling)
+        ignored += unused_stops
     if body.return_origins and not engine.tells_origins:
         raise BadRequest("this engine does not tell how its tokens came", "return_origins")
     inputs = _read_inputs(body, engine, formats, calling)
@@ -125,15 +124,18 @@ def _check_number(num_prompts: int, num_choices: int) -> None:
         )
 
 
-def _list_unused_stops(body: GenerationBody, calling: Calling) -> list[str]:
-    """List the parameters that would end a required call before it is whole, and so are left out.
+def _drop_stops(body: GenerationBody, calling: Calling) -> tuple[GenerationBody, list[str]]:
+    """Return a body without stops that would end a required call early, and their parameters.
 
     Raises BadRequest for a grammar of calls that no token may end.
     """
     if body.ignore_eos and (calling.is_forced or calling.is_strict):
         reason = "ignore_eos has no place beside calls that are required, strict or not parallel"
         raise BadRequest(reason, "ignore_eos")
-    return [name for name in STOPS if calling.is_forced and getattr(body, name)]
+    if not calling.is_forced:
+        return body, []
+    unused_stops = [name for name in STOPS if getattr(body, name)]
+    return dataclasses.replace(body, **dict.fromkeys(STOPS)), unused_stops
 
 
 def _read_inputs(

@@ -59,35 +59,44 @@ class Tool(NamedTuple):
     strict: Any
 
 
+class ToolChoice(NamedTuple):
+    """A body's `tool_choice`. names: of the tools that it allows, None for all.
+
+    names_function: whether it asks for a call of one function by name.
+    """
+
+    mode: str
+    names: list[Any] | None = None
+    names_function: bool = False
+
+
 def read_calling(body: ConversationBody, formats: ChatFormats) -> Calling | None:
     """Return the tools that an answer may call, None for none; BadRequest where they are wrong."""
-    tools = _read_tools(body.tools or [], body.has_flat_tools)
-    choice = "auto" if body.tool_choice is None else body.tool_choice
-    mode, names = _read_choice(choice, body.has_flat_tools)
-    _check_names(names or [], mode, tools)
-    if not tools or mode == "none":
+    tools = _read_tools(body.tools, body.has_flat_tools)
+    choice = _read_choice(body.tool_choice, body.has_flat_tools)
+    _check_choice(choice, tools)
+    if not tools or choice.mode == "none":
         return None
     _check_formats(formats)
-    names_one = isinstance(choice, dict) and choice.get("type") == "function"
     is_single = body.parallel_tool_calls is False
-    is_subset, is_forced = names is not None, mode == "required"
+    is_subset, is_forced = choice.names is not None, choice.mode == "required"
     return Calling(
         [tool.document for tool in tools.values()],
-        {name: tools[name].schema for name in names or tools},
+        {name: tools[name].schema for name in choice.names or tools},
         is_forced=is_forced,
-        is_single=is_single or names_one,
+        is_single=is_single or choice.names_function,
         is_strict=is_single or is_subset or any(tool.strict is True for tool in tools.values()),
         promised_names=_list_promised(tools, keeps_all=is_forced or is_subset),
         schema_paths={name: tool.schema_path for name, tool in tools.items()},
     )
 
 
-def _check_names(names: Sequence[Any], mode: str, tools: Mapping[str, Tool]) -> None:
-    """Raise BadRequest for a tool_choice of tools that there are not."""
-    for name in names:
+def _check_choice(choice: ToolChoice, tools: Mapping[str, Tool]) -> None:
+    """Raise BadRequest for a tool_choice of tools that the body does not have."""
+    for name in choice.names or ():
         if not isinstance(name, str) or name not in tools:
             raise refuse("tool_choice", f"names {shorten(name)}, which is no tool")
-    if mode == "required" and not tools:
+    if choice.mode == "required" and not tools:
         raise refuse("tool_choice", "asks for a call, and there are no tools")
 
 
@@ -103,6 +112,8 @@ def _list_promised(tools: Mapping[str, Tool], *, keeps_all: bool) -> Set[str]:
 
 def _read_tools(documents: Any, is_flat: bool) -> dict[str, Tool]:
     """Return a body's tools by name; is_flat: whether functions stand in the tools themselves."""
+    if not documents:
+        return {}
     if not isinstance(documents, list) or len(documents) > MAX_TOOLS:
         raise refuse("tools", f"is {shorten(documents)}, not a list of at most {MAX_TOOLS}")
     tools: dict[str, Tool] = {}
@@ -166,8 +177,8 @@ def _check_function(function: Mapping[str, Any], path: str) -> None:
         raise refuse(f"{path}.parameters.type", f"is {shorten(kind)}, not 'object'")
 
 
-def _read_choice(choice: Any, is_flat: bool) -> tuple[str, list[Any] | None]:
-    """Return the mode of a tool_choice, and the names that it allows, None for all."""
+def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:
+    """Parse a tool_choice, which is "auto" where the body has none."""
 
     def open_object(document: Any, kind: str) -> dict[str, Any]:
         if not isinstance(document, dict) or document.get("type") != kind:
@@ -175,14 +186,16 @@ def _read_choice(choice: Any, is_flat: bool) -> tuple[str, list[Any] | None]:
         content = document if is_flat else document.get(kind)
         return content if isinstance(content, dict) else {}
 
+    if choice is None:
+        return ToolChoice("auto")
     if choice in ("none", "auto", "required"):
-        return choice, None
+        return ToolChoice(choice)
     if function := open_object(choice, "function"):
-        return "required", [function.get("name")]
+        return ToolChoice("required", [function.get("name")], names_function=True)
     subset = open_object(choice, "allowed_tools")
     tools, mode = subset.get("tools"), subset.get("mode")
     if isinstance(tools, list) and tools and mode in ("auto", "required"):
-        return mode, [open_object(tool, "function").get("name") for tool in tools]
+        return ToolChoice(mode, [open_object(tool, "function").get("name") for tool in tools])
     example = '"name": "..."' if is_flat else '"function": {"name": "..."}'
     raise refuse(
         "tool_choice",

@@ -109,16 +109,14 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
             facts |= {"quantization": arithmetic, "distance": {"dtype": reference_dtype} | distance}
     divergences = judge_in_float32(reference, divergences, texts.texts)
     ends = read_end_ids(texts_dir, model_config, tokenizer)
-    wrong_ends = [find_wrong_end(t, settings.max_output_len, *ends) for t in texts.texts]
-    facts["wrong_ends"] += [fact for fact in wrong_ends if fact]
+    wrong_ends = (find_wrong_end(t, settings.max_output_len, *ends) for t in texts.texts)
+    facts["wrong_ends"] += filter(None, wrong_ends)
     facts["wrong_readings"] = find_wrong_readings(
         open_reference(texts_dir, tokenizer), tokenizer, engine_tokenizer, prompts, texts.batch
     )
-    batch = {text.prompt: text.output_ids for text in texts.batch}
-    is_same = [t.output_ids == batch[t.prompt] for t in texts.texts if t.run == "alone"]
     return {
         "verdict": judge_facts(divergences, facts),
-        "prompts": len(batch),
+        "prompts": len(texts.batch),
         "divergences": [d.to_json() | name_tokens(tokenizer, d.to_json()) for d in divergences],
         "engine_dir": str(engine_dir),
         "model_dir": model_dir,
@@ -127,7 +125,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
         "max_output_len": settings.max_output_len,
         "num_tokens": sum(len(text.output_ids) for text in texts.texts),
         **{key: texts.stats[key] for key in ("acceptance_length", "num_drafted_steps")},
-        "alone": {"prompts": len(is_same), "same": sum(is_same)},
+        "alone": compare_alone(texts),
         "near_tie_spacings": SPACINGS[dtype],
         **facts,
         "verify_seconds": round(time.monotonic() - start, 2),
@@ -163,6 +161,13 @@ def check_engine(settings: VerifySettings) -> tuple[EngineConfig, str | None, An
             f"leave --sampling out, or verify an engine built {flag}",
         )
     return engine, arithmetic, model_config
+
+
+def compare_alone(texts: EngineTexts) -> dict[str, int]:
+    """Count the prompts that ran alone, and those whose text is the batch's."""
+    batch = {text.prompt: text.output_ids for text in texts.batch}
+    is_same = [t.output_ids == batch[t.prompt] for t in texts.texts if t.run == "alone"]
+    return {"prompts": len(is_same), "same": sum(is_same)}
 
 
 def judge_facts(divergences: Sequence[Divergence], facts: Mapping[str, Any]) -> str:
@@ -216,18 +221,23 @@ def open_tokenizers(engine_dir: Path, texts_dir: str) -> tuple[Any, Any]:
 
 
 def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettings:
-    """Let every step have drafts where nothing was said: steps that pause them prove nothing."""
+    """Fix the draft budget where no option sets it: steps without drafts would prove nothing."""
     pair = as_options(settings, DraftTargetDraft)
     length = pair.draft_len or pair.draft_target_model_config or pair.draft_tree_tokens
     if pair.draft_len == "auto" or (pair.draft_engine_dir is not None and length is None):
-        return settings  # such a length follows what is accepted
-    starters = [method.starter for method in METHODS.values() if method.starter is not None]
-    drafts = engine.checkpoint.method or find_mode(engine.build.speculative_decoding_mode)
-    is_asked = any(getattr(settings, name) is not None for name in starters)
-    if as_options(settings, BudgetDraft).draft_budget or not (is_asked or drafts):
+        return settings  # the length of such drafts follows their acceptance
+    if as_options(settings, BudgetDraft).draft_budget or not uses_drafts(settings, engine):
         return settings
-    always: dict[str, Any] = {"draft_budget": "fixed"}
-    return dataclasses.replace(settings, **always)
+    options: dict[str, Any] = {"draft_budget": "fixed"}
+    return dataclasses.replace(settings, **options)
+
+
+def uses_drafts(settings: VerifySettings, engine: EngineConfig) -> bool:
+    """Return whether the engine has a method of drafting, or an option starts one."""
+    if engine.checkpoint.method or find_mode(engine.build.speculative_decoding_mode):
+        return True
+    starters = [method.starter for method in METHODS.values() if method.starter is not None]
+    return any(getattr(settings, name) is not None for name in starters)
 
 
 def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any) -> list[Prompt]:
@@ -236,27 +246,16 @@ def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any)
     The settings of --prompts are left out: how a text is decoded is under test here.
     """
     if settings.prompts is not None:
-        read = [line.prompt for line in read_prompts(settings.prompts, "--prompts")]
-        if tokenizer is None and any(prompt.token_ids is None for prompt in read):
-            raise SpecDecError(
-                f"{settings.prompts} holds texts, and {settings.model_dir} has no tokenizer",
-                'give token ids, {"input_ids": [...]} a line of a .jsonl file',
-            )
-        sources = SOURCES.values()
-        return [Prompt(**{name: getattr(prompt, name) for name in sources}) for prompt in read]
+        return read_prompt_file(settings, has_tokenizer=tokenizer is not None)
     build = engine.build
     max_prompt_len = min(build.max_input_len, build.max_seq_len - settings.max_output_len)
     if tokenizer is None:
-        random_ids = np.random.Generator(np.random.Philox(key=0)).integers(
-            0, engine.checkpoint.model.vocab_size, (len(LENGTHS), max(LENGTHS))
-        )
-        ids = [row[:length].tolist() for row, length in zip(random_ids, LENGTHS, strict=True)]
-        prompts = [Prompt(token_ids=row) for row in ids if len(row) <= max_prompt_len]
+        prompts = draw_prompts(engine.checkpoint.model.vocab_size, max_prompt_len)
     else:
-        fitting_texts = [
-            text for text in TEXTS if 0 < len(tokenizer(text)["input_ids"]) <= max_prompt_len
-        ]
-        prompts = [Prompt(text=text) for text in fitting_texts]
+        prompts = [
+            Prompt(text=text) for text in TEXTS
+            if 0 < len(tokenizer(text)["input_ids"]) <= max_prompt_len
+        ]  # fmt: skip
     if not prompts:
         raise SpecDecError(
             f"max_seq_len {build.max_seq_len} and max_input_len {build.max_input_len} of the"
@@ -265,6 +264,29 @@ def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any)
             "lower --max-output-len, or give --prompts",
         )
     return prompts
+
+
+def read_prompt_file(settings: VerifySettings, *, has_tokenizer: bool) -> list[Prompt]:
+    """Return the inputs of --prompts, without the settings beside them."""
+    prompts = [line.prompt for line in read_prompts(need(settings.prompts), "--prompts")]
+    if not has_tokenizer and any(prompt.token_ids is None for prompt in prompts):
+        raise SpecDecError(
+            f"{settings.prompts} holds texts, and {settings.model_dir} has no tokenizer",
+            'give token ids, {"input_ids": [...]} a line of a .jsonl file',
+        )
+    sources = SOURCES.values()
+    return [Prompt(**{name: getattr(prompt, name) for name in sources}) for prompt in prompts]
+
+
+def draw_prompts(vocab_size: int, max_prompt_len: int) -> list[Prompt]:
+    """Return prompts of random tokens, always the same ones, of the LENGTHS that fit."""
+    generator = np.random.Generator(np.random.Philox(key=0))
+    rows = generator.integers(0, vocab_size, (len(LENGTHS), max(LENGTHS)))
+    return [
+        Prompt(token_ids=row[:length].tolist())
+        for row, length in zip(rows, LENGTHS, strict=True)
+        if length <= max_prompt_len
+    ]
 
 
 def write_texts(

@@ -36,17 +36,11 @@ def format_report(report: dict[str, Any]) -> str:
     """Return a report as lines of text."""
     divergences, alone, kind = report["divergences"], report["alone"], report.get("quantization")
     num_differing = sum(f["is_first"] and f["run"] == "batch" for f in divergences)
-    against = f", against {report['model_dir']} run by transformers"
-    if kind is not None:
-        difference = f"not the weights of {report['model_dir']}"
-        if kind == GGUF:
-            difference = "inputs of products are rounded, as transformers does not"
-        against = f": {difference}, so its text is compared with its own text without speculation"
     lines = [
         f"{format_verdict(report['verdict'], report['dtype'])}: {report['engine_dir']}:"
         f" {report['verdict']}",
         f"  {report['method']} in {report['dtype']}{f' with {kind} weights' if kind else ''} on"
-        f" {report['device']}{against}",
+        f" {report['device']}{describe_comparison(report)}",
         f"  greedy: {report['num_tokens']} tokens compared, the runs alone included;"
         f" {report['prompts']} prompts, {report['prompts'] - num_differing} texts equal,"
         f" {report['acceptance_length']:.2f} tokens per verify step, drafts in"
@@ -54,27 +48,49 @@ def format_report(report: dict[str, Any]) -> str:
         f"  run alone: {alone['prompts']} prompts, {alone['same']} with the text of the batch",
     ]
     if kind is None:
-        lines.append(
-            f"  logits: within {report['logit_difference']:.3g} of the model's; two tie within"
-            f" {report['logit_bound']:.3g} there ({report['near_tie_spacings']} spacings of"
-            f" {report['dtype']})"
-        )
-        if not report["logit_difference"] <= report["logit_bound"]:
-            lines.append("  note: that is more than rounding; the texts alone decide the verdict")
-    names = () if kind is None else WITHOUT_DRAFTS
-    lines += [f"  {describe_divergence(f, *names)}" for f in divergences[:MAX_LINES]]
-    if len(divergences) > MAX_LINES:
-        num_wrong = sum(not f["near_tie"] for f in divergences)
-        lines.append(
-            f"  {len(divergences) - MAX_LINES} more; of all {len(divergences)}, {num_wrong} are not"
-            " near-ties"
-        )
+        lines += format_logits(report)
+    lines += format_divergences(divergences, () if kind is None else WITHOUT_DRAFTS)
     lines += [f"  {fact}" for fact in report["wrong_ends"] + report["wrong_readings"]]
     if kind is not None:
         lines += format_distance(report)
     elif report["sampling"] is not None:
         lines += [f"  {line}" for line in format_sampling(report["sampling"])]
     return "\n".join(lines)
+
+
+def describe_comparison(report: dict[str, Any]) -> str:
+    """Return the text that the engine's is compared with, as the end of a sentence."""
+    kind = report.get("quantization")
+    if kind is None:
+        return f", against {report['model_dir']} run by transformers"
+    difference = f"not the weights of {report['model_dir']}"
+    if kind == GGUF:
+        difference = "inputs of products are rounded, as transformers does not"
+    return f": {difference}, so its text is compared with its own text without speculation"
+
+
+def format_logits(report: dict[str, Any]) -> list[str]:
+    """Return the distance of an engine's logits from the model's, as lines."""
+    lines = [
+        f"  logits: within {report['logit_difference']:.3g} of the model's; two tie within"
+        f" {report['logit_bound']:.3g} there ({report['near_tie_spacings']} spacings of"
+        f" {report['dtype']})"
+    ]
+    if not report["logit_difference"] <= report["logit_bound"]:
+        lines.append("  note: that is more than rounding; the texts alone decide the verdict")
+    return lines
+
+
+def format_divergences(divergences: list[dict[str, Any]], labels: tuple[str, ...]) -> list[str]:
+    """Return the first divergences as lines, and the number of the others."""
+    lines = [f"  {describe_divergence(f, *labels)}" for f in divergences[:MAX_LINES]]
+    if len(divergences) > MAX_LINES:
+        num_wrong = sum(not f["near_tie"] for f in divergences)
+        lines.append(
+            f"  {len(divergences) - MAX_LINES} more; of all {len(divergences)}, {num_wrong} are not"
+            " near-ties"
+        )
+    return lines
 
 
 def format_distance(report: dict[str, Any]) -> list[str]:
@@ -104,7 +120,7 @@ def describe_divergence(
     engine_label: str = "the engine wrote",
     model_label: str = "the model",
 ) -> str:
-    """Return a divergence as one line; ours, theirs: what is said before the two tokens."""
+    """Return a divergence as one line; each label stands before its side's token."""
     run = "" if divergence["run"] == "batch" else " alone"
     suffix = "" if divergence["is_first"] else " (behind the first difference)"
     return (
@@ -154,20 +170,11 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
     if report["verdict"] != "differs":
         return None
     pair = f"{report['engine_dir']} differs from {report['model_dir']}"
-    if is_own := report.get("quantization") is not None:
+    if with_itself := report.get("quantization") is not None:
         pair = f"{report['engine_dir']} with speculation differs from itself without"
-    differing = [divergence for divergence in report["divergences"] if not divergence["near_tie"]]
-    if differing:
-        others_text = f", and {len(differing) - 1} more tokens" if len(differing) > 1 else ""
-        hint = "convert and build the engine again from this model"
-        if is_own:
-            hint = "this is a fault in specdec; report it with this message"
-        elif differing[0]["cause"] == "choice":
-            hint = "this is a fault in specdec's accept rule; report it with this message"
-        names = WITHOUT_DRAFTS if is_own else ()
-        return SpecDecError(
-            f"{pair}: {describe_divergence(differing[0], *names)}{others_text}", hint
-        )
+    divergences = [divergence for divergence in report["divergences"] if not divergence["near_tie"]]
+    if divergences:
+        return _make_text_error(pair, divergences, with_itself=with_itself)
     if report["wrong_ends"]:
         return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
     if report["wrong_readings"]:
@@ -177,3 +184,21 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
         f"{pair} in sampled text: {'; '.join(fact.strip() for fact in facts)}",
         "repeat with another --random-seed and more --num-samples; if it fails again, report it",
     )
+
+
+def _make_text_error(
+    pair: str, divergences: list[dict[str, Any]], *, with_itself: bool
+) -> SpecDecError:
+    """Return the error of greedy texts that differ by more than near-ties.
+
+    pair: the engine and its reference, as the beginning of a sentence. with_itself: whether the
+    engine was compared with itself, without speculation.
+    """
+    suffix = f", and {len(divergences) - 1} more tokens" if len(divergences) > 1 else ""
+    hint = "convert and build the engine again from this model"
+    if with_itself:
+        hint = "this is a fault in specdec; report it with this message"
+    elif divergences[0]["cause"] == "choice":
+        hint = "this is a fault in specdec's accept rule; report it with this message"
+    labels = WITHOUT_DRAFTS if with_itself else ()
+    return SpecDecError(f"{pair}: {describe_divergence(divergences[0], *labels)}{suffix}", hint)

@@ -69,11 +69,7 @@ def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[cl
 
     Those of the methods are left out, unless they have a group in commands too.
     """
-    options = {
-        name_option(param): param
-        for param in command.get_params(click.Context(command))
-        if isinstance(param, click.Option) and not param.hidden
-    }
+    options = _list_visible_options(command)
     sections: dict[str, list[click.Parameter]] = {}
     for name, flag in _list_flags(command).items():
         if flag.group and (option := options.pop(name, None)) and (is_long or not flag.rare):
@@ -82,6 +78,15 @@ def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[cl
     general_names = [name for name in options if name not in method_options]
     general_names.sort(key=lambda name: LAST_OPTIONS.index(name) if name in LAST_OPTIONS else -1)
     return {**sections, GENERAL: [options[name] for name in general_names]}
+
+
+def _list_visible_options(command: click.Command) -> dict[str, click.Option]:
+    """Return the options of a command that its help may show, by name."""
+    return {
+        name_option(param): param
+        for param in command.get_params(click.Context(command))
+        if isinstance(param, click.Option) and not param.hidden
+    }
 
 
 def name_option(option: click.Parameter) -> str:

@@ -273,18 +273,24 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         status = 1
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place that reports
-        if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
-            error = error.__cause__  # click takes any EOFError for the end of its own input
-        if "--debug" in arguments:
-            traceback.print_exception(error)
-        status, message, hint = _explain_error(error)
-        if status == 2 and _is_launched() and logs.get_launched_rank():
-            # Rank 0 says the same, and its launcher would cut it short for this one's end.
-            time.sleep(1)
-        else:
-            print_error(message, hint, len(getattr(error, "problems", [0])))
+        status = _report_failure(error, with_traceback="--debug" in arguments)
     _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _report_failure(error: BaseException, *, with_traceback: bool) -> int:
+    """Print the error that ended a command; return the exit status."""
+    if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
+        error = error.__cause__  # click takes any EOFError for the end of its own input
+    if with_traceback:
+        traceback.print_exception(error)
+    status, message, hint = _explain_error(error)
+    if status == 2 and _is_launched() and logs.get_launched_rank():
+        # Rank 0 prints this error too, and its launcher would cut it short when this one ends.
+        time.sleep(1)
+    else:
+        print_error(message, hint, len(getattr(error, "problems", [0])))
+    return status
 
 
 class Terminated(KeyboardInterrupt):
