@@ -1,1 +1,1 @@
-"""Is a running server lossless, and does its speculation work? docs/audit.md is its page."""
+"""Audit of a running server: losslessness and speculation, as docs/audit.md describes."""

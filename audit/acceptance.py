@@ -1,4 +1,4 @@
-"""Verdict on speculation: how much is drafted and accepted, and whether that lasts."""
+"""Verdict on speculation: drafted and accepted tokens, and whether acceptance lasts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from .answers import Counts, add_counts, read_text, read_tokens
 from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
 
-ENOUGH = 20  # drafts, or drafted tokens, from which on nothing accepted is no accident
+ENOUGH = 20  # drafts, or drafted tokens, from which zero acceptance is a fault
 LEAST_PER_DRAFT = 0.1  # accepted tokens; below, a verify step costs more than it brings
 LEAST_RATE = 0.03  # accepted tokens per drafted token; the bound where drafts are not counted
-ENOUGH_BEFORE = 50  # tokens accepted at a position, from which on none at the next is odd
-COLLAPSE = 0.5  # of the first round's acceptance
+ENOUGH_BEFORE = 50  # tokens accepted at a position, from which zero at the next is a fault
+COLLAPSE = 0.5  # share of the first round's acceptance, below which the last is a fault
 SOURCES = {
     "metrics": "the server's metrics, before and after",
     "answers": "what each answer tells of itself",
@@ -23,7 +23,7 @@ SOURCES = {
 
 
 def check_acceptance(audit: Audit) -> Check:
-    """Judge the counts of the rounds, by the best source there is."""
+    """Judge the counts of the rounds, from the best available source."""
     rounds = audit.rounds[0], audit.rounds[-1]
     for source, counts in (
         ("metrics", [r.metric_counts for r in rounds]),
@@ -65,13 +65,13 @@ def _judge_counts(audit: Audit, source: str, counts: Sequence[Counts]) -> Check:
 
 
 def _sum_counts(counts: Sequence[Counts | None]) -> Counts | None:
-    """Return the sum of counts; None where one of them is not known."""
+    """Return the sum of counts; None where one of them is unknown."""
     terms = [term for term in counts if term is not None]
     return add_counts(terms) if len(terms) == len(counts) else None
 
 
 def _find_contradictions(total: Counts, answer_total: Counts | None) -> list[str]:
-    """Return a fault where the answers tell of more than the metrics count."""
+    """Return a fault where the answers count more than the metrics do."""
     if answer_total is None:
         return []
     if answer_total.drafted <= total.drafted and answer_total.accepted <= total.accepted:
@@ -83,7 +83,7 @@ def _find_contradictions(total: Counts, answer_total: Counts | None) -> list[str
 
 
 def _extend_positions(total: Counts, answer_total: Counts | None) -> Counts:
-    """Add the positions that have accepted nothing so far, which only the answers know."""
+    """Add positions without acceptance, which only the answers list."""
     if total.per_position is None or answer_total is None or answer_total.per_position is None:
         return total
     num_missing = len(answer_total.per_position) - len(total.per_position)
@@ -93,7 +93,7 @@ def _extend_positions(total: Counts, answer_total: Counts | None) -> Counts:
 def _find_acceptance_faults(
     total: Counts, counts: Sequence[Counts], num_tokens: int
 ) -> tuple[list[str], list[str]]:
-    """Return failures and suspicions about how much was drafted and accepted."""
+    """Return failures and suspicions about the numbers of drafted and accepted tokens."""
     if total.drafted == 0:
         fault = f"nothing was drafted in {num_tokens} tokens: the server does not speculate"
         return [fault], []
@@ -131,7 +131,7 @@ def _count_trials(counts: Counts) -> int:
 
 
 def find_length(counts: Counts, num_tokens: int) -> float | None:
-    """Return the tokens that a draft and its verify step bring, the target's own included."""
+    """Return the tokens per draft and verify step, bonus token included."""
     if counts.drafts:
         return 1 + counts.accepted / counts.drafts
     if counts.drafts is None and num_tokens > counts.accepted and counts.drafted:
@@ -171,7 +171,7 @@ def _find_dead_positions(counts: Counts) -> list[str]:
 
 
 def _judge_events(audit: Audit) -> Check:
-    """Judge by how many tokens came at once, where nothing is counted."""
+    """Judge by the number of tokens in each chunk of a stream, for servers without counters."""
     prompt_indices = audit.list_longest(1)
     if not prompt_indices:
         return Check("acceptance", SKIPPED, "the greedy texts are empty")
@@ -194,6 +194,6 @@ def _judge_events(audit: Audit) -> Check:
 
 
 def _list_chunk_sizes(choices: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the number of tokens of each chunk that lists some."""
+    """Return the number of tokens of each chunk that lists tokens."""
     lists = (c.get("token_ids") or read_tokens(c.get("logprobs")) or () for c in choices)
     return [len(tokens) for tokens in lists if tokens]

@@ -1,4 +1,4 @@
-"""Answers of servers in one form: OpenAI's, with vLLM's and llama-server's additions."""
+"""Answers of servers, parsed: OpenAI's form with vLLM's and llama-server's additions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 AnyPrompt = str | list[int] | list[dict[str, Any]]  # a text, token ids or a conversation
 INCOMPLETE = "\ufffd"
-TOKEN_ID = re.compile(r"token_id:(\d+)")  # how vLLM writes a token whose id was asked for
+TOKEN_ID = re.compile(r"token_id:(\d+)")  # vLLM's text of a token, by its id
 T = TypeVar("T")
 
 
 class BadAnswer(Exception):
-    """Answer that is not what such servers send."""
+    """Error of an answer that is not in OpenAI's form."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """Token as far as the server tells of it. top: the likeliest tokens at its position."""
+    """Token with the server's facts about it. top: the likeliest tokens at its position."""
 
     id: int | None
     text: str | None
@@ -38,7 +38,7 @@ class Counts:
     """Numbers of drafts, of drafted and of accepted tokens.
 
     drafts: None where the source does not count them. per_position: accepted tokens by their
-    position in the draft; None where the source does not tell them apart.
+    position in the draft; None where the source does not list positions.
     """
 
     drafts: int | None
@@ -56,7 +56,7 @@ class Counts:
         drafts = positions = None
         if self.drafts is not None and counts.drafts is not None:
             drafts = self.drafts + sign * counts.drafts
-        # A counter by position may come into being with the first token that is accepted.
+        # A position's counter may appear with the first token that is accepted there.
         lists = [c.per_position or (() if c.accepted == 0 else None) for c in (self, counts)]
         if lists[0] is not None and lists[1] is not None:
             pairs = itertools.zip_longest(lists[0], lists[1], fillvalue=0)
@@ -72,11 +72,11 @@ def add_counts(counts: Sequence[Counts]) -> Counts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One choice of a response. ids and tokens: None where the server does not tell them.
+    """Choice of a response. ids, tokens: None where the server does not send them.
 
-    tokens: those of the log-probabilities, or of the reference. ends: by token, the length of the
+    tokens: tokens of the log-probabilities, or of the reference. ends: by token, the length of the
     text up to its end, in characters. max_tokens: the limit of the request. counts: speculation
-    for this request alone.
+    of this request alone.
     """
 
     prompt: AnyPrompt
@@ -104,7 +104,7 @@ class Completion:
 
 
 def read_answer(document: Any, prompt: AnyPrompt, max_tokens: int) -> Completion:
-    """Read a whole answer, not a stream's; BadAnswer where it is none."""
+    """Parse a whole answer, not a stream's; raise BadAnswer for anything else."""
     try:
         (choice,) = document["choices"]
         return _make_answer([choice], document, [document], prompt, max_tokens)
@@ -115,7 +115,7 @@ def read_answer(document: Any, prompt: AnyPrompt, max_tokens: int) -> Completion
 def join_events(
     events: Sequence[Mapping[str, Any]], prompt: AnyPrompt, max_tokens: int
 ) -> Completion:  # fmt: skip
-    """Return the answer that a stream's chunks add up to; BadAnswer where they do not."""
+    """Join a stream's chunks to an answer; raise BadAnswer where that fails."""
     try:
         choices = [choice for event in events for choice in event.get("choices", [])]
         usages: list[Any] = [event for event in events if event.get("usage")]
@@ -128,7 +128,7 @@ def _make_answer(
     choices: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
     documents: Sequence[Mapping[str, Any]], prompt: AnyPrompt, max_tokens: int,
 ) -> Completion:  # fmt: skip
-    """Join the choices of a response's documents. summary: the document that has the usage."""
+    """Join the choices of a response's documents. summary: the document with the usage."""
     text = "".join(read_text(choice) for choice in choices)
     tokens = _concatenate(read_tokens(choice.get("logprobs")) for choice in choices)
     ids = _concatenate(choice.get("token_ids") for choice in choices)
@@ -150,7 +150,7 @@ def _concatenate(lists: Iterable[list[T] | None]) -> list[T] | None:
 
 
 def _find_last(choices: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """Return the last value of a key that says something; None where no choice has one."""
+    """Return the last value of a key that is not null; None where all are."""
     return next((value for choice in reversed(choices) if (value := choice.get(key))), None)
 
 
@@ -173,7 +173,7 @@ def read_tokens(logprobs: Any) -> list[Token] | None:
     """Return the tokens of a choice's log-probabilities, in either endpoint's form."""
     if not logprobs:
         return None
-    if "content" in logprobs:  # llama-server has this form everywhere
+    if "content" in logprobs:  # llama-server has this form at both endpoints
         return [_read_token(token) for token in logprobs["content"] or []]
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     tokens = []
@@ -196,7 +196,7 @@ def _find_id(text: str) -> int | None:
 
 
 def find_ends(text: str, tokens: Sequence[Token]) -> list[int] | None:
-    """Return where each token ends in a text; None where the tokens do not add up to the text."""
+    """Return the end of each token in a text; None where the tokens do not make up the text."""
     token_text, ends = "", []
     for token in tokens:
         token_text += token.text or ""
@@ -211,15 +211,15 @@ def count_drafts(stats: RequestStats) -> Counts:
 
 
 def _count_positions(histogram: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of drafts that had each position accepted.
+    """Return the number of drafts with an accepted token at each position.
 
-    histogram: number of drafts by how many of their tokens were accepted.
+    histogram: number of drafts by the number of their accepted tokens.
     """
     return tuple(sum(histogram[length:]) for length in range(1, len(histogram)))
 
 
 def read_counts(document: Mapping[str, Any]) -> Counts | None:
-    """Return a response's own counts of speculation: vLLM's, llama-server's or OpenAI's fields."""
+    """Return a response's counts of speculation: vLLM's, llama-server's or OpenAI's fields."""
     metrics = document.get("metrics") or {}
     if speculation := metrics.get("speculative_decoding"):
         histogram = speculation.get("acceptance_histogram")
@@ -232,4 +232,5 @@ def read_counts(document: Mapping[str, Any]) -> Counts | None:
     details = (document.get("usage") or {}).get("completion_tokens_details") or {}
     accepted = details.get("accepted_prediction_tokens") or 0
     drafted = accepted + (details.get("rejected_prediction_tokens") or 0)
-    return Counts(None, drafted, accepted) if drafted else None  # OpenAI tells zeros
+    # OpenAI's API sends zeros without speculation.
+    return Counts(None, drafted, accepted) if drafted else None

@@ -1,4 +1,4 @@
-"""Checks of what a server writes. Each returns its verdict and the evidence for it."""
+"""Checks of a server's answers. Each returns its verdict and the evidence for it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .settings import AuditSettings
 from .texts import Difference, compare
 
 OK, SUSPECT, FAILED, SKIPPED = "ok", "suspect", "failed", "skipped"
-MAX_TIES = 16  # near-ties of a prompt behind which it is compared further
-NUM_STOPS, NUM_STOP_PROMPTS = 8, 2  # stop words of a prompt, and prompts
+MAX_TIES = 16  # near-ties of a prompt, behind each of which the comparison continues
+NUM_STOPS = 8  # stop words of a prompt
+NUM_STOP_PROMPTS = 2  # prompts with stop words
 LIMITS = (1, 2, 3, 4, 5, 6, 7, 8)
 NARROW = 1e-4  # a top_p that leaves the likeliest token alone
 SAMPLED = 24  # tokens of a sampled text
@@ -27,7 +28,7 @@ SEEDS = (1, 2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Result of one check. faults: what is wrong, the gravest first."""
+    """Result of one check. faults: sentences, the gravest first."""
 
     name: str
     verdict: str
@@ -38,14 +39,14 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Answers to the greedy prompts, each asked once. metric_counts: by the metrics page."""
+    """Answers to the greedy prompts, one each. metric_counts: counts of the metrics page."""
 
     answers: list[Completion]
     metric_counts: Counts | None
 
     @property
     def answer_counts(self) -> Counts | None:
-        """Sum of the answers' own counts; None where an answer has none."""
+        """Sum of the answers' counts; None where an answer has none."""
         counts = [answer.counts for answer in self.answers if answer.counts is not None]
         return add_counts(counts) if len(counts) == len(self.answers) else None
 
@@ -59,7 +60,7 @@ class Audit:
     """State of an audit, which its checks share.
 
     rounds: greedy answers at the beginning and at the end. detailed_answers: the greedy answers
-    with the token ids and log-probabilities that the server can tell.
+    with the token ids and log-probabilities that the server offers.
     """
 
     settings: AuditSettings
@@ -155,7 +156,7 @@ def _iterate_differences(
 ) -> Iterator[Difference]:
     """Yield the differences of an answer from the expected one.
 
-    Behind a near-tie the reference continues the server's text, so that what follows is compared.
+    Behind a near-tie the reference continues the server's text, and the comparison goes on.
     """
     start = 0
     for _ in range(MAX_TIES):
@@ -175,12 +176,12 @@ def _iterate_differences(
         next_prompt = [*prompt_ids, *ids[:num_compared]]
         (expected,) = reference.continue_all([next_prompt], len(next_ids))
         tokens = answer.tokens[num_compared:] if answer.tokens is not None else None
-        # The ids alone decide.
+        # The ids decide, not the texts.
         answer = dataclasses.replace(answer, ids=next_ids, tokens=tokens, text=expected.text)
 
 
 def check_repeat(audit: Audit) -> Check:
-    """Compare repeated greedy answers, asked for with log-probabilities and without."""
+    """Compare repeated greedy answers, with log-probabilities and without."""
     differences: list[Difference] = []
     num_answers = 0
     for greedy_round in audit.rounds:
@@ -215,7 +216,7 @@ def check_own_choice(audit: Audit) -> Check:
 
 
 def _find_margin(token: Token) -> float | None:
-    """Return how much likelier than a token the likeliest at its position is, in logits."""
+    """Return the logit of the likeliest token at a position, less that of the chosen token."""
     logprobs = [candidate.logprob for candidate in token.top if candidate.logprob is not None]
     return max(logprobs) - token.logprob if logprobs and token.logprob is not None else None
 
@@ -236,7 +237,7 @@ def check_narrow_sampling(audit: Audit) -> Check:
 
 
 def _truncate(answer: Completion, count: int) -> Completion:
-    """Return an answer's first tokens; the answer itself where its tokens are not known."""
+    """Return an answer's first tokens; the answer itself where its tokens are unknown."""
     if answer.num_tokens is None or answer.num_tokens <= count or answer.ends is None:
         return answer
     text = answer.text[: answer.ends[count - 1]]
@@ -258,7 +259,7 @@ def check_seeds(audit: Audit) -> Check:
         ]
         pairs.append({"seed": seed, "equal": texts[0] == texts[1], "texts": texts})
     num_different = sum(not pair["equal"] for pair in pairs)
-    # Rounding may now and then tip a draw; seeds without effect change nearly every text.
+    # Rounding may change a draw now and then; seeds without effect change nearly every text.
     verdict = OK if not num_different else FAILED if num_different > len(pairs) / 2 else SUSPECT
     fault = f"{num_different} of {len(pairs)} texts differ when asked for again with the same seed"
     summary = f"{len(pairs)} seeds, each asked for twice"
@@ -268,7 +269,7 @@ def check_seeds(audit: Audit) -> Check:
 def check_stops(audit: Audit) -> Check:
     """Try stop words at every offset of a token.
 
-    Nothing may stand behind them in the text, the ids, the log-probabilities and the usage.
+    Text, ids, log-probabilities and usage must all end before the stop word.
     """
     faults: list[str] = []
     differences: list[Difference] = []
@@ -294,7 +295,7 @@ def check_stops(audit: Audit) -> Check:
             if answer.text.startswith(text):
                 label = f"prompt {index}, stop {stop!r}"
                 faults += _find_stop_faults(answer, greedy, stop, label)
-            else:  # another text, or it ends too early
+            else:  # a different text, or an early end
                 expected = dataclasses.replace(greedy, text=text, ids=None)
                 differences += audit.compare(answer, expected, index)
     if not trials:
@@ -305,12 +306,12 @@ def check_stops(audit: Audit) -> Check:
 def choose_stops(greedy: Completion) -> list[str]:
     """Return pieces from the middle of a text, one for each of some tokens in succession.
 
-    Each begins in the middle of its token, where that has several characters, and goes into the
-    next one.
+    A piece begins in the middle of its token, if that has several characters, and ends in the next
+    token.
     """
     text = greedy.text
     ends = greedy.ends or list(range(3, len(text) + 1, 3))
-    stops: dict[int, str] = {}  # by where each first stands in the text
+    stops: dict[int, str] = {}  # by the first position of each in the text
     for index in range(max(1, len(ends) // 4), len(ends) - 1):
         start, end = ends[index - 1], ends[index]
         middle = start + (end - start) // 2
@@ -334,7 +335,7 @@ def _find_stop_faults(answer: Completion, greedy: Completion, stop: str, label: 
     if answer.finish_reason != "stop":
         faults.append(f"{label}: finish_reason is {answer.finish_reason!r}")
     if greedy.ends is not None:
-        # The token that completes the stop word is the last that may be told of.
+        # The token that completes the stop word is the last that the answer may list.
         end = position + len(stop)
         max_tokens = next(i for i, token_end in enumerate(greedy.ends, 1) if token_end >= end)
         min_tokens = sum(token_end <= position for token_end in greedy.ends)
@@ -410,7 +411,7 @@ def _find_limit_faults(answer: Completion, limit: int) -> list[str]:
 
 
 def check_stream(audit: Audit) -> Check:
-    """Check server-sent events, one by one, and the text that they add up to."""
+    """Check server-sent events, one by one, and the text that they make up."""
     faults: list[StreamFault] = []
     differences: list[Difference] = []
     skip_reasons = []
@@ -441,7 +442,7 @@ def check_stream(audit: Audit) -> Check:
 
     try_stream("greedy", greedy.prompt, greedy, {**server.offer.id_fields})
     try_stream("with usage", greedy.prompt, greedy, {"has_usage": True})
-    # Hot sampling writes bytes that are halves of characters, where a tokenizer has such tokens.
+    # A high temperature samples tokens that are halves of characters, if the tokenizer has any.
     hot: dict[str, Any] = {"temperature": 1.5, "seed": SEEDS[0]}
     answer = server.complete(greedy.prompt, max_tokens=SAMPLED, **hot)
     if server.complete(greedy.prompt, max_tokens=SAMPLED, **hot).text == answer.text:
@@ -484,7 +485,7 @@ def check_usage(audit: Audit) -> Check:
 
 
 def _find_prompt_faults(audit: Audit, prompt_counts: Mapping[str, set[int]]) -> list[str]:
-    """Return the faults in the numbers of prompt tokens, given by the prompt's repr."""
+    """Return the faults in the numbers of prompt tokens, which are keyed by the prompt's repr."""
     faults = [
         f"prompt {shorten(prompt, 40)}: prompt_tokens is {sorted(counts)} by turns"
         for prompt, counts in prompt_counts.items()
@@ -501,7 +502,7 @@ def _find_prompt_faults(audit: Audit, prompt_counts: Mapping[str, set[int]]) -> 
 
 
 def _read_usage(answer: Completion) -> tuple[int | None, int | None]:
-    """Return the numbers of prompt and of output tokens; None for one that is no number."""
+    """Return the numbers of prompt and of output tokens; None for a value that is no number."""
     usage = answer.usage or {}
     prompt_count, output_count = usage.get("prompt_tokens"), usage.get("completion_tokens")
     return (
@@ -533,9 +534,9 @@ def _find_usage_faults(answer: Completion) -> list[str]:
 
 
 def _find_output_fault(answer: Completion, output_count: int) -> str | None:
-    """Return what contradicts an answer's number of output tokens.
+    """Return the fact that contradicts an answer's number of output tokens.
 
-    An end token or a stop word is counted, and need not be among the answer's tokens.
+    The count includes an end token or a stop word, which the answer's tokens may lack.
     """
     num_tokens, is_full = answer.num_tokens, answer.finish_reason == "length"
     if num_tokens is None:

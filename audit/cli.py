@@ -9,7 +9,7 @@ from specdec.errors import SpecDecError
 
 from .settings import AuditSettings
 
-MAX_FAULTS = 6  # of a check; all of them are in the JSON
+MAX_FAULTS = 6  # faults of a check that are printed; the JSON has all of them
 HINTS = {
     "greedy": "the server's text is not the reference's: check that both have the same weights and"
     " precision, then the server's accept rule",
@@ -58,7 +58,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def find_error(report: dict[str, Any]) -> SpecDecError | None:
-    """Return the error of a report whose verdict is not ok, with the first fact of the gravest."""
+    """Return the error of a report, with the gravest fault; None for the verdict ok."""
     if report["verdict"] == "ok":
         return None
     checks = [check for check in report["checks"] if check["verdict"] == report["verdict"]]

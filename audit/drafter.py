@@ -19,14 +19,15 @@ from .server import Refused
 if TYPE_CHECKING:
     from specdec import Output
 
-NUM_PIECES = 36  # greedy texts that are compared, and the fewest of them
-LEAST_PIECES = 12
-PIECE = 32  # tokens of each
-FALSE_ALARMS = 1e-3  # of audits of servers that differ from the reference by rounding alone
-TOLERANCE = 0.03  # more verify steps than the reference: what coarser number formats may cost
-EXACT = 0.01  # --near-tie below which both sides are taken to compute in float32
-MAX_OTHERS = 2  # texts that may then take another number of steps
-FULL = 0.8  # of the reference's drafted tokens per step, in trees; below, the server drafts less
+NUM_PIECES = 36  # greedy texts that are compared
+LEAST_PIECES = 12  # fewest texts for a verdict
+PIECE = 32  # tokens of a text
+FALSE_ALARMS = 1e-3  # share of audits that fail although only rounding differs
+TOLERANCE = 0.03  # share of further verify steps that coarser number formats may cost
+EXACT = 0.01  # --near-tie below which both sides compute in float32
+MAX_OTHERS = 2  # texts with another number of steps that float32 allows
+# Share of the reference's drafted tokens per step, for trees; below it, the server drafts less.
+FULL = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def check_drafter(audit: Audit) -> Check:
         except Refused as refusal:
             if refusal.is_fault:
                 raise
-            continue  # longer than the server takes
+            continue  # longer than the server's limit
         is_cut = output.finish_reason == "length"
         if counts is not None and is_cut and _is_same(answer, output):
             pairs.append(Pair(len(output.token_ids), counts, count_drafts(output.stats)))
@@ -83,7 +84,7 @@ def check_drafter(audit: Audit) -> Check:
 def _ask_with_counts(
     audit: Audit, prompt: AnyPrompt, max_tokens: int
 ) -> tuple[Completion, Counts | None]:  # fmt: skip
-    """Return an answer and its counts; by the server's counters where answers do not tell."""
+    """Return an answer and its counts; the server's counters give them where answers do not."""
     server = audit.server
     start_counts = None if server.facts["answers_count"] else audit.counters.read()
     answer = server.complete(prompt, max_tokens=max_tokens, **server.offer.id_fields)
@@ -94,7 +95,7 @@ def _ask_with_counts(
 
 
 def find_length(counts: Counts, num_tokens: int) -> int | None:
-    """Return the tokens of the chain that is drafted at each step; None for a tree.
+    """Return the length of the chain that each step drafts; None for a tree.
 
     A tree has more tokens than its depth.
     """
@@ -105,7 +106,7 @@ def find_length(counts: Counts, num_tokens: int) -> int | None:
 
 
 def _write_pieces(audit: Audit, reference: EngineReference) -> Iterator[Output]:
-    """Yield the reference's texts in pieces: each continues the one before."""
+    """Yield the reference's texts in pieces; each piece continues the one before."""
     prompts: Sequence[AnyPrompt] = audit.prompts[:NUM_PIECES]
     num_left = NUM_PIECES
     while prompts and num_left > 0:
@@ -124,8 +125,8 @@ def _is_same(answer: Completion, output: Output) -> bool:
 
 
 def find_margin(differences: Sequence[int]) -> int:
-    """Return the least sum that is no chance: reached in FALSE_ALARMS of all draws of the signs."""
-    chances = {0: 1.0}  # by sum
+    """Return the least sum that at most FALSE_ALARMS of all draws of the signs reach."""
+    chances = {0: 1.0}  # probability of each sum
     for size in map(abs, differences):
         new_chances: dict[int, float] = {}
         for total, chance in chances.items():
@@ -146,7 +147,7 @@ def judge(
 ) -> Check:
     """Compare the server's verify steps with the reference's.
 
-    is_exact: both compute in float32, in which the same drafter drafts the same tokens.
+    is_exact: whether both compute in float32, in which equal drafters draft equal tokens.
     """
     num_steps = sum(pair.num_steps for pair in pairs)
     differences = [pair.num_steps - (pair.reference.drafts or 0) for pair in pairs]
@@ -205,7 +206,7 @@ def _drafts_less(
     server: Counts, num_steps: int, length: int | None, num_texts: int,
     reference_drafted_per_step: float,
 ) -> bool:  # fmt: skip
-    """Return whether the server drafts less than the reference, but for the ends of requests."""
+    """Return whether the server drafts less than the reference, not counting ends of requests."""
     if length is None:
         return server.drafted < FULL * reference_drafted_per_step * num_steps
     return length * num_steps - server.drafted > num_texts * length * (length + 1) // 2

@@ -1,4 +1,4 @@
-"""Server-sent events: their form, checked one by one."""
+"""Server-sent events, whose form is checked one by one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KINDS = {True: "chat.completion.chunk", False: "text_completion"}
 
 @dataclasses.dataclass(frozen=True)
 class StreamFault:
-    """Departure of a stream from its format. is_mild: clients live with it."""
+    """Fault of a stream's format. is_mild: whether clients tolerate it."""
 
     text: str
     is_mild: bool = False
 
 
 def read_events(data: bytes) -> tuple[list[dict[str, Any]], list[StreamFault]]:
-    """Return the chunks of a stream, and the faults in how they were sent."""
+    """Return the chunks of a stream, and the faults of its lines and documents."""
     payloads, faults = _read_payloads(data)
     chunks = []
     for payload in payloads:
@@ -63,7 +63,7 @@ def _read_payloads(data: bytes) -> tuple[list[str], list[StreamFault]]:
 def find_faults(
     chunks: Sequence[dict[str, Any]], *, is_chat: bool, has_usage: bool
 ) -> list[StreamFault]:  # fmt: skip
-    """Return the faults of a stream of one choice. has_usage: its usage was asked for."""
+    """Return the faults of a stream of one choice. has_usage: whether it should have a usage."""
     faults = [
         StreamFault(f"an event is an error: {shorten(chunk['error'], 200)}")
         for chunk in chunks
@@ -122,7 +122,7 @@ def _find_usage_faults(chunks: Sequence[dict[str, Any]], *, has_usage: bool) -> 
 
 
 def find_broken_characters(chunks: Sequence[dict[str, Any]], full_text: str) -> list[StreamFault]:
-    """Return a fault where pieces hold halves of characters that the full text has in one."""
+    """Return a fault where chunks hold halves of characters that the full text has whole."""
     pieces = [read_text(choice) for chunk in chunks for choice in chunk.get("choices") or []]
     num_broken = sum(piece.count(INCOMPLETE) for piece in pieces)
     if num_broken > full_text.count(INCOMPLETE):

@@ -1,4 +1,4 @@
-"""Audit of a server: ask it, check what it writes, judge."""
+"""Pipeline of an audit: ask the server, check its answers, judge."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _run(name: str, audit: Audit) -> Check:
 
 
 def read_prompts(settings: AuditSettings) -> list[AnyPrompt]:
-    """Return the prompts of --prompts, or our own."""
+    """Return the prompts of --prompts, or the built-in ones."""
     if settings.prompts is None:
         return list(TEXTS)
     from specdec.text.prompts import SOURCES

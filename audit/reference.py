@@ -1,4 +1,4 @@
-"""References that the server's text is compared with: an engine of ours, or another server."""
+"""References for the server's text: an engine of ours, or another server."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EngineReference:
         return engine
 
     def start_drafting(self, length: int | None) -> None:
-        """Draft from now on. length: tokens of a chain; None for the engine's own drafts."""
+        """Begin to draft. length: tokens of a chain; None for the engine's default drafts."""
         from specdec.engine.layout import read_engine_config
 
         folder = Path(self.name)
@@ -90,7 +90,7 @@ class EngineReference:
         self._engine = self._load(draft_budget="fixed", **options)
 
     def can_continue(self, ids: Sequence[int], max_tokens: int) -> bool:
-        """Return whether a prompt is short enough for so many new tokens."""
+        """Return whether the engine has room for a prompt and `max_tokens` new tokens."""
         engine = self._engine
         room = min(engine.max_input_len, engine.max_seq_len - max_tokens)
         return bool(len(ids) <= room)
@@ -147,5 +147,5 @@ def _make_prompt(prompt: AnyPrompt, **options: Any) -> Any:
     return Prompt(**fields, temperature=0.0)
 
 
-# Continues prompts greedily, without speculation, and tells of each token what it can.
+# Either kind continues prompts greedily, without speculation, with log-probabilities.
 Reference = EngineReference | ServerClient

@@ -1,4 +1,4 @@
-"""Server as a client sees it: what it offers, its answers, and its counters."""
+"""Client of the audited server: its offers, answers and counters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specdec.system.logs import get_logger
 from .answers import AnyPrompt, BadAnswer, Completion, Counts, join_events, read_answer
 from .events import StreamFault, find_faults, read_events
 
-MAX_BYTES = 64 * 2**20  # of an answer
-NUM_TOP = 5  # likeliest tokens to ask for: what every server gives
-SETTLING = 0.1  # seconds between two looks at counters that may still grow
-MAX_LOOKS = 20  # at such counters
+MAX_BYTES = 64 * 2**20  # most bytes of an answer
+NUM_TOP = 5  # likeliest tokens to ask for; every server offers so many
+SETTLING = 0.1  # seconds between two readings of counters that may still grow
+MAX_LOOKS = 20  # readings of such counters
 COUNTER = re.compile(
     r"^\w+:spec_decode_(num_drafts|num_draft_tokens|num_accepted_tokens(?:_per_pos)?)(?:_total)?"
     r"(?:\{(.*)\})?\s+(\S+)",
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 class Refused(Exception):
-    """Answer of a server with another status than 200."""
+    """Error of an answer with another status than 200."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}" + (f", {shorten(message, 300)}" if message else ""))
@@ -40,16 +40,16 @@ class Refused(Exception):
 
     @property
     def is_fault(self) -> bool:
-        """True where the fault is the server's own."""
+        """True for a fault of the server, False for one of the request."""
         return self.status >= 500
 
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """Fields of a body that ask a server for details; empty where it does not tell them.
+    """Fields of a body that ask a server for details; empty where it does not offer them.
 
-    is_chat: the server has chat/completions only. id_fields: ask for token ids. detail_fields: ask
-    for token ids and log-probabilities.
+    is_chat: whether the server has chat/completions only. id_fields: fields for token ids.
+    detail_fields: fields for token ids and log-probabilities.
     """
 
     is_chat: bool
@@ -63,17 +63,17 @@ class ServerClient:
     def __init__(
         self, url: str, model: str, key: str | None, timeout: float, flags: Sequence[str]
     ) -> None:
-        """Set the client up. url: with or without /v1. flags: those of URL, model and key."""
+        """Set the client up. url: with or without /v1. flags: of URL, model and key."""
         self.root = url.rstrip("/").removesuffix("/v1")
         self.base = self.name = f"{self.root}/v1"
         self.model, self.flags = model, flags
         self.http = HttpClient(key, timeout)
-        self.answers: list[Completion] = []  # all that came
+        self.answers: list[Completion] = []  # all answers so far
         self.facts: dict[str, Any] = {"base_url": self.base, "model": model}
         self.offer = Offer(False)
 
     def open(self) -> None:
-        """Find out what the server offers; SpecDecError where it has no such model."""
+        """Probe the server's offers; raise SpecDecError where it lacks the model."""
         self._find_model()
         answer = self._choose_endpoint()
         id_fields: dict[str, Any] = {"return_token_ids": True}
@@ -116,7 +116,7 @@ class ServerClient:
         self.facts["owned_by"] = models[0].get("owned_by")
 
     def _choose_endpoint(self) -> Completion:
-        """Choose completions, or else chat/completions; return an answer of it."""
+        """Choose completions, or else chat/completions; return an answer of that endpoint."""
         try:
             return self.complete("The", max_tokens=1)
         except Refused as refusal:
@@ -129,7 +129,7 @@ class ServerClient:
             raise self._explain(refusal) from None
 
     def _probe(self, fields: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Return whether an answer to a body with these fields has token ids, and tokens."""
+        """Return whether an answer to these fields has token ids, and whether it has tokens."""
         try:
             answer = self.complete("The", max_tokens=2, **fields)
         except (Refused, BadAnswer):
@@ -139,7 +139,7 @@ class ServerClient:
     def complete_with_details(
         self, prompt: AnyPrompt, *, max_tokens: int, **body: Any
     ) -> Completion:  # fmt: skip
-        """Ask for a whole answer with all that the server can tell of the tokens."""
+        """Ask for a whole answer with all details of its tokens that the server offers."""
         return self.complete(prompt, max_tokens=max_tokens, **self.offer.detail_fields, **body)
 
     def continue_all(self, prompts: Sequence[AnyPrompt], max_tokens: int) -> list[Completion]:
@@ -156,7 +156,7 @@ class ServerClient:
     def stream(
         self, prompt: AnyPrompt, *, max_tokens: int, has_usage: bool = False, **body: Any
     ) -> tuple[Completion, list[dict[str, Any]], list[StreamFault]]:
-        """Ask for a stream; return the answer that it adds up to, its chunks, and its faults."""
+        """Ask for a stream; return its answer, its chunks and its faults."""
         fields = {"max_tokens": max_tokens, "temperature": 0.0, "stream": True, **body}
         if has_usage:
             fields["stream_options"] = {"include_usage": True}
@@ -216,12 +216,12 @@ class ServerClient:
         )
 
     def get(self, url: str) -> bytes | None:
-        """Return the content at a URL; None where there is nothing."""
+        """Return the content at a URL; None where the server has no such page."""
         response = self._exchange(url, None)
         return response.data if response.is_success else None
 
     def count_prompt_tokens(self, prompt: AnyPrompt) -> int | None:
-        """Return the number of a prompt's tokens by /tokenize; None where that is not offered."""
+        """Return the number of a prompt's tokens by /tokenize; None for servers without it."""
         body = json.dumps({"model": self.model, **self._name(prompt)}).encode()
         response = self._exchange(f"{self.root}/tokenize", body)
         count = _parse(response.data).get("count") if response.is_success else None
@@ -229,7 +229,7 @@ class ServerClient:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; BadAnswer where it is none."""
+    """Parse the JSON object of a body; raise BadAnswer for anything else."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -247,8 +247,8 @@ class Counters:
     ) -> None:
         """Set the reader up.
 
-        url: the page, which must exist; None looks beside the server's API, where a page need not
-        exist. The key goes to no other host than the server's.
+        url: the page, which must exist; None looks beside the server's API, where
+        a page may be missing. The key goes to no other host than the server's.
         """
         self._is_required, self._model = url is not None, server.model
         self._url = url or f"{server.root}/metrics"
@@ -256,7 +256,7 @@ class Counters:
         self._http = HttpClient(key if is_same_host else None, timeout)
 
     def read(self) -> Counts | None:
-        """Return the counts once they have settled; None where there are none of speculation."""
+        """Return the counts of speculation when they no longer grow; None for none."""
         counts = self._read_page()
         for _ in range(MAX_LOOKS):
             if counts is None:
@@ -294,7 +294,7 @@ def read_counters(page: str, model: str) -> Counts | None:
     """Return the counts of speculation on a page of metrics; None where there are none.
 
     The page is in Prometheus's form, with vLLM's names behind any prefix, as vLLM, llama-server
-    and specdec have them. Where a page tells models apart, the counts are this model's.
+    and specdec have them. Where a page has labels of models, the counts are this model's.
     """
     sums: collections.Counter[str] = collections.Counter()
     positions: collections.Counter[int] = collections.Counter()
@@ -317,7 +317,7 @@ def read_counters(page: str, model: str) -> Counts | None:
 
 
 def _list_samples(page: str, model: str) -> list[tuple[str, dict[str, str], str]]:
-    """Return name, labels and value of the counters of a model, or of all where none is of it."""
+    """Return name, labels and value of a model's counters; all counters where it has none."""
     samples = [(m[1], dict(LABEL.findall(m[2] or "")), m[3]) for m in COUNTER.finditer(page)]
     model_samples = [sample for sample in samples if sample[1].get("model_name") == model]
     return model_samples or samples

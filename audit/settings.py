@@ -1,4 +1,4 @@
-"""Settings of specdec audit."""
+"""Options of specdec audit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVER = option_group("Server")
 REFERENCE = option_group("Reference")
 WHAT_CHECKED = option_group("What is checked")
 
-# In the order in which they are told; `usage` and `acceptance` look at what the others did.
+# Checks in the order of the report; `usage` and `acceptance` judge the answers of the others.
 CHECKS = (
     "greedy", "repeat", "own_choice", "narrow_sampling", "seeds", "stops", "limits", "stream",
     "usage", "acceptance", "drafter",
@@ -23,7 +23,7 @@ CHECKS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """Settings of specdec audit; each field is one flag."""
+    """Options of specdec audit: each field is a flag."""
 
     base_url: str = SERVER(
         required=True, metavar="URL",
@@ -82,7 +82,7 @@ class AuditSettings:
 
 
 def check_settings(settings: AuditSettings) -> None:
-    """Raise for what can be seen to be wrong before anything is asked."""
+    """Raise the errors of the settings that show before the server is asked."""
     require(settings)
     if settings.reference_engine is not None and settings.reference_url is not None:
         raise UsageError(

@@ -15,9 +15,9 @@ from .answers import Completion, Token
 class Difference:
     """First difference of a server's text from the reference's.
 
-    position: index of the output token, or of the character where tokens are not known. margin:
-    by how much the reference's logit of its own token is higher than its logit of the server's
-    token; None where that is not known, a lower bound with is_least. cause: "near-tie" within the
+    position: index of the output token, or of the character where tokens are unknown. margin: the
+    reference's logit of its own token less its logit of the server's token; None where it is
+    unknown, a lower bound with is_least. cause: "near-tie" within the
     bound, "differs" beyond it, "unknown" without a margin, "length" where one text has ended.
     """
 
@@ -47,8 +47,8 @@ def compare(
 ) -> Difference | None:
     """Return the first difference of an answer from the reference's; None where there is none.
 
-    By token ids where both have them, then by characters. The reference may be longer only by
-    tokens that are no text: an end token, which some servers tell of and some do not.
+    Token ids are compared where both have them, then characters. The reference may be longer only
+    by tokens without text: an end token, which some servers list and others do not.
     """
     if answer.ids is not None and reference.ids is not None:
         index = find_difference(answer.ids, reference.ids)
@@ -100,11 +100,11 @@ def _describe_character(
 def _find_by_id(
     answer: Completion, reference: Completion, index: int, token_id: int
 ) -> tuple[Token | None, Token | None]:
-    """Return the reference's token at an index, and the answer's as the reference tells of it.
+    """Return the reference's token at an index, and its entry of the answer's token.
 
     The answer's token is found among the reference's likeliest ones by its id; by its text where
-    ids are not told, and by the answer's text where its tokens are not told either. Both are None
-    where none of these is known: then the margin is not known.
+    the answer has no ids, and by the answer's text where it has no tokens either. Both are None
+    where none of these is known: then the margin is unknown.
     """
     token = None if reference.tokens is None else reference.tokens[index]
     if token is None:
@@ -147,9 +147,9 @@ def _rate(token: Token) -> float:
 def _measure(
     reference_token: Token | None, server_token: Token | None, bound: float
 ) -> dict[str, Any]:
-    """Return by how many logits the reference's token is likelier than the server's.
+    """Return the margin in logits of the reference's token over the server's.
 
-    The margin is a lower bound where the reference does not tell of the server's token.
+    The margin is a lower bound where the reference does not list the server's token.
     """
     margin, is_least = None, False
     if reference_token is not None and reference_token.logprob is not None:

@@ -1,1 +1,1 @@
-"""specdec-export: a drafter or a model in the format of another runtime."""
+"""Export of a drafter or a model in the format of another runtime."""

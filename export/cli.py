@@ -1,4 +1,4 @@
-"""specdec-export."""
+"""Command specdec-export: folders for other runtimes."""
 
 from __future__ import annotations
 

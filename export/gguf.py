@@ -1,9 +1,9 @@
-"""GGUF, llama.cpp's format: a model, an EAGLE-3 drafter, or a head that drafts (MTP).
+"""Writer of GGUF, llama.cpp's format: a model, an EAGLE-3 drafter, or an MTP head.
 
-Drafters have their target's tokenizer, a head its target's embedding and output layer, too.
+A drafter's file holds its target's tokenizer; an MTP head's, also its embedding and output layer.
 
 Keys and names are llama.cpp's at 0c1e57098 (src/llama-arch.cpp, src/models/, conversion/llama.py),
-written through its own package `gguf`.
+written through its package `gguf`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Q8_BLOCK = 32
 
 
 def plan_file(order: Order) -> Contents:
-    """Name the file's tensors; everything that may be refused is refused here."""
+    """Name the file's tensors, and raise every error that the export may have."""
     import_gguf("--to gguf")
     source, tensor_rows = order.source, order.source.tensors
     if source.kind == "mtp":
@@ -52,11 +52,11 @@ def plan_file(order: Order) -> Contents:
             for stored_name, name in TARGET_NAMES.items()
             if stored_name in stored_tensors
         }
-        source.left_out.clear()  # what equals the target's, which is in the file
+        source.left_out.clear()  # the file holds the target's tensors, too
     net = get_net(order)
     tensors = {rename(name, net): rows for name, rows in tensor_rows.items()}
     if source.kind == "plain" and source.is_same(HEAD, EMBEDDING):
-        del tensors["output.weight"]  # llama.cpp takes the embedding, and so does its reader here
+        del tensors["output.weight"]  # llama.cpp and our reader take the embedding
     plan_rotary(net)
     if net.sliding_window is not None and net.sliding_window < net.max_position_embeddings:
         raise SpecDecError(
@@ -82,7 +82,7 @@ def check_q8_rows(shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def get_net(order: Order) -> ModelConfig:
-    """Return the model to write: the whole, a head behind its layers, or the drafter's."""
+    """Return the model to write: the target, the target with an MTP layer, or the drafter's net."""
     model = order.source.model
     if order.source.kind == "mtp":
         return dataclasses.replace(model, num_hidden_layers=model.num_hidden_layers + 1)
@@ -90,7 +90,7 @@ def get_net(order: Order) -> ModelConfig:
 
 
 def rename(name: str, net: ModelConfig) -> str:
-    """GGUF's name of a tensor; raises SpecDecError for one that it has no name for."""
+    """Return GGUF's name of a tensor; raise SpecDecError where it has none."""
     if name == "d2t":
         return name
     last_layer, names = net.num_hidden_layers - 1, READ[ARCHITECTURES[net.architecture]].layer
@@ -146,7 +146,7 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
         writer.add_bool("eagle3.norm_before_residual", order.eagle3.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", order.eagle3.norm_before_fc)
     planned_tensors = plan_tensors(gguf, writer, order, contents, kind)
-    # The package tells of a full disk in a way that nobody would understand.
+    # The package's error for a full disk does not name the disk.
     check_free_space(
         path, sum(num_bytes for num_bytes, _ in planned_tensors), "the file takes at least"
     )
@@ -161,7 +161,7 @@ def write_file(path: Path, order: Order, contents: Contents) -> None:
 def add_values(
     gguf: Any, writer: Any, order: Order, net: ModelConfig, words: Vocabulary, kind: str
 ) -> None:
-    """Add what llama.cpp asks for about the model and its tokenizer."""
+    """Add llama.cpp's keys for the model and its tokenizer."""
     writer.add_name(order.settings.output_dir.name)
     files = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(getattr(gguf.LlamaFileType, files[kind]))
@@ -175,7 +175,8 @@ def add_values(
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
     if (sizes := net.linear_attention) is not None:
-        writer.add_rope_dimension_sections([11, 11, 10, 0])  # a text's positions are all alike
+        # A text's position has one value in all sections.
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
         for key, number in {
             "nextn_predict_layers": 1, "ssm.conv_kernel": sizes.num_taps,
             "ssm.state_size": sizes.key_size, "ssm.group_count": sizes.num_key_heads,
@@ -203,9 +204,9 @@ def add_values(
 def plan_tensors(
     gguf: Any, writer: Any, order: Order, contents: Contents, kind: str
 ) -> list[tuple[int, Callable[[], Array]]]:
-    """Announce every tensor: vectors in float32, matrices as asked for.
+    """Announce every tensor: vectors in float32, matrices in the type `kind`.
 
-    Returns the bytes of each, and what makes it, reading it then.
+    Returns the size of each tensor in bytes, and a function that reads it.
     """
     types, source, planned_tensors = gguf.GGMLQuantizationType, order.source, []
 
@@ -223,7 +224,7 @@ def plan_tensors(
         rows = contents.tensors[name]
         shape = source.get_info(rows).shape
         if name == "d2t":
-            # Absolute ids, where Hugging Face's are added to the number.
+            # Absolute ids: Hugging Face's are offsets from the draft token's id.
             ids: Array = source.read(rows) + np.arange(shape[0])
             add(name, shape, types.I64, functools.partial(np.asarray, ids))
             continue
@@ -238,7 +239,7 @@ def plan_tensors(
 
 
 def read_tensor(gguf: Any, order: Order, name: str, rows: TensorRows, kind: Any) -> Array:
-    """Read a tensor in a type of GGUF's, rows of queries and keys in llama.cpp's order."""
+    """Read a tensor in one of GGUF's types, with llama.cpp's order of query and key rows."""
     net, array = get_net(order), order.source.read(rows)
     heads = {"attn_q": net.num_attention_heads, "attn_k": net.num_key_value_heads}
     module = name.split(".")[-2]

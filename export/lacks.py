@@ -1,4 +1,4 @@
-"""Parts of a drafter that a runtime has no room for, each with the error that names it."""
+"""Features of a drafter that a runtime lacks, each with the error that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tokenizers import read_template
 
 
 def find_writer(order: Order) -> Writer:
-    """Return what writes a source for a runtime, or raise SpecDecError that names others."""
+    """Return the writer of a source for a runtime, or raise SpecDecError that names others."""
     kind, to = order.source.kind, order.settings.to
     writer = RUNTIMES[to].writers.get(kind)
     if writer is None:
@@ -34,7 +34,7 @@ def find_writer(order: Order) -> Writer:
 
 
 def find_lacks(order: Order) -> Problems:
-    """List the parts of a drafter that a runtime would leave out without a word."""
+    """List the features of a drafter that a runtime would drop silently."""
     problems, to = Problems(), order.settings.to
     for kinds, runtimes, find, fact, remedy in LACKS:
         if order.source.kind in kinds and to in runtimes and (lack := find(order)):
@@ -44,7 +44,7 @@ def find_lacks(order: Order) -> Problems:
 
 
 def find_unread(order: Order) -> dict[str, str] | None:
-    """Return a target whose layers the runtime hands to no drafter."""
+    """Return the target's class where the runtime gives its layers to no drafter."""
     source, runtime = order.source, RUNTIMES[order.settings.to]
     target = source.model.architecture
     if runtime.targets is None or target in runtime.targets:
@@ -61,7 +61,7 @@ def find_unread(order: Order) -> dict[str, str] | None:
 
 
 def find_unread_head(order: Order) -> dict[str, str] | None:
-    """Return a head in a form that runtimes do not read beside this target."""
+    """Return an MTP head's form where runtimes do not read it beside this target."""
     model, form = order.source.model, order.source.head_form
     is_read = form == "qwen" and model.linear_attention is not None
     if form == "mimo" and order.settings.to != "gguf":
@@ -81,7 +81,7 @@ def drafts_unread(order: Order) -> bool:
 
 
 def find_excess(order: Order) -> dict[str, int] | None:
-    """Return more draft tokens than a block has."""
+    """Return the numbers of draft tokens where a block has fewer."""
     number, max_tokens = order.num_draft_tokens, order.dflash.num_positions
     return (
         {"number": number, "most": max_tokens}
@@ -91,7 +91,7 @@ def find_excess(order: Order) -> dict[str, int] | None:
 
 
 def find_own_tables(order: Order) -> dict[str, str] | None:
-    """Return a DFlash drafter's tables; DeepSpec's layout holds those of a whole vocabulary."""
+    """Return a DFlash drafter's tables, unless DeepSpec's layout has room for them."""
     is_deepspec = order.settings.to == "hf" and order.dflash.sample_from_anchor
     names = {OFFSETS} if is_deepspec else {"embed_tokens.weight", HEAD, OFFSETS}
     drafter_tables = names & set(order.source.tensors)
@@ -99,7 +99,7 @@ def find_own_tables(order: Order) -> dict[str, str] | None:
 
 
 def find_other_layers(order: Order) -> dict[str, Any] | None:
-    """Return the drafter's layers where TensorRT Edge-LLM gives others."""
+    """Return the drafter's layers where TensorRT Edge-LLM would read others."""
     depth, entered_layers = order.source.model.num_hidden_layers, list_entered(order.eagle3)
     usual_layers = [2, depth // 2, depth - 3]
     return (
@@ -110,7 +110,7 @@ def find_other_layers(order: Order) -> dict[str, Any] | None:
 
 
 def find_no_template(order: Order) -> dict[str, Any] | None:
-    """Return a target's folder without a chat template of its own."""
+    """Return the target's folder where it has no chat template."""
     folder = Path(localize(order.settings.model_dir or ""))
     if not order.settings.model_dir or not folder.is_dir():
         return None
@@ -118,7 +118,7 @@ def find_no_template(order: Order) -> dict[str, Any] | None:
 
 
 def find_lost_norms(order: Order) -> dict[str, str] | None:
-    """Return norms of EAGLE-3 that the runtime does not compute."""
+    """Return the norms of EAGLE-3 that the runtime does not compute."""
     runtime_norms = RUNTIMES[order.settings.to].norms
     lost_norms = [name for name, is_on in describe_norms(order.eagle3).items() if is_on]
     lost_norms = [name for name in lost_norms if name not in runtime_norms]
@@ -126,7 +126,7 @@ def find_lost_norms(order: Order) -> dict[str, str] | None:
 
 
 def find_unusual(order: Order) -> dict[str, int] | None:
-    """Return other numbers of layers than three of the target's and one of the drafter's."""
+    """Return the numbers of layers, unless three of the target's and one of the drafter's."""
     read, num_drafter_layers = len(order.eagle3.aux_layers), order.eagle.net.num_hidden_layers
     is_bad = RUNTIMES[order.settings.to].is_usual and (read, num_drafter_layers) != (3, 1)
     return {"read": read, "own": num_drafter_layers} if is_bad else None
@@ -138,7 +138,8 @@ BUT_VLLM = tuple(name for name in RUNTIMES if name not in ("vllm", "speculators"
 BUT_BOTH = tuple(name for name in BUT_VLLM if name != "hf")
 AS_HF = "export it as hf, which specdec runs"
 ALL_OF_EAGLE3 = "vllm, speculators and hf write all of EAGLE-3"
-# Kinds, runtimes, what finds it (values for the texts, or true), and the error: fact and remedy.
+# Kinds of drafters, runtimes, a function that finds the feature (its result is true, or values for
+# the texts), and the error: fact and remedy.
 LACKS: tuple[tuple[Collection[str], Collection[str], Callable[[Order], Any], str, str], ...] = (
     (
         ("eagle3", "dflash"), EVERY_RUNTIME, find_unread,

@@ -83,14 +83,14 @@ def describe_dflash_net(params: DFlashParams, dtype: str, architecture: str) -> 
 
 
 def describe_reading(params: DFlashParams) -> dict[str, Any]:
-    """Return the fields of what a DFlash drafter reads; its layers count by their outputs."""
+    """Return the fields of a DFlash drafter's inputs; target layers count by their outputs."""
     fields = {"mask_token_id": params.mask_token_id, "target_layer_ids": list(params.aux_layers)}
     scale = params.net.embedding_multiplier
     return fields | ({"input_embedding_scale": scale} if scale != 1 else {})
 
 
 def describe_markov(params: DFlashParams) -> dict[str, Any]:
-    """Return DSpark's fields: no confidence head is kept."""
+    """Return DSpark's fields; checkpoints have no confidence head."""
     return {
         "sample_from_anchor": params.sample_from_anchor,
         "markov_rank": params.markov_rank,
@@ -103,7 +103,7 @@ def describe_markov(params: DFlashParams) -> dict[str, Any]:
 
 
 def write_medusa(order: Order) -> Contents:
-    """Write FasterDecoding's names; vLLM takes the numbers out of any key like `*num*heads*`."""
+    """Write FasterDecoding's names; vLLM reads any key like `*num*heads*` as its number."""
     model, params = order.source.model, order.source.drafter
     assert isinstance(params, MedusaParams)
     config = {
@@ -153,7 +153,7 @@ def write_eagle1(order: Order) -> Contents:
 
 
 def write_eagle1_sglang(order: Order) -> Contents:
-    """Write SafeAILab's names; SGLang's fc has a bias always, random where none is stored."""
+    """Write SafeAILab's names; SGLang's fc always has a bias, random if the file has none."""
     contents = write_eagle1(order)
     contents.config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
     order.source.left_out.pop("fc.bias", None)
@@ -164,8 +164,8 @@ def write_eagle1_sglang(order: Order) -> Contents:
 def write_eagle3(order: Order) -> Contents:
     """Write ModelOpt's and SafeAILab's fields and names.
 
-    eagle_config counts the layers whose outputs are read, as SGLang and TensorRT-LLM do. The list
-    at the top counts those that are entered; vLLM and llama.cpp's converter take it first.
+    eagle_config numbers the layers by the outputs that are read, as SGLang and TensorRT-LLM do. The
+    list at the top numbers them by their inputs; vLLM and llama.cpp's converter prefer it.
     """
     model, eagle3 = order.source.model, order.eagle3
     norms = describe_norms(eagle3)
@@ -209,7 +209,7 @@ def write_eagle3_trtllm(order: Order) -> Contents:
 
 
 def write_eagle3_edge(order: Order) -> Contents:
-    """Write SpecForge's names; a list at the top counts the layers that are entered."""
+    """Write SpecForge's names; a list at the top numbers layers by their inputs."""
     contents = write_eagle3_sglang(order)
     contents.config["target_layer_ids"] = list_entered(order.eagle3)
     return contents
@@ -218,10 +218,8 @@ def write_eagle3_edge(order: Order) -> Contents:
 def write_dflash(order: Order) -> Contents:
     """Write z-lab's form, or DeepSpec's for blocks that draft from the anchor too.
 
-    With a Markov rank of 0 that is DeepSpec's DFlash.
-
-    DeepSpec's loader wants embedding and head, even if they are the target's. num_anchors only
-    matters in training.
+    A Markov rank of 0 gives DeepSpec's DFlash. DeepSpec's loader needs embedding and head, even if
+    they are the target's. num_anchors has an effect in training only.
     """
     source, params, tensors = order.source, order.dflash, order.list_tensors()
     if not order.is_dspark:
@@ -249,7 +247,7 @@ def write_speculators(order: Order) -> Contents:
         method_fields = {
             "block_size": drafter.block_size, "mask_token_id": drafter.mask_token_id,
             "aux_hidden_state_layer_ids": list_entered(drafter), "sample_from_anchor": False,
-            "sliding_window_non_causal": True,  # else vLLM hides a block's later tokens everywhere
+            "sliding_window_non_causal": True,  # vLLM would else hide a block's later tokens
         }  # fmt: skip
         if drafter.markov_rank:
             name, architecture = "dspark", "DSparkSpeculator"
@@ -324,7 +322,7 @@ def write_mtp(order: Order) -> Contents:
 
 
 def write_model(order: Order) -> Contents:
-    """Write a whole model, as transformers reads it: a draft model for any runtime, or a target."""
+    """Write a whole model in transformers' form: a draft model for any runtime, or a target."""
     model = order.source.model
     return Contents(describe_net(model, model.dtype, model.architecture), order.list_tensors())
 

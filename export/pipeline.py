@@ -1,4 +1,4 @@
-"""Checkpoint to folder: describe, check, write aside, rename."""
+"""Pipeline of an export: describe the checkpoint, check, write aside, rename."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_model(settings: ExportSettings) -> dict[str, Any]:
-    """Write the folder and return what it is."""
+    """Write the folder and return its description."""
     settings = place_drafter(settings)
     inputs = list_local(settings.checkpoint_dir, settings.model_dir, *settings.drafters.values())
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
@@ -63,25 +63,25 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
-    """Yield the checkpoint that is given, or one that is gone afterwards."""
+    """Yield the checkpoint of the settings, or a temporary one."""
     if settings.checkpoint_dir is not None:
         yield settings.checkpoint_dir
         return
     parent = settings.output_dir.resolve().parent
     parent.mkdir(parents=True, exist_ok=True)
-    # Of a name by which convert leaves it to this command to tell of a full disk.
+    # By this name, convert leaves the error of a full disk to this command.
     temporary = tempfile.mkdtemp(prefix=".specdec-export-", suffix=".partial", dir=parent)
     with contextlib.ExitStack() as stack:
-        for _ in range(2):  # Ctrl-C may come within the first
+        for _ in range(2):  # Ctrl-C may interrupt the first removal
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         folder = Path(temporary) / "checkpoint"
         command = load_command("convert")
         options: dict[str, Any] = dict(settings.drafters)
         if METHODS["eagle"].folder in options:
-            options["num_eagle_layers"] = 1  # copies of the drafter
+            options["num_eagle_layers"] = 1  # one copy of the drafter
         options["dequantize"] = find_gguf(settings.model_dir or "") is not None
         stack.enter_context(tell_full_disk(settings.output_dir))
-        with logs.hush("specdec.convert"):  # the folder goes, and the runtime is another
+        with logs.hush("specdec.convert"):  # its hints name a folder and a runtime of no use here
             command.work(
                 command.settings_class(
                     model_dir=settings.model_dir, output_dir=folder, dtype=choose_dtype(settings),
@@ -92,7 +92,7 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
 
 
 def choose_dtype(settings: ExportSettings) -> str:
-    """Return the drafter's type, where its config.json names one, which the export keeps."""
+    """Return the type of the exported weights: the drafter's, where its config.json has one."""
     for folder in settings.drafters.values() if settings.dtype == "auto" else ():
         path = Path(folder) / "config.json"
         config = read_json(path) if path.is_file() else {}
@@ -105,7 +105,7 @@ def choose_dtype(settings: ExportSettings) -> str:
 
 
 def add_companions(settings: ExportSettings, contents: Contents) -> None:
-    """Add the ids of special tokens, which a checkpoint does not have."""
+    """Add the ids of special tokens, which a checkpoint lacks."""
     path = Path(localize(settings.model_dir or "")) / "config.json"
     if settings.model_dir is None or not path.is_file():
         logger.warning("no tokenizer goes along: give the model's own folder as --model-dir")
@@ -152,7 +152,7 @@ def list_sources(settings: ExportSettings, source: Source) -> list[dict[str, Any
 
 
 def describe_folder(order: Order, contents: Contents, command: str) -> str:
-    """README.md: what the folder holds, how to use it, what was left out and why."""
+    """Return README.md: the folder's contents and use, and the tensors left out, with reasons."""
     source, runtime = order.source, RUNTIMES[order.settings.to]
     title = TITLES[source.kind].removeprefix("an ").removeprefix("a ")
     lines = [

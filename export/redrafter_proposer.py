@@ -1,14 +1,14 @@
 """ReDrafter (https://arxiv.org/abs/2403.09919) as a proposer class of vLLM 0.32.
 
-specdec-export writes this file alongside a drafter's config.json and model.safetensors; it needs
-nothing of specdec:
+specdec-export writes this file alongside a drafter's config.json and model.safetensors; it does not
+import specdec:
 
     PYTHONPATH=FOLDER vllm serve TARGET --enforce-eager --speculative-config
         '{"method": "custom_class", "model": "redrafter_proposer.ReDrafter",
           "num_speculative_tokens": 5}'
 
-vLLM hands a proposer the tokens alone, and its target once, when it is loaded. The target's hidden
-states are taken by a hook on that module. Legend: T tokens of a step, B requests, D hidden size.
+vLLM gives a proposer the target's module when it is loaded, and afterwards tokens alone. A hook on
+that module reads the target's hidden states. Legend: T tokens of a step, B requests, D hidden size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 
 
 class ReDrafter:
-    """Drafts the most probable chain of tokens; vLLM makes one for each worker."""
+    """Proposer of the most probable chain of tokens; vLLM makes one for each worker."""
 
     def __init__(self, vllm_config: Any) -> None:
         if vllm_config.parallel_config.world_size > 1:
@@ -39,7 +39,7 @@ class ReDrafter:
         self.step: tuple[Tensor, Tensor, Tensor] | None = None
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Read the weights in the target's type, and see what the target computes from now on."""
+        """Read the weights in the target's type, and hook the target's module."""
         self.embedding = target_model.get_submodule("model.embed_tokens")
         like = next(self.embedding.parameters())
         hidden_size = self.config["hidden_size"]
@@ -57,7 +57,7 @@ class ReDrafter:
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
-        if isinstance(metadata, dict) and metadata:  # there is none when memory is measured
+        if isinstance(metadata, dict) and metadata:  # vLLM has no metadata while it measures memory
             if not isinstance(output, Tensor):
                 raise TypeError(f"the target yields a {type(output).__name__}, not hidden states")
             starts = next(iter(metadata.values())).query_start_loc
@@ -71,7 +71,7 @@ class ReDrafter:
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft for each request that has a new token; one amid its prompt has none."""
+        """Draft for each request with a new token; a request amid its prompt gets no draft."""
         if self.step is None:
             raise RuntimeError("no step of the target was seen since the last drafts")
         (hidden, positions, starts), self.step = self.step, None
@@ -109,7 +109,7 @@ class ReDrafter:
         return torch.stack(chain, dim=1)
 
     def compute_logits(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """Next-token logits [B, V] from the target's hidden state and the recurrent state."""
+        """Return next-token logits [B, V] of the target's hidden state and the recurrent state."""
         x, num_layers = torch.cat((hidden, state), dim=-1), self.config["num_draft_layers"]
         if "input_proj.weight" in self.weights:
             x = self.apply("input_proj", x)

@@ -1,4 +1,4 @@
-"""Runtimes: the writer of each kind of drafter, and the command that uses the folder."""
+"""Runtimes: the writers of each one's formats, and the command that uses the folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS = {
     " {output_path} out/draft",
     "hf": 'specdec generate --model-dir {target} {flag} {output_path} "def main():"',
 }
-# By kind: vLLM's name of the method, SGLang's, and the option of specdec.
+# Kind -> vLLM's name of the method, SGLang's name, and the option of specdec.
 METHOD_NAMES = {
     "medusa": ("medusa", "", "--medusa-model-dir"),
     "redrafter": ("redrafter", "", "--drafter-model-dir"),
@@ -94,12 +94,12 @@ Writer = Callable[[Order], Contents]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A runtime: how it is written for, and what it lacks of EAGLE-3.
+    """Runtime with its writers, and the features of EAGLE-3 that it has.
 
-    writers: by a source's kind. norms: those of EAGLE-3 that it computes. targets: those whose
-    layers a drafter can read, None where nothing is known of that. is_usual: whether it only reads
-    three layers of the target with one layer of the drafter. keeps_embedding: whether it takes an
-    embedding of the drafter's own.
+    writers: by a source's kind. norms: norms of EAGLE-3 that it computes. targets: classes whose
+    layers a drafter can read, None where they are unknown. is_usual: whether it only reads three
+    layers of the target with one layer of the drafter. keeps_embedding: whether it reads a
+    drafter's embedding.
     """
 
     title: str
@@ -114,7 +114,7 @@ EVERY: Mapping[str, Writer] = {
     "medusa": write_medusa, "redrafter": write_redrafter, "eagle1": write_eagle1,
     "eagle3": write_eagle3, "dflash": write_dflash, "mtp": write_mtp, "plain": write_model,
 }  # fmt: skip
-# The classes that say so: vLLM's SupportsEagle3, llama.cpp's with t_layer_inp.
+# Classes of vLLM with SupportsEagle3, and of llama.cpp with t_layer_inp.
 READ_BY_VLLM = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "GraniteForCausalLM",

@@ -1,4 +1,4 @@
-"""Settings of specdec-export."""
+"""Options of specdec-export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USE = option_group("Use")
 RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "edge-llm", "hf")
 FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
 
-# The options by which specdec-convert takes a drafter: what it reads is exported.
+# specdec-convert's options of drafters, all of which can be exported.
 DrafterFolders = dataclasses.make_dataclass(
     "DrafterFolders",
     [
@@ -45,7 +45,7 @@ DrafterFolders = dataclasses.make_dataclass(
 @add_options(DrafterFolders)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """One field is one flag."""
+    """Options of specdec-export: each field is a flag."""
 
     checkpoint_dir: Path | None = MODELS(
         metavar="CKPT", help="A checkpoint of specdec-convert, instead of a drafter."
@@ -81,7 +81,7 @@ class ExportSettings:
 
     @property
     def drafters(self) -> dict[str, str]:
-        """The drafters that are given, by option."""
+        """Folders of drafters in the settings, by option."""
         folders = {name: getattr(self, name) for name in FOLDERS}
         return {name: folder for name, folder in folders.items() if folder is not None}
 
@@ -108,7 +108,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 
 
 def check_settings(settings: ExportSettings) -> None:
-    """Raise UsageError for what is missing, or has no effect."""
+    """Raise UsageError for missing options, and for options without effect."""
     require(settings)
     flags = [name_flag(name) for name in settings.drafters]
     if len(flags) > 1:

@@ -1,4 +1,4 @@
-"""Checkpoint to export: its tensors under Hugging Face's names, each rows of a stored one."""
+"""Source of an export: a checkpoint's tensors by Hugging Face's names, as rows of stored ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from specdec.model.tensors import (
 from .settings import ExportSettings
 
 DEFAULT_DRAFT_TOKENS = 3
-# Module of a layer here -> Hugging Face's; `attention.qkv` is three of them.
+# Module of a layer in checkpoints -> Hugging Face's; `attention.qkv` becomes three modules.
 LAYER = {
     "input_layernorm": "input_layernorm", "hidden_norm": "hidden_norm",
     "post_layernorm": "post_attention_layernorm", "attention.dense": "self_attn.o_proj",
@@ -73,7 +73,7 @@ class TensorRows:
 
 @dataclasses.dataclass
 class Contents:
-    """Folder to write: config.json, tensors, texts by file name, and what is copied."""
+    """Contents of a folder to write: config.json, tensors, texts by file name, files to copy."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorRows]
@@ -86,8 +86,8 @@ class Source:
     """Whole, unquantized checkpoint. `kind`: a key of TITLES.
 
     tensors: of the drafter, or of a plain checkpoint's model, by Hugging Face's name. left_out:
-    tensors of a drafter that need not be written, with the reason. head_form: the names, of
-    `FORMS`, that a head for multi-token prediction is written by.
+    needless tensors of a drafter, with the reason. head_form: key of `FORMS`, the layout of an MTP
+    head's names.
     """
 
     head_form = ""
@@ -108,7 +108,7 @@ class Source:
             )
         self.file = TensorFile(folder / "rank0.safetensors")
         self.left_out: dict[str, str] = {}
-        self.computed_tensors: dict[str, Array] = {}  # bool tensors that stand in no file, by name
+        self.computed_tensors: dict[str, Array] = {}  # bool tensors of no file, by name
         self.kind, self.tensors = self._list_tensors()
 
     def get_info(self, rows: TensorRows) -> TensorInfo:
@@ -130,8 +130,8 @@ class Source:
         """Return whether two tensors of the checkpoint are equal, byte for byte."""
         if self.file.tensors[name] != self.file.tensors.get(other_name):
             return False
-        arrays = (self.file.read(name), self.file.read(other_name))
-        return bool(np.array_equal(*(array.view(np.uint8) for array in arrays)))
+        array, other_array = self.file.read(name), self.file.read(other_name)
+        return bool(np.array_equal(array.view(np.uint8), other_array.view(np.uint8)))
 
     def _list_tensors(self) -> tuple[str, dict[str, TensorRows]]:
         params = self.drafter
@@ -198,7 +198,7 @@ class Source:
         return tensors
 
     def _list_mtp(self, params: MtpParams) -> dict[str, TensorRows]:
-        """List a head by the names of `head_form`: only GLM's have an embedding and a head."""
+        """List an MTP head by the names of `head_form`; only GLM's has both tables."""
         net = params.make_net_model(self.model)
         net_tensors = self._list_net(params, net, MTP_NET, shares_head=True)
         has_own = not net_tensors.keys().isdisjoint(("embed_tokens.weight", HEAD, HEAD_BIAS))
@@ -262,9 +262,9 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """Export that a command asks for.
+    """Export with its settings.
 
-    target: the name of the target in commands. output_path: the folder that is written.
+    target: name of the target in commands. output_path: the folder to write.
     """
 
     settings: ExportSettings
@@ -274,7 +274,7 @@ class Order:
 
     @property
     def eagle(self) -> EagleParams:
-        """The parameters of an EAGLE drafter."""
+        """Parameters of an EAGLE drafter."""
         assert isinstance(self.source.drafter, EagleParams)
         return self.source.drafter
 
@@ -286,7 +286,7 @@ class Order:
 
     @property
     def dflash(self) -> DFlashParams:
-        """The parameters of a DFlash drafter."""
+        """Parameters of a DFlash drafter."""
         assert isinstance(self.source.drafter, DFlashParams)
         return self.source.drafter
 
@@ -300,7 +300,7 @@ class Order:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens per step."""
+        """Number of draft tokens per step."""
         if self.settings.num_draft_tokens is not None:
             return self.settings.num_draft_tokens
         drafter = self.source.drafter
@@ -311,12 +311,12 @@ class Order:
         if isinstance(drafter, DFlashParams):
             return drafter.num_positions
         if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
-            # A folder is converted here for one; its config does not say how many were trained.
+            # The temporary checkpoint has one copy; config.json does not name the trained number.
             return drafter.num_eagle_layers if drafter.num_eagle_layers > 1 else MASK_DEPTH
         return DEFAULT_DRAFT_TOKENS
 
     def list_tensors(self) -> dict[str, TensorRows]:
-        """Return the tensors; of a reduced vocabulary also `t2d` [V], a mask of the drafted."""
+        """Return the tensors; for a reduced vocabulary, also `t2d` [V], a mask of its tokens."""
         tensors = dict(self.source.tensors)
         if OFFSETS in self.source.tensors:
             offsets = self.source.read(self.source.tensors[OFFSETS])
@@ -339,17 +339,18 @@ TITLES = {
 
 
 def name_layer(name: str, local_name: str, model: ModelConfig) -> Iterable[tuple[str, TensorRows]]:
-    """Return Hugging Face's names of a layer's tensor, each with its rows of the checkpoint's.
+    """Return Hugging Face's names of a layer's tensor, each with its rows of the tensor.
 
     name: the tensor in the checkpoint. local_name: `layers.N.MODULE.weight`.
 
-    Raises SpecDecError for a module without a name there: nothing is left behind silently.
+    Raises SpecDecError for a module without a name there: no tensor is dropped silently.
     """
     prefix, layer, module_path = local_name.split(".", 2)
     module, _, kind = module_path.rpartition(".")
     if module == "attention.qkv":
         queries, keys = model.num_attention_heads, model.num_key_value_heads
-        counts = [queries, keys, keys, queries][: 2 + model.query_parts]  # of heads; gates are last
+        # Numbers of heads; gates are last.
+        counts = [queries, keys, keys, queries][: 2 + model.query_parts]
         heads = np.arange(sum(counts) * model.head_size).reshape(-1, model.head_size)
         q, k, v, *gates = np.split(heads, np.cumsum(counts)[:-1])
         head_rows = {"q": np.stack((q, *gates), axis=1), "k": k, "v": v}  # a head's gates follow it

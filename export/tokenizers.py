@@ -1,7 +1,7 @@
-"""A target's tokenizer as llama.cpp needs it: a byte-level BPE, or a SentencePiece BPE.
+"""Tokenizers in llama.cpp's form: a byte-level BPE, or a SentencePiece BPE.
 
-llama.cpp computes the second only from scores (src/llama-vocab.cpp at 0c1e57098): it merges any
-two neighbours that make a token, that of the highest score first. Hugging Face has a list of merges
+llama.cpp merges a SentencePiece BPE by scores (src/llama-vocab.cpp at 0c1e57098): of all neighbours
+that make a token, it merges those of the highest score first. Hugging Face has a list of merges
 instead. A list is written as scores only where both ways must give the same tokens.
 """
 
@@ -25,16 +25,16 @@ NO_BYTE_LEVEL = (
     "llama.cpp's convert_hf_to_gguf.py reads others: convert the target with it, and the drafter"
     " with its --target-model-dir; see whether it then splits texts as transformers does"
 )
-# How a byte-level tokenizer splits a text into words -> llama.cpp's name for it.
+# Patterns by which a byte-level tokenizer splits a text into words -> llama.cpp's name.
 SPLITS = {patterns: name for name, patterns in reversed(SPLITS_BY_NAME.items())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Tokens by id, and their kinds. split: the name of the way that texts are split into words.
+    """Tokens by id, and their kinds. split: llama.cpp's name of the split into words.
 
-    merges: of a byte-level BPE. scores: by id, of a SentencePiece BPE, else None. adds_space: it
-    puts a space before a text.
+    merges: of a byte-level BPE. scores: by id, of a SentencePiece BPE, else None. adds_space:
+    whether a text gets a space in front.
     """
 
     tokens: list[str]
@@ -129,7 +129,7 @@ def read_template(folder: Path) -> Any:
 
 
 def find_split(document: Mapping[str, Any]) -> tuple[str, ...] | str:
-    """Return a byte-level pre-tokenizer's patterns, as in `SPLITS`; JSON of any other."""
+    """Return a byte-level pre-tokenizer's patterns, a key of `SPLITS`; JSON of any other one."""
     steps = document.get("pretokenizers") or [document]
     *splits, byte_level = steps
     patterns = []
@@ -175,7 +175,7 @@ def read_sentencepiece(
 
 
 def refuse(folder: Path, fact: str) -> None:
-    """Raise SpecDecError: llama.cpp would split texts otherwise."""
+    """Raise SpecDecError for a tokenizer that llama.cpp would compute differently."""
     raise SpecDecError(
         f"{folder}: its SentencePiece tokenizer {fact}, which llama.cpp does otherwise",
         NO_BYTE_LEVEL,
@@ -183,10 +183,10 @@ def refuse(folder: Path, fact: str) -> None:
 
 
 def find_prefix(folder: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether a space is put before a text, and before each piece behind a special token.
+    """Return whether texts, and pieces behind special tokens, get a space in front.
 
-    Both are one in llama.cpp. Raises SpecDecError for anything but that and spaces written as
-    SPACE.
+    llama.cpp has one flag for both. Raises SpecDecError for other changes of texts than this and
+    spaces written as SPACE.
     """
     normalizer, splitter = document.get("normalizer"), document.get("pre_tokenizer")
     steps = (normalizer.get("normalizers") or [normalizer]) if normalizer else []
@@ -207,7 +207,7 @@ def find_prefix(folder: Path, document: Mapping[str, Any]) -> bool:
 
 
 def check_added(folder: Path, document: Mapping[str, Any], *, adds_space: bool) -> None:
-    """Refuse added tokens that take spaces along, or are looked for behind the normalizer."""
+    """Refuse added tokens that include spaces around them, or match normalized text."""
     for added_token in document.get("added_tokens") or ():
         name = shorten(added_token["content"])
         for key in ("lstrip", "rstrip", "single_word"):
@@ -219,7 +219,7 @@ def check_added(folder: Path, document: Mapping[str, Any], *, adds_space: bool) 
 
 
 def find_bos(folder: Path, document: Mapping[str, Any], special: Mapping[str, int]) -> bool:
-    """Return whether a text begins with the BOS token, which alone may be put around it."""
+    """Return whether texts get the BOS token in front; refuse any other token around them."""
     processor = document.get("post_processor")
     if processor is None:
         return False
@@ -262,7 +262,7 @@ def score_tokens(
 def rank_merges(
     folder: Path, merges: Sequence[tuple[str, ...]], vocab: Mapping[str, int], num_tokens: int
 ) -> list[float]:
-    """Return minus the rank of each token's merges, 0 for tokens without; refuse scattered ones."""
+    """Return minus the rank of each token's merges, 0 for none; refuse scattered merges."""
     scores, num_merged = [0.0] * num_tokens, 0
     previous_token = None
     for left_side, right_side in merges:

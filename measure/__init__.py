@@ -1,4 +1,4 @@
-"""Stages `bench` and `diagnose`: what speculation brings on this machine, and why not more.
+"""Stages `bench` and `diagnose`: the speed-up of speculation on this machine, and its causes.
 
-These are commands of the product; what we measure while we develop it is in `benchmarks/`.
+These are commands of the product; measurements of its development are in `benchmarks/`.
 """

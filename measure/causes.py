@@ -1,8 +1,8 @@
 """Causes why speculation is not faster, each with its evidence and the gain of its removal.
 
-All of it is arithmetic on measurements. With C the time of a speculative step, P that of a plain
-one and E the tokens that a speculative step emits, speculation is E P / C times as fast; E must
-exceed C / P, the break-even. A cause's gain is that ratio without the cause over the ratio now.
+Everything here is arithmetic on measurements. With C the time of a speculative step, P the time of
+a plain step and E the tokens that a speculative step emits, speculation is E P / C times as fast; E
+must exceed C / P, the break-even. A cause's gain is the ratio without the cause over the ratio now.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-GOOD_RATE = 0.8  # of drafted tokens accepted where they are reached: what good drafters come to
-LEAST_GAIN = 1.05  # a cause whose removal would bring less is not reported
-LEAST_STEPS = 30  # of a range of context lengths; fewer may be chance
-FALL = 0.7  # of the best acceptance before it, that makes a range of contexts suspicious
-SATURATED = 0.9  # of the largest float16
+GOOD_RATE = 0.8  # good drafters' accepted share of the draft tokens that a step reaches
+LEAST_GAIN = 1.05  # smallest gain that is reported
+LEAST_STEPS = 30  # fewest steps for a verdict on a range of context lengths
+FALL = 0.7  # share of the best acceptance so far, below which a range of contexts is suspect
+SATURATED = 0.9  # share of the largest float16
 MAX_FLOAT16 = 65504.0
 
 
@@ -30,8 +30,8 @@ class BatchFacts:
     before a step, draft tokens it accepted). ratio: speculation's tokens per second over plain
     decoding's, prompts included; step_ratio: without them. smallest_batch: size of the smallest
     batch that was measured, and its ratio. prefill_share: share of plain decoding that reads
-    prompts. is_trained: the drafter has weights. in_use: remedies that the engine has already, by
-    the names of `advise`.
+    prompts. is_trained: whether the drafter has weights. in_use: names of remedies, as in `advise`,
+    that the engine has already.
     """
 
     batch_size: int
@@ -59,8 +59,8 @@ class BatchFacts:
 class Cause:
     """Cause why speculation is not faster, and its remedy.
 
-    gain: times as fast without the cause; None where that cannot be computed. is_certain:
-    something is wrong, whatever it costs.
+    gain: speed without the cause over the speed now; None where that cannot be computed.
+    is_certain: whether the cause is a fault at any gain.
     """
 
     name: str
@@ -87,7 +87,7 @@ def rank_causes(facts: BatchFacts, suspects: Sequence[Cause]) -> list[Cause]:
 
 
 def advise(facts: BatchFacts, remedy: str, **remedies: str) -> str:
-    """Return a remedy, and those of `remedies` that the engine does not have already."""
+    """Return a remedy, followed by those of `remedies` that the engine lacks."""
     texts = [text for name, text in remedies.items() if name not in facts.in_use]
     return "; ".join([remedy, *texts])
 
@@ -111,7 +111,7 @@ def find_low_acceptance(facts: BatchFacts) -> Cause | None:
 
 
 def find_long_draft(facts: BatchFacts) -> Cause | None:
-    """Find last positions that are accepted too seldom for what they cost."""
+    """Find last positions whose acceptance is not worth their cost."""
     depth = len(facts.by_position)
     if depth < 2:
         return None
@@ -197,7 +197,7 @@ def find_large_batch(facts: BatchFacts) -> Cause | None:
 
 
 def find_long_prompts(facts: BatchFacts) -> Cause | None:
-    """Find prompts whose passes, in which nothing is drafted, take much of the time."""
+    """Find prompts whose passes, which have no drafts, take much of the time."""
     return Cause(
         "the prompts take much of the time",
         f"{facts.prefill_share:.0%} of plain decoding is the prompts' own passes; without them"

@@ -27,7 +27,7 @@ from .prompts import BenchPrompt, read_prompt_set
 from .settings import DiagnoseSettings, read_counts
 from .steps import list_sizes, time_steps
 
-# Without a drafter of their own, whose quality could be to blame.
+# Methods without a trained drafter, whose quality could be a cause.
 FREE_METHODS = tuple(name for name, method in METHODS.items() if method.source == "target")
 
 
@@ -79,7 +79,7 @@ def diagnose(settings: DiagnoseSettings) -> dict[str, Any]:
 
 
 def observe_run(bench: Bench, batch_size: int) -> RunObservations:
-    """Decode once, untimed, and return observations of what the drafter is shown of each step."""
+    """Decode once, untimed, and return observations of the states that a drafter sees."""
     observations = RunObservations()
     drafter: Drafter = bench.engine.drafter
     original_observe = drafter.observe
@@ -96,7 +96,7 @@ def observe_run(bench: Bench, batch_size: int) -> RunObservations:
             step_counts = expert_counts[1] - old_counts[1], expert_counts[2] - old_counts[2]
             observations.experts.append(step_counts)
         for row, (request, path) in enumerate(zip(requests, paths, strict=True)):
-            if request.stats.num_verify_steps:  # else it is the prompt's own pass
+            if request.stats.num_verify_steps:  # not the prompt's pass
                 length = len(request.request.input_ids) + len(request.output_ids)
                 observations.contexts.append((length - len(path), len(path) - 1))
             if is_float16:
@@ -133,7 +133,7 @@ def describe_experts(
 
 
 def find_max_magnitude(max_magnitude: float, *tensors: Any) -> float:
-    """Return the largest of a magnitude and those in tensors; infinity for a value that is nan."""
+    """Return the largest of a magnitude and the tensors' magnitudes; infinity for nan."""
     import torch
 
     for tensor in tensors:
@@ -145,7 +145,7 @@ def find_max_magnitude(max_magnitude: float, *tensors: Any) -> float:
 def list_suspects(
     bench: Bench, prompts: Sequence[BenchPrompt], observations: RunObservations
 ) -> list[Cause]:
-    """List causes that no time shows."""
+    """List causes that measured times do not show."""
     engine = bench.engine
     num_messages = sum(entry.prompt.messages is not None or bool(entry.turns) for entry in prompts)
     causes = (
@@ -193,12 +193,12 @@ def collect_facts(
 
 
 def list_remedies_in_use(engine: TorchEngine) -> frozenset[str]:
-    """Return the names of the remedies that an engine has already, or cannot have."""
+    """Return the names of remedies that an engine already has, or cannot have."""
     config, is_cpu = engine.config, engine.device.type == "cpu"
-    has_matrices = config.checkpoint.drafter is not None  # of a drafter, which a build can round
+    has_matrices = config.checkpoint.drafter is not None  # a drafter's, which a build can round
     facts = {
         "rounded_drafter": not (is_cpu and has_matrices) or config.drafter_weights is not None,
-        # What is stored as integers or in blocks is multiplied so.
+        # Weights that are stored as integers or in blocks are multiplied as such.
         "bfloat16": not is_cpu or config.checkpoint.model.dtype == "bfloat16",
         "kernels": not is_cpu or engine.decoder.kernels is not None,
         "budget": not getattr(engine.drafter, "is_fixed", True),

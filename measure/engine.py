@@ -24,7 +24,7 @@ from specdec.errors import SpecDecError
 from .machine import LoadMeter, describe_load, describe_machine
 from .prompts import BenchPrompt, group_requests
 
-PHASES = ("draft", "verify", "accept", "other")  # of a step
+PHASES = ("draft", "verify", "accept", "other")  # phases of a step
 Groups = Mapping[str, Sequence[Request]]  # requests by category
 
 
@@ -49,7 +49,7 @@ class BenchRun:
         return sum(map(len, self.texts)) / sum(self.seconds.values())
 
     def take(self, category: str) -> BenchRun:
-        """Return the result for one category; the timing is of all categories."""
+        """Return the results of one category, with the timing of all categories."""
         seconds = {category: self.seconds[category]}
         return BenchRun(seconds, {category: self.results[category]}, self.timing)
 
@@ -105,7 +105,7 @@ class Bench:
     def decode(
         self, requests: Sequence[Request], drafter: Drafter, batch_size: int, timing: Timing
     ) -> list[ActiveRequest]:
-        """Decode requests with an empty cache; nothing of an earlier call is used again."""
+        """Decode requests with an empty cache: no earlier call helps."""
         options = Options(
             max_num_tokens=self.engine.config.build.max_num_tokens,
             max_batch_size=batch_size,
@@ -126,7 +126,7 @@ class Bench:
         return states
 
     def run(self, drafter: Drafter, batch_size: int, max_tokens: int | None = None) -> BenchRun:
-        """Decode the requests of every category. max_tokens: of each output at most."""
+        """Decode the requests of every category. max_tokens: the limit of each output."""
         run = BenchRun({}, {}, Timing(is_exact=True))
         for category, requests in self.groups.items():
             if max_tokens is not None:
@@ -144,7 +144,7 @@ class Bench:
 def measure_engine(
     run_settings: DecodeSettings, prompts: Sequence[BenchPrompt], batch_sizes: Sequence[int]
 ) -> Iterator[tuple[Bench, dict[str, Any]]]:
-    """Open an engine with its prompts, and a report; at the end, add the head of all reports."""
+    """Open an engine with its prompts and a report; at the end, add the report's head."""
     meter = LoadMeter()
     bench = open_bench(run_settings)
     bench.take_prompts(prompts, run_settings)
@@ -166,7 +166,7 @@ def measure_engine(
 
 
 def open_bench(settings: DecodeSettings) -> Bench:
-    """Load the engine that specdec-run's flags name; raise SpecDecError where nothing drafts."""
+    """Load an engine by specdec-run's settings; raise SpecDecError for one without drafts."""
     engine = Engine.open(settings)
     core, tokenizer = engine.core, engine.tokenizer
     if core.method == "plain":

@@ -1,4 +1,4 @@
-"""Description of the machine that figures come from, and of its other load at that time."""
+"""Description of the measuring machine, and of the load by other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.system.threads import count_usable_cores
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_TIMES = Path("/proc/stat")
 SELF_STATUS = Path("/proc/self/status")
-BUSY_SHARE = 0.1  # of the processors; if other programs use more, figures are doubtful
+BUSY_SHARE = 0.1  # share of the processors for other programs, above which figures are doubtful
 
 
 def describe_machine() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def read_processor() -> str:
 
 
 def read_cpu_flags() -> set[str]:
-    """Return the names of the processor's instruction sets; empty where they are not known."""
+    """Return the names of the processor's instruction sets; empty where they are unknown."""
     lines = [*_read_cpu_info("flags"), *_read_cpu_info("Features")]
     return {word for line in lines for word in line.split()}
 
@@ -81,7 +81,7 @@ class LoadMeter:
         self._busy_start, self._process_start = _read_busy_seconds(), sum(os.times()[:4])
 
     def measure(self) -> float | None:
-        """Return the processors that others used, on average; None where that is not known."""
+        """Return the mean number of processors that other programs used; None where unknown."""
         busy_end = _read_busy_seconds()
         if busy_end is None or self._busy_start is None:
             return None

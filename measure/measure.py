@@ -19,7 +19,7 @@ logger = logs.get_logger(__name__)
 
 @dataclasses.dataclass
 class Rounds:
-    """Runs with one drafter; the first warms up and gives texts, the timed ones give times."""
+    """Runs with one drafter: a warm-up that gives texts, and timed runs."""
 
     warm_up: BenchRun
     timed: list[BenchRun] = dataclasses.field(default_factory=list)
@@ -74,9 +74,9 @@ def divide(rates: Sequence[float], plain_rates: Sequence[float]) -> dict[str, fl
 def alternate(
     bench: Bench, drafters: dict[str, Drafter], batch_size: int, repeat: int
 ) -> dict[str, Rounds]:
-    """Decode with each drafter in turn, `repeat` times after one round that is not timed.
+    """Decode with each drafter in turn, `repeat` times after one untimed round.
 
-    Every other round goes backwards, so that a drift of the machine's speed favours none.
+    Every other round goes backwards, so that a drift of the machine's speed favours no drafter.
     """
     rounds: dict[str, Rounds] = {}
     with logs.show_waiting(f"measuring batches of {batch_size}", logger) as tell:
@@ -159,7 +159,7 @@ def describe_acceptance(results: Sequence[ActiveRequest]) -> dict[str, Any]:
 
 
 def describe_loops(results: Sequence[ActiveRequest]) -> dict[str, Any]:
-    """Return how many texts run in circles, and the acceptance length over the others."""
+    """Count the texts that repeat themselves, and return the acceptance length of the others."""
     straight_results = [result for result in results if not is_looping(result.output_ids)]
     length = sum_stats(straight_results)["acceptance_length"] if straight_results else None
     return {
@@ -172,6 +172,6 @@ def describe_loops(results: Sequence[ActiveRequest]) -> dict[str, Any]:
 def compare_texts(
     texts: Iterable[list[int]], plain_texts: Iterable[list[int]]
 ) -> dict[str, int]:  # fmt: skip
-    """Count the texts that are the same with and without speculation."""
+    """Count the texts that are equal with and without speculation."""
     equalities = [a == b for a, b in zip(texts, plain_texts, strict=True)]
     return {"compared": len(equalities), "equal": sum(equalities)}

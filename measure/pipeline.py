@@ -1,4 +1,4 @@
-"""Pipeline from engine and prompts to a report of what speculation brings, with warnings."""
+"""Pipeline of a benchmark: engine and prompts to a report of the speed-up, with warnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .machine import describe_load, measure_memory
 from .settings import BenchSettings, read_counts
 
 logger = logs.get_logger(__name__)
-MANY_LOOPS = 0.25  # of the texts
+MANY_LOOPS = 0.25  # share of repetitive texts that is worth a warning
 
 
 def run_bench(settings: BenchSettings) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
 
 
 def list_warnings(report: dict[str, Any], use_logits: bool) -> list[str]:
-    """Return warnings of what makes the figures doubtful."""
+    """Return warnings about doubtful figures."""
     warnings = describe_load(report["processors_used_by_others"])
     for batch in report["batches"]:
         label = f"batch size {batch['batch_size']}"
@@ -78,7 +78,7 @@ def list_warnings(report: dict[str, Any], use_logits: bool) -> list[str]:
 
 
 def find_error(report: dict[str, Any], use_logits: bool) -> SpecDecError | None:
-    """Return the error of a report whose texts differ where they must not."""
+    """Return the error of a report in which texts differ by more than rounding."""
     if report["dtype"] != "float32" or use_logits:
         return None
     different = [

@@ -18,7 +18,7 @@ from specdec.text.prompts import Line, Prompt, read_prompts
 # Keys of a line besides those of specdec-run; Spec-Bench's files have the first three and `turns`.
 OWN_KEYS = ("question_id", "category", "reference", "turns")
 ONLY_CATEGORY = "all"
-# Spec-Bench's tasks are its file's categories, but for those of MT-bench, which are one together.
+# Spec-Bench's tasks are its file's categories; those of MT-bench together are one task.
 MT_BENCH, MT_BENCH_CATEGORIES = "mt_bench", (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
@@ -51,9 +51,9 @@ def read_prompt_set(
 ) -> list[BenchPrompt]:
     """Read a file or a benchmark's prompts, or take the built-in ones.
 
-    path: a file, or a benchmark's name, a colon and the benchmark's path. batch_size: the largest;
-    built-in prompts are one category where it needs more than each has. num_each: prompts of each
-    category, None for all; they stand at even distances in the file.
+    path: a file, or a benchmark's name, a colon and the benchmark's path. batch_size: the largest
+    batch; where the categories of built-in prompts are smaller, they become one. num_each: number
+    of prompts of each category, at even distances in the file; None for all.
     """
     if path is None:
         counts = collections.Counter(category for category, _ in BUILT_IN)
@@ -70,7 +70,7 @@ def read_prompt_set(
 
 
 def _sample_evenly(entries: Sequence[BenchPrompt], num_each: int) -> list[BenchPrompt]:
-    """Return so many entries of each category, at even distances."""
+    """Return at most `num_each` entries of each category, at even distances."""
     by_category: dict[str, list[int]] = {}
     for index, entry in enumerate(entries):
         by_category.setdefault(entry.category, []).append(index)
@@ -101,7 +101,7 @@ def read_spec_bench(folder: Path) -> list[BenchPrompt]:
 
 
 def read_human_eval(path: Path) -> list[BenchPrompt]:
-    """Read the functions' heads of https://github.com/openai/human-eval, each as a user's turn."""
+    """Read the function heads of https://github.com/openai/human-eval, each as a user's turn."""
     lines = read_prompts(path, "--prompts", HUMAN_EVAL_KEYS)
     for line in lines:
         if line.prompt.text is None or "task_id" not in line.other_fields:

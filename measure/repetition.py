@@ -1,4 +1,4 @@
-"""Repetition in texts: those that run in circles are easy to draft, and flatter a drafter."""
+"""Repetition in texts: repetitive texts are easy to draft, and flatter a drafter."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ logger = logs.get_logger(__name__)
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay out columns: the first to the left, the others to the right."""
+    """Lay out a table: the first column aligned left, the others right."""
     table = [list(head), *map(list, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
     return [
@@ -38,7 +38,7 @@ def format_spread(values: dict[str, float], digits: int = 2) -> str:
 
 
 def format_head(report: dict[str, Any], source: str = "engine_dir") -> list[str]:
-    """Return lines on the engine, the machine and its load. source: the key of the engine."""
+    """Return lines about the engine, the machine and its load. source: the engine's key."""
     quantization, load = report.get("quantization"), report["processors_used_by_others"]
     weights = f" with {quantization} weights" if quantization else ""
     return [

@@ -1,4 +1,4 @@
-"""Settings of specdec-bench and specdec diagnose."""
+"""Options of specdec-bench and specdec diagnose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT = option_group("Output")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasureSettings:
-    """Settings of prompts and rounds, which every command here has."""
+    """Options of prompts and rounds, which both commands have."""
 
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir")
     prompts: Path | None = ENGINE_PROMPTS(
@@ -48,7 +48,7 @@ class MeasureSettings:
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings(MeasureSettings):
-    """Settings of an engine to measure, and of how it drafts."""
+    """Options of the measured engine and its drafts."""
 
     engine_dir: Path = like(DecodeSettings, "engine_dir")
 
@@ -66,7 +66,7 @@ class EngineSettings(MeasureSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchSettings(EngineSettings):
-    """Settings of specdec-bench; each field is one flag."""
+    """Options of specdec-bench: each field is a flag."""
 
     output: Path | None = OUTPUT(
         metavar="DIR", help="Also write the report as JSON and text, with plots, into this folder."
@@ -82,7 +82,7 @@ class BenchSettings(EngineSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnoseSettings(EngineSettings):
-    """Settings of specdec diagnose; each field is one flag."""
+    """Options of specdec diagnose: each field is a flag."""
 
 
 def read_counts(flag: str, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Costs of a step of the target by its tokens and requests, measured."""
+"""Measurement of a target step's cost by its tokens and requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.engine.ranking import find_best
 from specdec.engine.step import Step
 
 WARM_UPS = 2  # rounds that are not timed
-FILLING = 0.01  # is written into a cache first: unwritten memory is read faster than any other
+FILLING = 0.01  # value that fills a cache first: unwritten memory would be read faster
 
 
 def list_sizes(max_size: int) -> list[int]:

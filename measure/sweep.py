@@ -1,4 +1,4 @@
-"""Values of an option of specdec-bench, each measured against plain decoding."""
+"""Sweep of specdec-bench over values of options, each measured against plain decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logs.get_logger(__name__)
 def read_sweep(settings: BenchSettings) -> list[dict[str, Any]]:
     """Return the options of each measurement: every combination of the values of --sweep.
 
-    Raises UsageError for an option that does not say how drafts are made, and for a wrong value.
+    Raises UsageError for an option that is not one of drafting, and for a wrong value.
     """
     options = [*name_options("draft"), "max_output_len"]
     flags = get_flags(type(settings))
@@ -62,8 +62,8 @@ def split_values(text: str) -> list[str]:
 def run_sweep(settings: BenchSettings) -> dict[str, Any]:
     """Measure each combination as specdec-bench measures one; return the object of `--json`.
 
-    With --output each report is written as soon as it is measured, so that a run that is ended
-    leaves those that it finished. A combination that the engine refuses has its error instead.
+    With --output each report is written as soon as it is measured, so that an interrupted run
+    leaves the finished reports. A combination that the engine refuses has its error instead.
     """
     combinations = read_sweep(settings)
     if settings.output is not None:
@@ -101,7 +101,7 @@ def name_combination(options: dict[str, Any]) -> str:
 def list_fastest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the fastest combination at each number of requests; `options` is None for none.
 
-    A combination counts as faster than plain decoding where its median does.
+    A combination is faster than plain decoding where the median of its ratio is above 1.
     """
     fastest: dict[int, tuple[float, dict[str, Any] | None]] = {}  # ratio and options, by batch size
     for row in rows:

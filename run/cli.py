@@ -1,4 +1,4 @@
-"""specdec-run."""
+"""Command specdec-run: text of an engine folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.system import logs
 
 from .settings import RunSettings
 
-WORTH_SAYING = 0.1  # of the verify steps, in which nothing was drafted
+WORTH_SAYING = 0.1  # share of verify steps without drafts from which it is reported
 
 
 @stage_command("run", RunSettings)
@@ -26,7 +26,7 @@ def command(settings: RunSettings) -> None:
     """Generate text with an engine, and count how well its drafter did."""
     from specdec.decode.ranks.processes import end_ranks
 
-    if logs.get_launched_rank():  # rank 0 reads, decides and writes; this one computes with it
+    if logs.get_launched_rank():  # rank 0 reads, decides and writes; this rank computes with it
         from specdec.decode.ranks.follower import follow_launcher
 
         return follow_launcher()
@@ -56,7 +56,7 @@ def command(settings: RunSettings) -> None:
 def show_report(
     report: dict[str, Any], settings: RunSettings, write: Callable[[str], None], pieces: list[str]
 ) -> str:
-    """Write what streaming has not written yet; return the whole text, for --output-file.
+    """Write the output that streaming has not written; return the whole text, for --output-file.
 
     write: writes a piece, and adds it to `pieces`.
     """
@@ -90,7 +90,7 @@ def describe_interruption(outputs: Sequence[dict[str, Any]]) -> SpecDecError:
 def format_report(report: dict[str, Any], *, in_colour: bool = False) -> str:
     """Return the text form: one Input and one Output line a prompt.
 
-    in_colour: how --show-drafts tells its tokens apart.
+    in_colour: whether --show-drafts marks tokens by colours.
     """
     from .drafts import format_legend, format_pieces
 

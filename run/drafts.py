@@ -1,4 +1,4 @@
-"""--show-drafts: how each token came, in colour on a terminal and by marks elsewhere."""
+"""Display of --show-drafts: each token's origin, by colours on a terminal or by marks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from specdec.decode.requests import ActiveRequest
 from specdec.text.text_stream import decode_text, read_stream
 
-CONTEXT = 8  # tokens that rejected ones are decoded behind
+CONTEXT = 8  # tokens of context with which rejected tokens are decoded
 REJECTED = "rejected"
-# What stands before and behind the text of each kind: marks as wdiff's, or colours of a terminal.
+# Texts before and behind each kind of piece: marks like wdiff's, or a terminal's colours.
 MARKS = {"draft": ("{+", "+}"), REJECTED: ("[-", "-]"), "bonus": ("<", ">"), "plain": ("", "")}
 RESET = "\x1b[0m"
 COLOURS = {
@@ -33,8 +33,8 @@ Piece = tuple[str, list[str]]  # a kind, and the texts of its tokens
 def split_pieces(result: ActiveRequest, text: str, tokenizer: Any) -> list[Piece]:
     """Cut an output's text into accepted drafts, bonus and plain tokens, with rejected drafts.
 
-    Their texts without the rejected ones make up `text`. A character of several tokens stands with
-    the last of them.
+    The pieces without rejected drafts make up `text`. A character of several tokens belongs to the
+    last of them.
     """
     ids, pieces, num_left = result.output_ids, list[Piece](), len(text)
     for index, (origin, token_text) in enumerate(
@@ -44,7 +44,7 @@ def split_pieces(result: ActiveRequest, text: str, tokenizer: Any) -> list[Piece
             context = ids[max(0, index - CONTEXT) : index]
             context_and_rejected = decode_text(tokenizer, [*context, *result.rejected[index]])
             rejected = context_and_rejected[len(decode_text(tokenizer, context)) :]
-            # The text is to be read with its own line ends alone.
+            # No other line ends than the text's own.
             pieces.append((REJECTED, [rejected.replace("\n", "\\n")]))
         visible_text, num_left = token_text[:num_left], num_left - len(token_text[:num_left])
         if origin == "draft" and pieces and pieces[-1][0] == "draft":

@@ -105,7 +105,7 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
 
 
 def check_counts_drafts(core: Core, method: str) -> None:
-    """Raise UsageError where --acceptance-output has nothing to count."""
+    """Raise UsageError where an engine without drafts has --acceptance-output."""
     if method == "plain":
         raise UsageError("--acceptance-output: nothing drafts in a plain engine", "leave it out")
     if not core.counts_drafts:
@@ -118,7 +118,7 @@ def check_counts_drafts(core: Core, method: str) -> None:
 def write_acceptance(
     path: Path, counts: AcceptanceCounts, requests: Sequence[Request], about: dict[str, Any]
 ) -> None:
-    """Write what was accepted of the drafts of a run, with the hash of its prompts."""
+    """Write the acceptance counts of a run, with the hash of its prompts."""
     prompts = json.dumps([request.input_ids for request in requests])
     record = counts.make_record(
         num_prompts=len(requests), prompts_sha256=hashlib.sha256(prompts.encode()).hexdigest(),
@@ -136,7 +136,7 @@ def write_acceptance(
 
 
 def follows_ranks(settings: RunSettings) -> bool:
-    """Return whether other processes, a TensorRT-LLM engine's ranks, run it instead of this one."""
+    """Return whether the ranks of a TensorRT-LLM engine run it, in other processes."""
     if read_backend(settings.engine_dir) != TENSORRT_LLM or settings.dry_run:
         return False
     from .backends.tensorrt_ranks import run_ranks
@@ -154,7 +154,7 @@ def check_flags(settings: RunSettings) -> None:
     if settings.acceptance_output is not None:
         check_output_file(settings.acceptance_output, force=settings.force)
     settings.refuse_contradictions()
-    for method in METHODS.values():  # what is written wrong is said before anything is loaded
+    for method in METHODS.values():  # raises errors of options before anything is loaded
         method.read(settings)
     read_chain(settings, CHAIN_MEMBERS)
     read_budget(settings)
@@ -164,11 +164,11 @@ def check_flags(settings: RunSettings) -> None:
             raise UsageError(
                 "--output-generation-logits needs a place to write them", "give --output-file"
             )
-        # So does TensorRT-LLM's page of draft-target ask for acceptance by logits.
+        # TensorRT-LLM's documentation of draft-target asks for acceptance by logits in this way.
         logger.info("logits decide what is accepted, and are not written: give --output-file")
 
 
-# Of `check_shows_drafts`, whose parameters are the values.
+# Contradictions of --show-drafts, between the parameters of `check_shows_drafts`.
 SHOWS_NOTHING: tuple[Contradiction, ...] = (
     (lambda s: s.method == "plain",
      "--show-drafts has no effect with an engine that runs plain", "leave it out"),
@@ -184,7 +184,7 @@ SHOWS_NOTHING: tuple[Contradiction, ...] = (
 def check_shows_drafts(
     *, method: str, tells_origins: bool, has_tokenizer: bool, is_json: bool
 ) -> None:
-    """Raise UsageError where --show-drafts has nothing to show."""
+    """Raise UsageError where an engine's tokens have no known origin for --show-drafts."""
     run = types.SimpleNamespace(
         method=method, tells_origins=tells_origins, has_tokenizer=has_tokenizer, is_json=is_json
     )
@@ -281,7 +281,7 @@ def describe_stats(
 
 
 def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
-    """One entry of `outputs`; with --show-drafts, the text in pieces too where it is not JSON."""
+    """Return an entry of `outputs`; with --show-drafts and without --json, also its pieces."""
     from specdec.text.text_stream import decode_text
 
     from .drafts import split_pieces

@@ -1,4 +1,4 @@
-"""Settings of specdec-run."""
+"""Options of specdec-run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """Where the prompts come from."""
+    """Options that name the prompts."""
 
     input_text: list[str] = ENGINE_PROMPTS([], help="One or several prompts.")
     input_file: Path | None = ENGINE_PROMPTS(
@@ -49,7 +49,7 @@ class PromptSettings:
 # Fields come in the order of --help, those of the last base first.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(DecodeSettings, PromptSettings):
-    """One field is one flag and one recipe key."""
+    """Options of specdec-run: each field is a flag and a recipe key."""
 
     streaming: bool = OUTPUT(
         False, help="Print the text while it is generated; with --json, one object per line."

@@ -16,7 +16,7 @@ class StreamPrinter:
         self._write, self._requests = write, requests
         self._turn = 0
         self._has_header = False
-        self._texts: dict[int, TextStream] = {}  # by index, of those that have begun
+        self._texts: dict[int, TextStream] = {}  # streams of the requests that have begun, by index
         self._finished_indices: set[int] = set()
 
     def show(self, requests: Sequence[ActiveRequest]) -> None:
@@ -30,7 +30,7 @@ class StreamPrinter:
         self._write_turns()
 
     def close(self) -> None:
-        """Write what has been held back of every request: no more of them will be shown."""
+        """Write the incomplete texts of every request: no more tokens will come."""
         for text in self._texts.values():
             text.finish()
         self._finished_indices = {request.index for request in self._requests}
@@ -61,7 +61,7 @@ class JsonPrinter:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._num_shown: dict[int, int] = {}  # by index: tokens written
+        self._num_shown: dict[int, int] = {}  # number of tokens written, by index
         self._ended_indices: set[int] = set()
 
     def show(self, requests: Sequence[ActiveRequest]) -> None:

@@ -56,14 +56,16 @@ class Choice(Job):
         self.text = request.input_text if is_echoed else ""
         self.tokens: list[AnswerToken] = []
         self.finish_reason: str | None = None
-        self.num_seen, self.total_logprob = 0, 0.0  # of its tokens
+        # Number of the output's tokens, and the sum of their log-probabilities.
+        self.num_seen, self.total_logprob = 0, 0.0
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        self._prefix_length = self._last_end = len(self.text)  # last_end: of the newest token
+        # End of the prompt's text, and end of the newest token's text.
+        self._prefix_length = self._last_end = len(self.text)
         self._pending: list[AnswerToken] = []
         self.parser, self.num_reasoning_tokens = parser, 0
         self._deltas: list[Delta] = []
-        self._marks: deque[tuple[int, str]] = deque()  # markers that are no text, by their places
-        self._parsed_length = 0  # characters of the text that the parser has
+        self._marks: deque[tuple[int, str]] = deque()  # positions and markers
+        self._parsed_length = 0  # characters that the parser has read
         self._marked_length = 0  # characters of the markers before the reasoning's end
 
     def add(self, event: Event) -> str:
@@ -119,7 +121,7 @@ class Choice(Job):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The whole answer as a message."""
+        """Message of OpenAI's API that holds the whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if (parser := self.parser) is not None:
             message["content"] = parser.content or (None if parser.calls else "")
@@ -147,11 +149,11 @@ class Choice(Job):
 class EndpointAnswer:
     """Answer to one HTTP request: its id, its choices, and their forms."""
 
-    ending = b"data: [DONE]\n\n"  # of a stream
+    ending = b"data: [DONE]\n\n"  # the last event of a stream
     id_prefix: ClassVar[str]
-    object_name: ClassVar[str]  # OpenAI's, of the whole answer
-    chunk_name: ClassVar[str]  # and of a stream's chunk
-    content_key: ClassVar[str]  # of a chunk's content
+    object_name: ClassVar[str]  # OpenAI's `object` of a whole answer
+    chunk_name: ClassVar[str]  # OpenAI's `object` of a stream's chunk
+    content_key: ClassVar[str]  # key that holds a chunk's content
     empty_content: ClassVar[Any]
 
     def __init__(
@@ -251,7 +253,7 @@ class EndpointAnswer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The counts of tokens; those of a prompt count once, however many choices it has."""
+        """Usage of tokens; a prompt counts once, however many choices it has."""
         first_choices = self.choices[:: self.body.num_choices]
         num_prompt = sum(len(choice.request.input_ids) for choice in first_choices)
         num_output = sum(choice.num_seen for choice in self.choices if choice.has_output)
@@ -318,9 +320,9 @@ class EndpointAnswer:
         details: dict[str, Any] = {}
         if self._num_top is not None:
             details["logprobs"] = self._describe_logprobs(tokens, prompt, self._num_top)
-        if self.body.return_origins:  # ours: each token as text, and how it came
+        if self.body.return_origins:  # our extension: text and origin of each token
             details["tokens"] = [[self.table.get_text(t.id), t.origin] for t in tokens]
-        if self.body.return_token_ids:  # vLLM's
+        if self.body.return_token_ids:  # vLLM's extension
             details["token_ids"] = [token.id for token in tokens]
         return details
 
@@ -349,7 +351,8 @@ class CompletionAnswer(EndpointAnswer):
 
     def open(self) -> Iterator[dict[str, Any]]:
         for choice in self.choices:
-            if choice.text and not choice.starts:  # else it comes with its log-probabilities
+            # An echoed prompt with log-probabilities comes with the first tokens.
+            if choice.text and not choice.starts:
                 yield self._make_chunk(choice, choice.text)
 
     def _describe_whole(self, choice: Choice) -> dict[str, Any]:

@@ -60,13 +60,14 @@ from .tools import make_parser, read_calling
 
 logger = logs.get_logger(__name__)
 PAGE = Path(__file__).parent / "page.html"
-OPEN_PATHS = ("/health", "/")  # of no secret: the page is a file, and asks for the key itself
+OPEN_PATHS = ("/health", "/")  # need no key: the page is a file, and asks for it
 MAX_HEADER_BYTES = 32 * 1024
-BODY_SECONDS = 60.0  # in which a body must have come
-MAX_BODIES = 32  # of the largest size, which all that are being sent may have together
+BODY_SECONDS = 60.0  # time limit for receiving a body
+# Memory of bodies that are being received, in bodies of the largest size.
+MAX_BODIES = 32
 LARGE_BODY = 64 * 1024
-REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # of a client, to be sent back
-MAX_IGNORED = 100  # names of parameters without effect that the log tells
+REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # ids of clients that are sent back
+MAX_IGNORED = 100  # parameters without effect that are logged
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -75,7 +76,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class PreparedChoice(NamedTuple):
-    """Request of a choice, with all that its answer needs.
+    """Request of a choice, with the inputs of its answer.
 
     starts: where the prompt's tokens begin in its text, if their log-probabilities are asked for.
     parser: finds the parts of the answer; None where it has none.
@@ -95,7 +96,7 @@ class FailedRequest(Exception):
 
 
 class Notifier:
-    """Setter of asyncio's events from the engine's thread, all that a step changed in one call."""
+    """Setter of asyncio's events from the engine's thread, in one call for each step."""
 
     def __init__(self) -> None:
         self._changed: deque[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = deque()
@@ -106,8 +107,8 @@ class Notifier:
 
         def notify() -> None:
             self._changed.append(entry)
-            if len(self._changed) == 1:  # else the loop has been called already
-                with contextlib.suppress(RuntimeError):  # it has ended
+            if len(self._changed) == 1:  # for more events the loop is called already
+                with contextlib.suppress(RuntimeError):  # the loop has ended
                     entry[0].call_soon_threadsafe(self._set_all)
 
         return notify
@@ -134,7 +135,7 @@ class Endpoints:
         self._readers = ThreadPoolExecutor(1, "reader")
         self._large_readers = ThreadPoolExecutor(1, "large-reader")
         self._logged_paths: set[str] = set()  # of parameters without effect
-        self._num_body_bytes = 0  # of bodies that are being sent and read
+        self._num_body_bytes = 0  # of bodies that are being received and parsed
 
     def make_app(self) -> Starlette:
         """Return the application, without its access control."""
@@ -148,15 +149,15 @@ class Endpoints:
             Route("/v1/models/{name:path}", self._show_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/metrics", self._tell_metrics),
-            Route("/version", self._tell_version),
+            Route("/metrics", self._show_metrics),
+            Route("/version", self._show_version),
         ]
         if PAGE.is_file():
             routes.append(Route("/", self._show_page))
         kinds = (BadRequest, ClientDisconnect, FailedRequest, SpecDecError, Exception)
         handlers = {HTTPException: _answer_http} | dict.fromkeys(kinds, _answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False  # to wherever the Host header says
+        app.router.redirect_slashes = False  # a redirect would go to the host of the Host header
         return app
 
     def _route(
@@ -245,7 +246,7 @@ class Endpoints:
     async def _follow(
         self, answer: EndpointAnswer, changed: asyncio.Event, deadline: float
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of an answer as they come; raise what ended one of its requests."""
+        """Yield the chunks of an answer as they come; raise the error that ended a request."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline, changed.set)
         try:
@@ -291,7 +292,7 @@ class Endpoints:
         try:
             pieces = tokenizer.convert_ids_to_tokens(tokens)
             text = str(tokenizer.decode(tokens))
-        except Exception as error:  # noqa: BLE001 - of ids beyond its vocabulary some raise anything
+        except Exception as error:  # noqa: BLE001 - tokenizers raise any error for unknown ids
             raise BadRequest(f"the tokenizer cannot decode: {summarize(error)}", "tokens") from None
         if None in pieces:
             token = tokens[pieces.index(None)]
@@ -317,12 +318,12 @@ class Endpoints:
         reasons = list_stopped_ranks() or ["the server is not ready, or about to end"]
         return make_error(", ".join(reasons), 503)
 
-    async def _tell_metrics(self, http: Request) -> Response:
+    async def _show_metrics(self, http: Request) -> Response:
         scheduler = self._scheduler
         text = self._metrics.render(scheduler.running, scheduler.num_waiting)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _tell_version(self, http: Request) -> Response:
+    async def _show_version(self, http: Request) -> Response:
         return JSONResponse({"version": __version__})
 
     async def _show_page(self, http: Request) -> Response:
@@ -335,7 +336,7 @@ class Endpoints:
     async def _read(
         self, http: Request, body_class: type[B], prepare: Callable[[B], T]
     ) -> tuple[B, T]:
-        """Read and check a body, in another thread; return it, and what `prepare` makes of it."""
+        """Read and check a body in another thread; return it and the result of `prepare`."""
         content = bytearray()
 
         def read() -> tuple[B, T]:
@@ -357,8 +358,9 @@ class Endpoints:
             self._num_body_bytes -= len(content)
 
     async def _receive(self, http: Request, content: bytearray) -> None:
-        """Receive a body, if it is one of JSON within the limits."""
-        # Without a kind it may be from a page of another site, which need not ask before sending.
+        """Receive a JSON body within the limits of size and time."""
+        # A body without a content type may come from another site's page: browsers send such bodies
+        # without asking the server first.
         content_type = http.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type != "application/json":
             raise BadRequest(
@@ -394,7 +396,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[EVENTS] = True
         try:
-            with contextlib.suppress(OSError):  # the client left while it was written to
+            with contextlib.suppress(OSError):  # the client left during a write
                 await super().__call__(scope, receive, send)
         finally:
             cancel_all(self._scheduler, self._jobs)
@@ -436,7 +438,7 @@ def _take_chunks(answer: EndpointAnswer) -> Iterator[dict[str, Any]]:
 def _take(job: Job) -> list[Event]:
     try:
         return job.take()
-    except Exception as error:  # noqa: BLE001 - whatever it was
+    except Exception as error:  # noqa: BLE001 - the answer reports any error
         raise FailedRequest(error) from None
 
 
@@ -501,14 +503,14 @@ class AccessControl:
     def __init__(
         self, endpoints: Endpoints, key: str | None, local_names: frozenset[str] | None
     ) -> None:
-        """local_names: what clients without a key may call the server; None is anything."""
+        """local_names: host names for clients without a key; None allows any name."""
         self._app, self._local_names = endpoints.make_app(), local_names
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._refuse(scope) if scope["type"] == "http" else None
         send = _add_request_id(scope, send)
-        with contextlib.suppress(asyncio.CancelledError):  # by a second signal; its client is gone
+        with contextlib.suppress(asyncio.CancelledError):  # a second signal cancels requests
             await (answer or self._app)(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> Response | None:
@@ -524,7 +526,7 @@ class AccessControl:
                     f"{reason}: Authorization: Bearer KEY", 401, code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
-        # A page from elsewhere whose name was made to lead here would send that name.
+        # DNS rebinding: a page of another site whose name resolves here would send that name.
         host = headers.get(b"host", b"localhost").decode("latin-1")
         name = host.lower()
         name = name[: name.rfind("]") + 1] if name.startswith("[") else name.split(":")[0]

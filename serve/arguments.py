@@ -43,14 +43,14 @@ def _choose_value(text: str, schema: Any, reader: SchemaReader) -> Any:
         for candidate in (text, value):
             if reader.allows(candidate, schema):
                 return candidate
-        # The model did not keep to the schema; what it meant is told by the types.
+        # The model broke the schema: its types show which value it meant.
         return text if "string" in types and name_type(value) not in types else value
     except RecursionError:
         return text
 
 
 def _read_literal(text: str) -> Any:
-    """Return the value of what Python prints, as some templates and models do; else the text."""
+    """Parse a Python literal, which some templates and models write; else return the text."""
     if len(text) > MAX_LITERAL:
         return text
     try:
@@ -61,7 +61,7 @@ def _read_literal(text: str) -> Any:
 
 
 class SchemaReader:
-    """Reader of the types and the values that a schema allows; without a rule all are allowed.
+    """Reader of the types and values that a schema allows; a schema without rules allows all.
 
     It goes by the rules that distinguish a text from other values: types, values, objects' keys and
     their combinations, but no bounds and no patterns.
@@ -73,9 +73,9 @@ class SchemaReader:
         self._verdicts: dict[tuple[int, int], bool] = {}
 
     def find_property(self, name: str, schema: Any, seen_ids: set[int]) -> Any | None:
-        """Return the schema of an object's property; None where nothing is said of it.
+        """Return the schema of an object's property; None where the schema does not mention it.
 
-        seen_ids: of the alternatives that were looked at, which it gains.
+        seen_ids: ids of alternatives that were examined; the method adds its own.
         """
         schemas, alternatives = list[Any](), list[Any]()
         for subschema in self._list_joined(schema):
@@ -93,7 +93,7 @@ class SchemaReader:
         """Return the JSON types of the values that a schema allows."""
         if (types := self._types.get(id(schema))) is not None:
             return types
-        self._types[id(schema)] = frozenset()  # of a schema that is inside of itself
+        self._types[id(schema)] = frozenset()  # for a schema that contains itself
         subschemas, types = list(self._list_joined(schema)), JSON_TYPES
         for subschema in subschemas:
             types &= self._find_direct_types(subschema)
@@ -106,7 +106,7 @@ class SchemaReader:
         return types
 
     def _find_direct_types(self, schema: Mapping[str, Any]) -> frozenset[str]:
-        """Return the types that a schema allows without what it is joined to."""
+        """Return the types that a schema allows by its own keywords, without $ref and allOf."""
         types, written_types = JSON_TYPES, _as_list(schema.get("type"))
         type_names = [name for name in written_types if isinstance(name, str)]
         if type_names := [name for name in type_names if name in JSON_TYPES]:
@@ -120,10 +120,10 @@ class SchemaReader:
         return types | {"null"} if _is_nullable(schema) else types
 
     def allows(self, value: Any, schema: Any) -> bool:
-        """Return whether a value is one of a schema's."""
+        """Return whether a schema allows a value."""
         key = id(value), id(schema)
         if key not in self._verdicts:
-            self._verdicts[key] = False  # of a schema that is inside of itself
+            self._verdicts[key] = False  # for a schema that contains itself
             self._verdicts[key] = name_type(value) in self.find_types(schema) and (
                 (value is None and _is_nullable(schema))
                 or all(self._fits(value, subschema) for subschema in self._list_joined(schema))
@@ -131,7 +131,7 @@ class SchemaReader:
         return self._verdicts[key]
 
     def _fits(self, value: Any, schema: Mapping[str, Any]) -> bool:
-        """Return whether a schema allows a value, without what it is joined to."""
+        """Return whether a schema's own keywords allow a value, without $ref and allOf."""
         if value is None and _is_nullable(schema):
             return True
         values = _list_values(schema)
@@ -164,13 +164,13 @@ class SchemaReader:
 
     def _fits_list(self, value: list[Any], schema: Mapping[str, Any]) -> bool:
         prefix, items = _as_list(schema.get("prefixItems")), schema.get("items", True)
-        if isinstance(items, list):  # as older dialects say it
+        if isinstance(items, list):  # positional items of older dialects
             prefix, items = items, schema.get("additionalItems", True)
         schemas = [*prefix, *[items] * len(value)][: len(value)]
         return all(map(self.allows, value, schemas))
 
     def _list_joined(self, schema: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield the schemas that all hold together: one, and what its $ref and allOf lead to."""
+        """Yield a schema and those of its $ref and allOf: a value must fit all of them."""
         pending, seen_ids = [schema], set[int]()
         while pending:
             subschema = pending.pop()
@@ -198,7 +198,7 @@ def name_type(value: Any) -> str:
 
 
 def _find_direct_property(name: str, schema: Mapping[str, Any]) -> Any | None:
-    """Return the schema of a property, by an object's schema itself; None where it says nothing.
+    """Return the schema of a property by an object schema's own keywords; None for no keyword.
 
     Patterns of names are a client's, and may take ages to match: any of them may hold.
     """
@@ -233,7 +233,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_nullable(schema: Any) -> bool:
-    """Return whether null is allowed besides, as OpenAPI says it."""
+    """Return whether OpenAPI's `nullable` allows null."""
     return isinstance(schema, dict) and schema.get("nullable") is True
 
 

@@ -1,4 +1,4 @@
-"""specdec-serve."""
+"""Command specdec-serve: the HTTP server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(settings: ServeSettings) -> None:
             f"specdec-serve needs {', '.join(missing_packages)}",
             f"install it: {name_extra('serve')}",
         )
-    if logs.get_launched_rank():  # rank 0 serves; this one computes with it
+    if logs.get_launched_rank():  # rank 0 serves; this rank computes with it
         from specdec.decode.ranks.follower import follow_launcher
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 ends it when all is done

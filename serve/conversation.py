@@ -1,4 +1,4 @@
-"""Conversations of bodies: their messages, checked, and what of them the chat template reads."""
+"""Conversations of bodies: checked messages, and the fields that the chat template reads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from specdec.text.encoding import render_chat
 from .protocol import BadRequest, refuse
 from .schema import FULL_TEXT, ConversationBody, Message, is_text
 
-MAX_FIELDS = 64  # of messages and for the template, which is rendered once for each
+MAX_FIELDS = 64  # fields and variables that are probed: the template is rendered once for each
 TEXT_KEYS = ("type", "text")  # of a message's content that is given as a list of texts
 
 
 def read_messages(body: ConversationBody) -> tuple[list[Message], list[str]]:
     """Return a conversation's messages, with texts as contents, and the paths that are ignored.
 
-    BadRequest for what is no message.
+    Raises BadRequest for anything but a message.
     """
     messages, ignored = list[Message](), list[str]()
     for path, message in body.list_turns():
@@ -92,7 +92,7 @@ def list_unread_fields(prompt: Mapping[str, Any], tokenizer: Any, source: str) -
     try:
         full_text = render() if reduced else ""
         unread_names = [name for name, changes in reduced.items() if render(**changes) == full_text]
-    except SpecDecError:  # what cannot be rendered is refused where the prompt is prepared
+    except SpecDecError:  # prepare() refuses it with the error
         return []
     for i, message in enumerate(prompt["messages"]):
         for name in ("tools", "tool_calls", "function_call"):
@@ -102,7 +102,7 @@ def list_unread_fields(prompt: Mapping[str, Any], tokenizer: Any, source: str) -
 
 
 def _list_reduced(prompt: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
-    """Return the changes of a prompt that leave out one name each, by the names' paths."""
+    """Return a prompt's changes that each leave out one field or variable, by its path."""
     messages, variables = prompt["messages"], prompt["chat_template_kwargs"]
     changes: dict[str, dict[str, Any]] = {}
     for name in variables:

@@ -10,19 +10,19 @@ from typing import Any
 
 AUTO = "auto"  # the format that the chat template shows
 NO_FORMAT = "none"
-FUNCTION = "<function="  # with which a call of Qwen3-Coder's begins
+FUNCTION = "<function="  # beginning of a call of Qwen3-Coder's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """Format of tool calls.
 
-    begin, end: the markers around calls. inner: what a call begins with behind the marker, where a
-    call is known by it if the marker is missing. is_bare: whether an answer that begins with the
+    begin, end: the markers around calls. inner: the beginning of a call behind the marker, where it
+    identifies a call without a marker. is_bare: whether an answer that begins with the
     JSON of a call is one, without a marker. arguments: the key of the arguments in a call's JSON;
-    empty where a call is its name, a marker and its arguments. sign: a regular expression of what
-    the chat templates of its models have; empty for none.
-    prefix, separator, suffix: what a forced answer has before, between and after its calls.
+    empty where a call is its name, a marker and its arguments. sign: a regular expression that
+    finds the format in a chat template; empty for none. prefix, separator, suffix: texts before,
+    between and after the calls of a forced answer.
     """
 
     begin: str = ""
@@ -43,7 +43,7 @@ class ToolFormat:
 
 
 # In the order in which their signs are looked for. A forced call of qwen3_coder is written as JSON,
-# in which all that a schema asks for can be kept to; its parser reads both.
+# which a grammar can keep to any schema; its parser reads both forms.
 _TAGS: Any = {
     "begin": "<tool_call>", "end": "</tool_call>", "prefix": "<tool_call>\n",
     "separator": "}\n</tool_call>\n<tool_call>\n", "suffix": "}\n</tool_call>",
@@ -85,10 +85,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormats:
-    """Formats of the served model: None for those that it lacks or that are not known.
+    """Formats of the served model: None for a format that it lacks or that is unknown.
 
-    reads_tools: whether its chat template does. marks: the markers that are special tokens, which
-    no text has, by their ids.
+    reads_tools: whether its chat template reads tools. marks: the markers that are special
+    tokens, by their ids; texts never hold these.
     """
 
     tools: ToolFormat | None = None
@@ -114,7 +114,7 @@ class ChatFormats:
 
     @property
     def as_text(self) -> bool:
-        """True where tools and calls become text of messages, for a template without them."""
+        """True where tools and calls become messages' texts: the template reads no tools."""
         return self.tools is TOOL_FORMATS["json"] and not self.reads_tools
 
 

@@ -29,7 +29,7 @@ class BodyGrammar(NamedTuple):
     """Grammar that a body asks for.
 
     param: the parameter that asks for it, None where no parameter does. grammar: its form as a
-    Prompt has it. ignored: paths of keywords of a JSON schema that only describe.
+    Prompt has it. ignored: paths of a JSON schema's keywords without effect.
     """
 
     param: str | None
@@ -51,7 +51,7 @@ def find_grammar(body: GenerationBody) -> BodyGrammar:
     grammar = _complete(path, kind, value, _choose_spacing(body))
     if "json_schema" not in grammar:
         return BodyGrammar(param, grammar, [])
-    # What else no grammar keeps to is refused where the grammar is compiled.
+    # Other keywords that no grammar can keep to are refused when the grammar is compiled.
     fitted = fit_schema(grammar["json_schema"])
     if fitted.faults:
         return BodyGrammar(param, grammar, [])
@@ -76,7 +76,7 @@ def _list_grammars(body: GenerationBody) -> dict[str, tuple[str, Any]]:
 
 
 def _choose_spacing(body: GenerationBody) -> Mapping[str, Any]:
-    """Return what white space a JSON text may have, as the grammars' library is told it."""
+    """Return llguidance's options for the white space of a JSON text."""
     structured = body.structured_outputs or StructuredOutputs()
     pattern = structured.whitespace_pattern or body.guided_whitespace_pattern
     if pattern is not None:
@@ -108,7 +108,7 @@ def _read_format(path: str, form: ResponseFormat | TextFormat) -> tuple[str, Any
 
 
 def _complete(path: str, kind: str, value: Any, spacing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a grammar as a Prompt has it: its schema is read and spaced, choices are a pattern."""
+    """Return a grammar in a Prompt's form: schemas parsed and spaced, choices as a pattern."""
     if kind == "choice":
         return {"regex": write_choice(value)}
     if kind not in ("json_schema", "json_object"):

@@ -46,7 +46,7 @@ HISTOGRAMS = {
     "request_generation_tokens": (SIZES, "Tokens of an output."),
     "iteration_tokens_total": (SIZES, "Tokens that a step read and generated."),
 }  # fmt: skip
-# How requests end, in OpenAI's words.
+# Finish reason of the engine -> OpenAI's.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 
 
@@ -94,7 +94,7 @@ class Metrics:
         return self._engine.num_sought_tokens, self._engine.num_reused_tokens
 
     def render(self, running: Sequence[Job], num_waiting: int) -> bytes:
-        """Return the text that Prometheus reads; gauges are of this moment."""
+        """Return the metrics in Prometheus's text format, with gauges of this moment."""
         room = self._engine.max_batch_size * self._engine.max_seq_len
         for key, value in (
             ("num_requests_running", len(running)),
@@ -105,11 +105,11 @@ class Metrics:
         return generate_latest(self.registry)
 
     def note_start(self) -> None:
-        """Begin to count, behind what the engine did before the first request."""
+        """Begin to count; work before the first request does not count."""
         self._cached = self._read_cache()
 
     def note_step(self, jobs: Sequence[tuple[Job, Event]]) -> None:
-        """Count what a step gave."""
+        """Count the tokens and drafts of a step."""
         num_read = 0
         drafts = drafted = accepted = generated = 0
         positions: Counts[int] = Counts()
@@ -145,7 +145,7 @@ class Metrics:
             self._histograms["iteration_tokens_total"].observe(num_read + generated)
 
     def note_end(self, job: Job, reason: str) -> None:
-        """Count a request that is over."""
+        """Count a request that has ended, and its times."""
         if not job.has_output and reason == "eos":
             reason = "length"  # as the answer says
         self._success.labels(self._model, FINISH_REASONS.get(reason, "error")).inc()
@@ -232,7 +232,7 @@ def _round(number: float | None, digits: int) -> float | None:
 
 
 def _subtract(end: float | None, start: float | None) -> float | None:
-    """Return the seconds between two times; None where one has not come."""
+    """Return the seconds between two times; None where one is not known yet."""
     return None if end is None or start is None else end - start
 
 

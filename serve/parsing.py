@@ -21,7 +21,7 @@ Reading = Generator[None, None, T]
 Delta = dict[str, Any]
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
-# The JSON of a call up to its arguments, where these may be told before the call has ended.
+# The JSON of a call up to its arguments, which a stream may send before the call has ended.
 _HEAD = re.compile(
     rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{_STRING}\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -31,8 +31,8 @@ _NAME = re.compile(r"([^\s\[\]{}<>]+)((?:\[CALL_ID\][^\s\[\]{}<>]+)?(?:\[ARGS\])
 _NAME_SO_FAR = re.compile(r"([^\s\[\]{}<>]+)((?:\[[^\s{}<>]*)?\s*)")
 # An object's first key and, where it is a text, its value, as far as they have come.
 _FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
-_NO_NAME = re.compile(r"[\s{}<>]|.{200}")  # where no name of a tool goes on
-# Outside of texts: what opens and closes, and what JSON cannot have.
+_NO_NAME = re.compile(r"[\s{}<>]|.{200}")  # ends a tool's name, or shows that it is none
+# Outside of texts: quotation marks, brackets, and characters that JSON cannot have.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s:,.+-]')
 _TEXT_END = re.compile(r'["\\]')
 
@@ -46,7 +46,7 @@ class JsonScan:
         self.is_whole = False
 
     def run(self, text: str) -> bool:
-        """Go on; return whether the value has ended, whole or at what cannot be JSON."""
+        """Continue the search; return whether the value has ended, or cannot be JSON."""
         while True:
             match = (_TEXT_END if self._is_in_text else _STRUCTURE).search(text, self.position)
             if match is None:
@@ -99,13 +99,13 @@ class Parser:
         self._is_thinking, self._schemas = is_thinking, schemas or {}
         self._needs_marker = needs_marker
         self._text, self._position, self._is_over = "", 0, False
-        self._is_cut = False  # the answer, by a limit
-        self._has_run_out = False  # the text, before it was clear whether it has a call
+        self._is_cut = False  # whether a limit has ended the answer
+        self._has_run_out = False  # whether the text ended before a call was certain
         self._deltas: list[Delta] = []
         self._texts = {"content": "", "reasoning_content": ""}
-        self.reasoning_end = 0  # in the text that was fed
+        self.reasoning_end = 0  # position in the text that was fed
         self.calls: list[Delta] = []
-        self.is_call_cut = False  # one of the calls: its arguments are not whole
+        self.is_call_cut = False  # whether a call's arguments are incomplete
         self._reader = self._read()
         next(self._reader)
 
@@ -118,17 +118,17 @@ class Parser:
         return self._texts["reasoning_content"]
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more of the answer; return what it adds."""
+        """Parse more text of the answer; return the new deltas."""
         self._text += text
         next(self._reader, None)
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Return what is left where nothing more comes.
+        """End the answer; return its last deltas.
 
-        is_cut: whether a limit ended the answer. What may then be the beginning of a call, without
-        its name or with half a marker, is in no part of the answer.
+        is_cut: whether a limit ended the answer. Text that may then be the beginning of a call,
+        without its name or with half a marker, is in no part of the answer.
         """
         self._is_over, self._is_cut = True, is_cut
         return self.feed("")
@@ -202,7 +202,7 @@ class Parser:
         return min((pair for pair in starts if pair[0] >= 0), default=(-1, ""))
 
     def _find_half(self, markers: Sequence[str]) -> int:
-        """Find where a marker may have begun with which the text ends; its end where none has."""
+        """Return where half a marker begins that ends the text; the text's length for none."""
         size = max(map(len, markers), default=1) - 1
         for start in range(max(self._position, len(self._text) - size), len(self._text)):
             if any(marker.startswith(self._text[start:]) for marker in markers):
@@ -210,7 +210,7 @@ class Parser:
         return len(self._text)
 
     def _read_bare(self, form: ToolFormat) -> Reading[None]:
-        """Read an answer that begins with a call of a tool that there is, without a marker.
+        """Read an answer that begins with a call without a marker, of a tool of the request.
 
         Where the format has no marker, the call may be marked as a block of code.
         """
@@ -227,16 +227,16 @@ class Parser:
         self._position = yield from self._read_end("```" if fence else form.end, end)
 
     def _read_end(self, word: str, position: int) -> Reading[int]:
-        """Find the end of the word that may be behind a call, or half of which ends the text."""
+        """Return the end of a word that may stand behind a call, whole or cut by the text's end."""
         behind = yield from self._skip(position)
         if word and (yield from self._has(behind, word)):
             return behind + len(word)
         return len(self._text) if word.startswith(self._text[behind:]) else behind
 
     def _read_calls(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
-        """Read what is behind a marker; return where it ends, None where it is no call.
+        """Read the calls behind a marker; return their end, None where no call stands there.
 
-        is_bare: without the marker, which only a call of a tool that there is may be.
+        is_bare: whether the marker is missing; a call must then name a tool of the request.
         """
         position = yield from self._skip(position)
         if (yield from self._has(position, FUNCTION)):
@@ -273,7 +273,7 @@ class Parser:
             position = yield from self._skip(position + 1)
 
     def _read_object(self, position: int, is_bare: bool) -> Reading[int | None]:
-        """Read the JSON of a call; a bare one must be of a tool that there is."""
+        """Read the JSON of a call; a bare one must name a tool of the request."""
         scan = JsonScan(position)
         if self._text[position : position + 1] != "{":
             self._has_run_out |= position == len(self._text)
@@ -307,7 +307,7 @@ class Parser:
         if key in ("name", "type"):
             words = self._schemas if key == "name" else ("function",)
             return is_last if value is None else is_a_beginning(value, words, bool(is_value))
-        if key == "id":  # of something else as often, so that a limit leaves it content
+        if key == "id":  # other objects have ids as often: after a limit, it is content
             return not self._is_cut
         return key in _KEYS and value is None and (is_last or next_letter == "{")
 
@@ -331,7 +331,7 @@ class Parser:
         return True
 
     def _read_arguments(self, name: str, position: int, depth: int) -> Reading[int]:
-        """Read arguments, and what closes the `depth` brackets around them; return its end."""
+        """Read arguments and the `depth` closing brackets behind them; return their end."""
         self._begin_call(name)
         scan, is_over = JsonScan(position), False
         while not is_over:
@@ -364,7 +364,7 @@ class Parser:
         return (yield from self._read_arguments(head[1], head.end(), depth=0))
 
     def _ends_in_name(self, name: re.Match[str] | None, position: int, is_bare: bool) -> bool:
-        """Return whether the text ends in what may be a call's name; a bare one is a word, too."""
+        """Return whether the text ends in a call's possible name; a bare name may be any word."""
         if is_bare:
             return name is not None and "[" in name[2]
         return name is not None or position == len(self._text)
@@ -400,7 +400,7 @@ class Parser:
         return position
 
     def _read_name(self, position: int, is_bare: bool) -> Reading[str | None]:
-        """Read a name up to ">"; return None where that is no name, or a bare call's of no tool."""
+        """Read a name up to ">"; return None for no name, or for a bare call of no known tool."""
         while True:
             close = self._text.find(">", position)
             name = self._text[position:] if close < 0 else self._text[position:close]
@@ -415,16 +415,16 @@ class Parser:
             yield
 
     def _cut_function(self, prefix: str) -> int:
-        """Leave a call's arguments as they are, where the text ends in it; return that end.
+        """End a call whose arguments the text's end cuts off; return that end.
 
-        prefix: what would have begun the next argument.
+        prefix: the marker with which the next argument would begin.
         """
         self._add_arguments(prefix if prefix == "{" else "")
         self.is_call_cut = True
         return len(self._text)
 
     def _skip(self, position: int) -> Reading[int]:
-        """Return where the white space from a position on ends."""
+        """Return the end of the white space at a position."""
         while True:
             while position < len(self._text) and self._text[position].isspace():
                 position += 1
@@ -433,7 +433,7 @@ class Parser:
             yield
 
     def _has(self, position: int, word: str) -> Reading[bool]:
-        """Return whether the text goes on with a word at a position."""
+        """Return whether a word stands at a position."""
         while not self._text.startswith(word, position):
             may_come = word.startswith(self._text[position:])
             if self._is_over or not may_come:
@@ -443,7 +443,7 @@ class Parser:
         return True
 
     def _find(self, word: str, position: int) -> Reading[int]:
-        """Return where a word is, from a position on; -1 where the text ends without it."""
+        """Return the position of a word, searched from a position; -1 for none."""
         while (start := self._text.find(word, position)) < 0:
             if self._is_over:
                 return -1

@@ -1,4 +1,4 @@
-"""HTTP on one connection: uvicorn's, but clients that stall are left, and errors are JSON."""
+"""HTTP on one connection: uvicorn's protocol, with limits for stalled clients and JSON errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import h11
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 30.0  # in which the headers of a request must have come
-EVENTS = "specdec.events"  # in a request's scope, if its answer is a stream of events
-PROBE_SECONDS = 0.01  # until it is seen whether a client that sends no more has left
-STALL_SECONDS = 60.0  # after which a client is left that takes nothing of its answer
+HEAD_SECONDS = 30.0  # time limit for receiving a request's headers
+EVENTS = "specdec.events"  # key of a request's scope: its answer is a stream of events
+# Wait after a probe that shows whether a client that sends no more has left.
+PROBE_SECONDS = 0.01
+STALL_SECONDS = 60.0  # after which a client that reads nothing of its answer is dropped
 
 
 class BadRequest(Exception):
-    """Error of a request that cannot be served as it is, or not now, as its client reads it."""
+    """Error that a client reads: its request cannot be served as it is, or not now."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None,
@@ -31,7 +32,7 @@ class BadRequest(Exception):
 
 
 def refuse(path: str, reason: str, **details: Any) -> BadRequest:
-    """Return the error of the value at a path in the body, which begins the sentence."""
+    """Return the error of a value; its path in the body is the sentence's subject."""
     return BadRequest(f"{path} {reason}", path.partition(".")[0], **details)
 
 
@@ -80,7 +81,7 @@ class Connection(H11Protocol):
         return True
 
     def on_response_complete(self) -> None:
-        """Go on with what the client asked for behind this; else end what sends no more."""
+        """Continue with the client's next request; else end a connection that sends no more."""
         super().on_response_complete()
         if self._sends_no_more and not self._is_answering:
             self.transport.close()
@@ -108,7 +109,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer to what is not HTTP; called where the error is handled."""
+        """Answer to bytes that are not HTTP; uvicorn calls this while it handles the error."""
         if self._is_answering and self.cycle.response_started:
             self.transport.close()
             return
@@ -123,7 +124,7 @@ class Connection(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
-            self.cycle.disconnected = True  # it began with the headers: its answer comes too late
+            self.cycle.disconnected = True  # its answer has begun: an error comes too late
         self.transport.close()
 
     @property
@@ -131,7 +132,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _end_in(self, seconds: float | None) -> None:
-        """End the connection after so many seconds, instead of what was said before."""
+        """Set the seconds after which the connection ends; None cancels that end."""
         if self._ending is not None:
             self._ending.cancel()
         self._ending = None

@@ -1,4 +1,4 @@
-"""Requests that a body means: its prompts with their settings, tokenized and checked."""
+"""Requests of a body: its prompts with their settings, tokenized and checked."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ STOPS = ("stop", "stop_token_ids")
 class BodyInputs(NamedTuple):
     """Prompts of a body, and the settings that each endpoint names in its own way.
 
-    prompts: the fields that hold the input, of each Prompt. settings: fields that all share.
-    limit_param: the parameter that limits the output. ignored: paths of what has no effect.
+    prompts: of each Prompt, the fields of its input. settings: fields that all prompts share.
+    limit_param: the parameter that limits the output. ignored: paths of parameters without effect.
     """
 
     prompts: list[dict[str, Any]]
@@ -51,8 +51,8 @@ def make_requests(
 ) -> tuple[list[Request], list[str]]:
     """Tokenize and check a body's prompts; return num_choices requests of each, and ignored paths.
 
-    The seeds of all choices are consecutive. formats: how the model writes what is no content.
-    calling: what a chat says of tools. BadRequest where the engine cannot take the requests.
+    The seeds of all choices are consecutive. formats: how the model writes reasoning and calls.
+    calling: a chat's tools. BadRequest where the engine cannot take the requests.
     """
     _check_choices(body)
     ignored = body.list_ignored()
@@ -100,7 +100,7 @@ def _repeat(request: Request, num_choices: int, first_index: int, seed: int) -> 
 
 
 def _check_choices(body: GenerationBody) -> None:
-    """Raise BadRequest for contradicting numbers of choices, and what needs a stream or none."""
+    """Raise BadRequest for contradicting numbers of choices, or parameters that need a stream."""
     if body.best_of is not None and body.best_of < body.num_returned:
         raise BadRequest(f"best_of is {body.best_of}, and n {body.num_returned}", "best_of")
     for name, is_given, is_for_streams in (
@@ -135,7 +135,7 @@ def _drop_stops(body: GenerationBody, calling: Calling) -> tuple[GenerationBody,
     if not calling.is_forced:
         return body, []
     unused_stops = [name for name in STOPS if getattr(body, name)]
-    return dataclasses.replace(body, **dict.fromkeys(STOPS)), unused_stops
+    return dataclasses.replace(body, stop=None, stop_token_ids=None), unused_stops
 
 
 def _read_inputs(
@@ -160,7 +160,7 @@ def _read_inputs(
 def _read_conversation(
     body: ConversationBody, engine: Engine, formats: ChatFormats, calling: Calling | None
 ) -> BodyInputs:
-    """Return the prompt of a conversation, and what its body says in its own way."""
+    """Return the prompt of a conversation, and the settings that its endpoint names."""
     limit, limit_param = _read_limit(body)
     if body.num_top_logprobs is None and body.top_logprobs:
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
@@ -199,7 +199,7 @@ def _read_settings(
     settings = {"temperature": 1.0} | body.list_given(PROMPT) | {
         "logit_bias": read_bias(body.logit_bias or {}) or None,
         "stop": body.stop_words,
-        "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's for all
+        "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM writes -1 for all tokens
         "truncate_prompt_tokens": _limit_prompt(body, engine, endpoint_settings["max_output_len"]),
         "end_ids": () if body.ignore_eos else None,
         "keep_trees": body.return_trees,
@@ -209,7 +209,7 @@ def _read_settings(
         settings["prompt_logprobs"] = True
         settings["logprobs"] = max(settings["logprobs"] or 0, body.prompt_logprobs)
     elif body.num_choices > body.num_returned and settings["logprobs"] is None:
-        settings["logprobs"] = 0  # by which the best are chosen
+        settings["logprobs"] = 0  # best_of ranks by them
     return settings
 
 
@@ -217,7 +217,7 @@ def _limit_prompt(body: GenerationBody, engine: Engine, output_limit: int | None
     """Return how many of a prompt's last tokens are kept, None for all."""
     if body.truncate_prompt_tokens != -1:
         return body.truncate_prompt_tokens
-    room = engine.max_seq_len - (output_limit or 1)  # vLLM's -1 for all that there is room for
+    room = engine.max_seq_len - (output_limit or 1)  # -1 is vLLM's: as many as fit
     return max(1, min(engine.max_input_len, room))
 
 
@@ -229,7 +229,7 @@ def _prepare(engine: Engine, *, index: int, **fields: Any) -> Request:
 def _name_parameters(source: str, names: Mapping[str, str]) -> Iterator[None]:
     """Raise BadRequest by the names of the parameters for the error of a prompt.
 
-    source: the parameter that has the input. names: parameters by the fields of a Prompt.
+    source: the parameter of the input. names: parameters by the fields of a Prompt.
     """
     try:
         yield

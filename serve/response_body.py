@@ -118,7 +118,7 @@ class ResponseBody(ConversationBody):
 
 
 def _read_items(items: Any, instructions: str | None) -> Turns:
-    """Return the messages that items mean, each behind the path of its first item."""
+    """Convert items to messages, each with the path of its first item."""
     turns: Turns = []
     if instructions:
         turns.append(("instructions", {"role": "system", "content": instructions}))
@@ -144,7 +144,7 @@ def _read_items(items: Any, instructions: str | None) -> Turns:
 
 
 def _read_item(item: Mapping[str, Any], item_type: Any, path: str) -> Message:
-    """Return the message that an item means by itself."""
+    """Convert one item to a message."""
     if item_type == "message":
         return {"role": item.get("role"), "content": _read_text(item.get("content"), path)}
     if item_type == "function_call":

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's responses: lists of items, and the events that tell them in a stream."""
+"""Answers of OpenAI's Responses API: lists of items, streamed as events."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ResponseAnswer(ChatAnswer):
         super().__init__(*arguments)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._items: list[Item] = []
-        self._is_open = False  # whether the last item goes on
+        self._is_open = False  # whether the last item may still grow
         self._status, self._number = "in_progress", 0
-        self._is_limited = False  # by max_output_tokens
+        self._is_limited = False  # whether max_output_tokens ended the answer
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole answer, when it is over."""
@@ -53,7 +53,7 @@ class ResponseAnswer(ChatAnswer):
         yield self._make_event("response.in_progress", response=self.to_json())
 
     def add(self, choice: Choice, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-        """Yield the events of what the answer has gained."""
+        """Yield the events of a choice's new text, calls and end."""
         for chunk in super().add(choice, events):
             (document,) = chunk["choices"]
             yield from self._add_delta(document["delta"], document["logprobs"])
@@ -107,7 +107,7 @@ class ResponseAnswer(ChatAnswer):
         yield self._make_item_event("response.output_item.added", item=dict(self._items[-1]))
 
     def _open_text(self, kind: str, content_type: str) -> Iterator[dict[str, Any]]:
-        """Begin an item of text, unless the last one is one of this kind and goes on."""
+        """Begin an item of text, unless the last item is open and of this kind."""
         if self._is_open and self._items[-1]["type"] == kind:
             return
         fields: Item = {"role": "assistant"} if kind == "message" else {"summary": []}

@@ -20,36 +20,36 @@ from specdec.system import logs
 from .protocol import BadRequest
 
 logger = logs.get_logger(__name__)
-SILENT_SECONDS = 10.0  # that other ranks may be silent when the server ends
-HURRIED_SECONDS = 2.0  # that they may be silent when it was told twice to end
-IDLE_SECONDS = 1.0  # between two steps of an idle engine, which look after its other ranks
+SILENT_SECONDS = 10.0  # longest silence of other ranks when the server ends
+HURRIED_SECONDS = 2.0  # longest silence after a second signal
+IDLE_SECONDS = 1.0  # between two steps of an idle engine, which check its other ranks
 
 
 class Job:
-    """Request on its way. The thread that submitted it takes its events at any time.
+    """Request in the queue or the engine, whose events its submitter takes at any time.
 
-    What waits to be taken is never more than the request's own output. Times are those of
-    time.perf_counter, and None where something has not happened yet.
+    Events that wait to be taken hold at most the request's own output. Times are those of
+    time.perf_counter, None for an event that has not happened yet.
     """
 
     def __init__(
         self, request: Request, on_change: Callable[[], None], *, has_output: bool = True
     ) -> None:
-        """on_change: called in the engine's thread, when there is something to take.
+        """on_change: called in the engine's thread when `take` has something to return.
 
         has_output: whether new tokens are asked for, or only the prompt.
         """
         self.request, self.has_output = request, has_output
         self.queue_time = time.perf_counter()
-        self.row_time: float | None = None  # when its row was given
+        self.row_time: float | None = None  # when it got its row of the cache
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
-        self.num_new_tokens = 0  # that were told so far
+        self.num_new_tokens = 0  # tokens of all events so far
         self.gaps: list[float] = []  # seconds between the steps that brought tokens
         self.stream: Stream | None = None
         self.steps: list[tuple[int, int]] = []  # of each verify step: tokens drafted, accepted
-        self.num_new_steps = 0  # of these, in the newest event
-        self.stats: RequestStats | None = None  # once it is over
+        self.num_new_steps = 0  # verify steps of the newest event
+        self.stats: RequestStats | None = None  # when the request has ended
         self.error: Exception | None = None
         self.is_cancelled = False
         self.on_change = on_change
@@ -62,12 +62,12 @@ class Job:
 
     @property
     def num_output_tokens(self) -> int:
-        """The new tokens so far, 0 where only the prompt was asked for."""
+        """Number of new tokens so far, 0 where only the prompt was asked for."""
         return self.num_new_tokens if self.has_output else 0
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that its row of the cache holds, none until its prompt was read."""
+        """Number of tokens in its row of the cache, 0 until its prompt was read."""
         return len(self.request.input_ids) + self.num_new_tokens if self.num_new_tokens else 0
 
     def take(self) -> list[Event]:
@@ -123,7 +123,7 @@ class JobScheduler:
         self._waiting_jobs: deque[Job] = deque()
         self._running_jobs: list[Job] = []
         self._is_ready = self._is_draining = self._is_stopped = self._is_hurried = False
-        self._seconds = 1.0  # that a request took, a moving mean
+        self._seconds = 1.0  # moving mean of the seconds that a request takes
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -135,7 +135,7 @@ class JobScheduler:
 
     @property
     def running(self) -> Sequence[Job]:
-        """The requests that have a row now."""
+        """Requests that have a row now."""
         return [job for job in self._running_jobs if not job.is_over]
 
     @property
@@ -149,7 +149,7 @@ class JobScheduler:
     def start(self) -> None:
         """Make a first token, which takes the memory of the cache, then wait for requests.
 
-        Raises what keeps the engine from it.
+        Raises the engine's error where that fails.
         """
         self.engine.make_token()
         self._is_ready = True
@@ -194,7 +194,7 @@ class JobScheduler:
         self._is_draining = True
 
     def hurry(self) -> None:
-        """Let `stop` give ranks up sooner that do not answer; a signal's handler may call it."""
+        """Let `stop` give up silent ranks sooner; a signal's handler may call this."""
         self._is_hurried = True
 
     def stop(self) -> None:
@@ -225,7 +225,7 @@ class JobScheduler:
                 self._admit()
             try:
                 self.engine.step()
-            except Exception as error:  # noqa: BLE001 - whatever it was, the server goes on
+            except Exception as error:  # noqa: BLE001 - the server survives any error of a step
                 self._fail(error)
                 continue
             self._deliver()
@@ -238,7 +238,7 @@ class JobScheduler:
         self._has_ended.set()
 
     def _admit(self) -> None:
-        """Give the rows that are free to requests that wait; the lock is held."""
+        """Give free rows to waiting requests; the caller holds the lock."""
         for job in self._running_jobs:
             if job.is_cancelled:
                 self._end(job, "cancelled")
@@ -254,7 +254,7 @@ class JobScheduler:
             self._running_jobs.append(job)
 
     def _deliver(self) -> None:
-        """Hand on the events of a step."""
+        """Count the events of a step and give them to their requests."""
         deliveries = []
         with self._changed:
             for job in self._running_jobs:
@@ -270,7 +270,7 @@ class JobScheduler:
                     self._end(job, event.finish_reason)
             self._running_jobs = [job for job in self._running_jobs if not job.is_over]
             self._changed.notify_all()
-        for job, event in deliveries:  # last, so that an answer is counted before it can be had
+        for job, event in deliveries:  # last: an answer is counted before a client can see it
             job.give(event)
 
     def _fail(self, error: Exception) -> None:
@@ -301,8 +301,8 @@ class JobScheduler:
             job.on_change()
 
     def _end(self, job: Job, reason: str) -> None:
-        """Count a request that is over; the lock is held."""
-        job.stream = None  # which holds on to the cache
+        """Count a request that has ended; the caller holds the lock."""
+        job.stream = None  # releases the row of the cache
         self._seconds += 0.1 * (time.perf_counter() - job.queue_time - self._seconds)
         if self._watcher is not None:
             self._watcher.note_end(job, reason)

@@ -21,7 +21,7 @@ IGNORED = (
     "cache_salt", "priority", "cache_prompt", "id_slot", "n_keep", "timings_per_token",
     "return_progress",
 )  # fmt: skip
-# Parameters of theirs that are not offered, with the values that ask for nothing.
+# Parameters of these APIs that are not offered -> their values that change nothing.
 ONLY_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "web_search_options", "chat_template"), ()),
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
@@ -33,7 +33,8 @@ ONLY_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     "suffix": ("",), "parallel_tool_calls": (True, False), "modalities": (["text"],),
 }  # fmt: skip
-PROMPT, TEMPLATE = "prompt", "template"  # groups of settings that a Prompt has by the same names
+PROMPT = "prompt"  # group of settings: fields of a Prompt
+TEMPLATE = "template"  # group of settings: variables of the chat template
 Message = dict[str, Any]
 Turns = list[tuple[str, Message]]  # messages, each behind its path in the body
 
@@ -77,7 +78,7 @@ def _is_bias(value: Any) -> bool:
 
 
 def _allow_number(number: int, check: Check) -> Check:
-    """Return a check that takes one more number, of which its expectation does not speak."""
+    """Return a check that also allows a number which its message does not mention."""
     return lambda v: (type(v) is int and v == number) or check[0](v), check[1]
 
 
@@ -109,19 +110,19 @@ SEED: Check = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """JSON object whose values were checked; a parameter that was not given, or is null, is None.
+    """JSON object with checked values; a missing parameter, or one that is null, is None.
 
-    ignored: paths of the parameters that were given and have no effect.
+    ignored: paths of the object's parameters without effect.
     """
 
-    ignored_names: ClassVar[Sequence[str]] = ()  # parameters that are taken without effect
-    ignores_others: ClassVar[bool] = False  # takes all other parameters without effect
-    not_offered: ClassVar[frozenset[str]] = frozenset()  # fields that clients cannot give
+    ignored_names: ClassVar[Sequence[str]] = ()  # parameters without effect
+    ignores_others: ClassVar[bool] = False  # unknown parameters have no effect
+    not_offered: ClassVar[frozenset[str]] = frozenset()  # fields that clients cannot set
 
     ignored: tuple[str, ...] = ()
 
     def list_given(self, group: str | None = None) -> dict[str, Any]:
-        """Return the parameters that were given, by name; group: only the settings of a group."""
+        """Return the parameters of the body by name; group: only the settings of this group."""
         names = (
             field.name for field in dataclasses.fields(self)
             if "rule" in field.metadata and group in (None, field.metadata["group"])
@@ -207,12 +208,12 @@ class StructuredOutputs(Parameters):
 class Body(Parameters):
     """Body of a request."""
 
-    source: ClassVar[str] = ""  # the parameter that must be given, which has the input
+    source: ClassVar[str] = ""  # the required parameter that holds the input
 
     model: str | None = parameter(TEXT)
 
     def list_ignored(self) -> list[str]:
-        """Return the paths of the parameters and values that were given and have no effect."""
+        """Return the paths of the body's parameters and values without effect."""
         return list(self.ignored)
 
 
@@ -238,9 +239,9 @@ class GenerationBody(Body):
     bad_words: list[str] | None = _prompt_setting("bad_words")
     allowed_token_ids: list[int] | None = _prompt_setting("allowed_token_ids")
     max_tokens: int | None = parameter(LIMIT)
-    top_k: int | None = parameter(_allow_number(-1, CHECKS["top_k"]))  # vLLM's -1 for all
+    top_k: int | None = parameter(_allow_number(-1, CHECKS["top_k"]))  # -1 is vLLM's: all tokens
     truncate_prompt_tokens: int | None = parameter(
-        _allow_number(-1, CHECKS["truncate_prompt_tokens"])  # vLLM's -1 for all there is room for
+        _allow_number(-1, CHECKS["truncate_prompt_tokens"])  # -1 is vLLM's: all that fit
     )
     logit_bias: Mapping[str, float] | None = parameter(BIAS)
     stop: str | list[str] | None = parameter(STOP)
@@ -260,13 +261,13 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = parameter(CHOICES)
     guided_whitespace_pattern: str | None = parameter(FULL_TEXT)
     structured_outputs: StructuredOutputs | None = parameter(StructuredOutputs)
-    return_token_ids: bool | None = parameter(BOOL)  # vLLM's: ids of the prompt and of the output
-    return_origins: bool | None = parameter(BOOL)  # ours, for the page: how each token came
-    return_trees: bool | None = parameter(BOOL)  # ours, for the page: what each step verified
+    return_token_ids: bool | None = parameter(BOOL)  # vLLM's extension: ids of prompt and output
+    return_origins: bool | None = parameter(BOOL)  # for our page: origin of each token
+    return_trees: bool | None = parameter(BOOL)  # for our page: draft tree of each step
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens an answer lists; None lists no log-probabilities."""
+        """Number of likeliest tokens that an answer lists; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -276,23 +277,23 @@ class GenerationBody(Body):
 
     @property
     def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
-        """The path of the parameter that has the answer's format, and that format."""
+        """Path of the parameter with the answer's format, and that format."""
         return "response_format", self.response_format
 
     @property
     def stop_words(self) -> list[str]:
-        """The texts that end an output."""
+        """Texts that end an output."""
         words = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [word for word in words if word]
 
     @property
     def num_returned(self) -> int:
-        """How many outputs of each prompt an answer returns."""
+        """Number of outputs of each prompt that an answer returns."""
         return self.n or 1
 
     @property
     def num_choices(self) -> int:
-        """How many outputs of each prompt are made."""
+        """Number of outputs of each prompt that are generated."""
         return max(self.num_returned, self.best_of or 1)
 
 
@@ -318,7 +319,7 @@ class CompletionBody(GenerationBody):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversationBody(GenerationBody):
-    """Body that has a conversation, and perhaps tools.
+    """Body with a conversation, and perhaps tools.
 
     has_flat_tools: whether a tool's function stands in the tool itself. limit_name: the parameter
     that limits the answer's tokens besides max_tokens.
@@ -337,11 +338,11 @@ class ConversationBody(GenerationBody):
 
     @property
     def effort(self) -> str | None:
-        """How much the model is to reason, a variable of the chat template."""
+        """Reasoning effort, a variable of the chat template."""
         raise NotImplementedError
 
     def list_turns(self) -> Turns:
-        """Return the messages with their paths; BadRequest for what is no message."""
+        """Return the messages with their paths; BadRequest for anything but messages."""
         raise NotImplementedError
 
 
@@ -413,7 +414,7 @@ B = TypeVar("B", bound=Body)
 def read_body(kind: type[B], document: Any) -> B:
     """Check a body; BadRequest names the parameter that is wrong, missing, unknown or not offered.
 
-    kind: the body's class, which says what endpoint it is of.
+    kind: the class of the endpoint's bodies.
     """
     if not isinstance(document, dict):
         raise BadRequest("the body is not a JSON object")
@@ -455,7 +456,7 @@ def _read_value(rule: Rule, value: Any, path: str) -> Any:
 
 
 def _check_default(name: str, value: Any, path: str, rules: Mapping[str, Any]) -> None:
-    """Raise BadRequest for an unknown parameter, and for one that is not offered and asks for more.
+    """Raise BadRequest for an unknown parameter, or a value of one that is not offered.
 
     path: where the object of the parameter stands in the body, empty for the body itself.
     """

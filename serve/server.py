@@ -34,17 +34,17 @@ from .settings import ServeSettings
 
 logger = logs.get_logger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SWITCH_SECONDS = 0.0005  # after which a thread lets another one in; Python's own is 0.005
+SWITCH_SECONDS = 0.0005  # switch interval of threads; Python's default is 0.005
 
 
 def serve(settings: ServeSettings) -> None:
-    """Load the engine and serve until told to end; SpecDecError where either fails."""
+    """Load the engine and serve until a signal; SpecDecError where either fails."""
     require(settings)
-    read_drafting(settings, None)  # what is written wrong is told before anything is loaded
+    read_drafting(settings, None)  # raises errors of options before the engine is loaded
     key = read_key(settings.api_key_file)
     check_address(settings, key)
     with keep_signals(), open_socket(settings) as listener, load(settings) as engine:
-        EngineServer(settings, engine, key).run_until_told(listener)
+        EngineServer(settings, engine, key).run_until_signal(listener)
         end_ranks(is_done=True)
 
 
@@ -142,11 +142,11 @@ class EngineServer:
         )  # fmt: skip
         self._http = Http(config, self.scheduler)
 
-    def run_until_told(self, listener: socket.socket) -> None:
+    def run_until_signal(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, SIGINT, or the engine is lost, which is raised."""
         self.scheduler.start()
         self._metrics.note_start()
-        leave_signals()  # of which the first one waits for requests
+        leave_signals()  # a first signal lets requests end, which needs the ranks
         self._http.take_signals()
         listener.listen()  # connections from now on are answered as soon as uvicorn runs
         host, port = listener.getsockname()[:2]
@@ -167,7 +167,7 @@ class EngineServer:
 
 
 class Http(uvicorn.Server):
-    """uvicorn; the first signal lets requests end, the second ends them, others change nothing."""
+    """uvicorn with two signals: the first lets requests end, the second ends them."""
 
     _loop: asyncio.AbstractEventLoop
 
@@ -176,7 +176,7 @@ class Http(uvicorn.Server):
         self._scheduler = scheduler
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until told to end."""
+        """Serve until `should_exit`."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
@@ -192,7 +192,7 @@ class Http(uvicorn.Server):
                 signal.signal(number, self.handle_exit)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal; the process then ends with status 0, since it did as it was told."""
+        """Handle a signal; the process then ends with status 0, as the signal asked."""
         if not self.should_exit:
             name = signal.Signals(sig).name
             logger.info("%s: no more requests; waiting for those that run", name)

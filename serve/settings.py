@@ -20,7 +20,7 @@ MACHINE = option_group("Machine", rare=True)
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """One field is one flag and one recipe key."""
+    """Options of specdec-serve: each field is a flag and a recipe key."""
 
     engine_dir: Path = like(DecodeSettings, "engine_dir", group="Engine")
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir", group="Engine")

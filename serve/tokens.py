@@ -20,7 +20,7 @@ class TokenTable:
         self._letters = list_byte_letters() if is_byte_level else None
 
     def get_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token stands for; perhaps of half a character."""
+        """Return a token's UTF-8 bytes, which may be half a character."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""

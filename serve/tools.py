@@ -1,6 +1,6 @@
-"""Tools in a chat: how a body names them, how the model is told, and the grammar for calls.
+"""Tools in a chat: their form in a body and in the prompt, and the grammar for calls.
 
-A grammar is made where OpenAI's interface promises what a model does not: calls that are required
+A grammar is made where OpenAI's API promises more than a model does: calls that are required
 or named, one call at most, arguments that keep to the schema of a strict tool, and structured
 output of a model that thinks first.
 """
@@ -35,10 +35,11 @@ These are the functions, with the JSON schemas of their arguments:
 class Calling:
     """Tools that an answer may call.
 
-    tools: as the template has them. schemas: of the arguments of those that may be called, by name.
-    is_forced: whether one must be. is_single: whether at most one may be. is_strict: whether a
-    grammar has to keep calls to the schemas. promised_names: tools whose arguments must keep to all
-    of their schema. schema_paths: where the schemas stand in the body, by the tools' names.
+    tools: documents for the template. schemas: argument schemas of the callable tools, by name.
+    is_forced: whether an answer must call one. is_single: whether it may call at most one.
+    is_strict: whether a grammar has to keep calls to the schemas. promised_names: tools whose
+    arguments must keep to all of their schema. schema_paths: paths of the schemas in the body, by
+    the tools' names.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -51,7 +52,7 @@ class Calling:
 
 
 class Tool(NamedTuple):
-    """Tool of a body: as the template has it, its arguments' schema and that schema's path."""
+    """Tool of a body: its document for the template, its argument schema and that one's path."""
 
     document: Mapping[str, Any]
     schema: Mapping[str, Any]
@@ -60,7 +61,7 @@ class Tool(NamedTuple):
 
 
 class ToolChoice(NamedTuple):
-    """A body's `tool_choice`. names: of the tools that it allows, None for all.
+    """Choice of tools by a body's `tool_choice`. names: allowed tools, None for all.
 
     names_function: whether it asks for a call of one function by name.
     """
@@ -92,7 +93,7 @@ def read_calling(body: ConversationBody, formats: ChatFormats) -> Calling | None
 
 
 def _check_choice(choice: ToolChoice, tools: Mapping[str, Tool]) -> None:
-    """Raise BadRequest for a tool_choice of tools that the body does not have."""
+    """Raise BadRequest for a tool_choice that names tools which the body lacks."""
     for name in choice.names or ():
         if not isinstance(name, str) or name not in tools:
             raise refuse("tool_choice", f"names {shorten(name)}, which is no tool")
@@ -103,7 +104,7 @@ def _check_choice(choice: ToolChoice, tools: Mapping[str, Tool]) -> None:
 def _list_promised(tools: Mapping[str, Tool], *, keeps_all: bool) -> Set[str]:
     """Return the names of tools whose arguments must keep to all of their schema.
 
-    keeps_all: whether all tools but those that are said to be loose are promised.
+    keeps_all: whether all tools are promised but those with "strict": false.
     """
     if keeps_all:
         return {name for name, tool in tools.items() if tool.strict is not False}
@@ -111,7 +112,7 @@ def _list_promised(tools: Mapping[str, Tool], *, keeps_all: bool) -> Set[str]:
 
 
 def _read_tools(documents: Any, is_flat: bool) -> dict[str, Tool]:
-    """Return a body's tools by name; is_flat: whether functions stand in the tools themselves."""
+    """Parse a body's tools, by name; is_flat: whether a tool is itself its function."""
     if not documents:
         return {}
     if not isinstance(documents, list) or len(documents) > MAX_TOOLS:
@@ -132,7 +133,7 @@ def _read_tools(documents: Any, is_flat: bool) -> dict[str, Tool]:
 
 
 def _check_formats(formats: ChatFormats) -> None:
-    """Raise BadRequest where the served model's way of writing calls is not known."""
+    """Raise BadRequest where the served model's format of calls is unknown."""
     reason = None
     if formats.tools is None:
         reason = (
@@ -207,10 +208,10 @@ def write_messages(
     messages: Sequence[Mapping[str, Any]], template: str, calling: Calling | None,
     formats: ChatFormats,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a conversation as the chat template can read it, without fields that are empty.
+    """Return a conversation in the chat template's form, without empty fields.
 
-    messages: as `read_messages` gives them. Where the template knows no tools, they and their calls
-    become text of other messages.
+    messages: of `read_messages`. For a template without tools, tools and calls become text of
+    other messages.
     """
     written_messages = [_clean_message(message, template) for message in messages]
     if not formats.as_text:
@@ -235,9 +236,9 @@ def _clean_message(message: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 
 def _write_calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which calls are text, and the results behind a call one user's message."""
+    """Write calls as text, and all results behind a call as one message of the user."""
     written_messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of called functions, by the ids of their calls
+    names: dict[str, str] = {}  # function names by the ids of their calls
     result = None  # the message that holds the results so far
     for message in messages:
         if calls := message.pop("tool_calls", None):
@@ -276,7 +277,7 @@ def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
 
 
 def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:
-    """Return the parser of a request's answer, None where there is nothing to find in it."""
+    """Return the parser of a request's answer, None for an answer without calls and reasoning."""
     thinking = find_thinking(formats.reasoning, request.input_text)
     reasoning = None if thinking is False else formats.reasoning
     if calling is None and reasoning is None:
@@ -292,7 +293,7 @@ def make_parser(calling: Calling | None, formats: ChatFormats, request: Request)
 class GrammarWriter:
     """Writer of the Lark grammar of an answer.
 
-    left_out: paths of keywords of schemas that no grammar keeps to.
+    left_out: paths of the schemas' keywords that no grammar can keep to.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -307,10 +308,10 @@ class GrammarWriter:
         body_grammar: Mapping[str, Any] | None,
         prompt: str,
     ) -> Mapping[str, Any] | None:
-        """Return the grammar of an answer, in the form of a prompt's; None where it is free.
+        """Return the grammar of an answer, in a Prompt's form; None for a free answer.
 
-        body_grammar: of the content, as the body asks for it. A Lark grammar is of the whole
-        answer, reasoning and calls included. Raises BadRequest for one beside required calls.
+        body_grammar: the grammar that the body asks for. A Lark grammar describes the whole answer,
+        reasoning and calls included; beside required calls it raises BadRequest.
         """
         thinking = find_thinking(formats.reasoning, prompt)
         if body_grammar is not None and "lark" in body_grammar:
@@ -330,7 +331,7 @@ class GrammarWriter:
         body_grammar: Mapping[str, Any] | None,
         thinking: bool | None,
     ) -> dict[str, str]:
-        """Return the Lark grammar of reasoning, calls and content; thinking: as found."""
+        """Return the Lark grammar of reasoning, calls and content; thinking: of find_thinking."""
         self._rules = {"TEXT": r"/(.|\n)*/", "SPACE": r"/\s{1,4}/"}
         main = self._write_body(body_grammar) if body_grammar is not None else ""
         if calling is not None and formats.tools is not None:
@@ -342,7 +343,7 @@ class GrammarWriter:
         return {"lark": "%llguidance {}\n" + "\n".join(rules)}
 
     def _write_reasoning(self, form: ReasoningFormat, is_thinking: bool, main: str) -> str:
-        """Return the rule of reasoning before `main`; is_thinking: whether it has to come."""
+        """Return the rule of reasoning before `main`; is_thinking: whether reasoning is certain."""
         self._rules["think"] = self._write_text_to(form.end)
         begin = self._write_literal(form.begin)
         if is_thinking:
@@ -350,7 +351,7 @@ class GrammarWriter:
         return f"{begin} think SPACE? ({main}) | {main}"
 
     def _write_body(self, body_grammar: Mapping[str, Any]) -> str:
-        """Return the rule of content that keeps to a JSON schema or a regular expression."""
+        """Return the rule of content that a JSON schema or a regular expression describes."""
         ((kind, value),) = body_grammar.items()
         self._rules["body"] = _write_json(value) if kind == "json_schema" else (
             "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
@@ -358,7 +359,7 @@ class GrammarWriter:
         return "body"
 
     def _write_calls(self, calling: Calling, form: ToolFormat, body: str) -> str:
-        """Return the rule of an answer with calls, or with a body or text where these may be."""
+        """Return the rule of an answer: calls, or a body or free text where these are allowed."""
         calls = []
         for i, (name, schema) in enumerate(calling.schemas.items()):
             self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
@@ -374,13 +375,13 @@ class GrammarWriter:
         if form.is_bare:
             self._rules["PLAIN"] = r"/([^\s{\[`](.|\n)*)?/"
             return "calls | PLAIN"
-        # What begins with the marker is a call; the marker is a token or is spelled.
+        # Text behind the marker is a call; the marker is one token or is spelled out.
         self._rules["trigger"] = self._write_text_to(form.begin)
         self._rules["rest"] = f"{self._write_literal(form.prefix[len(form.begin) :])} {ending}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
 
     def _fit(self, calling: Calling, name: str, schema: Any) -> Any:
-        """Return a tool's schema as a grammar keeps to it; BadRequest where more is promised."""
+        """Return a tool's schema for the grammar; BadRequest where the schema promises more."""
         fitted = fit_schema(schema, keeps_all=name in calling.promised_names)
         schema_path = calling.schema_paths.get(name, name)
         if fitted.faults:
@@ -393,14 +394,14 @@ class GrammarWriter:
         return fitted.schema
 
     def _write_text_to(self, marker: str) -> str:
-        """Return the rule of any text up to a marker, which is a token of its own or is spelled."""
+        """Return the rule of any text up to a marker, which is one token or is spelled out."""
         self._rules[name := f"to_{len(self._rules)}[lazy]"] = f"TEXT {_quote(marker)}"
         token = self._write_literal(marker)
         rule = name.removesuffix("[lazy]")
         return rule if token == _quote(marker) else f"{rule} | TEXT {token}"
 
     def _write_literal(self, text: str) -> str:
-        """Return a text in Lark, in which a marker that is a token of its own is that token."""
+        """Return a text in Lark's syntax, in which markers that are single tokens stay tokens."""
         literals = []
         for piece in filter(None, re.split(r"(\[[A-Z_/]+\]|</?\w+>|<\|\w+\|>)", text)):
             token = self._tokenizer.convert_tokens_to_ids(piece)

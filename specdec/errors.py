@@ -1,4 +1,4 @@
-"""Errors that are meant for the user: a fact with its numbers, and what to do about it."""
+"""Errors for users: a fact with its numbers, and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SpecDecError(Exception):
-    """The work could not be done; shown as `error:` and `hint:` lines, exit status 1.
+    """Error of work that could not be done: `error:` and `hint:` lines, exit status 1.
 
     problems: the (fact, remedy) pairs that the message lists.
     """
@@ -20,7 +20,7 @@ class SpecDecError(Exception):
         self.hint = hint
         self.problems = list(problems) or [(message, hint)]
 
-    def __reduce__(self) -> tuple[Any, ...]:  # or a process pool could not hand it on
+    def __reduce__(self) -> tuple[Any, ...]:  # lets process pools pass the error on
         return type(self), (self.message, self.hint), vars(self)
 
 
@@ -28,7 +28,7 @@ DISTRIBUTION = "specdec-toolchain"  # `specdec` on the package index is another 
 
 
 def name_extra(extra_name: str) -> str:
-    """Return the command that installs what an optional feature needs, for a hint.
+    """Return the command that installs the packages of an optional feature, for a hint.
 
     It names the packages: specdec itself is on no package index.
     """
@@ -51,14 +51,14 @@ def name_extra(extra_name: str) -> str:
 
 
 class UsageError(SpecDecError):
-    """The command line or recipe is wrong; exit status 2."""
+    """Error of a command line or recipe; exit status 2."""
 
 
 class PromptError(SpecDecError):
-    """A prompt, or what it asks for, cannot be used with this engine; others can.
+    """Error of one prompt or its settings; other prompts are not affected.
 
-    field: the field of `Prompt` that is to blame, where one is. reason: what is wrong with its
-    value, without its name.
+    field: the field of `Prompt` with the fault, None for no single field. reason: the fault of its
+    value, a sentence without its subject.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PromptError(SpecDecError):
 
 
 class FieldProblem(tuple[str, str]):
-    """A pair of `Problems` that is about a field of a prompt; see `PromptError`."""
+    """Pair of `Problems` about a field of a prompt; see `PromptError`."""
 
     field: str
     reason: str | None
@@ -87,38 +87,38 @@ class FieldProblem(tuple[str, str]):
 
 
 class EngineBusyError(SpecDecError):
-    """Another thread is using the engine: ask again when it has finished."""
+    """Error of an engine that another thread is using; a later call may succeed."""
 
 
 class EngineLostError(SpecDecError):
-    """The engine was closed, or one of its ranks has ended: load it again."""
+    """Error of an engine that was closed, or lost a rank; it must be loaded again."""
 
 
-# Called where a call hangs that only the end of the process can end: the error, an exit status, and
-# what is to be done before. A command prints the error and exits.
+# Handler of a call that hangs until the process ends. Arguments: the error, an exit status, and a
+# function that cleans up. A command prints the error and exits.
 on_hang: Callable[[SpecDecError, int, Callable[[], None]], None] | None = None
 
 
 class StepError(SpecDecError):
-    """A step failed in which this stream took part: ask for the prompt again."""
+    """Error of a stream whose step failed; a new request for its prompt may succeed."""
 
 
-MAX_PROBLEMS = 20  # in one message
+MAX_PROBLEMS = 20  # most problems in one message
 
 
 class Problems(list[tuple[str, str]]):
-    """List of (fact, remedy) pairs, collected so that one error tells all of them."""
+    """List of (fact, remedy) pairs that one error reports together."""
 
     def add(
         self, fact: str, remedy: str, field: str | None = None, reason: str | None = None
     ) -> Problems:
-        """Note one more; return them all. field, reason: see `PromptError`."""
+        """Add a problem; return all. field, reason: see `PromptError`."""
         self.append((fact, remedy) if field is None else FieldProblem(fact, remedy, field, reason))
         return self
 
     @classmethod
     def from_table(cls, *rows: tuple[object, str, str] | tuple[object, str, str, str]) -> Problems:
-        """Return the wrong rows of a table: (is wrong, fact, remedy), and a field where one is."""
+        """Return the problems of a table's rows: (is_wrong, fact, remedy), perhaps with a field."""
         problems = cls()
         for is_wrong, *row in rows:
             if is_wrong:
@@ -126,10 +126,9 @@ class Problems(list[tuple[str, str]]):
         return problems
 
     def raise_all(self) -> None:
-        """Raise one error that lists every pair once; do nothing where there is none.
+        """Raise one error that lists every pair once; do nothing for an empty list.
 
-        A remedy that several share is told once. With a FieldProblem among them it is a
-        PromptError.
+        A remedy that several pairs share is printed once. A FieldProblem makes it a PromptError.
         """
         different = list(dict.fromkeys(self))
         if not different:
@@ -155,7 +154,7 @@ class Problems(list[tuple[str, str]]):
         )
 
 
-# What other tools call an option or a setting -> what it is called here, where one of these is.
+# Other tools' name of an option or a setting -> names here, of which the first that exists counts.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_tokens": ("max_output_len",), "max_new_tokens": ("max_output_len", "max_tokens"),
     "n_predict": ("max_output_len", "max_tokens"), "n": ("max_output_len",),
@@ -182,10 +181,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 def find_nearest(name: str, known_names: Sequence[str]) -> str | None:
-    """Return the known name that is meant by `name`: its alias, or a near miss; None for neither.
+    """Return the known name that `name` may mean: its alias, or a near miss; None for neither.
 
-    A near miss has one letter in four wrong at most, or one of a short name; or the names begin
-    alike to the end of one of them; or the several words of one are all in the other.
+    A near miss differs in one letter of four at most, or one of a short name; or one name is the
+    beginning of the other; or one name has all of the several words of the other.
     """
     if meant := [alias for alias in ALIASES.get(name, ()) if alias in known_names]:
         return meant[0]
@@ -198,7 +197,7 @@ def find_nearest(name: str, known_names: Sequence[str]) -> str | None:
 
 
 def _count_edits(name: str, candidate: str) -> int:
-    """Count the letters to insert, remove, change or swap with a neighbour, name to other."""
+    """Count the letters to insert, remove, change or swap from name to candidate."""
     two_above: list[int] = []
     row = list(range(len(candidate) + 1))
     for i, letter in enumerate(name, 1):
@@ -240,11 +239,11 @@ def cut_middle(text: str, limit: int) -> str:
     return f"{text[:head_length]} ... [{len(text) - limit} characters] ... {text[-tail_length:]}"
 
 
-MAX_NAMES = 10  # in one message
+MAX_NAMES = 10  # most names in one message
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return the names as one text, the first few and how many more there are."""
+    """Return the first names as one text, with the number of further ones."""
     text = ", ".join(names[:MAX_NAMES])
     return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
 
@@ -255,6 +254,6 @@ def count(number: int, noun: str) -> str:
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """Return the repr of a value out of a foreign file, cut where it is longer than a message."""
+    """Return the repr of a value out of a foreign file, cut to a message's length."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."

@@ -1,4 +1,4 @@
-"""Options, declared once: one field is one flag, one recipe key, one default, one help text."""
+"""Options of settings: one field declares a flag, a recipe key, a default and a help text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from specdec.errors import UsageError, shorten, suggest
 
 T = TypeVar("T")
-# How a field is given, by its type, without `| None`; a bool that may be None: enable or disable.
+# Kind of an option's value by its field's type without `| None`; a bool that may be None is given
+# as enable or disable.
 KINDS = {
     "str": "str", "int": "int", "float": "float", "Path": "path", "bool": "flag",
     "bool | None": "enable", "list[str]": "list",
@@ -23,23 +24,24 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a settings field appears on the command line and in a recipe."""
+    """Option of a settings field, on the command line and in a recipe."""
 
     help: str
     kind: str = ""  # one of KINDS, by the field's type
     choices: tuple[str, ...] = ()
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # value -> its command
+    # Value of another command -> that command.
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
     minimum: float | None = None
     maximum: float | None = None
     metavar: str | None = None
     hidden: bool = False
-    group: str = ""  # the title in --help; none for the general options and those of methods
+    group: str = ""  # title in --help; empty for general options and options of methods
     rare: bool = False  # explained by --all only
     is_switch: bool = False  # a `bool | None` given as --NAME or --no-NAME
-    takes_list: bool = False  # a text that `Engine.load` takes as a list, too
-    is_argument: bool = False  # the words that belong to no option; a list
+    takes_list: bool = False  # `Engine.load` takes a list of texts, too
+    is_argument: bool = False  # list of the words that belong to no option
     required: bool = False  # `require` refuses settings without it, so that its type is never None
-    folder: str | None = None  # the kind of folder it names, one of files/folders.py
+    folder: str | None = None  # kind of the folder that it names, of files/folders.py
 
 
 def setting(default: Any = None, *, help: str, **flag: Any) -> Any:
@@ -56,9 +58,9 @@ def like(
     kind: type, name: str, help: str | None = None, *, group: str | None = None,
     rare: bool = False, **metadata: Any,
 ) -> Any:  # fmt: skip
-    """Declare a field as other settings have it. metadata: what else is to be known of it.
+    """Declare a field like another class's. metadata: further facts of dataclasses.field.
 
-    help, group: other ones than there; rare belongs to a group.
+    help, group: replace the other field's; rare belongs to a group.
     """
     flag, default = get_flags(kind)[name]
     if help is not None:
@@ -90,7 +92,7 @@ def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
 
 
 def add_options(*kinds: type) -> Callable[[type[T]], type[T]]:
-    """Decorate a settings class: it gains the fields of others, such as the methods' options.
+    """Decorate a settings class with the fields of other classes, such as the methods' options.
 
     A type checker sees only the class's own fields; `as_options` gives the others their types.
     """
@@ -115,7 +117,7 @@ def as_options(settings: object, kind: type[T]) -> T:
 
 
 def list_given(settings: Any, kind: type) -> list[str]:
-    """Names of the options of `kind` that are not at their default."""
+    """Return the names of the options of `kind` that are not at their default."""
     flags = get_flags(kind).items()
     return [name for name, (_, default) in flags if getattr(settings, name) != default]
 
@@ -125,8 +127,9 @@ def name_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# From a command's settings to a false value where all is well; and the error: its fact and hint.
-# In these {found} is what is returned else, {name} a setting's value. A command has one table.
+# Function of a command's settings that returns a false value where they are right, and the error's
+# fact and hint, in which {found} is the returned value and {name} a setting's value. Each command
+# has one table of these.
 Contradiction = tuple[Callable[[Any], object], str, str]
 
 
@@ -160,7 +163,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
     }  # fmt: skip
     read: Callable[[Any, Flag], Any] = readers.get(flag.kind, _read_text)
     if str(value).startswith("~/") and (flag.kind == "path" or name.endswith("dir")):
-        value = os.path.expanduser(value)  # as no shell does in a recipe and in --model-dir=~/m
+        value = os.path.expanduser(value)  # no shell does so in recipes and in --model-dir=~/m
     try:
         parsed = None if value is None else read(value, flag)
     except _Unexpected as error:
@@ -179,7 +182,7 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
 
 
 class _Unexpected(ValueError):
-    """Words for the value that was expected."""
+    """Error of a value, whose text describes the expected value."""
 
 
 def _read_switch(value: Any, flag: Flag) -> bool:
@@ -237,7 +240,7 @@ def _read_text(value: Any, flag: Flag) -> str | Path:
 
 
 def is_whole(text: str) -> bool:
-    """Return whether a text has neither bytes that the locale cannot read nor half characters."""
+    """Return whether a text has no bytes that the locale cannot decode, and no half characters."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -68,7 +68,7 @@ class AcceptanceMeter:
             )
 
     def check(self) -> None:
-        """Raise SpecDecError now if the engine could not be made of this target and drafter."""
+        """Raise SpecDecError where no engine can be made of this target and drafter."""
         try:
             self._convert("--dry-run")
         except SpecDecError as error:
@@ -102,7 +102,7 @@ class AcceptanceMeter:
                     "--engine-dir", str(engine), "--tokenizer-dir", str(self.settings.model_dir),
                     "--input-file", str(requests), "--max-output-len",
                     str(self.settings.eval_output_len),
-                    "--draft-budget", "fixed",  # all that the drafter can do, however slow here
+                    "--draft-budget", "fixed",  # measures the drafter, however slow it is here
                     "--acceptance-output", str(self.job.state.folder / NAME), "--force",
                 ],
             )["stats"]  # fmt: skip

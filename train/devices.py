@@ -1,4 +1,4 @@
-"""Devices of a training: those that `torchrun` gave the process, else one GPU or the CPU."""
+"""Devices of a training: `torchrun`'s device of this process, else one GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdec.system.processes import keep_stdout_clean
 
 from .settings import TrainSettings
 
-PATIENCE = datetime.timedelta(hours=6)  # for the slowest process
+PATIENCE = datetime.timedelta(hours=6)  # longest wait for the slowest process
 
 
 def start_accelerator(settings: TrainSettings) -> Any:
-    """Open the devices; raise SpecDecError or UsageError for those that cannot train."""
+    """Open the devices; raise SpecDecError or UsageError for devices that cannot train."""
     accelerator = _open_accelerator(settings)
     kind = str(accelerator.distributed_type.value)
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -33,7 +33,7 @@ def start_accelerator(settings: TrainSettings) -> Any:
 
 
 def _has_fast_bf16() -> bool:
-    """Tell whether the processor multiplies bfloat16 matrices in hardware."""
+    """Return whether the processor multiplies bfloat16 matrices in hardware."""
     import torch
 
     if torch.cuda.is_available():
@@ -63,7 +63,7 @@ def _open_accelerator(settings: TrainSettings) -> Any:
             accelerator = Accelerator(
                 cpu=not has_gpu and not torch.backends.mps.is_available(),
                 mixed_precision="bf16" if use_bf16 else "no",
-                # The others wait while the main process tokenizes the data and measures an engine.
+                # Other processes wait while the main one tokenizes the data and measures an engine.
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
             )
     except (RuntimeError, ValueError) as error:

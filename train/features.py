@@ -15,14 +15,14 @@ class TargetShape:
 
     hidden_size: int
     vocab_size: int
-    embedding_scale: float = 1.0  # the target's factor of a row of its table
+    embedding_scale: float = 1.0  # by which the target multiplies rows of its embedding table
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputHead:
     """Output layer of the target, with the changes that the target makes to its logits.
 
-    scale: factor of the logits. cap: a logit x becomes cap tanh(x / cap) after that; None: none.
+    scale: factor of the logits. cap: a scaled logit x becomes cap tanh(x / cap); None: no cap.
     """
 
     weight: Tensor  # [V, D]
@@ -68,5 +68,5 @@ class Features:
     tokens: Tensor  # [B, T] int64
     hidden: Tensor  # [B, T, D] last hidden states, after the final norm
     embedded: Tensor  # [B, T, D] the tokens' rows of the target's table of embeddings
-    head: OutputHead | None = None  # where something is learned from the target's distribution
-    auxiliary: Tensor | None = None  # [B, T, A D] outputs of A inner layers, where they are read
+    head: OutputHead | None = None  # for methods that learn from the target's distribution
+    auxiliary: Tensor | None = None  # [B, T, A D] outputs of A inner layers; None for A = 0

@@ -1,7 +1,7 @@
 """Hidden states of the target on disk: computed once, read in every epoch without the target.
 
-    manifest.json               facts that they depend on, and the rows of each file
-    target.safetensors          the target's embedding, and its output layer where one is read
+    manifest.json               facts that the states depend on, and the rows of each file
+    target.safetensors          the target's embedding, and its output layer for some methods
     train-00000.safetensors     `hidden` [tokens, D] and `layer.K` [tokens, D] of some of the rows,
     heldout-00000.safetensors   one after another
 
@@ -45,12 +45,12 @@ from .setup import Setup, list_inputs, open_target
 from .state import refuse_changes
 from .target import FrozenTarget, LiveTarget, RowBatch, get_name, join_rows, make_batch, make_head
 
-KIND = "hidden-states"  # in the manifest
+KIND = "hidden-states"  # `kind` of the manifest
 REMAKE_HINT = "name another folder, or remove this one: it is then made again"
-SHARD_BYTES = 1 << 28  # about the most of a file, which is in memory before it is written
-MAX_OPEN_FILES = 64  # mapped at a time
+SHARD_BYTES = 1 << 28  # approximate limit of a file, which is built in memory
+MAX_OPEN_FILES = 64  # files that are mapped at a time
 TARGET_FILE = "target.safetensors"
-SHARD_KEYS = ("part", "number", "first", "stop")  # in the manifest
+SHARD_KEYS = ("part", "number", "first", "stop")  # keys of a file's entry in the manifest
 
 logger = get_logger(__name__)
 
@@ -84,7 +84,7 @@ class StatesFile:
 
 @dataclasses.dataclass(frozen=True)
 class StatesPlan:
-    """Plan of a folder of hidden states: facts that it depends on, layers, type, files."""
+    """Plan of a folder of hidden states: its facts, layers, number type and files."""
 
     facts: Mapping[str, Any]
     splits: Mapping[str, TokenRows]
@@ -159,10 +159,10 @@ def write_states(
     """
     wait = setup.accelerator.wait_for_everyone
     if not setup.accelerator.is_main_process:
-        wait()  # until the folder is there
+        wait()  # until the main process has made the folder
         _write_share(get_partial(folder), plan, open_target(setup), setup)
-        wait()  # until all files are
-        wait()  # until the folder has its name
+        wait()  # until all files are written
+        wait()  # until the main process has renamed the folder
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise SpecDecError(f"{folder} holds no hidden states", "name an empty or a new folder")
@@ -208,7 +208,7 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
         )  # fmt: skip
     num_bytes = sum(plan.measure(shard) for shard in missing_shards)
     tables = TensorInfo(plan.dtype, (2, plan.vocab_size, plan.hidden_size))
-    num_bytes += tables.num_bytes  # at most: embedding and output layer may be one
+    num_bytes += tables.num_bytes  # an upper bound: both tables may be one
     disk_folder, free_bytes = measure_free_space(folder)
     logger.info(
         "hidden states: %.1f MB in %s go to %s, where %.1f MB are free",
@@ -223,7 +223,7 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
 
 
 def _get_mark(folder: Path, shard: StatesFile) -> Path:
-    """Return the path of a complete file's sha256, which stands while others are missing."""
+    """Return the path of a complete file's sha256, which exists until all files are complete."""
     return folder / f"{shard.name}.sha256"
 
 
@@ -235,9 +235,10 @@ def _is_complete(folder: Path, plan: StatesPlan, shard: StatesFile) -> bool:
 def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setup) -> None:
     """Write this process's share of the missing files."""
     accelerator = setup.accelerator
-    in_step = setup.settings.shard_target  # processes hold shards of it and read equally often
+    # Processes with shards of the target must read equally often.
+    in_step = setup.settings.shard_target
     missing_shards = [shard for shard in plan.shards if not _is_complete(folder, plan, shard)]
-    accelerator.wait_for_everyone()  # so that all miss equal files
+    accelerator.wait_for_everyone()  # so that all see one list of missing files
     for start in range(0, len(missing_shards), accelerator.num_processes):
         group = missing_shards[start : start + accelerator.num_processes]
         process_index = accelerator.process_index
@@ -261,7 +262,7 @@ def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setu
 def _read_shard(
     plan: StatesPlan, shard: StatesFile, target: LiveTarget, setup: Setup, num_reads: int
 ) -> dict[str, Array]:
-    """Return the states of a shard's rows; read its first row again up to `num_reads` in all."""
+    """Return the states of a shard's rows; repeat its first row up to `num_reads` reads in all."""
     rows = plan.splits[shard.split]
     infos = plan.list_tensors(shard)
     arrays = {name: np.empty(t.shape, DTYPES[t.dtype][1]) for name, t in infos.items()}
@@ -379,9 +380,9 @@ def open_states(
     setup: Setup, splits: Mapping[str, TokenRows], vocab_size: int,
     sources: list[dict[str, Any]], facts: Mapping[str, str],
 ) -> StoredTarget:  # fmt: skip
-    """Return the target by its hidden states, which are computed where the folder lacks them.
+    """Open the folder of hidden states as the target; compute the states that it lacks.
 
-    sources: the files of target and data; facts: their hashes. Both on the main process only.
+    sources, facts: files of target and data, and their hashes; on the main process only.
     """
     folder = need(setup.settings.hidden_states_dir)
     hashes = {_name_rows_fact(split): hash_rows(rows) for split, rows in splits.items()}
@@ -395,7 +396,7 @@ def open_states(
     )
     if not (folder / "manifest.json").is_file():
         write_states(folder, plan, setup, sources)
-        gc.collect()  # the target, which may be large and has reference cycles
+        gc.collect()  # frees the target, which may be large and has reference cycles
     elif setup.accelerator.is_main_process:
         check_states(folder, plan)
     setup.accelerator.wait_for_everyone()
@@ -403,7 +404,7 @@ def open_states(
 
 
 def check_states(folder: Path, plan: StatesPlan) -> None:
-    """Raise SpecDecError where a folder's hidden states are not of this target and this data."""
+    """Raise SpecDecError where a folder's hidden states are of another target or data."""
     manifest = read_json(folder / "manifest.json")
     if manifest.get("kind") != KIND:
         raise SpecDecError(

@@ -18,9 +18,9 @@ logger = get_logger(__name__)
 
 
 def open_hub(hub_id: str) -> Any:
-    """Return a client that may write to a repository of the Hub, which this creates.
+    """Create a repository of the Hub, and return a client that may write to it.
 
-    Raises SpecDecError where it may not, before hours of training.
+    Raises SpecDecError before hours of training where the token may not write.
     """
     import huggingface_hub
 
@@ -33,7 +33,7 @@ def open_hub(hub_id: str) -> Any:
     client = huggingface_hub.HfApi(token=token)
     try:
         client.create_repo(repo_id=hub_id, private=True, exist_ok=True)
-    except Exception as error:  # noqa: BLE001 - the library raises what its HTTP client does
+    except Exception as error:  # noqa: BLE001 - the library raises its HTTP client's errors
         raise _refuse(hub_id, "it cannot be written to", error) from None
     return client
 

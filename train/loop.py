@@ -29,9 +29,9 @@ logger = get_logger(__name__)
 class Hooks:
     """Functions that the loop calls; the defaults are for all but the main process.
 
-    log: takes a line of progress. save: takes a checkpoint. measure_acceptance: called at every
-    evaluation, on the main process. is_enough: returns true where an evaluation ends the training;
-    equal on all processes.
+    log: writes a line of progress. save: writes a checkpoint. measure_acceptance: called at every
+    evaluation, on the main process. is_enough: returns whether an evaluation ends the training,
+    with one result on all processes.
     """
 
     log: Callable[[dict[str, Any]], None] = lambda line: None
@@ -74,7 +74,7 @@ class Loop:
         """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
         check_state(checkpoint, self.drafter.state_dict(), list(self.drafter.parameters()))
         self.drafter.load_state_dict(checkpoint["drafter"])
-        # The groups' numbers, such as the learning rate, are those of the settings.
+        # Numbers of the groups, such as the learning rate, come from the settings.
         state = {**self.optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]}
         self.optimizer.load_state_dict(state)
         self.step, self.num_tokens = checkpoint["step"], checkpoint["num_tokens"]
@@ -287,7 +287,7 @@ def check_state(
 ) -> None:
     """Raise ValueError where a checkpoint is not of a drafter with these weights.
 
-    Other types than a checkpoint's raise the errors that follow from them.
+    Values of wrong types raise whatever errors follow.
     """
     for name in ("step", "num_tokens"):
         if type(checkpoint[name]) is not int or checkpoint[name] < 0:

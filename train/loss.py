@@ -14,17 +14,17 @@ from torch import Tensor
 
 from .features import OutputHead
 
-# Logits of a chunk, by device: few enough for a processor's cache, enough for a GPU.
+# Logits of a chunk, by device: a CPU's fit its cache, a GPU's fill its units.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 NOT_MEASURED = -1  # rank of a label without measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """Distribution of the target at the labels; share: its weight in what is learned, 0 to 1.
+    """Distribution of the target at the labels; share: its weight in the loss, 0 to 1.
 
-    With a share of 1 the text's labels do not count: accuracies are then those of guesses of the
-    target's most probable tokens.
+    With a share of 1 the text's labels do not count: accuracies then count guesses of the target's
+    most probable tokens.
     """
 
     hidden: Tensor  # [N, D] the target's states
@@ -125,12 +125,12 @@ class _ChunkResult:
     exponentials: Tensor  # [C, V] of the logits, each row less its highest
     totals: Tensor  # [C, 1] sums of the exponentials
     target_probabilities: Tensor | None  # [C, V]
-    share: float  # of the target's distribution in what is learned
+    share: float  # weight of the target's distribution in the loss
 
     def differentiate(self, row_weights: Tensor) -> Tensor:
         """Return the gradient of the logits [C, V], in the memory of the exponentials.
 
-        It is the softmax minus the distribution that is learned, times row_weights [C, 1].
+        It is the softmax minus the learned distribution, times row_weights [C, 1].
         """
         share = self.share
         gradient = self.exponentials.mul_(row_weights / self.totals)
@@ -194,7 +194,7 @@ def compute_loss(
     teacher: Teacher | None = None,
     second_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted sum of the labels' losses, each one of them, and the labels' ranks.
+    """Return the weighted sum of the labels' losses, each label's loss, and each label's rank.
 
     x [N, E], or [N, E + R] with `second_weight` [V, R] beside the weight [V, E], labels and
     label_weights [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a
@@ -212,8 +212,8 @@ def compute_loss(
 class Measures:
     """Sums over labels, which are added up over batches and processes.
 
-    chain: draft tokens that a greedy chain guesses right before its first mistake, summed over
-    `num_chains` places of the text.
+    chain: right draft tokens of a greedy chain before its first mistake, summed over `num_chains`
+    positions of the text.
     """
 
     loss: Tensor  # [P] summed losses in nats
@@ -262,8 +262,8 @@ def measure_positions(
     """Sum up losses and ranks of a batch's labels.
 
     losses, ranks: [N], of the labels of position 0, then of position 1, and so on; each in the
-    order of its mask. label_masks: for each position i a mask [B, T_i], true for places that have
-    a label there; all masks have a place in one column.
+    order of its mask. label_masks: for each position i a mask [B, T_i], true for places with a
+    label; a place of the text has one column in all masks.
     """
     counts = [int(m.sum()) for m in label_masks]
     position_ranks = torch.split(ranks, counts)

@@ -59,7 +59,7 @@ def write_weights(folder: Path, job: TrainingJob, drafter: TrainableDrafter) -> 
     method, target, dtype = job.method, job.target, job.save_dtype
     infos, arrays = {}, {}
     for name, tensor in {**drafter.state_dict(), **method.list_shared(target)}.items():
-        kind = dtype if tensor.is_floating_point() else "int64"  # d2t counts tokens
+        kind = dtype if tensor.is_floating_point() else "int64"  # d2t holds offsets of ids
         arrays[name] = to_array(tensor.detach().to("cpu", TORCH_DTYPES.get(kind)))
         infos[name] = TensorInfo(kind, tuple(tensor.shape))
     sha256 = write_tensor_file(

@@ -94,7 +94,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         from .sanity import learn_one_row
 
         return learn_one_row(settings)
-    # torch and transformers take seconds to import: not before the cheap checks.
+    # torch and transformers take seconds to import, so the cheap checks come first.
     from .hub import open_hub, push_folder
     from .output import write_drafter
     from .state import FULL_DISK_HINT
@@ -116,7 +116,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             loop = start_loop(job)
         except SpecDecError:
             if folder is not None and not settings.resume:
-                job.state.remove()  # nothing was learned: the next command may be another
+                job.state.remove()  # no step was taken: nothing to resume
             raise
         start_time = time.monotonic()
         evaluation = loop.run()
@@ -135,8 +135,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         logger.info("the drafter is in %s", settings.output_dir)
         if hub is not None and settings.push_to_hub:
             report["hub"] = push_folder(hub, settings.push_to_hub, settings.output_dir)
-    # In this order: the users of the connections, the last meeting, the connections. A process that
-    # leaves them to its own end aborts there now and then.
+    # First the users of the connections end, then all processes meet, then the connections end. A
+    # process that exits with open connections sometimes aborts.
     del job, loop
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -235,7 +235,7 @@ def check_settings(settings: TrainSettings) -> None:
 
 
 def check_folders(settings: TrainSettings) -> None:
-    """Raise where a folder that is written may not be, or holds an unfinished training."""
+    """Raise where an output folder may not be written, or holds an unfinished training."""
     from .state import TrainingState
 
     states = settings.hidden_states_dir
@@ -249,7 +249,9 @@ def check_folders(settings: TrainSettings) -> None:
             )
     inputs = [*list_inputs(settings), *list_local(states)]
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
-    if (get_launched_rank() or 0) == 0:  # the writer; others could meet this training's own folder
+    if (
+        get_launched_rank() or 0
+    ) == 0:  # only the writer: other processes may see this training's new folder
         TrainingState(settings.output_dir).refuse_unfinished(
             resume=settings.resume, force=settings.force
         )

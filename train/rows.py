@@ -18,7 +18,7 @@ from specdec.text.chat import ROLES, ChatFormat, Conversation, SeamError, mask_t
 from specdec.text.documents import PromptedText, name_line, parse_object, read_document, read_lines
 from specdec.text.learning_marks import is_row_learned
 
-HELDOUT_SHARE = 0.02  # of the rows, without --eval-data
+HELDOUT_SHARE = 0.02  # held-out rows without --eval-data
 MIN_ROW_TOKENS = 3  # the first label of a row is its third token
 TOKENIZER_BATCH = 64  # texts that are tokenized at a time
 
@@ -42,7 +42,7 @@ class TokenRows:
         return np.bincount(np.asarray(self.tokens)[np.asarray(self.mask)], minlength=vocab_size)
 
     def take(self, start: int, stop: int) -> TokenRows:
-        """Return the rows from `start` to before `stop`."""
+        """Return the rows `start` to `stop` - 1."""
         low, high = self.bounds[start], self.bounds[stop]
         bounds = self.bounds[start : stop + 1] - low
         return TokenRows(self.tokens[low:high], self.mask[low:high], bounds)
@@ -88,7 +88,7 @@ class TokenRows:
         return rows
 
     def check_tokens(self, vocab_size: int, folder: Path) -> None:
-        """Raise SpecDecError where a token is beyond a vocabulary; folder: the rows' own."""
+        """Raise SpecDecError where a token is beyond a vocabulary; folder: of the rows' files."""
         if not len(self.tokens):
             return
         lowest_token, highest_token = int(self.tokens.min()), int(self.tokens.max())
@@ -120,7 +120,7 @@ class RowBuilder:
         self.seam_errors: list[SeamError] = []
         self.num_unlearned_turns = 0
         self.num_unlearned_rows = 0
-        self._texts: list[tuple[str, bool]] = []  # and true where the text was cut
+        self._texts: list[tuple[str, bool]] = []  # texts, and whether a text was cut
         end = tokenizer.eos_token_id
         # The stream of documents begins with an end token, as every later document follows one.
         self._stream: list[Array] = [np.asarray([] if end is None else [end], self.dtype)]

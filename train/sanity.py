@@ -1,4 +1,4 @@
-"""Self-check: one row learned by heart, which any drafter that learns at all can do."""
+"""Self-check: a drafter that learns at all can learn one row by heart."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specdec.system.logs import get_logger
 
 from .settings import TrainSettings
 
-NUM_STEPS = 400  # without --max-steps
+NUM_STEPS = 400  # default of --max-steps
 EVAL_STEPS = 20  # steps between evaluations
-# Share of right top-1 guesses at every draft position that counts as known by heart.
+# Share of right top-1 guesses at every draft position from which a row is known by heart.
 WANTED_ACCURACY = 0.9
 
 logger = get_logger(__name__)
@@ -64,5 +64,5 @@ def learn_one_row(settings: TrainSettings) -> dict[str, Any]:
 
 
 def is_known_by_heart(evaluation: Mapping[str, Any]) -> bool:
-    """Tell whether every draft position guesses nearly all of the row."""
+    """Return whether every draft position guesses nearly all of the row."""
     return all(row[0] >= WANTED_ACCURACY for row in evaluation["top_k_accuracy"])

@@ -25,13 +25,13 @@ class Setup:
     settings: TrainSettings
     accelerator: Any
     method: TrainingMethod
-    config: Any  # the target's
-    dtype: str  # to compute in
-    max_length: int  # tokens of a row
+    config: Any  # the target's configuration
+    dtype: str  # number type of the computation
+    max_length: int  # most tokens of a row
 
     @property
     def needs_head(self) -> bool:
-        """Tell whether the target's output layer is read."""
+        """Return whether the target's output layer is read."""
         return self.method.needs_head or bool(self.settings.self_distillation)
 
 

@@ -97,7 +97,7 @@ class TrainingState:
             ) from error
 
     def has_rows(self) -> bool:
-        """Tell whether the tokenized data is complete."""
+        """Return whether the tokenized data is complete."""
         return (self.data_folder / "complete").is_file()
 
     def finish_rows(self) -> None:
@@ -118,7 +118,7 @@ class TrainingState:
 
         try:
             return dict(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
-        except Exception:  # noqa: BLE001 - torch raises whatever a damaged pickle leads to
+        except Exception:  # noqa: BLE001 - a damaged pickle raises any error
             raise self.refuse_checkpoint() from None
 
     def refuse_checkpoint(self) -> SpecDecError:
@@ -126,7 +126,7 @@ class TrainingState:
         return SpecDecError(f"{self._checkpoint} is damaged", "start over with --force")
 
     def cut_log(self, step: int) -> None:
-        """Drop the log lines after `step`, which are about to be written again."""
+        """Drop the log lines after `step`, which the training writes again."""
         earlier_lines = [line for line in self.read_log() if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in earlier_lines)
         self._write_aside(self._log, lambda path: path.write_text(text, encoding="utf-8"))
@@ -137,9 +137,9 @@ class TrainingState:
             file.write(json.dumps(line) + "\n")
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Return the log's lines; a last one that was cut off by a kill is left out.
+        """Return the log's lines, without a last line that a kill cut off.
 
-        Raises SpecDecError for any other line that is none of a training's.
+        Raises SpecDecError for any other line that no training wrote.
         """
         if not self._log.is_file():
             return []

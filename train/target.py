@@ -46,10 +46,10 @@ def make_batch(rows: TokenRows, indices: list[int], device: torch.device) -> Row
 
 
 class FrozenTarget(abc.ABC):
-    """Frozen model that a drafter learns from; head: its output layer, where that is read.
+    """Frozen model that a drafter learns from; head: its output layer, None for unused.
 
-    aux_layers: its layers, from 0, whose outputs are read too. token_counts: [V] int64, labels of
-    each token in the data. Legend as in methods/base.py.
+    aux_layers: inner layers, from 0, whose outputs drafters read. token_counts: [V] int64, labels
+    of each token in the data. Legend as in methods/base.py.
     """
 
     token_counts: Array | None = None
@@ -79,7 +79,7 @@ class FrozenTarget(abc.ABC):
         """Return the features of a batch."""
         with torch.no_grad():
             hidden, *auxiliary_states = self.find_states(batch)
-            # Rows as stored, which engines give drafters too; some targets multiply them.
+            # Stored rows, as engines give them to drafters; some targets scale them for themselves.
             embedded = torch.nn.functional.embedding(batch.tokens, self.table)
         return Features(
             tokens=batch.tokens,
@@ -91,7 +91,7 @@ class FrozenTarget(abc.ABC):
 
 
 class LiveTarget(FrozenTarget):
-    """Target that is a transformers model, which runs at every read."""
+    """Target as a model of transformers, which runs at every read."""
 
     def __init__(
         self, model: Any, config: Any, *, name: str, head: OutputHead | None,
@@ -129,7 +129,7 @@ class LiveTarget(FrozenTarget):
         )  # fmt: skip
 
     def check_head(self) -> None:
-        """Raise SpecDecError where the target's logits differ from those of `OutputHead`.
+        """Raise SpecDecError where the target's logits differ from `OutputHead`'s.
 
         A drafter would learn from another distribution than the target's.
         """
@@ -156,7 +156,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 
 def load_config(model_dir: str) -> Any:
-    """Read the target's configuration, of a multimodal target that of its text model."""
+    """Read the target's configuration; a multimodal target's is its text model's."""
     config = pretrained.load_config(model_dir)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -231,14 +231,14 @@ def shard_layers(model: Any, config: Any, mesh: Any) -> None:
         )
     for layer in stacks[0]:
         fully_shard(layer, mesh=mesh)
-        # Each layer is a root to torch, which would leave it joined.
+        # torch takes each layer for a root, and would keep its weights joined.
         layer.register_forward_hook(lambda module, *_: module.reshard())
 
 
 def fold_projections(model: Any) -> None:
     """Fold the projections of an OPT with a small embedding into its embedding and head.
 
-    Engines have them so (convert/families/opt.py), and drafters read and predict by them.
+    Engines store these products (convert/families/opt.py), and drafters read and predict by them.
     """
     decoder = getattr(pretrained.find_base(model), "decoder", None)
     inward, outward = (getattr(decoder, f"project_{way}", None) for way in ("in", "out"))

@@ -1,1 +1,1 @@
-"""specdec-verify: proofs that what the other stages wrote is what it claims to be."""
+"""Verification: proofs that checkpoints and engines are intact and exact."""

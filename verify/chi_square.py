@@ -1,4 +1,4 @@
-"""Pearson's chi-square test, and what it would have found."""
+"""Pearson's chi-square test, and its power."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-FALSE_ALARM_RATE = 0.001  # of a right engine, over all prompts of one call
+FALSE_ALARM_RATE = 0.001  # that a right engine fails, over all prompts of one call
 POWER = 0.99
-MIN_EXPECTED = 5.0  # cells below are merged, as the chi-square approximation asks
+MIN_EXPECTED = 5.0  # smaller cells are merged: the chi-square approximation needs it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Counts against probabilities; p_value: of counts at least as far off, were these right."""
+    """Test of counts against probabilities.
+
+    p_value: probability of counts at least as far off, if the probabilities are right.
+    """
 
     num_cells: int
     statistic: float
@@ -51,11 +54,11 @@ def fit_counts(counts: Sequence[int], probs: Sequence[float]) -> Fit | None:
 
 
 def find_detectable_distance(num_cells: int, total: int, false_alarm_rate: float) -> float:
-    """Return the total variation distance from which on a wrong distribution is found, with POWER.
+    """Return the total variation distance from which a test finds a wrong distribution with POWER.
 
     Chi-square's noncentrality is n sum (p - q)^2 / p, which Cauchy-Schwarz bounds from below by
-    4 n d^2 for the distance d between p and q. So every q that is so far away is found as surely;
-    one that is nearer may be.
+    4 n d^2 for the distance d between p and q. So the test finds every q that is so far
+    away at least as surely; it may find a nearer one.
     """
     freedom = num_cells - 1
     critical = _bisect(lambda x: _compute_upper_tail(freedom, x) - false_alarm_rate)
@@ -69,7 +72,7 @@ def _compute_upper_tail(freedom: int, statistic: float) -> float:
 
 
 def _compute_power(freedom: int, noncentrality: float, critical: float) -> float:
-    """Upper tail of noncentral chi-square: a Poisson mixture of central ones."""
+    """Return the upper tail of noncentral chi-square: a Poisson mixture of central ones."""
     mean = noncentrality / 2
     terms = torch.arange(int(mean + 12 * math.sqrt(mean + 1)) + 12, dtype=torch.float64)
     weights = torch.exp(terms * math.log(mean) - mean - torch.lgamma(terms + 1))

@@ -1,4 +1,4 @@
-"""specdec-verify."""
+"""Command specdec-verify: checks of a checkpoint or an engine."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _check_rank(file: TensorFile, checkpoint: CheckpointConfig, rank: int) -> li
 def _find_drafter_dtype(
     expected: dict[str, TensorInfo], stored: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """Let a drafter be of another type than its target, as it may be; config.json has no word."""
+    """Expect the drafter's tensors in their stored type, which config.json does not name."""
     drafter_names = [name for name in expected if not name.startswith(("transformer.", "lm_head."))]
     dtypes = {stored[name].dtype for name in drafter_names if name in stored}
     if len(dtypes) != 1 or not dtypes <= set(FLOAT_DTYPES):

@@ -1,4 +1,4 @@
-"""Engine folder and base model to verdict: run the one, then the other, and compare."""
+"""Verification of an engine: run it, run its base model, compare the texts."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ from .settings import VerifySettings, check_flags
 
 logger = logs.get_logger(__name__)
 
-LOSSY = "lossy"  # speculation leaves the engine's text as it is, but that is not the model's
-LENGTHS = (1, 4, 11, 24, 8, 47)  # of built-in prompts in token ids, where there is no tokenizer
+LOSSY = "lossy"  # verdict: the text with speculation is the engine's, but not the model's
+LENGTHS = (1, 4, 11, 24, 8, 47)  # of random prompts, which models without tokenizer get
 
 
 @dataclasses.dataclass(kw_only=True)
 class EngineTexts:
-    """Texts that the engine wrote. stats: of the batch, with the engine's device and method.
+    """Texts that the engine wrote. stats: counts of the batch, the engine's device and method.
 
-    plain: the batch again without speculation, of an engine with an arithmetic of its own.
-    sampled: of `samples`; unspeculated: the same seeds without speculation, None where they may
-    give other texts.
+    plain: the batch again without speculation, for an engine with its own arithmetic. sampled:
+    outputs of `list_samples`. unspeculated: outputs of equal seeds without speculation, None where
+    these may differ.
     """
 
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -77,7 +77,7 @@ class EngineTexts:
 
 
 def verify_engine(settings: VerifySettings) -> dict[str, Any]:
-    """Compare an engine's text with its model's; return the verdict with all that differs."""
+    """Compare an engine's text with its model's; return the verdict with every difference."""
     check_flags(settings)
     engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
     start = time.monotonic()
@@ -133,7 +133,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
 
 
 def check_engine(settings: VerifySettings) -> tuple[EngineConfig, str | None, Any]:
-    """Read an engine and its model's configuration; raise SpecDecError for what is not verified.
+    """Read an engine and its model's configuration; refuse engines that cannot be verified.
 
     Returns the engine's configuration, the name of an arithmetic that no other program computes
     (None where transformers computes the engine's), and the model's configuration.
@@ -164,14 +164,14 @@ def check_engine(settings: VerifySettings) -> tuple[EngineConfig, str | None, An
 
 
 def compare_alone(texts: EngineTexts) -> dict[str, int]:
-    """Count the prompts that ran alone, and those whose text is the batch's."""
+    """Count the prompts that ran alone, and their texts that are equal to the batch's."""
     batch = {text.prompt: text.output_ids for text in texts.batch}
     is_same = [t.output_ids == batch[t.prompt] for t in texts.texts if t.run == "alone"]
     return {"prompts": len(is_same), "same": sum(is_same)}
 
 
 def judge_facts(divergences: Sequence[Divergence], facts: Mapping[str, Any]) -> str:
-    """Return the verdict: that of the worst difference, `differs` for a wrong end or reading."""
+    """Return the verdict of the worst difference; `differs` for a wrong end or tokenization."""
     verdict = find_verdict(divergence.kind for divergence in divergences)
     is_wrong = bool(facts["wrong_ends"] or facts["wrong_readings"])
     if is_wrong or (facts["sampling"] or {}).get("verdict") == DIFFERS:
@@ -212,7 +212,7 @@ def compare_with_model(
 
 
 def open_tokenizers(engine_dir: Path, texts_dir: str) -> tuple[Any, Any]:
-    """Load the model's tokenizer, and the one that the engine reads texts by: its own, if any."""
+    """Load the model's tokenizer and the engine's, which is the model's where it has none."""
     if Path(texts_dir).is_dir() and not has_tokenizer(Path(texts_dir)):
         return None, None
     tokenizer = load_tokenizer(texts_dir, "--model-dir")
@@ -243,7 +243,7 @@ def uses_drafts(settings: VerifySettings, engine: EngineConfig) -> bool:
 def list_prompts(settings: VerifySettings, engine: EngineConfig, tokenizer: Any) -> list[Prompt]:
     """Read --prompts, or choose the built-in ones that the engine has room for.
 
-    The settings of --prompts are left out: how a text is decoded is under test here.
+    Sampling settings of --prompts have no effect: decoding is under test here.
     """
     if settings.prompts is not None:
         return read_prompt_file(settings, has_tokenizer=tokenizer is not None)
@@ -322,7 +322,7 @@ def write_texts(
 def open_engine(
     settings: VerifySettings, tokenizer: Any, *, speculate: bool = True
 ) -> Iterator[tuple[dict[str, Any], Callable[..., list[Output]]]]:
-    """Load the engine; yield what it is, and what continues prompts."""
+    """Load the engine; yield its description, and a function that continues prompts."""
     options = {name: getattr(settings, name) for name in name_options("draft")}
     decode = DecodeSettings(
         engine_dir=need(settings.engine_dir), device=settings.device,
@@ -347,12 +347,12 @@ def open_engine(
 
 
 def describe_batch(outputs: Sequence[Output]) -> list[Text]:
-    """Return the outputs of a batch, in order, in the form that is compared."""
+    """Return the texts of a batch's outputs, for the comparison."""
     return [describe_text("batch", index, output) for index, output in enumerate(outputs)]
 
 
 def describe_text(run: str, prompt: int, output: Output) -> Text:
-    """Return an output in the form that is compared. prompt: its number."""
+    """Return the text of an output, for the comparison. prompt: its number."""
     assert output.logits is not None
     return Text(
         run=run, prompt=prompt, input_ids=output.prompt_ids, output_ids=output.token_ids,

@@ -1,4 +1,4 @@
-"""Greedy text against the model's own: every difference found, and explained.
+"""Comparison of greedy texts with the model's, which explains every difference.
 
 Legend: N new tokens, V vocabulary.
 """
@@ -25,18 +25,18 @@ logger = logs.get_logger(__name__)
 # summed in float32 and rounded at the end of every layer's steps.
 BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 SPACINGS = {"bfloat16": 8, "float16": 8, "float32": 128}
-MAX_DOUBT = 4  # bounds, up to which the model's own rounding may make a margin
+MAX_DOUBT = 4  # near-tie bounds that the model's own rounding may add up to
 
 
 def compute_bound(logits: Tensor, dtype: str) -> Tensor:
-    """Return for logits [..., V] the margin [...] up to which two of them nearly tie."""
+    """Return the margin [...] up to which two of the logits [..., V] nearly tie."""
     bounds: Tensor = logits.abs().amax(-1) * (SPACINGS[dtype] / 2 ** BITS[dtype])
     return bounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """Text that the engine wrote. run: "batch" or "alone". logits: [N, V], which chose it."""
+    """Text that the engine wrote. run: "batch" or "alone". logits: [N, V], of its choices."""
 
     run: str
     prompt: int
@@ -48,13 +48,14 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Token that is not the model's.
+    """Token of an engine's text that the model would not write.
 
-    position: of the output token. margin: how much higher the model's logit of its own token is
-    than that of the engine's, in float32 where that was asked. cause: "rounding" for a near-tie;
-    "choice" where the engine's own logits prefer another token, so its accept rule is at fault;
-    else "logits": the engine computes others. is_first: the text was the model's up to here; later
-    ones are those tokens that the model would not choose after the engine's text up to them.
+    position: number of the output token. margin: the model's logit of its own token minus that of
+    the engine's token, in float32 where `judge_in_float32` asked. cause: "rounding" for a near-tie;
+    "choice" where the engine's own logits prefer another token, so that its accept rule is at
+    fault; else "logits": the engine computes other logits. is_first: whether the text was the
+    model's up to here; later divergences are tokens that the model would not choose after the
+    engine's text up to them.
     """
 
     prompt: int
@@ -85,9 +86,9 @@ def compare_text(
 ) -> list[Divergence]:
     """Compare an engine's text with the tokens that the model writes by itself.
 
-    logits: [n, V], those by which the model would choose each of the first n tokens after the
-    engine's own text. The first difference is that between the two texts. Behind it, and nowhere
-    else, the model is asked what it would write after the engine's text.
+    logits: [n, V], by which the model would choose each of the first n tokens after the engine's
+    text. The first difference is between the two texts. Behind it, tokens are compared with the
+    model's choices after the engine's text.
     """
     output = text.output_ids[: len(logits)]
     bounds, choices = compute_bound(logits, dtype), logits.argmax(-1).tolist()
@@ -121,7 +122,7 @@ def compare_text(
 def compare_logits(engine_logits: Tensor, logits: Tensor, dtype: str) -> tuple[float, float]:
     """Return the largest difference of an engine's logits [N, V] from the model's, and its bound.
 
-    Largest is the one that exceeds its near-tie bound most.
+    The largest difference is the one that exceeds its near-tie bound most.
     """
     differences, bounds = (engine_logits - logits).abs().amax(-1), compute_bound(logits, dtype)
     worst = int((differences / bounds.clamp(min=torch.finfo(torch.float32).tiny)).argmax())
@@ -131,10 +132,10 @@ def compare_logits(engine_logits: Tensor, logits: Tensor, dtype: str) -> tuple[f
 def judge_in_float32(
     reference: Reference, divergences: Sequence[Divergence], texts: Sequence[Text]
 ) -> list[Divergence]:
-    """Ask the model again, in float32, where its own logits say that the engine computes others.
+    """Compute the model again, in float32, where the engine seems to compute other logits.
 
-    The model rounds in half precision too, and may be the one that is wrong. It stays in float32,
-    which takes twice the memory; so nothing is asked where one margin is out of all proportion.
+    The model rounds in half precision too, and may be the wrong side. It stays in float32, which
+    takes twice the memory; so it is not computed again where a margin exceeds MAX_DOUBT bounds.
     """
     doubtful = [divergence for divergence in divergences if divergence.cause == "logits"]
     if not doubtful or any(
@@ -165,7 +166,7 @@ def judge_in_float32(
 
 
 def find_wrong_end(text: Text, length: int, must_end: set[int], may_end: set[int]) -> str | None:
-    """Return what is wrong with the place at which a text ends, None where nothing is."""
+    """Return the fault of a text's end as a sentence, None for a right end."""
     tokens, reason, label = text.output_ids, text.finish_reason, f"prompt {text.prompt}"
     passed = next((i for i, token in enumerate(tokens[:-1]) if token in must_end), None)
     if passed is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint folder to verdict: the manifest's files, then what config.json describes."""
+"""Verification of a checkpoint: the manifest's files, then the contents by config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNCHANGED, CHANGED, GONE = "same", "changed", "absent"
 
 
 def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
-    """Check a checkpoint folder and return the verdict with all that is wrong."""
+    """Check a checkpoint folder and return the verdict with every fault."""
     check_flags(settings)
     require(settings, "checkpoint_dir")
     folder = need(settings.checkpoint_dir)
@@ -52,7 +52,7 @@ def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
 
 
 def check_outputs(folder: Path, manifest: Manifest, problems: list[str], *, workers: int) -> None:
-    """Append what differs from the manifest: missing, surplus and changed files."""
+    """Append the missing, surplus and changed files, by the manifest."""
     entries = [(folder / entry.path, entry) for entry in manifest.outputs]
     differences = find_differences(entries, workers=workers, label="hashing")
     problems += [
@@ -64,7 +64,7 @@ def check_outputs(folder: Path, manifest: Manifest, problems: list[str], *, work
 
 
 def compare_sources(manifest: Manifest, *, workers: int) -> dict[str, list[str]]:
-    """Sort the conversion's sources by whether they changed, which is no part of the verdict."""
+    """Sort the conversion's sources into unchanged, changed and gone, without a verdict."""
     entries = [(Path(entry.path), entry) for entry in manifest.sources]
     existing_entries = [(path, entry) for path, entry in entries if path.exists()]
     differences = find_differences(existing_entries, workers=workers, label="hashing sources")
@@ -78,7 +78,7 @@ def compare_sources(manifest: Manifest, *, workers: int) -> dict[str, list[str]]
 
 
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
-    """Return a report's entry of a manifest."""
+    """Return the report's entry of a manifest."""
     return {
         "tool": manifest.tool,
         "tool_version": manifest.tool_version,

@@ -1,9 +1,9 @@
-"""An engine whose arithmetic is its own: compared with itself without drafts; its distance is told.
+"""Comparison of an engine with its own arithmetic: with itself without drafts, and its distance.
 
-Its text is that of its own rounded weights, or of a GGUF file's with inputs that the kernels round,
-which no other program computes. So two things are asked: does speculation leave the engine's own
-text as it is, which decides the verdict; and how far are its logits from the model's, which is told
-and decides nothing.
+Its text follows from its rounded weights, or from a GGUF file's weights with inputs that the
+kernels round; no other program computes that text. So two questions remain: whether speculation
+leaves the engine's text as it is, which decides the verdict; and how far its logits are from the
+model's, which is reported and decides nothing.
 
 Legend: N tokens of all texts, V vocabulary.
 """
@@ -27,7 +27,7 @@ def compare_with_plain(
     """Compare texts with those of the same engine without speculation, by prompt.
 
     Returns the differences up to the first one of each text, in which `model` stands for the engine
-    without drafts, and a part of the report: `wrong_ends`, of texts that are equal up to there.
+    without drafts, and facts of the report: `wrong_ends` are texts that differ in their ends alone.
     """
     divergences, wrong_ends = [], []
     by_prompt = {text.prompt: text for text in plain}
@@ -48,7 +48,7 @@ def compare_with_plain(
 def measure_distance(
     reference: Reference, plain: Sequence[Text], dtype: str, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure how far the logits of an engine's texts are from the model's after the same tokens.
+    """Measure the distance of an engine's logits from the model's after equal tokens.
 
     KL(P || Q) in nats, P the model's distribution and Q the engine's, where both have the same
     most probable token, and the first token of each text that is not the model's.

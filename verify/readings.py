@@ -1,7 +1,7 @@
-"""Reference reading of texts: tokenizer.json by package tokenizers, without transformers.
+"""Reference tokenization of texts: tokenizer.json by package tokenizers, without transformers.
 
-An engine that reads texts by the wrong tokenizer writes the text that the model writes behind the
-same wrong tokens: the comparison of tokens alone cannot see it.
+An engine with a wrong tokenizer writes the text that the model writes behind the same wrong
+tokens, so that a comparison of tokens alone cannot find the fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .greedy import Text
 def open_reference(model_dir: str, tokenizer: Any) -> Any:
     """Load a model's tokenizer.json by package tokenizers; None where the model has none.
 
-    tokenizer: the model's, by transformers. It names the tokens that other files add.
+    tokenizer: the model's, by transformers; it has the tokens that other files add.
     """
     from tokenizers import Tokenizer
 
@@ -42,7 +42,7 @@ def find_wrong_readings(
     reference: Any, tokenizer: Any, engine_tokenizer: Any, prompts: Sequence[Prompt],
     texts: Sequence[Text],
 ) -> list[str]:  # fmt: skip
-    """List how an engine reads texts otherwise than the reference: prompts, and a fixed set.
+    """List the texts that an engine tokenizes differently: prompts, and a fixed set.
 
     reference: of `open_reference`. tokenizer: the model's, by transformers.
     """

@@ -1,4 +1,4 @@
-"""The base model itself, run by transformers: what an engine's output is compared with.
+"""Reference of a verification: the base model, run by transformers.
 
 Legend: N new tokens, R rows, V vocabulary.
 """
@@ -50,7 +50,7 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
 
 
 def find_own_arithmetic(engine: EngineConfig, device: str) -> str | None:
-    """INT8, INT4 or GGUF where no other program computes the engine's text, else None.
+    """Return INT8, INT4 or GGUF where no other program computes the engine's text, else None.
 
     The native kernels round the inputs of products with a GGUF file's blocks.
     """
@@ -69,7 +69,7 @@ class Reference:
         self._continued: dict[tuple[int, ...], list[int]] = {}
         parameters = inspect.signature(model.forward).parameters
         self._takes_count = "logits_to_keep" in parameters
-        # Releases from 5.40 on know the first name only, those before 5 the second.
+        # transformers 5.40 and later has the first name only, transformers 4 the second.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def widen(self) -> None:
@@ -81,7 +81,7 @@ class Reference:
     def continue_greedily(self, prompt: Sequence[int], length: int) -> list[int]:
         """Return the argmax after each token, one token per step, end tokens included.
 
-        Not `generate`, which applies what generation_config.json says of repetition.
+        `generate` would apply generation_config.json's settings of repetition.
         """
         continuation = self._continued.setdefault(tuple(prompt), [])
         if len(continuation) < length:
@@ -124,7 +124,7 @@ def load_reference(model_dir: str, dtype: str, device: str) -> Reference:
 def read_end_ids(model_dir: str, config: Any, tokenizer: Any) -> tuple[set[int], set[int]]:
     """Return the tokens that must end a text, and those that may.
 
-    Must: generation_config.json's. May: also the model configuration's and the tokenizer's.
+    generation_config.json's must; the model configuration's and the tokenizer's may, too.
     """
     must: set[int] = set()
     if tokenizer is not None and (Path(model_dir) / "generation_config.json").is_file():

@@ -8,13 +8,13 @@ from specdec.errors import SpecDecError
 from specdec.model.blocks import GGUF
 from specdec.text.comparison import name_token
 
-MAX_LINES = 12  # of divergences; all of them are in the JSON
+MAX_LINES = 12  # divergences that are printed; the JSON has all of them
 END_HINT = "check eos_token_id in generation_config.json"
 READING_HINT = (
     "build the engine again with --tokenizer-dir MODEL; if it still differs, this is a fault in"
     " specdec: report it with this message"
 )
-WITHOUT_DRAFTS = ("with drafts", "without")  # of an engine alongside itself
+WITHOUT_DRAFTS = ("with drafts", "without")  # labels of an engine's two texts
 CAUSES = {
     "rounding": "a near-tie",
     "logits": "the engine computes other logits",
@@ -23,7 +23,7 @@ CAUSES = {
 
 
 def format_verdict(verdict: str, dtype: str) -> str:
-    """Return the beginning of a report: whether the claim holds."""
+    """Return PASS or FAIL, the beginning of a report."""
     half = dtype if dtype == "float32" else "half precision"
     return {
         "exact": "PASS",
@@ -59,7 +59,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def describe_comparison(report: dict[str, Any]) -> str:
-    """Return the text that the engine's is compared with, as the end of a sentence."""
+    """Return the end of a sentence that names the text which the engine's is compared with."""
     kind = report.get("quantization")
     if kind is None:
         return f", against {report['model_dir']} run by transformers"

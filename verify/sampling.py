@@ -22,24 +22,24 @@ from .reference import Reference
 from .settings import VerifySettings
 
 NUM_PROMPTS = 2
-# The first token is the prompt pass's, the others are of a verify step: drafted or its bonus token.
+# The prompt's pass makes the first token, verify steps make the others: drafted or bonus tokens.
 NUM_TOKENS = 3
-EDGE = -1  # stands for the tokens that nearly tie at the k-th place: any of them may be cut off
-# Rounding moves a boundary between two tokens across the random number in hardly one of a million
-# float32 tokens; half precision does so too often for a bound.
+EDGE = -1  # all tokens that nearly tie at the k-th place: top-k may cut off any of them
+# Share of texts that rounding may change: in float32 it moves a boundary between two tokens across
+# the random number for hardly one of a million tokens; in half precision too often for a bound.
 ALLOWED_DIFFERENT = {"float32": 0.001}
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Continuations of a text. probs: of its next token, EDGE included; edge: the EDGE tokens."""
+    """Continuations of a text. probs: probabilities of next tokens and EDGE; edge: its tokens."""
 
     probs: dict[int, float]
     edge: frozenset[int]
 
 
 def list_samples(settings: VerifySettings, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
-    """Return every prompt as many times as it is sampled, with seeds of their own."""
+    """Return the sampled requests: every prompt --num-samples times, with consecutive seeds."""
     repeated = [prompt for prompt in prompts for _ in range(settings.num_samples)]
     return [
         Prompt(
@@ -53,7 +53,7 @@ def list_samples(settings: VerifySettings, prompts: Sequence[Sequence[int]]) -> 
 def list_contexts(
     reference: Reference, prompt: Sequence[int], settings: VerifySettings, dtype: str
 ) -> dict[tuple[int, ...], Context]:
-    """Map every text of fewer than NUM_TOKENS tokens that may be sampled to what may follow it."""
+    """Map every possible text of fewer than NUM_TOKENS tokens to its continuations."""
     contexts: dict[tuple[int, ...], Context] = {}
     texts: list[tuple[int, ...]] = [()]
     for _ in range(NUM_TOKENS):
@@ -70,7 +70,7 @@ def list_contexts(
 
 
 def read_contexts(logits: Tensor, settings: VerifySettings, dtype: str) -> list[Context]:
-    """Turn logits [R, V] into contexts: of equal logits at the k-th place the first are kept."""
+    """Turn logits [R, V] into contexts; of equal logits at the k-th place, the first are kept."""
     scores = logits / float(settings.temperature)
     cut_tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, settings.top_k :]
     all_probs = scores.scatter(1, cut_tokens, -torch.inf).softmax(-1)
@@ -89,7 +89,7 @@ def read_contexts(logits: Tensor, settings: VerifySettings, dtype: str) -> list[
 def find_outcome(
     contexts: dict[tuple[int, ...], Context], tokens: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Name the cell that a sampled text counts in; None where the model cannot write it."""
+    """Return the cell in which a sampled text counts; None where the model cannot write it."""
     text: tuple[int, ...] = ()
     for token in tokens:
         context = contexts[text]
@@ -159,7 +159,7 @@ def verify_sampling(
 ) -> dict[str, Any]:
     """Test sampled texts, in the order of `list_samples`; return the report's part on sampling.
 
-    unspeculated: the same requests' without speculation, None where they may be others.
+    unspeculated: texts of equal requests without speculation, None where these may differ.
     """
     number = settings.num_samples
     rate = FALSE_ALARM_RATE / len(prompts)

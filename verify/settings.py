@@ -1,4 +1,4 @@
-"""Settings of specdec-verify."""
+"""Options of specdec-verify."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKPOINT_FILES = option_group("A checkpoint's files")
 ENGINE_TEXT = option_group("An engine's text")
 SAMPLING = option_group("Its sampling")
 
-# What each claim alone reads; `sampling` joins the engine's.
+# Options that one claim alone reads; `sampling` adds to the engine's.
 CHECKPOINT_FLAGS = ("checkpoint_dir", "workers")
 SAMPLING_FLAGS = ("num_samples", "temperature", "top_k", "random_seed")
 SHARED_FLAGS = ("json",)
@@ -32,7 +32,7 @@ SHARED_FLAGS = ("json",)
 @add_options(*list_options("draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifySettings:
-    """One field is one flag."""
+    """Options of specdec-verify: each field is a flag."""
 
     checkpoint_dir: Path | None = CHECKPOINT_FILES(
         metavar="CKPT", help="Checkpoint folder to check, file by file."
@@ -84,7 +84,7 @@ class VerifySettings:
 
 
 def _idle(are_read: Callable[[str], bool], context: str) -> Contradiction:
-    """Return the rule that options which are not read have no effect."""
+    """Return the rule that refuses options without effect in a context."""
 
     def find(settings: VerifySettings) -> str:
         typed_names = list_given(settings, VerifySettings)

@@ -1,4 +1,4 @@
-"""The TensorRT-LLM backend: checks what its runtime would bend or ignore, then runs requests.
+"""TensorRT-LLM backend: refuse requests that its runtime would change or ignore; run the others.
 
 Everything is checked before the engine is loaded, which may take minutes.
 """
@@ -46,7 +46,7 @@ logger = logs.get_logger(__name__)
 
 
 class TensorRTLLMEngine:
-    """An engine folder, with the one that drafts for it; loaded when it is first needed."""
+    """Engine folder, perhaps with the folder of a draft model; loaded at first use."""
 
     name = "tensorrt-llm"
     counts_drafts = False
@@ -78,7 +78,7 @@ class TensorRTLLMEngine:
         self._drafter: Drafter | None = None
         self.timing = Timing()
         self.load_seconds = 0.0
-        self.num_reused_tokens = None  # the runtime does not tell
+        self.num_reused_tokens = None  # the runtime does not report them
         check_settings(settings, settings.kv_cache_free_gpu_memory_fraction)
         check_devices(self.folder, self.draft, options, self._lookup)
         problems = find_engine_problems(
@@ -120,17 +120,17 @@ class TensorRTLLMEngine:
         }
 
     def describe_profile(self) -> dict[str, float | None]:
-        """Seconds of each part of a step, where the loop is ours, else None."""
+        """Return the seconds of each part of a step, None where the runtime has its own loop."""
         is_told = self.folder.mode == EXTERNAL
         seconds = self.timing.list_seconds()
         return {name: value if is_told else None for name, value in seconds.items()}
 
     def check_requests(self, requests: Sequence[Request]) -> None:
-        """Raise SpecDecError that lists every request that the engine cannot do."""
+        """Raise SpecDecError that lists every request which the engine cannot serve."""
         check_requests(requests, self.folder, self.draft)
 
     def load(self) -> None:
-        """Load the engine, and the one that drafts for it."""
+        """Load the engine, and the draft model's."""
         if self._runner is not None:
             return
         start = time.perf_counter()
@@ -167,7 +167,7 @@ class TensorRTLLMEngine:
         self.load_seconds = time.perf_counter() - start
 
     def run(self, requests: Sequence[Request], **loop_options: Any) -> list[ActiveRequest]:
-        """Decode all requests, those of equal settings together: a call takes one setting.
+        """Decode all requests, requests of equal settings in one call.
 
         kept: fields of the loop's `Options`.
         """

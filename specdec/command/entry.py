@@ -1,4 +1,4 @@
-"""Where every command begins: a Ctrl-C while Python still imports ends it without a traceback."""
+"""Entry point of every command, in which Ctrl-C ends the imports without a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def main(stage: str = "") -> None:
-    """Entry point of `specdec`, or of `specdec-STAGE`."""
+    """Run `specdec`, or `specdec-STAGE`."""
     end_by_sigint()
     open_streams()
     from specdec.command.stages import group, load_command, run_command
@@ -19,7 +19,7 @@ def main(stage: str = "") -> None:
     try:
         run_command(load_command(stage) if stage else group)
     finally:
-        end_by_sigint()  # while Python ends there is nothing to tidy up either
+        end_by_sigint()  # nothing is left to tidy up while Python ends
 
 
 convert, build, run, serve, train, verify, bench, export = (
@@ -31,7 +31,7 @@ convert, build, run, serve, train, verify, bench, export = (
 def open_streams() -> None:
     """Put the null device where standard input, output or error is closed.
 
-    Or a file that is opened later would get its number, and what others print.
+    Else a file that is opened later would get its descriptor, and the output of print.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -18,7 +18,8 @@ from specdec.methods import METHODS, Method
 from specdec.options import Flag, get_flags
 
 GENERAL = "General"
-LAST_OPTIONS = ("dry_run", "force", "json", "config", "debug", "version", "help")  # of that group
+# Options at the end of the general group.
+LAST_OPTIONS = ("dry_run", "force", "json", "config", "debug", "version", "help")
 # Examples of each command, each a line to be copied.
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "generate": (
@@ -60,14 +61,14 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "doctor": ("specdec doctor", "specdec doctor --engine-dir engine"),
 }
-# Pages of commands that are not called as the command is.
+# Pages of commands whose names differ from the command's.
 PAGES = {"train data": "data"}
 
 
 def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[click.Parameter]]:
     """List a command's visible options by group, in the order of its settings.
 
-    Those of the methods are left out, unless they have a group in commands too.
+    Options of methods are left out, unless they have a group in commands too.
     """
     options = _list_visible_options(command)
     sections: dict[str, list[click.Parameter]] = {}
@@ -95,7 +96,7 @@ def name_option(option: click.Parameter) -> str:
 
 
 def list_method_options() -> dict[str, list[Method]]:
-    """Return the methods that have each option, whatever the command."""
+    """Map each option of the methods to its methods."""
     methods_by_option: dict[str, list[Method]] = {}
     for method in METHODS.values():
         for kind in method.options.values():
@@ -113,7 +114,7 @@ def _list_flags(command: click.Command) -> dict[str, Flag]:
 def write_options(
     name: str, ctx: click.Context, formatter: click.HelpFormatter, *, is_long: bool
 ) -> None:
-    """Write the options of a command, group by group, and where the others are explained."""
+    """Write the options of a command by groups, and the commands that explain the others."""
     command = ctx.command
     for title, options in list_sections(command, is_long=is_long).items():
         _write_section(title, options, ctx, formatter)
@@ -131,7 +132,7 @@ def write_options(
 def write_method(
     method: Method, commands: Mapping[str, click.Command], formatter: click.HelpFormatter
 ) -> None:
-    """Write the options of a method, those of the same commands together."""
+    """Write the options of a method, grouped by the commands that have them."""
     formatter.write_text(f"{method.title}: {method.paper}")
     sections: dict[tuple[str, ...], list[click.Parameter]] = {}
     for kind in method.options.values():

@@ -1,4 +1,4 @@
-"""A command's settings: from its defaults, a recipe and the flags that were typed."""
+"""Settings of a command, from defaults, a recipe and the typed flags."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "benc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnknownOption:
-    """An option that no settings field has: its words, and the recipe it came from."""
+    """Option that no settings field has: its words, and the recipe that has it."""
 
     words: tuple[str, ...]
-    recipe: Path | None = None  # None: the command line
+    recipe: Path | None = None  # None for an option of the command line
 
 
 def suggest_option(name: str, known_options: Iterable[str]) -> str:
-    """Return ` (did you mean --X?)` for an option that is not known, or an empty string.
+    """Return ` (did you mean --X?)` for an unknown option, or an empty string.
 
-    name, known: options with or without their dashes.
+    name, known_options: with or without their dashes.
     """
     names = [option.lstrip("-").replace("-", "_") for option in known_options]
     nearest = find_nearest(name.lstrip("-").replace("-", "_"), names)
@@ -44,7 +44,7 @@ def takes_unknown_options(settings_class: type) -> bool:
 def make_unknown_error(
     settings_class: type, section: str, name: str, option: UnknownOption
 ) -> UsageError:
-    """Return the error for an option that nobody knows."""
+    """Return the error for an option that neither specdec nor a backend has."""
     known_names = list(get_flags(settings_class))
     if option.recipe is not None:
         fact = f"recipe {option.recipe}: unknown key {name!r} in section {section}"
@@ -55,7 +55,7 @@ def make_unknown_error(
 
 
 def _refuse_twins(mapping: Any) -> None:
-    """Raise ValueError for a section, or a key of one, that is there twice: YAML takes the last."""
+    """Raise ValueError for a repeated section or key, of which YAML would take the last."""
     import yaml
 
     if not isinstance(mapping, yaml.MappingNode):
@@ -110,8 +110,9 @@ def resolve_settings(
 ) -> T:
     """Combine defaults, a recipe's section and the flags actually typed, in rising precedence.
 
-    Relative paths in a recipe are relative to the current folder, as on the command line. `others`
-    are typed options that the class has no field for; it must be one that takes them.
+    Relative paths in a recipe are relative to the current folder, as on the command line.
+    unknown_words: the words of typed options without a field of the class, which must take such
+    options.
     """
     flags = get_flags(settings_class)
     values: dict[str, Any] = {}
@@ -140,7 +141,7 @@ def resolve_settings(
 
 
 def _list_words(name: str, value: Any) -> tuple[str, ...]:
-    """Return what would stand behind an option of a recipe's key on a command line."""
+    """Return the words of a recipe's value, as a command line would have them."""
     if value is True:
         return ()
     if value is None or value is False or isinstance(value, dict):
@@ -149,10 +150,10 @@ def _list_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def require(settings: Any, *names: str) -> None:
-    """Raise UsageError when a setting is absent that is declared as required, or is in `names`.
+    """Raise UsageError for an absent setting that is declared as required or is in `names`.
 
-    Whatever takes settings from a caller does this first: their types rely on it. Options that
-    exclude one another are a table: `refuse_contradictions` in specdec/options.py.
+    Functions that take settings from a caller call this first: their types rely on it. Tables of
+    options that exclude one another are for `refuse_contradictions` in specdec/options.py.
     """
     required = [name for name, (flag, _) in get_flags(type(settings)).items() if flag.required]
     required_names = dict.fromkeys((*names, *required))
@@ -164,7 +165,7 @@ def require(settings: Any, *names: str) -> None:
 
 
 def need(value: T | None) -> T:
-    """Return a setting of which an earlier check has seen that it is given, as one of several."""
+    """Return a setting that is not None, as an earlier check has made sure."""
     assert value is not None
     return value
 
@@ -181,7 +182,7 @@ def to_plain(settings: Any) -> dict[str, Any]:
 
 
 def to_arguments(settings: Any) -> list[str]:
-    """Return a command line that gives these settings, without what is at its default."""
+    """Return the command line of settings, without options at their defaults."""
     arguments = []
     for name, (flag, default) in get_flags(type(settings)).items():
         value = getattr(settings, name)

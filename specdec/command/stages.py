@@ -1,4 +1,4 @@
-"""The click wrapper of every command: options from settings, errors as two lines, exit statuses."""
+"""Wrapper of every command in click: options from settings, errors as two lines, exit statuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from specdec.options import Flag, get_flags, name_flag
 from specdec.system import logs
 from specdec.system.threads import calm_threads
 
-ALL_FLAG = "--all"  # with --help or without
+ALL_FLAG = "--all"  # prints the help of all options, with --help or without
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -41,21 +41,21 @@ CONTEXT: dict[str, Any] = {
 
 
 class StageCommand(click.Command):
-    """A command whose list options take several words: `--input-text "a" "b"`.
+    """Command whose list options take several words: `--input-text "a" "b"`.
 
-    Where the first word names a subcommand, that takes the others.
+    A subcommand as the first word takes all further words.
     """
 
     settings_class: type
-    work: Callable[[Any], None]  # takes settings of that class
-    # What the work would make, and the errors it would raise, for specdec generate; see the stages.
+    work: Callable[[Any], None]  # function of settings of that class
+    # Function that predicts the work's results and errors, for specdec generate; see the stages.
     foresee: Callable[..., Any]
     list_options: frozenset[str] = frozenset()
     subcommands: Mapping[str, click.Command] = {}
 
     @property
     def stage(self) -> str:
-        """Its name behind `specdec`."""
+        """Name of the command behind `specdec`."""
         return str(self.name).removeprefix("specdec-")
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -89,13 +89,13 @@ class StageCommand(click.Command):
 
     def _repeat_list_options(self, ctx: click.Context, args: list[str]) -> list[str]:
         expanded: list[str] = []
-        current = ""  # the list option that takes the next words, if any
-        is_waiting = False  # it has had none yet
+        current = ""  # the list option that takes the next words, empty for none
+        is_waiting = False  # whether that option still lacks its first word
         for i, arg in enumerate([*args, "--"]):
             is_option = arg.startswith("--") or arg == "-h"
             if is_option and is_waiting and not ctx.resilient_parsing:
                 raise click.BadOptionUsage(current, f"Option '{current}' requires an argument.")
-            if arg == "--":  # what follows are no options
+            if arg == "--":  # the end of all options
                 return expanded + args[i:]
             if is_option:
                 name, equals, _ = arg.partition("=")
@@ -110,7 +110,7 @@ class StageCommand(click.Command):
 
 
 def _describe_default(flag: Flag, default: Any) -> str:
-    """Return the default as an option's help shows it, nothing where there is none to show."""
+    """Return an option's default as its help shows it; an empty text for none."""
     if flag.kind == "enable" and not flag.is_switch:
         default_text = "enable" if default else "disable"
         return "" if default is None else f"  [default: {default_text}]"
@@ -122,7 +122,7 @@ def _describe_default(flag: Flag, default: Any) -> str:
 def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
     if flag.is_argument:
         return click.Argument([name], nargs=-1, metavar=f"[{flag.metavar or 'TEXT'}]...")
-    # What has one legal value is only accepted.
+    # An option with one legal value is accepted, and hidden.
     options: dict[str, Any] = {
         "default": None, "hidden": flag.hidden or len(flag.choices) == 1,
     }  # fmt: skip
@@ -166,8 +166,9 @@ def stage_command(
 
         def callback(debug: bool, config: str | None = None, **values: Any) -> None:
             ctx = click.get_current_context()
+            # A list option without words has the value ().
             typed = {
-                key: value for key, value in values.items() if value != ()  # no words
+                key: value for key, value in values.items() if value != ()
                 and ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
             }  # fmt: skip
             logs.set_up(debug=debug)
@@ -206,9 +207,9 @@ def show_report(
     report: dict[str, Any], settings: Any,
     format_report: Callable[[dict[str, Any]], str] | None = None, error: SpecDecError | None = None,
 ) -> None:  # fmt: skip
-    """Print a report, as JSON where that is asked for; then raise the error that it comes to.
+    """Print a report, as text or as JSON by the settings; then raise its error, if any.
 
-    format_report: None where the log has told people all.
+    format_report: None where the log has printed the whole report.
     """
     if settings.json:
         click.echo(json.dumps(report))
@@ -219,8 +220,8 @@ def show_report(
 
 
 def _check_folders(settings: Any, flags: Mapping[str, tuple[Flag, Any]]) -> None:
-    """Raise SpecDecError for a wrong folder now: the stage itself may import torch first."""
-    from specdec.files.folders import MODEL, expect_folder, is_hub_id  # which imports numpy
+    """Raise SpecDecError for a wrong folder, before the stage imports torch."""
+    from specdec.files.folders import MODEL, expect_folder, is_hub_id  # imports numpy
 
     for key, (flag, _) in flags.items():
         path = getattr(settings, key)
@@ -230,7 +231,7 @@ def _check_folders(settings: Any, flags: Mapping[str, tuple[Flag, Any]]) -> None
 
 
 def _group_unknown_words(ctx: click.Context) -> dict[str, list[str]]:
-    """Group what click found no option for: each unknown option's name, the words behind it."""
+    """Group the words that click found no option for, by the unknown options' names."""
     grouped: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in ctx.args:
@@ -270,7 +271,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
             status = command.main(arguments, standalone_mode=False)
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader of our output has gone
         status = 1
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place that reports
         status = _report_failure(error, with_traceback="--debug" in arguments)
@@ -294,7 +295,7 @@ def _report_failure(error: BaseException, *, with_traceback: bool) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends the work as Ctrl-C does."""
+    """Interrupt by SIGTERM, which ends the work as Ctrl-C does."""
 
 
 def raise_at_sigint() -> None:
@@ -306,7 +307,7 @@ def raise_at_sigint() -> None:
 def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
     """Return a signal's handler that raises `kind`, once torch is imported if that has begun.
 
-    An exception within the import of torch's C++ may abort the process. It is put off for two
+    An exception within the import of torch's C++ may abort the process. The handler waits for two
     seconds at most.
     """
     delays = iter([0.05] * 40)
@@ -314,7 +315,8 @@ def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
     def handle(*_: object) -> None:
         spec = getattr(sys.modules.get("torch"), "__spec__", None)
         delay = next(delays, 0.0) if getattr(spec, "_initializing", False) else 0.0
-        signal.signal(signal.SIGALRM, handle)  # a thread could wait for a lock that is held here
+        # A timer, not a thread, which could wait for a lock of this thread.
+        signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, delay)
         if not delay:
             raise kind
@@ -325,7 +327,9 @@ def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
 @contextlib.contextmanager
 def take_sigterm() -> Iterator[None]:
     """Let SIGTERM end the body as Ctrl-C does, so that it leaves nothing half-written behind."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only the main thread may set handlers
         yield
         return
     earlier_handler = signal.signal(signal.SIGTERM, make_handler(Terminated))
@@ -344,7 +348,7 @@ def _is_launched() -> bool:
 
 
 def _close_stdout() -> None:
-    """Drop what a full or closed stdout did not take, or Python would complain at its exit."""
+    """Drop the output that a full or closed stdout did not take, which Python would report."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -354,7 +358,7 @@ def _close_stdout() -> None:
 
 
 def _explain_error(error: BaseException) -> tuple[int, str, str]:
-    """Return the exit status, the fact and the remedy for whatever ended a command."""
+    """Return the exit status, the fact and the remedy for the error that ended a command."""
     if isinstance(error, SpecDecError):
         return (2 if isinstance(error, UsageError) else 1), error.message, error.hint
     if isinstance(error, click.ClickException):
@@ -375,7 +379,7 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
 
 
 def _explain_usage(error: click.ClickException) -> tuple[str, str]:
-    """Return the fact and the remedy for a command line that click does not take."""
+    """Return the fact and the remedy for a command line that click refuses."""
     if isinstance(error, click.NoSuchOption):
         params = error.ctx.command.params if error.ctx is not None else ()
         known_options = [option for param in params for option in param.opts]
@@ -394,24 +398,24 @@ def _explain_interrupt(error: BaseException) -> tuple[int, str, str]:
     chain = [error]  # click's Abort has the interrupt as its cause
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
-    hint = next(filter(None, map(str, chain)), _AGAIN_HINT)  # an interrupt's text is one
+    hint = next(filter(None, map(str, chain)), _AGAIN_HINT)  # an interrupt's text is a hint
     if any(isinstance(link, Terminated) for link in chain):
         return 143, "ended by SIGTERM", hint
     return 130, "interrupted", hint
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch ran out of memory, for which it has no MemoryError."""
+    """Return whether an error is torch's for memory, which is no MemoryError."""
     says_so = "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, RuntimeError) and says_so
 
 
 _AGAIN_HINT = "nothing half-written was left behind; run it again"
-# Characters of an error or hint, and of a word in it; names out of files may be of any length. An
-# error that lists several problems has so many for each, up to MAX_LISTED.
-MAX_LINE, MAX_WORD, MAX_LISTED = 1000, 300, 4
+MAX_LINE = 1000  # most characters of an error or hint, for each problem that it lists
+MAX_WORD = 300  # most characters of a word: names out of files may be of any length
+MAX_LISTED = 4  # most problems that count for MAX_LINE
 _HELP_HINT = "--help lists the options"
-_EXTRA_WORD = "Got unexpected extra argument"  # how click begins
+_EXTRA_WORD = "Got unexpected extra argument"  # beginning of click's message
 _OS_HINT = "check the path, its permissions and the free space; nothing half-written was left"
 
 
@@ -420,7 +424,7 @@ def print_error(message: str, hint: str, num_problems: int = 1) -> None:
     for label, text in (("error", message), ("hint", hint)):
         words = " ".join(cut_middle(word, MAX_WORD) for word in text.split())
         line = cut_middle(words, MAX_LINE * min(num_problems, MAX_LISTED))
-        # Names out of a damaged or hostile file may not steer the terminal.
+        # Names out of a damaged or hostile file may hold control sequences for the terminal.
         printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
         click.echo(f"{label}: {printable}", err=True)
 
@@ -451,7 +455,7 @@ STAGES = {
 }
 
 
-# Commands that are gone, and where their work is done now.
+# Retired command -> the hint that names its successor.
 RETIRED = {
     "tune": "`specdec bench --sweep OPTION=a,b,c` measures values of an option; the default"
     " chooses by itself how much to draft",
@@ -459,7 +463,7 @@ RETIRED = {
 
 
 def load_command(name: str) -> StageCommand:
-    """Import a stage's command; nothing of it is imported before it is called."""
+    """Import a stage's command, which no other command imports."""
     import importlib
 
     module, _, attribute = STAGES[name][0].partition(":")
@@ -468,7 +472,7 @@ def load_command(name: str) -> StageCommand:
 
 
 class StageGroup(click.Group):
-    """`specdec STAGE`: imports a stage only when it is called."""
+    """Group of the commands `specdec STAGE`, which imports a stage only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*STAGES, "docs", "help"]

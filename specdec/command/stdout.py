@@ -1,4 +1,4 @@
-"""Standard output, kept for what a command itself has to say."""
+"""Standard output, reserved for a command's own text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 
 def claim_stdout() -> None:
-    """From now on only `sys.stdout` writes to standard output; descriptor 1 leads to stderr.
+    """Reserve standard output for `sys.stdout`; descriptor 1 leads to stderr from now on.
 
-    Libraries write to descriptor 1 from C++, some of them while the process ends, so this is not
-    undone. Nothing changes where sys.stdout is something else: closed, or replaced by a test.
+    Libraries write to descriptor 1 from C++, some of them while the process ends, so this is never
+    undone. Nothing changes where sys.stdout is closed, or replaced by a test.
     """
     stream = sys.stdout
     if find_stdout() != 1 or not isinstance(stream, io.TextIOWrapper):
@@ -33,7 +33,7 @@ def claim_stdout() -> None:
 
 
 def find_stdout() -> int | None:
-    """Return the descriptor of `sys.stdout`, for a child whose output is ours; None without one."""
+    """Return the descriptor of `sys.stdout`, for a child process with our output; None for none."""
     try:
         return sys.stdout.fileno() if sys.stdout is not None else None
     except (OSError, ValueError):

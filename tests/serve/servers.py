@@ -74,7 +74,7 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[EngineServer
 
 def _run_quietly(server: EngineServer, listener: Any) -> None:
     try:
-        server.run_until_told(listener)
+        server.run_until_signal(listener)
     except Exception:  # a lost engine is what some tests are about
         if not server._http.started:
             raise

@@ -41,8 +41,8 @@ MAX_RETRY_AFTER = 3600.0  # seconds, the longest wait that a server may ask for
 BYTES_PER_TOKEN = 256  # most bytes of an answer for each of its tokens
 OTHER_BYTES = 2**20  # most bytes of an answer beside its tokens
 KEY_VARIABLE = "OPENAI_API_KEY"
-TRANSIENT_STATUSES = (408, 409, 425, 429)  # and all from 500 on
-# Statuses that refuse every row, with hints; so do redirects, which are not followed.
+TRANSIENT_STATUSES = (408, 409, 425, 429)  # beside all from 500 on
+# Statuses that refuse every row, with hints; redirects, which are not followed, do so too.
 FATAL_HINTS = {
     401: f"put the key into {KEY_VARIABLE}",
     402: "check --base-url and the server",
@@ -93,7 +93,7 @@ class Client:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End all waits before repetitions, as no answers are needed any more."""
+        """End all waits before repetitions: no more answers are needed."""
         self._closed.set()
 
     def ask(self, context: str | Conversation, seed: int | None) -> TargetAnswer:
@@ -192,7 +192,7 @@ class Client:
         if not text and not answer:
             raise RowError("the answer is empty")
         answer = {"content": text or "", **answer}
-        json.dumps(answer, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(answer, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         return TargetAnswer(answer, is_truncated=reason == "length")
 
     def _explain_status(self, response: Response) -> Exception:

@@ -104,7 +104,7 @@ def _load_dataset(name: str, split: str) -> DataSource:
         ) from None
     try:
         rows = load_dataset(name, split=split)
-    except Exception as error:  # noqa: BLE001 - `datasets` raises whatever it likes
+    except Exception as error:  # noqa: BLE001 - `datasets` raises any error
         raise SpecDecError(
             f"--input {name} is not a file, and `datasets` cannot load its split {split}: the"
             f" Hub {describe_answer(error)}",
@@ -152,7 +152,8 @@ class Dialogue:
         replaced_turn = self._turns.pop(0)
         calls, old_calls = (_list_calls(message) for message in (answer, replaced_turn))
         if calls and calls == old_calls:
-            answer = {**answer, "tool_calls": replaced_turn["tool_calls"]}  # results have their ids
+            # The data's results name the ids of its calls.
+            answer = {**answer, "tool_calls": replaced_turn["tool_calls"]}
         self._messages.append({"role": "assistant", **answer})
         is_without_results = (
             calls != old_calls and bool(self._turns) and get_speaker(self._turns[0]) == "tool"
@@ -179,13 +180,15 @@ class Dialogue:
         return document
 
     def _plan_turns(self, row: Row, settings: DataSettings, source: DataSource) -> list[Message]:
-        """Return the turns to come; the assistant's are the data's, which the target replaces."""
+        """Return the turns to come; the target replaces the assistant's turns of the data."""
         try:
             with name_line(
                 Path(source.name), row.number, "messages, conversations, prompt or text"
             ):
                 value = self._parse_row(row, source)
-                json.dumps(value, ensure_ascii=False, default=str).encode()  # or it is no text
+                json.dumps(
+                    value, ensure_ascii=False, default=str
+                ).encode()  # raises for half of a surrogate pair
                 prompt = next((value[k] for k in PROMPT_KEYS if k in value), None)
                 if not settings.completion and (chat := _find_chat(value, prompt)) is not None:
                     conversation = parse_conversation(chat)
@@ -232,7 +235,7 @@ def _list_calls(message: Message) -> list[Any]:
 
 
 def _plan_answers(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """Return the turns that remain: no answers but those after a user's or a tool's turn."""
+    """Return the turns without answers that follow neither a user's nor a tool's turn."""
     turns: list[Message] = []
     if system_prompt is not None and all(get_speaker(m) != "system" for m in messages):
         turns.append({"role": "system", "content": system_prompt})

@@ -101,13 +101,13 @@ class DialogueEngine:
             token_ids=ids, max_output_len=min(settings.max_tokens, num_free_tokens),
             temperature=settings.temperature, top_p=settings.top_p,
             seed=(settings.seed or 0) + dialogue.row.index,
-            # As <think> and <tool_call> are in some tokenizers: the target writes them, too.
+            # Special tokens such as <think> and <tool_call>: the target writes them, too.
             skip_special_tokens=False, spaces_between_special_tokens=False,
         )  # fmt: skip
 
 
 def _awaits_drafts(folder: Path, backend: str) -> bool:
-    """Return whether an engine was built for drafts from outside of it."""
+    """Return whether an engine was built for drafts from an external drafter."""
     if backend == TENSORRT_LLM:  # which Engine.load refuses
         return False
     return read_engine_config(folder, backend).build.speculative_decoding_mode == METHOD.mode

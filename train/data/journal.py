@@ -1,4 +1,4 @@
-"""Journal of answered rows, which survives a kill, and the output file that is made of it.
+"""Journal of answered rows, which survives a kill, and its output file.
 
 The first line holds the facts that the rows depend on. Each further line holds one row, in the
 order in which the rows ended: {"index", "row"} or {"index", "failure"}. A last line that was cut is
@@ -89,7 +89,7 @@ class Journal:
         if not self._file.closed and not self._offsets and not self.failures:
             self.path.unlink(missing_ok=True)
             if self._made_folder:
-                with contextlib.suppress(OSError):  # it holds something else by now
+                with contextlib.suppress(OSError):  # a foreign file may have replaced it
                     self.path.parent.rmdir()
         self._close_file()
 
@@ -98,7 +98,7 @@ class Journal:
             self._file.close()
 
     def remove(self) -> None:
-        """Remove the file, whose output is written."""
+        """Remove the file, after the output was written."""
         self.path.unlink(missing_ok=True)
         self.close()
 

@@ -34,8 +34,9 @@ FACT_SETTINGS = (
     "model", "completion", "max_tokens", "temperature", "top_p", "seed", "system_prompt",
     "max_rows", "drop_truncated",
 )  # fmt: skip
-MIN_LOST_ROWS = 8  # rows in succession without an answer that end a run, or more by concurrency
-LONGEST_WAIT = 0.5  # seconds without a look for Ctrl-C
+# Rows in succession without an answer that end a run; at least as many as run concurrently.
+MIN_LOST_ROWS = 8
+LONGEST_WAIT = 0.5  # seconds between two checks for Ctrl-C
 END_OF_TASKS = object()
 
 logger = logs.get_logger(__name__)
@@ -211,7 +212,7 @@ def map_concurrently(work: Callable[[T], R], items: Iterable[T], num_workers: in
             tasks.put(item)
             num_pending += 1
         while num_pending:
-            # A signal that another thread takes, or that comes just before the wait, ends no wait.
+            # A signal ends no wait where another thread takes it, or where it comes just before.
             try:
                 result, error = results.get(timeout=LONGEST_WAIT)
             except queue.Empty:

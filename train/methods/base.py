@@ -28,7 +28,7 @@ class Labels:
 
     mask: Tensor  # [B, T-2-i] places that have a label
     tokens: Tensor  # [N]
-    weights: Tensor  # [N] of each label's loss in the sum
+    weights: Tensor  # [N] weight of each label's loss in the sum
     hidden: Tensor  # [N, D] the target's states that predict the labels' tokens
 
 
@@ -68,7 +68,7 @@ class ResidualBlock(torch.nn.Module):
 
 
 class TrainableDrafter(torch.nn.Module):
-    """Network in training; its parameters have their names in the written file.
+    """Network in training, whose parameters are named as in the written file.
 
     A method overrides `draft_states` or `iterate_guesses`, and mostly `compute_position_loss`, or
     `forward`.
@@ -80,7 +80,7 @@ class TrainableDrafter(torch.nn.Module):
         super().__init__()
         self.num_positions, self.loss_decay = num_positions, loss_decay
         self.max_k = min(settings.report_top_k, vocab_size)
-        # Of the target's distribution in what is learned.
+        # Weight of the target's distribution in the loss.
         self.teacher_share = settings.self_distillation or 0.0
 
     def count_labels(self, mask: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class TrainableDrafter(torch.nn.Module):
     def find_labels(
         self, features: Features, mask: Tensor, num_labels: Tensor, position: int
     ) -> Labels:
-        """Return the labels of a draft position; num_labels [P] as `forward` has them."""
+        """Return the labels of a draft position; num_labels [P]: of `forward`."""
         label_mask = mask[:, 2 + position :]
         tokens = features.tokens[:, 2 + position :][label_mask]
         return Labels(
@@ -107,7 +107,7 @@ class TrainableDrafter(torch.nn.Module):
         return self.loss_decay**position / num_labels[position].clamp(min=1)
 
     def draft_states(self, features: Features) -> list[Tensor]:
-        """Return each position's states, which its guesses are made from: [B, T-2-i, D or more]."""
+        """Return each position's states, which predict its tokens: [B, T-2-i, D or more]."""
         raise NotImplementedError
 
     def iterate_guesses(
@@ -156,7 +156,8 @@ class TrainableDrafter(torch.nn.Module):
 
         mask: [B, T], true for tokens that are labels. num_labels: [P], labels of each position in
         the whole optimizer step, over all of its batches and processes; the losses are divided by
-        them, so that a step has one result however it is cut up. measure: accuracies too.
+        them, so that a step has one result for any division into batches. measure: whether
+        accuracies are measured.
         """
         total = features.hidden.new_zeros((), dtype=torch.float32)
         losses, ranks, masks = [], [], []

@@ -48,8 +48,8 @@ GOLDEN_RATIO = 0.6180339887  # multiples of it, without their whole parts, sprea
 class Anchors:
     """Blocks of a batch, by the last token [B, A] whose states each may see.
 
-    is_real: [B, A], false where a row has fewer blocks. shares: [B, 1], how many places of a row
-    each of its blocks stands for.
+    is_real: [B, A], false where a row has fewer blocks. shares: [B, 1], places of a row for each of
+    its blocks.
     """
 
     context_ends: Tensor
@@ -150,7 +150,7 @@ class DFlash(TrainableDrafter):
         that embedding's rows.
         """
         self.options = as_options(settings, DFlashTrain)
-        # In a block; the tokens before it are given.
+        # Number of tokens of a block.
         self.first_drafting_token = 0 if self.options.dflash_markov_rank else 1
         super().__init__(
             settings, num_positions=self.options.dflash_block_size - self.first_drafting_token,
@@ -170,7 +170,7 @@ class DFlash(TrainableDrafter):
         self._rotary = RotaryTables(model)
 
     def choose_anchors(self, mask: Tensor) -> Anchors:
-        """Draw the blocks of a step; an evaluation has the same blocks always, evenly spread.
+        """Draw the blocks of a step at random; those of an evaluation are fixed and evenly spread.
 
         mask: [B, T], true for tokens that are labels.
         """
@@ -283,9 +283,9 @@ def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:
 
 
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
-    """Spread the layers that are read over the target, without its first where there are enough.
+    """Choose target layers that a drafter reads, evenly spread; the first only in short models.
 
-    The last layer is left out: its output is not to be had without the final norm.
+    The last layer is never one: transformers returns its output only behind the final norm.
     """
     num_layers = as_options(settings, DFlashTrain).dflash_num_target_layers
     last_layer = int(config.num_hidden_layers) - 2

@@ -43,7 +43,7 @@ from ..settings import TrainSettings
 from ..target import FrozenTarget
 from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 
-# Rotary scalings by which a position's angles depend only on the position.
+# Rotary scalings with which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
 
 History = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T_i, H] of the steps so far
@@ -136,7 +136,7 @@ class EagleLayer(torch.nn.Module):
     def __init__(self, model: ModelConfig, *, is_first: bool, is_eagle3: bool) -> None:
         super().__init__()
         hidden_size, epsilon = model.hidden_size, model.norm_epsilon
-        self.joins_embedding = is_first and is_eagle3  # with the state, inside of the layer
+        self.joins_embedding = is_first and is_eagle3  # joins state and embedding in the layer
         self.has_input_norm = not is_first or is_eagle3
         if self.has_input_norm:
             self.input_layernorm = RmsNorm(hidden_size, epsilon)
@@ -183,7 +183,7 @@ class RotaryTables:
 
 
 class TrainablePairDrafter(TrainableDrafter):
-    """Drafter whose layers read pairs of an embedding and a state: the target's, then their own."""
+    """Drafter whose layers read pairs of an embedding and a state: the target's, then guesses."""
 
     def make_first_state(self, features: Features) -> Tensor:
         """Return the states that the first step reads with the embeddings, [B, T, D]."""
@@ -265,12 +265,12 @@ class Eagle1(Eagle):
         self.fc = torch.nn.Linear(
             2 * model.hidden_size, model.hidden_size, bias=self.options.eagle_bias
         )
-        # The table's rows are smaller than the features by this factor.
+        # Factor by which the features are larger than the table's rows.
         self.fc.weight.data[:, : model.hidden_size] *= embedding_scale
         self._add_layers(is_eagle3=False)
 
     def make_first_state(self, features: Features) -> Tensor:
-        """Return the target's features, in training with noise against the drafter's own errors."""
+        """Return the target's features; noise in training prepares for the drafter's errors."""
         noise = self.options.eagle_noise if self.training else 0.0
         if not noise:
             return features.hidden
@@ -368,7 +368,7 @@ class Eagle3(Eagle):
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.d2t is not None:
-            # The target's choice among the draft tokens is learned, not the text's tokens.
+            # Labels are the target's choices among the draft tokens, not the text's tokens.
             draft_tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
             assert features.head is not None
             features = dataclasses.replace(features, head=features.head.take(draft_tokens))
@@ -441,9 +441,9 @@ def describe_layers(
 
 
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
-    """Choose the target's layers whose outputs are read: EAGLE-3's usual ones, or an even spread.
+    """Choose target layers that a drafter reads: EAGLE-3's usual ones, or evenly spread ones.
 
-    The last layer is left out: its output is not to be had without the final norm.
+    The last layer is never one: transformers returns its output only behind the final norm.
     """
     options = as_options(settings, EagleTrain)
     if options.eagle_version != "3":
@@ -495,7 +495,7 @@ def list_shared(target: FrozenTarget) -> Mapping[str, Tensor]:
 
 
 def list_convert_flags(settings: TrainSettings) -> list[str]:
-    """Return the flag for the tokens of a parallel pass, which config.json has no name for."""
+    """Return the flag for the number of a parallel pass's tokens, which config.json lacks."""
     options = as_options(settings, EagleTrain)
     return ["--num-eagle-layers", str(options.eagle_num_steps)] if options.eagle_parallel else []
 
@@ -507,6 +507,6 @@ METHOD = TrainingMethod(
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
     list_shared=list_shared,
-    optional_prefixes=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3
+    optional_prefixes=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3 drafter
     needs_head=True,
 )

@@ -1,4 +1,4 @@
-"""MTP: a layer of the target's own kind that drafts (https://arxiv.org/abs/2412.19437).
+"""MTP: a drafting layer of the target's architecture (https://arxiv.org/abs/2412.19437).
 
 With s_t the target's last hidden state behind its final norm and e its embedding, the head reads at
 place t the pair of e(x_{t+1}) and s_t: h_t = norm(layer(F [norm(e) ; norm(s)])), from which the
@@ -102,7 +102,7 @@ class Mtp(TrainablePairDrafter):
 
 METHOD = TrainingMethod(
     build=Mtp,
-    # The target's own config.json, by which the layer is read.
+    # The layer's config.json is the target's.
     describe=lambda drafter, target: json.loads(target.config.to_json_string(use_diff=False)),
     convert_folder="--mtp-model-dir",
     needs_head=True,

@@ -51,7 +51,7 @@ class RecurrentDrafter(TrainableDrafter):
         if self.is_rnn:
             self.rnn_u = torch.nn.Linear(shape.hidden_size, shape.hidden_size)
             self.rnn_w = torch.nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-            # The table's rows are smaller than a state by this factor.
+            # Factor by which a state is larger than the table's rows.
             self.rnn_w.weight.data *= shape.embedding_scale
 
     def compute_states(self, embedded: Tensor) -> list[Tensor]:
@@ -102,7 +102,7 @@ class RecurrentDrafter(TrainableDrafter):
 
 
 def describe_redrafter(drafter: RecurrentDrafter, target: FrozenTarget) -> Mapping[str, Any]:
-    """Return the keys of Apple's drafter config.json, and how many tokens were trained."""
+    """Return the keys of Apple's drafter config.json, and the number of trained draft tokens."""
     return {
         "architectures": ["Drafter"],
         "model_type": "recurrent_drafting_drafter",
