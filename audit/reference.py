@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError
-from specdec.files.folders import read_backend
+from specdec.files.backends import read_backend
 from specdec.system.http_client import read_key
 
 from .answers import AnyPrompt, Completion, Token

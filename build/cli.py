@@ -24,7 +24,8 @@ def command(settings: BuildSettings) -> None:
 def foresee(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig | None:
     """Return the limits of the engine that settings make of a checkpoint that is to be written.
 
-    None with TensorRT-LLM. Raises SpecDecError for what needs no tensor to be known as wrong.
+    None of one that `Engine` cannot load. Raises SpecDecError for what needs no tensor to be known
+    as wrong.
     """
     from .pipeline import check_before_checkpoint
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec.command.settings import need
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
-from specdec.files.folders import TENSORRT_LLM, read_backend
+from specdec.files.backends import TENSORRT_LLM, read_backend
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
 from specdec.options import Contradiction, name_flag

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import shutil
@@ -11,73 +12,49 @@ from pathlib import Path
 from typing import Any
 
 from specdec import __version__
-from specdec.engine.compiler import describe_arithmetic, find_compiler
-from specdec.errors import SpecDecError
-from specdec.system.processes import read_memory
-from specdec.trt.library import Library, describe_library, load_tensorrt
-from specdec.trtllm.environment import (
-    BUILD_COMMAND,
-    Environment,
+from specdec.files.backends import BACKENDS
+from specdec.system.machine import (
     find_version,
     is_importable,
-    read_environment,
+    list_gpus,
+    read_cuda_driver,
+    read_torch_cuda,
 )
+from specdec.system.processes import read_memory
 
 LAUNCHERS = ("mpirun", "mpiexec", "srun")
 MPI_SECONDS = 10
-# Distributions by the name that users know; several where a package has had several.
-PACKAGES = {
-    **{name: (name,) for name in ("torch", "transformers", "numpy", "safetensors", "accelerate")},
-    "tensorrt_llm": ("tensorrt-llm",),
-    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-    "tensorrt_rtx": ("tensorrt-rtx-cu12-bindings", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx"),
-    "modelopt": ("nvidia-modelopt",),
-    "mpi4py": ("mpi4py",),
-    "gguf": ("gguf",),
-    "triton": ("triton", "pytorch-triton"),
-}
+# Distributions by the name that users know, beside those of the backends.
+PACKAGES = {name: (name,) for name in ("accelerate", "gguf")}
 
 
-def describe_machine() -> tuple[dict[str, Any], Environment]:
-    """Return the machine's part of a report, and the environment of TensorRT-LLM's engines."""
-    environment = read_environment()
-    packages = {name: find_version(*names) for name, names in PACKAGES.items()}
-    packages["tensorrt_llm"] = environment.tensorrt_llm
+def describe_machine() -> dict[str, Any]:
+    """Return the machine's part of a report."""
+    gpus, driver = list_gpus()
+    sections = [backend.load("doctor") for backend in BACKENDS.values()]
+    names = {
+        name: each
+        for part in (PACKAGES, *(s.PACKAGES for s in sections))
+        for name, each in part.items()
+    }
+    packages = {name: find_version(*distributions) for name, distributions in names.items()}
     if not is_importable("torch"):
         packages["torch"] = None
-    report = {
+    report: dict[str, Any] = {
         "specdec": __version__, "python": platform.python_version(),
         "platform": platform.platform(), "packages": packages,
-        "cuda": {"runtime": environment.cuda, "driver": environment.cuda_driver,
-                 "driver_version": environment.driver},
-        "mpi": describe_mpi(), "trtllm_build": shutil.which(BUILD_COMMAND),
-        "gpus": environment.to_json()["gpus"],
+        "cuda": {"runtime": read_torch_cuda(), "driver": read_cuda_driver(),
+                 "driver_version": driver},
+        "mpi": describe_mpi(), "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
         "cpu": {"cores": os.cpu_count(), "memory_bytes": read_memory("MemTotal"),
                 "available_bytes": read_memory("MemAvailable")},
-        "compiler": find_compiler(), "kernels": describe_kernels(), "tensorrt": describe_tensorrt(),
         "disk": {"path": str(Path.cwd()), "free_bytes": shutil.disk_usage(Path.cwd()).free},
     }  # fmt: skip
-    return report, environment
-
-
-def describe_kernels() -> dict[str, str]:
-    """Return how the native kernels multiply here, or the error where they do not compile."""
-    compiler = find_compiler()
-    if compiler is None:
-        return {}
-    try:
-        return describe_arithmetic(compiler)
-    except SpecDecError as error:
-        return {"error": error.message}
-
-
-def describe_tensorrt() -> dict[str, Any]:
-    """Return the library that builds engines of TensorRT's layers, its GPUs, or its error."""
-    try:
-        trt = load_tensorrt()
-    except SpecDecError as error:
-        return {**Library("none", [])._asdict(), "error": f"{error.message}: {error.hint}"}
-    return {**describe_library(trt)._asdict(), "error": None}
+    for section in sections:
+        described = section.describe_machine()
+        packages |= described.pop("packages", {})
+        report |= described
+    return report
 
 
 def describe_mpi() -> dict[str, Any]:

@@ -6,28 +6,27 @@ from typing import Any
 
 from specdec.errors import SpecDecError, count
 
-from .abilities import find_pin_problems, list_abilities, list_clashes, list_pins
+from .abilities import list_abilities, list_pins
 from .engine import check_engine
 from .machine import describe_machine
 from .settings import DoctorSettings
 
-COLUMNS = ("tensorrt_llm", "python", "tensorrt", "cuda", "torch", "transformers", "modelopt")
-
 
 def examine(settings: DoctorSettings) -> dict[str, Any]:
     """Look at the machine, and at an engine if one is given."""
-    machine, environment = describe_machine()
+    machine = describe_machine()
+    tables = list_pins(machine)
     report = {
         **machine,
         "abilities": [
             {"what": ability, "can": not reasons, "reasons": reasons}
-            for ability, reasons in list_abilities(machine, environment).items()
+            for ability, reasons in list_abilities(machine).items()
         ],
-        "pins": list_pins(),
-        "problems": find_pin_problems(machine, environment),
+        "pins": [row for table in tables for row in table["rows"]],
+        "problems": [problem for table in tables for problem in table["problems"]],
     }
     if settings.engine_dir is not None:
-        report["engine"] = check_engine(settings.engine_dir, machine, environment)
+        report["engine"] = check_engine(settings.engine_dir, machine)
     return report
 
 
@@ -49,8 +48,9 @@ def format_report(report: dict[str, Any]) -> str:
     for ability in report["abilities"]:
         reasons = "" if ability["can"] else ": " + "; ".join(ability["reasons"])
         lines.append(f"  {'yes' if ability['can'] else 'no '} {ability['what']}{reasons}")
-    lines += ["Versions that go together:", *_format_pins(report["pins"])]
-    lines += [f"  {clash}" for clash in list_clashes()]
+    for table in list_pins(report):
+        lines += ["Versions that go together:", *_format_pins(table)]
+        lines += [f"  {clash}" for clash in table["clashes"]]
     lines += [f"problem: {problem}" for problem in report["problems"]]
     return "\n".join(lines + _format_engine(report.get("engine")))
 
@@ -88,8 +88,12 @@ def _format_hardware(report: dict[str, Any]) -> list[str]:
     return [*lines, f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}"]
 
 
-def _format_pins(pins: list[dict[str, Any]]) -> list[str]:
-    rows = [list(COLUMNS), *([str(row.get(name, "-")) for name in COLUMNS] for row in pins)]
+def _format_pins(table: dict[str, Any]) -> list[str]:
+    columns = table["columns"]
+    rows = [
+        list(columns),
+        *([str(row.get(name, "-")) for name in columns] for row in table["rows"]),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import need, require
 from specdec.errors import UsageError, count
-from specdec.files.folders import TENSORRT_LLM, read_backend
+from specdec.files.backends import BACKENDS, find_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
 from specdec.methods import CHAIN_MEMBERS, METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.chain import read_chain
-from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.draft_target import read_options as read_draft_options
 from specdec.options import Contradiction, refuse_contradictions
 from specdec.system import logs
@@ -27,14 +26,10 @@ from specdec.system import logs
 from .settings import RunSettings
 
 if TYPE_CHECKING:
-    from specdec import Engine
     from specdec.decode.drafters.calibration import AcceptanceCounts
-    from specdec.decode.engine import TorchEngine
     from specdec.decode.requests import ActiveRequest, Request
 
-    from .backends.tensorrt_llm import TensorRTLLMEngine
-
-    Core = TorchEngine | TensorRTLLMEngine
+    from .backends.base import EngineCore, OpenedEngine, RequestRunner
 
 logger = logs.get_logger(__name__)
 
@@ -45,11 +40,12 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
     """Generate for every prompt; return the object that `--json` prints.
 
     `write` takes what is to be shown as it becomes certain, with `--streaming`. After Ctrl-C, the
-    object holds what was done, and the key `interrupted`. None where the ranks of a TensorRT-LLM
-    engine are other processes, the first of which has written everything, or is doing so.
+    object holds what was done, and the key `interrupted`. None where an engine's ranks are other
+    processes, the first of which has written everything, or is doing so.
     """
     check_flags(settings)
-    if follows_ranks(settings):
+    backend = find_backend(settings.engine_dir).load("run")
+    if not settings.dry_run and backend.follow_ranks(settings):
         return None
     draft_options = read_draft_options(settings)
     if settings.verify_hashes:
@@ -71,11 +67,11 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
     requests = make_requests(prompts, settings, tokenizer, repeats=not settings.streaming)
     if settings.streaming and tokenizer is None:
         raise lack_tokenizer("--streaming needs")
-    engine, core = load_any_engine(settings, draft_options, tokenizer)
-    about = core.describe()
+    engine: OpenedEngine = backend.open_engine(settings, draft_options, tokenizer)
+    core, about = engine.core, engine.core.describe()
     if settings.show_drafts:
         check_shows_drafts(
-            method=about["method"], tells_origins=core.tells_origins,
+            method=about["method"], runtime=name_runtime(core), tells_origins=core.tells_origins,
             has_tokenizer=tokenizer is not None, is_json=settings.json,
         )  # fmt: skip
     if settings.acceptance_output is not None:
@@ -84,12 +80,11 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
     if settings.dry_run:
         longest_prompt = max(len(r.input_ids) for r in requests)
         return {"dry_run": True, **about, "num_prompts": len(prompts), "longest": longest_prompt}
-    if core is engine:  # TensorRT-LLM's, which was only described so far
-        core.load()
+    engine.load()
     logger.info("generating for %s", count(len(prompts), "prompt"))
     start = time.perf_counter()
     counts = AcceptanceCounts() if settings.acceptance_output is not None else None
-    results, is_interrupted = generate(engine, requests, settings, write, counts)
+    results, is_interrupted = generate(engine.runner, requests, settings, write, counts)
     seconds = time.perf_counter() - start
     report: dict[str, Any] = {
         "outputs": [describe_result(r, tokenizer, settings) for r in choose_best(results)],
@@ -104,13 +99,13 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
     return report
 
 
-def check_counts_drafts(core: Core, method: str) -> None:
+def check_counts_drafts(core: EngineCore, method: str) -> None:
     """Raise UsageError where an engine without drafts has --acceptance-output."""
     if method == "plain":
         raise UsageError("--acceptance-output: nothing drafts in a plain engine", "leave it out")
     if not core.counts_drafts:
         raise UsageError(
-            "--acceptance-output: TensorRT-LLM does not tell how sure its drafter is",
+            f"--acceptance-output: {name_runtime(core)} does not tell how sure its drafter is",
             "leave it out, or build the engine with --backend torch",
         )
 
@@ -135,13 +130,9 @@ def write_acceptance(
     record.write(path)
 
 
-def follows_ranks(settings: RunSettings) -> bool:
-    """Return whether the ranks of a TensorRT-LLM engine run it, in other processes."""
-    if read_backend(settings.engine_dir) != TENSORRT_LLM or settings.dry_run:
-        return False
-    from .backends.tensorrt_ranks import run_ranks
-
-    return run_ranks(settings)
+def name_runtime(core: EngineCore) -> str:
+    """Return the name of what runs an engine, for a message."""
+    return BACKENDS[core.describe()["backend"]].title
 
 
 def check_flags(settings: RunSettings) -> None:
@@ -164,7 +155,6 @@ def check_flags(settings: RunSettings) -> None:
             raise UsageError(
                 "--output-generation-logits needs a place to write them", "give --output-file"
             )
-        # TensorRT-LLM's documentation of draft-target asks for acceptance by logits in this way.
         logger.info("logits decide what is accepted, and are not written: give --output-file")
 
 
@@ -173,7 +163,7 @@ SHOWS_NOTHING: tuple[Contradiction, ...] = (
     (lambda s: s.method == "plain",
      "--show-drafts has no effect with an engine that runs plain", "leave it out"),
     (lambda s: not s.tells_origins,
-     "--show-drafts: TensorRT-LLM does not report which tokens {method} drafted",
+     "--show-drafts: {runtime} does not report which tokens {method} drafted",
      "leave it out, or build the engine with --backend torch"),
     (lambda s: not s.has_tokenizer and not s.is_json,
      "--show-drafts needs a tokenizer, and the engine holds none",
@@ -182,44 +172,18 @@ SHOWS_NOTHING: tuple[Contradiction, ...] = (
 
 
 def check_shows_drafts(
-    *, method: str, tells_origins: bool, has_tokenizer: bool, is_json: bool
+    *, method: str, runtime: str, tells_origins: bool, has_tokenizer: bool, is_json: bool
 ) -> None:
     """Raise UsageError where an engine's tokens have no known origin for --show-drafts."""
     run = types.SimpleNamespace(
-        method=method, tells_origins=tells_origins, has_tokenizer=has_tokenizer, is_json=is_json
-    )
+        method=method, runtime=runtime, tells_origins=tells_origins, has_tokenizer=has_tokenizer,
+        is_json=is_json,
+    )  # fmt: skip
     refuse_contradictions(run, SHOWS_NOTHING)
 
 
-def load_any_engine(
-    settings: RunSettings, options: DraftOptions | None, tokenizer: Any
-) -> tuple[Engine | TensorRTLLMEngine, Core]:
-    """Return the object that runs the engine folder, and the one that describes it."""
-    if read_backend(settings.engine_dir) == TENSORRT_LLM:
-        from .backends.tensorrt_llm import TensorRTLLMEngine
-
-        budget = read_budget(settings)
-        if adapts_drafts(settings) or budget.flag.startswith("--draft-budget"):
-            raise UsageError(
-                f"{budget.flag} without --draft-engine-dir is for engines of torch; TensorRT-LLM"
-                " drafts at every step",
-                "leave it out",
-            )
-        runtime = TensorRTLLMEngine(settings, options, tokenizer)
-        return runtime, runtime
-    if settings.kv_cache_free_gpu_memory_fraction is not None:
-        logger.warning(
-            "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose"
-            " cache is as large as the requests need"
-        )
-    from specdec import Engine
-
-    engine = Engine.open(settings, tokenizer)
-    return engine, engine.core
-
-
 def generate(
-    engine: Engine | TensorRTLLMEngine,
+    engine: RequestRunner,
     requests: Sequence[Request],
     settings: RunSettings,
     write: Callable[[str], None] | None,
@@ -255,7 +219,7 @@ def generate(
 
 
 def describe_stats(
-    core: Core, results: Sequence[ActiveRequest], seconds: float, settings: RunSettings
+    core: EngineCore, results: Sequence[ActiveRequest], seconds: float, settings: RunSettings
 ) -> dict[str, Any]:
     """Return the counts and times of `stats`."""
     from specdec.decode.requests import sum_stats

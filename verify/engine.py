@@ -20,7 +20,8 @@ from specdec.decode.requests import sum_stats
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.errors import SpecDecError
-from specdec.files.folders import TENSORRT_LLM, has_tokenizer, read_backend
+from specdec.files.backends import find_backend
+from specdec.files.folders import has_tokenizer
 from specdec.files.manifest import check_hashes
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, find_mode, name_options
@@ -139,13 +140,14 @@ def check_engine(settings: VerifySettings) -> tuple[EngineConfig, str | None, An
     (None where transformers computes the engine's), and the model's configuration.
     """
     engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
-    if (backend := read_backend(engine_dir)) == TENSORRT_LLM:
+    if not (backend := find_backend(engine_dir)).is_loadable:
         raise SpecDecError(
-            f"{engine_dir} is TensorRT-LLM's, whose accept rules are its own: it is not verified",
+            f"{engine_dir} is {backend.title}'s, whose accept rules are its own: it is not"
+            " verified",
             "build the same checkpoint with --backend torch, or compare this engine's text with"
             " that of one built without --speculative-decoding-mode",
         )
-    engine = read_engine_config(engine_dir, backend)
+    engine = read_engine_config(engine_dir, backend.name)
     for folder in (engine_dir, as_options(settings, DraftTargetDraft).draft_engine_dir):
         if folder is not None and settings.verify_hashes:
             check_hashes(folder)

@@ -25,7 +25,7 @@ from specdec.engine.layout import (
     name_weight_file,
 )
 from specdec.errors import Problems, SpecDecError, UsageError, join_names
-from specdec.files.folders import TENSORRT
+from specdec.files.backends import TENSORRT
 from specdec.files.reading import write_json
 from specdec.files.tensor_file import TensorInfo, write_tensor_file
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array, view_tensor
@@ -35,15 +35,17 @@ from specdec.model.architectures import list_flags
 from specdec.model.quantization import FP8, INT8
 from specdec.model.tensors import EAGLE_NET, EMBEDDING, OFFSETS
 from specdec.system import logs
+from specdec.system.machine import list_gpus
 from specdec.system.processes import read_memory
 from specdec.trt.drafters import KINDS, OFFSETS_FILE, list_networks, write_drafter
 from specdec.trt.engine import SPARE_POSITIONS, NetworkConfig, list_files, name_networks
 from specdec.trt.library import OTHER_RELEASE, Library, describe_library, load_tensorrt, make_logger
 from specdec.trt.network import NetworkWriter, Sizes, can_meet_ranks
 from specdec.trt.target import COMPUTED, write_head, write_target
-from specdec.trtllm.environment import list_gpus
 
 from ..settings import BuildSettings
+from . import torch_engine
+from .embedded import build_embedded
 from .torch_engine import EngineReader, TorchPlan, Work, plan_build
 
 logger = logs.get_logger(__name__)
@@ -92,6 +94,17 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
         "networks": list_files(checkpoint),
     }  # fmt: skip
     return Work(plan, report, plan.num_bytes, write)
+
+
+def build_engine(settings: BuildSettings) -> dict[str, Any]:
+    """Build an engine of TensorRT's layers, or only check and describe it."""
+    return build_embedded(settings, TENSORRT, plan_engine)
+
+
+def foresee_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig:
+    """Return the limits of a planned checkpoint's engine, which needs no tensor."""
+    check_target(settings, checkpoint)
+    return torch_engine.foresee_limits(settings, checkpoint)
 
 
 def check_target(settings: BuildSettings, checkpoint: CheckpointConfig) -> tuple[Any, list[str]]:

@@ -15,7 +15,7 @@ from specdec.engine.layout import (
     name_offsets,
 )
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.folders import TENSORRT, TORCH
+from specdec.files.backends import TENSORRT, TORCH
 from specdec.files.tensor_file import TensorFile
 from specdec.methods.net import NetParams
 from specdec.model import blocks, int4

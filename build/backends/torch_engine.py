@@ -25,7 +25,7 @@ from specdec.engine.layout import (
     plan_drafter,
 )
 from specdec.errors import SpecDecError
-from specdec.files.folders import TENSORRT
+from specdec.files.backends import TENSORRT, TORCH
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.model import int4
@@ -47,7 +47,9 @@ from specdec.model.tensors import (
 from specdec.system import logs
 
 from ..draft_vocabulary import choose_tokens
+from ..limits import resolve_limits
 from ..settings import SAME, BuildSettings
+from .embedded import build_embedded
 from .torch_checks import check_config, check_drafter, check_sources, will_compile
 from .torch_tensors import name_parts, plan_layout, plan_stored, read_four_bits, stack_parts
 
@@ -113,6 +115,19 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
 
     num_bytes = plan.num_bytes + sum_packed(plan, checkpoint.model)
     return Work(plan, describe_plan(plan), num_bytes, write)
+
+
+def build_engine(settings: BuildSettings) -> dict[str, Any]:
+    """Build an engine of the torch backend, or only check and describe it."""
+    return build_embedded(settings, TORCH, plan_engine)
+
+
+def foresee_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> BuildConfig:
+    """Return the limits of a planned checkpoint's engine, which needs no tensor."""
+    limits = resolve_limits(settings, checkpoint)
+    check_config(settings, checkpoint)
+    plan_layout(settings, checkpoint, set())
+    return limits
 
 
 def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:

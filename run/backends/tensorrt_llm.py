@@ -17,7 +17,8 @@ from specdec.decode.loop import Interrupted, Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.timing import Timing
 from specdec.errors import SpecDecError, UsageError
-from specdec.methods.draft_target import DraftOptions
+from specdec.methods.budget import read_budget
+from specdec.methods.draft_target import DraftOptions, adapts_drafts
 from specdec.methods.prompt_lookup import METHOD as PROMPT_LOOKUP
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.system import logs
@@ -39,10 +40,33 @@ from specdec.trtllm.run_options import (
 from specdec.trtllm.runner import TensorRTRunner, find_rank, import_runtime
 
 from ..settings import RunSettings
+from .base import OpenedEngine
 from .tensorrt_call import Call, fill_results, group_requests
 from .tensorrt_external import EngineDrafter, ExternalLoop, measure_costs
 
 logger = logs.get_logger(__name__)
+
+
+def follow_ranks(settings: RunSettings) -> bool:
+    """Return whether other processes, the engine's ranks, have run it instead of this one."""
+    from .tensorrt_ranks import run_ranks
+
+    return run_ranks(settings, lambda: TensorRTLLMEngine(settings, None).load())
+
+
+def open_engine(
+    settings: RunSettings, options: DraftOptions | None, tokenizer: Any
+) -> OpenedEngine:
+    """Check an engine against the settings; it is loaded when the requests are known."""
+    budget = read_budget(settings)
+    if adapts_drafts(settings) or budget.flag.startswith("--draft-budget"):
+        raise UsageError(
+            f"{budget.flag} without --draft-engine-dir is for engines of torch; TensorRT-LLM"
+            " drafts at every step",
+            "leave it out",
+        )
+    engine = TensorRTLLMEngine(settings, options, tokenizer)
+    return OpenedEngine(engine, engine, engine.load)
 
 
 class TensorRTLLMEngine:

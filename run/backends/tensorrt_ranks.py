@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 from specdec.command.settings import to_arguments
 from specdec.command.stdout import find_stdout
@@ -26,11 +27,12 @@ MARK = "SPECDEC_MPI_RANKS"  # set for the ranks that are started here
 LABELS = ("error: ", "hint: ")
 
 
-def run_ranks(settings: RunSettings) -> bool:
+def run_ranks(settings: RunSettings, join: Callable[[], None]) -> bool:
     """Return whether other processes than this one do, or have done, the work.
 
     Without a launcher, all ranks are started and waited for; under one, ranks other than 0 join in
-    until rank 0 is done.
+    until rank 0 is done. join: loads the engine, in which the runtime then works for rank 0 until
+    that ends.
     """
     folder = read_engine_folder(settings.engine_dir)
     world = find_world()
@@ -55,11 +57,7 @@ def run_ranks(settings: RunSettings) -> bool:
         )
     if world is None or world.rank == 0:
         return False
-    from .tensorrt_llm import TensorRTLLMEngine
-
-    TensorRTLLMEngine(
-        settings, None
-    ).load()  # the runtime works for rank 0, and ends when that does
+    join()
     return True
 
 

@@ -33,7 +33,7 @@ from specdec.errors import (
     UsageError,
     shorten,
 )
-from specdec.files.folders import TENSORRT_LLM, read_backend
+from specdec.files.backends import find_backend
 from specdec.system import logs
 from specdec.text.encoding import use_template
 from specdec.text.grammar import GrammarCompiler
@@ -140,11 +140,10 @@ class Engine:
         tokenizer: a transformers tokenizer; None is that of the settings, or the engine's own. In
         a process of a launcher, this is rank 0, which the others follow.
         """
-        if read_backend(settings.engine_dir) == TENSORRT_LLM:
+        if not (backend := find_backend(settings.engine_dir)).is_loadable:
             raise SpecDecError(
-                f"{settings.engine_dir} is an engine of TensorRT-LLM, which Engine cannot load",
-                "run it with specdec-run, serve it with trtllm-serve or Triton (docs/triton.md), or"
-                " build its checkpoint with --backend torch",
+                f"{settings.engine_dir} is an engine of {backend.title}, which Engine cannot load",
+                f"{backend.runners}, or build its checkpoint with --backend torch",
             )
         if prompt_chunk not in (None, "auto") and not (
             type(prompt_chunk) is int and prompt_chunk > 0

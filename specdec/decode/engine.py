@@ -42,8 +42,7 @@ from specdec.engine.layout import (
 from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
-from specdec.files.backends import BACKENDS
-from specdec.files.folders import TENSORRT, read_backend
+from specdec.files.backends import BACKENDS, TENSORRT, read_backend
 from specdec.model.tensors import EMBEDDING
 from specdec.system import logs
 
@@ -315,5 +314,5 @@ def open_engine(folder: Path, **options: Any) -> TorchEngine:
     backend = BACKENDS.get(read_backend(folder))
     if backend is None or backend.name != TENSORRT:  # which TorchEngine refuses by name
         return TorchEngine(folder, **options)
-    engine: TorchEngine = backend.load_module().open_engine(folder, **options)
+    engine: TorchEngine = backend.load("engine").open_engine(folder, **options)
     return engine

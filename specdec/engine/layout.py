@@ -16,7 +16,8 @@ from typing import Any
 from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
 from specdec.checkpoint.inventory import describe_quantized, find_rank_files
 from specdec.errors import Problems, SpecDecError, shorten
-from specdec.files.folders import ENGINE, TORCH, expect_folder
+from specdec.files.backends import TORCH, name_backend, refuse_config
+from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.files.vocabulary import read_recorded
@@ -189,11 +190,8 @@ def read_engine_config(folder: Path, backend: str = TORCH) -> EngineConfig:
     expect_folder(folder, ENGINE)
     document = read_json(folder / "config.json")
     if "build_config" not in document:
-        raise SpecDecError(
-            f"{folder} is not an engine: its config.json has no build_config",
-            "run specdec-build on the checkpoint first",
-        )
-    recorded_backend = document.get("backend", "tensorrt-llm")
+        raise refuse_config(folder)
+    recorded_backend = name_backend(document)
     if recorded_backend != backend:
         raise SpecDecError(
             f"{folder} was built for the backend {recorded_backend!r}, not for {backend}",

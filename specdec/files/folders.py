@@ -15,8 +15,6 @@ from specdec.errors import SpecDecError, join_names, suggest
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 
-TENSORRT_LLM = "tensorrt-llm"  # the backend of engine folders that name none
-TORCH, TENSORRT = "torch", "tensorrt"
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"
 REDRAFTER, MEDUSA, EAGLE, DFLASH, MTP = "redrafter", "medusa", "eagle", "dflash", "mtp"
@@ -455,12 +453,6 @@ def _serves_as(folder: Path, look: Look, expected_kind: str) -> bool:
     if expected_kind == TOKENIZER:
         return has_tokenizer(folder)
     return expected_kind in DRAFTERS and look.kind == MODEL and bool(look.find_signs())
-
-
-def read_backend(folder: Path) -> str:
-    """Return the backend that an engine folder was built for."""
-    expect_folder(folder, ENGINE)
-    return str(read_json(folder / "config.json").get("backend", TENSORRT_LLM))
 
 
 def refuse_absent(folder: Path, folder_label: str, advice: str = "") -> SpecDecError:

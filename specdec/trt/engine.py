@@ -19,7 +19,7 @@ from specdec.engine.group import Group
 from specdec.engine.layout import EngineConfig, read_engine_config
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
-from specdec.files.folders import TENSORRT
+from specdec.files.backends import TENSORRT
 from specdec.files.reading import read_json
 from specdec.system import logs
 from specdec.trt.decoder import NetworkDecoder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import Problems, SpecDecError
+from specdec.files.backends import refuse_config
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.methods import METHODS, find_mode
@@ -82,14 +83,6 @@ class EngineFolder:
         """Environment of the machine that built the engine."""
         environment = self.manifest.get("environment") if self.manifest else None
         return environment if isinstance(environment, dict) else {"tensorrt_llm": self.version}
-
-
-def refuse_config(folder: Path) -> SpecDecError:
-    """Return the error for a config.json that describes no engine."""
-    return SpecDecError(
-        f"{folder} is not an engine: its config.json has no build_config",
-        "run specdec-build on the checkpoint first",
-    )
 
 
 def list_mode_names() -> dict[int, str]:

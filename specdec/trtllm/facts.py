@@ -161,12 +161,6 @@ def list_lines_with(flag: str) -> list[str]:
     return [label for label in LABELS if load_facts(label).find_flag(flag) is not None]
 
 
-def order_release(version: str) -> tuple[int, int]:
-    """Return a release's first two numbers, (-1, -1) where it has none."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (-1, -1)
-
-
 def _order_candidate(version: str) -> tuple[int, int, int, float]:
     """Return a release's three numbers and its candidate's; `1.3` comes before all of 1.3.0's."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:(?:[.-]?(?:rc|a|b|dev))(\d*))?", version)

@@ -15,8 +15,9 @@ from specdec.model.architectures import ARCHITECTURES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import Quantization
 from specdec.model.tensors import list_linears, list_target_tensors
+from specdec.system.machine import order_release
 
-from .facts import DEFAULT_LABEL, LABELS, load_facts, order_release
+from .facts import DEFAULT_LABEL, LABELS, load_facts
 
 Pair = tuple[str, str]  # what the target is to TensorRT-LLM, and that one's class with the drafter
 

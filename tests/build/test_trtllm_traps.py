@@ -17,7 +17,8 @@ from specdec.command.settings import UnknownOption
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
-from specdec.trtllm.environment import Environment, Gpu
+from specdec.system.machine import Gpu
+from specdec.trtllm.environment import Environment
 from specdec.trtllm.facts import load_facts
 from tests.conftest import make_drafter, make_eagle_drafter, make_llama
 from tests.engines import call

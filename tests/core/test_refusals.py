@@ -250,6 +250,7 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
 }  # fmt: skip
 # Of `specdec run`, which needs whole engines for them: the values that are checked.
 SHOWN: dict[str, Any] = {
+    "runtime": "TensorRT-LLM",
     "method": "medusa",
     "tells_origins": True,
     "has_tokenizer": True,

@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 
-from specdec.doctor.abilities import find_pin_problems, list_abilities, list_pins
+from specdec.doctor.abilities import list_abilities
 from specdec.doctor.engine import check_engine
-from specdec.doctor.machine import describe_kernels, describe_machine, read_memory
+from specdec.doctor.machine import describe_machine, read_memory
 from specdec.doctor.report import examine, find_error, format_report
 from specdec.doctor.settings import DoctorSettings
 from specdec.engine import compiler
+from specdec.engine.doctor import describe_kernels
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
-from specdec.trtllm.environment import Environment, Gpu
+from specdec.system.machine import Gpu
+from specdec.trtllm.doctor import find_pin_problems, list_pins
+from specdec.trtllm.environment import Environment
 from tests.conftest import ROOT, make_llama, read_error_lines, run_cli
 from tests.engine.kernels import FORMS, needs_compiler
 from tests.engines import call, make_engine, run_cli_here
@@ -44,6 +47,16 @@ MACHINE: dict[str, Any] = {
     "mpi": {"launchers": {"mpirun": "/usr/bin/mpirun"}, "version": "mpirun (Open MPI) 4.1"},
     "cpu": {"cores": 8, "memory_bytes": 64 << 30, "available_bytes": 32 << 30},
 }  # fmt: skip
+
+
+def put(machine: dict[str, Any], environment: Environment) -> dict[str, Any]:
+    """A machine's report with the versions and GPUs of an environment."""
+    versions = {"tensorrt_llm": environment.tensorrt_llm, "tensorrt": environment.tensorrt}
+    return machine | {
+        "gpus": environment.to_json()["gpus"], "packages": machine["packages"] | versions,
+        "cuda": {"runtime": environment.cuda, "driver": environment.cuda_driver,
+                 "driver_version": environment.driver},
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +189,7 @@ def test_what_stands_in_the_way(
     machine: dict[str, Any], change: dict[str, Any], ability: str, reason: str
 ) -> None:
     environment = dataclasses.replace(ENVIRONMENT, **change)
-    abilities = list_abilities({**MACHINE, **machine}, environment)
+    abilities = list_abilities(put(MACHINE, environment) | machine)
     assert any(reason in text for text in abilities[ability]), abilities[ability]
 
 
@@ -184,8 +197,10 @@ def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
     environment = dataclasses.replace(ENVIRONMENT, gpus=(H100, H100))
     with_srun = {**MACHINE, "mpi": {"launchers": {"srun": "/usr/bin/srun"}, "version": None}}
     for machine in (MACHINE, with_srun):
-        assert [name for name, lacks in list_abilities(machine, environment).items() if lacks] == []
-    assert find_pin_problems(MACHINE, environment) == []
+        assert [
+            name for name, lacks in list_abilities(put(machine, environment)).items() if lacks
+        ] == []
+    assert find_pin_problems(put(MACHINE, environment)) == []
 
 
 @pytest.mark.parametrize(
@@ -198,10 +213,11 @@ def test_nothing_stands_in_the_way_of_a_whole_machine() -> None:
 )
 def test_versions_that_do_not_go_together(package: str, version: str, problem: str) -> None:
     machine = {**MACHINE, "packages": {**MACHINE["packages"], package: version}}
-    (text,) = find_pin_problems(machine, ENVIRONMENT)
+    (text,) = find_pin_problems(put(MACHINE, ENVIRONMENT) | machine)
     assert problem in text
     # The pins of another release of the line are not known, and not held against it.
-    assert find_pin_problems(machine, dataclasses.replace(ENVIRONMENT, tensorrt_llm="1.0.0")) == []
+    other = machine["packages"] | {"tensorrt_llm": "1.0.0"}
+    assert find_pin_problems(put(MACHINE, ENVIRONMENT) | {"packages": other}) == []
 
 
 def test_the_extra_asks_for_a_line_that_can_be_installed() -> None:
@@ -251,12 +267,12 @@ def test_tensorrt_engine_cannot_run_here(engines: dict[str, Path]) -> None:
 
 
 def test_tensorrt_engine_where_it_was_built(engines: dict[str, Path]) -> None:
-    report = check_engine(engines["tensorrt-llm"], MACHINE, ENVIRONMENT)
+    report = check_engine(engines["tensorrt-llm"], put(MACHINE, ENVIRONMENT))
     assert report["can_run"], report["problems"]
     assert (report["backend"], report["method"]) == ("tensorrt-llm", "redrafter")
     environment = dataclasses.replace(ENVIRONMENT, tensorrt="10.4.0", gpus=(T4,))
     facts = [problem["fact"] for problem in check_engine(
-        engines["tensorrt-llm"], MACHINE, environment)["problems"]]  # fmt: skip
+        engines["tensorrt-llm"], put(MACHINE, environment))["problems"]]  # fmt: skip
     assert "built with TensorRT 10.13.3.9, here is 10.4.0" in facts[0]
     assert "built for compute capability 9.0" in facts[1]
 
@@ -266,17 +282,19 @@ def test_engine_of_trtllm_build_alone_has_only_its_version(
 ) -> None:
     folder = shutil.copytree(engines["tensorrt-llm"], tmp_path / "engine")
     (folder / "manifest.json").unlink()
-    report = check_engine(folder, MACHINE, ENVIRONMENT)
+    report = check_engine(folder, put(MACHINE, ENVIRONMENT))
     assert report["can_run"]
     assert "no record of the machine" in report["notes"][0]
     assert not any("issue 3125" in note for note in report["notes"])
     document = read_json(folder / "config.json")
     write_json(folder / "config.json", document | {"version": "0.14.0"})
-    assert any("issue 3125" in note for note in check_engine(folder, MACHINE, ENVIRONMENT)["notes"])
+    assert any(
+        "issue 3125" in note for note in check_engine(folder, put(MACHINE, ENVIRONMENT))["notes"]
+    )
     write_json(folder / "config.json", document)
     newer = dataclasses.replace(ENVIRONMENT, tensorrt_llm="1.2.1")
     assert "built with TensorRT-LLM 1.2.0, here is 1.2.1" in check_engine(
-        folder, MACHINE, newer)["problems"][0]["fact"]  # fmt: skip
+        folder, put(MACHINE, newer))["problems"][0]["fact"]  # fmt: skip
 
 
 def test_missing_rank_missing_weights_and_little_memory(
@@ -284,13 +302,16 @@ def test_missing_rank_missing_weights_and_little_memory(
 ) -> None:
     folder = shutil.copytree(engines["tensorrt-llm"], tmp_path / "trt")
     (folder / "rank0.engine").unlink()
-    assert "lacks rank0.engine" in check_engine(folder, MACHINE, ENVIRONMENT)["problems"][0]["fact"]
+    assert (
+        "lacks rank0.engine"
+        in check_engine(folder, put(MACHINE, ENVIRONMENT))["problems"][0]["fact"]
+    )
     folder = shutil.copytree(engines["torch"], tmp_path / "torch")
     small = {**MACHINE, "cpu": {**MACHINE["cpu"], "available_bytes": 1000}}
     cpu = Environment()
-    assert "this machine has 0.0 GB" in check_engine(folder, small, cpu)["problems"][0]["fact"]
+    assert "this machine has 0.0 GB" in check_engine(folder, put(small, cpu))["problems"][0]["fact"]
     (folder / "weights.safetensors").unlink()
-    fact = check_engine(folder, MACHINE, cpu)["problems"][0]["fact"]
+    fact = check_engine(folder, put(MACHINE, cpu))["problems"][0]["fact"]
     assert "weights.safetensors does not exist" in fact
 
 
@@ -303,7 +324,7 @@ def test_kernels_of_another_cpu_are_noted(engines: dict[str, Path], tmp_path: Pa
         ("g++", "not kept here: the first run compiles them"),
         (None, "there is no C++ compiler: it runs on torch's own operators"),
     ):
-        report = check_engine(folder, {**MACHINE, "compiler": compiler_}, Environment())
+        report = check_engine(folder, put({**MACHINE, "compiler": compiler_}, Environment()))
         assert report["can_run"]
         assert message in report["notes"][0]
 
@@ -313,15 +334,15 @@ def test_folder_that_is_no_engine(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(SpecDecError):
-        check_engine(tmp_path, MACHINE, ENVIRONMENT)
+        check_engine(tmp_path, put(MACHINE, ENVIRONMENT))
 
 
 def test_text_of_an_engine_that_cannot_run(engines: dict[str, Path]) -> None:
-    machine, _ = describe_machine()
+    machine = describe_machine()
     environment = dataclasses.replace(ENVIRONMENT, gpus=())
     report = {
         **machine, "abilities": [], "pins": list_pins(), "problems": [],
-        "engine": check_engine(engines["tensorrt-llm"], MACHINE, environment),
+        "engine": check_engine(engines["tensorrt-llm"], put(MACHINE, environment)),
     }  # fmt: skip
     text = format_report(report)
     assert ": cannot run here" in text

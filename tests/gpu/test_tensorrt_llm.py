@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specdec.trtllm.environment import is_importable, list_gpus
+from specdec.system.machine import is_importable, list_gpus
 from tests.conftest import run_cli
 from tests.trtllm.worlds import (
     EXTERNAL,
@@ -36,7 +36,7 @@ class RealWorld(World):
     """The same models and engines, without a double."""
 
     def __init__(self, folder: Path) -> None:
-        from specdec.trtllm.environment import find_version
+        from specdec.system.machine import find_version
         from specdec.trtllm.facts import find_label
 
         self.make_models(folder, find_label(find_version("tensorrt-llm") or ""))

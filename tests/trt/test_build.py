@@ -182,8 +182,7 @@ def test_doctor_tells_why_it_cannot_run(checkpoint: Path, tmp_path: Path) -> Non
     done = run_cli_here("doctor", "--engine-dir", folder)
     assert done.returncode == 1
     assert "it runs on a GPU, and none is visible" in done.stderr
-    machine, here = describe_machine()
-    on_hopper = check_engine(folder, machine, dataclasses.replace(here, gpus=(H100,)))
+    on_hopper = check_engine(folder, describe_machine() | {"gpus": [dataclasses.asdict(H100)]})
     (problem,) = on_hopper["problems"]
     assert f"was built for compute capability 8.9, and {H100.name} has 9.0" in problem["fact"]
     assert "use tensorrt 10.15 or newer" in problem["remedy"]

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.files.tensor_file import TensorFile
-from specdec.trtllm.environment import Gpu, list_gpus
+from specdec.system.machine import Gpu, list_gpus
 from specdec.trtllm.facts import BuildFlag, Facts, load_facts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdec.trtllm.environment import (
-    Environment,
-    Gpu,
-    compare_environments,
-    find_version,
-    list_gpus,
-    read_environment,
-    read_torch_cuda,
-)
+from specdec.system.machine import Gpu, find_version, list_gpus, read_torch_cuda
+from specdec.trtllm.environment import Environment, compare_environments, read_environment
 from specdec.trtllm.facts import (
     LABELS,
     explain_unknown,

@@ -9,7 +9,7 @@ from pathlib import Path
 from specdec import Engine, Prompt, Stream
 from specdec.command.settings import need
 from specdec.engine.layout import read_engine_config
-from specdec.files.folders import TENSORRT_LLM, read_backend
+from specdec.files.backends import Backend, find_backend
 from specdec.methods.draft_target import METHOD
 from specdec.system.logs import get_logger
 from specdec.text.chat import ChatFormat
@@ -25,7 +25,7 @@ class DialogueEngine:
 
     def __init__(self, settings: DataSettings) -> None:
         self.settings, folder = settings, need(settings.engine_dir)
-        speculation = not _awaits_drafts(folder, read_backend(folder))
+        speculation = not _awaits_drafts(folder, find_backend(folder))
         if not speculation:
             logger.info(
                 "%s was built for drafts from outside, and none are needed here: it decodes without"
@@ -106,8 +106,8 @@ class DialogueEngine:
         )  # fmt: skip
 
 
-def _awaits_drafts(folder: Path, backend: str) -> bool:
+def _awaits_drafts(folder: Path, backend: Backend) -> bool:
     """Return whether an engine was built for drafts from an external drafter."""
-    if backend == TENSORRT_LLM:  # which Engine.load refuses
+    if not backend.is_loadable:  # which Engine.load refuses
         return False
-    return read_engine_config(folder, backend).build.speculative_decoding_mode == METHOD.mode
+    return read_engine_config(folder, backend.name).build.speculative_decoding_mode == METHOD.mode

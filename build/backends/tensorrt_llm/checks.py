@@ -15,7 +15,8 @@ from specdec.model.experts import name_shared
 from specdec.model.quantization import FLOAT8_STORAGE
 from specdec.model.rotary_scaling import get_kind
 from specdec.options import name_flag
-from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8, Gpu
+from specdec.system.machine import Gpu
+from specdec.trtllm.environment import MIN_CAPABILITY, MIN_CAPABILITY_FP8
 from specdec.trtllm.facts import Facts
 from specdec.trtllm.lacks import find_lack, find_layout_problems
 

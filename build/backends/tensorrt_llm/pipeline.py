@@ -128,7 +128,7 @@ def list_notes(build: TensorRTPlan, here: Environment | None) -> list[str]:
     return notes
 
 
-def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
+def build_engine(settings: BuildSettings) -> dict[str, Any]:
     """Build an engine, or write down how; with `dry_run`, only check and describe it."""
     began = time.monotonic()
     builds = not settings.dry_run and settings.emit_script is None
@@ -168,6 +168,11 @@ def build_tensorrt_engine(settings: BuildSettings) -> dict[str, Any]:
     logger.info("engine %s: %s, TensorRT-LLM %s, %d rank(s), %.1f s", settings.output_dir,
                 plan.method, here.tensorrt_llm, plan.num_ranks, seconds)  # fmt: skip
     return {"dry_run": False, **report, "build_config": recorded, "build_seconds": seconds}
+
+
+def foresee_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> None:
+    """Return None, no limits that `Engine` would read; raise where nothing can build here."""
+    check_installed(read_environment())
 
 
 def check_installed(here: Environment) -> None:

@@ -17,8 +17,7 @@ from specdec.engine.loading import load_weights
 from specdec.engine.native import NativeKernels, load_kernels
 from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
-from specdec.files.backends import find_backend
-from specdec.files.folders import TENSORRT, read_backend
+from specdec.files.backends import TENSORRT, find_backend, read_backend
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.blocks import GGUF
 from specdec.model.int4 import INT4_ALGORITHMS
@@ -31,7 +30,7 @@ logger = logs.get_logger(__name__)
 def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
     """Load the part of a rank other than 0."""
     if read_backend(folder) == TENSORRT:
-        decoder: Decoder = find_backend(folder).load_module().open_part(folder, device, group)
+        decoder: Decoder = find_backend(folder).load("engine").open_part(folder, device, group)
         return decoder
     config = read_engine_config(folder)
     if logs.get_launched_rank() is not None:  # perhaps on another machine than rank 0
