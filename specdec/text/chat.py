@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from specdec.errors import shorten, summarize
 from specdec.system.logs import get_logger
 from specdec.text.learning_marks import read_turn
+from specdec.text.tool_calls import render_calls
 
 Mask = npt.NDArray[np.bool_]
 
@@ -122,26 +122,37 @@ def parse_conversation(row: dict[str, Any]) -> Conversation:
     # Of rows of a table, which has every field, the empty one is another row's.
     key = "messages" if row.get("messages") is not None else "conversations"
     turns = row.get(key)
+    _refuse_media(row)
+    if not isinstance(turns, list):
+        raise ChatError(f"{key} is a {type(turns).__name__}, not a list of turns")
+    pairs = [_parse_turn(number, turn) for number, turn in enumerate(turns, 1)]
+    system = _parse_system(row)
+    if system and all(get_speaker(message) != "system" for message, _ in pairs):
+        pairs.insert(0, ({"role": "system", "content": system}, True))
+    return Conversation(
+        [message for message, _ in pairs],
+        _parse_options(row),
+        frozenset(i for i, (_, is_learned) in enumerate(pairs) if not is_learned),
+        _is_cut(row, turns),
+    )
+
+
+def _refuse_media(row: dict[str, Any]) -> None:
+    """Raise ChatError for images, sounds or videos beside a row's turns."""
     for name in MEDIA:
         if row.get(name):
             raise ChatError(
                 f"it has {name} besides its turns, {shorten(row[name])}",
                 "leave such rows out: a drafter learns from text",
             )
-    if not isinstance(turns, list):
-        raise ChatError(f"{key} is a {type(turns).__name__}, not a list of turns")
-    parsed = [_parse_turn(number, turn) for number, turn in enumerate(turns, 1)]
+
+
+def _parse_system(row: dict[str, Any]) -> str | None:
+    """Return the system text that lies next to a row's turns."""
     system = row.get("system") or row.get("system_prompt")
     if system and not isinstance(system, str):
         raise ChatError(f"system is a {type(system).__name__}, not a text")
-    if system and all(get_speaker(m) != "system" for m, _ in parsed):
-        parsed.insert(0, ({"role": "system", "content": system}, True))
-    return Conversation(
-        [message for message, _ in parsed],
-        _parse_options(row),
-        frozenset(i for i, (_, is_learned) in enumerate(parsed) if not is_learned),
-        _is_cut(row, turns),
-    )
+    return system
 
 
 def _is_cut(row: dict[str, Any], turns: list[Any]) -> bool:
@@ -159,10 +170,7 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
     if not isinstance(turn, dict):
         raise ChatError(f"turn {number} is a {type(turn).__name__}, not an object")
     is_learned, marks = read_turn(turn, f"turn {number}")
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise ChatError(f"turn {number} has role {role!r}, not one of {', '.join(ROLES)}")
-    role = role.lower()
+    role = _parse_role(number, turn)
     speaker = ROLES[role]
     if speaker != "assistant" and is_learned:
         marks = []  # nobody's other turns are learned: the template's check tells of the field
@@ -179,6 +187,14 @@ def _parse_turn(number: int, turn: Any) -> tuple[Message, bool]:
         content = ""
     message = {"role": speaker if speaker in ("user", "assistant") else role}
     return {**message, "content": _check_content(number, content, turn), **fields}, is_learned
+
+
+def _parse_role(number: int, turn: dict[str, Any]) -> str:
+    """Return the role of a turn, one of `ROLES`."""
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise ChatError(f"turn {number} has role {role!r}, not one of {', '.join(ROLES)}")
+    return role.lower()
 
 
 def _read_fields(turn: dict[str, Any], marks: list[str]) -> Message:
@@ -286,58 +302,6 @@ def _read_objects(row: dict[str, Any], name: str) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ChatError(f"{name} is not a list of objects")
     return value
-
-
-def convert_arguments(messages: Sequence[Message], *, to_text: bool) -> list[Message]:
-    """Return the messages with the arguments of tool calls as objects, or as texts of JSON.
-
-    Servers send texts; most chat templates want objects, and so servers make them ones.
-    """
-
-    def convert(call: Message) -> Message:
-        function = call.get("function")
-        if not isinstance(function, dict):
-            return call
-        arguments = {} if function.get("arguments") is None else function["arguments"]
-        if to_text and isinstance(arguments, (dict, list)):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not to_text and isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                parsed = None
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        return {**call, "function": {**function, "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [convert(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def render_calls(
-    apply: Callable[[list[Message]], str], messages: Sequence[Message], wants_text: bool
-) -> tuple[str, bool]:
-    """Render messages with the arguments of tool calls in the form that a chat template can read.
-
-    wants_text: whether texts are tried before objects. Returns the text, and which form it was.
-    Raises what the template raises.
-    """
-    first_form = convert_arguments(messages, to_text=wants_text)
-    second_form = convert_arguments(messages, to_text=not wants_text)
-    try:
-        text = apply(first_form)
-        if wants_text or second_form == first_form or not _shows_objects(first_form, text):
-            return text, wants_text
-    except Exception:
-        if second_form == first_form:
-            raise
-        with contextlib.suppress(Exception):  # the first one tells more
-            return apply(second_form), not wants_text
-        raise
-    return apply(second_form), not wants_text
 
 
 class ChatFormat:
@@ -495,28 +459,38 @@ class ChatFormat:
         """Render with and without each field, to find the fields that make no difference."""
         messages, options = conversation.messages, conversation.options
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
-        asked = messages[: next(iter(answers), len(messages))]
+        prompt = messages[: next(iter(answers), len(messages))]
         for name in options:
-            less = {k: v for k, v in options.items() if k != name}
-            self._check("a row", name, (asked, options, True), (asked, less, True))
-        for number, message in enumerate(messages):
+            fewer_options = {k: v for k, v in options.items() if k != name}
+            self._check("a row", name, (prompt, options, True), (prompt, fewer_options, True))
+        for number in range(len(messages)):
             # As the target sees it: its own turn as soon as it is written, any other in the prompt.
             is_answer = number in answers
             stop = next((i for i in answers if i > number), len(messages))
             turns = messages[: number + 1 if is_answer else stop]
-            content = join_parts(message["content"]).strip()
-            filled = [
-                name for name, value in message.items()
-                if (content if name == "content" else _is_filled(name, value))
-            ]  # fmt: skip
-            calls = len(message.get("tool_calls", []))
-            for name in filled:
-                changed = [*turns[:number], _leave_out(message, name), *turns[number + 1 :]]
-                self._check(
-                    f"a turn of {message['role']}", name,
-                    (turns, options, not is_answer), (changed, options, not is_answer),
-                    (*filled, number == 0, calls > 1),
-                )  # fmt: skip
+            self._check_turn(turns, number, options, asks=not is_answer)
+
+    def _check_turn(
+        self, turns: list[Message], number: int, options: Mapping[str, Any], *, asks: bool
+    ) -> None:
+        """Render turns with and without each field of one of them.
+
+        asks: whether the turns end with what asks for an answer.
+        """
+        message = turns[number]
+        content = join_parts(message["content"]).strip()
+        filled_names = [
+            name for name, value in message.items()
+            if (content if name == "content" else _is_filled(name, value))
+        ]  # fmt: skip
+        has_calls = len(message.get("tool_calls", [])) > 1
+        for name in filled_names:
+            changed_turns = [*turns[:number], _leave_out(message, name), *turns[number + 1 :]]
+            self._check(
+                f"a turn of {message['role']}", name,
+                (turns, options, asks), (changed_turns, options, asks),
+                (*filled_names, number == 0, has_calls),
+            )  # fmt: skip
 
     def _check(
         self, owner: str, name: str, arguments: tuple[Any, ...], reduced_arguments: tuple[Any, ...],
@@ -574,17 +548,6 @@ def _is_filled(name: str, value: object) -> bool:
     """Return whether a message's field says something; 0 and False do where it is no text."""
     is_falsy_value = isinstance(value, (bool, int, float)) and name not in NEEDED_FIELDS
     return name != "role" and (bool(value) or is_falsy_value)
-
-
-def _shows_objects(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a template printed arguments as Python does: it wants texts."""
-    calls = [call for message in messages for call in message.get("tool_calls") or []]
-    functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
-    arguments = [function.get("arguments") for function in functions]
-    return any(
-        isinstance(argument_object, dict) and argument_object and str(argument_object) in text
-        for argument_object in arguments
-    )
 
 
 def mask_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Mask:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,12 @@ def read_document(row: dict[str, Any], keys: str = KEYS) -> str | Conversation:
 
 def _advise(row: dict[str, Any]) -> str | None:
     """Return how a row of another form is written so that it can be read; None of no such form."""
-    turns = [name for name, value in row.items() if _holds_turns(value)]
-    texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
+    turns, texts = _list_keys(row, _holds_turns), _list_keys(row, _is_text)
     sources = turns + texts
     answers = [name for name in sources if name.lower() in ANSWERS]
+    if "prompt" in sources and answers:
+        return f"rename {answers[0]} to completion if it is the answer to the prompt"
     if "prompt" in sources:
-        if answers:
-            return f"rename {answers[0]} to completion if it is the answer to the prompt"
         return "a prompt alone teaches nothing: let the target answer it with `specdec-train data`"
     if turns and not answers:
         return f"rename {turns[0]} to messages if it is the conversation"
@@ -150,6 +149,16 @@ def _advise(row: dict[str, Any]) -> str | None:
             ' or as {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}'
         )
     return None
+
+
+def _list_keys(row: Mapping[str, Any], holds: Callable[[object], bool]) -> list[str]:
+    """List the keys of a row whose values hold something."""
+    return [name for name, value in row.items() if holds(value)]
+
+
+def _is_text(value: object) -> bool:
+    """Return whether a value is a text that is not empty."""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _holds_turns(value: object) -> bool:

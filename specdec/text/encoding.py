@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import PromptError, SpecDecError, join_names, shorten, summarize
 from specdec.options import is_whole
 from specdec.system.logs import get_logger
-from specdec.text.chat import join_parts, render_calls
+from specdec.text.chat import join_parts
 from specdec.text.tokenizer import lack_tokenizer
+from specdec.text.tool_calls import render_calls
 
 if TYPE_CHECKING:
     from specdec.decode.settings import DecodeSettings

@@ -93,6 +93,10 @@ def warn_of_other_ids(folder: Path) -> None:
         )  # fmt: skip
 
 
+# Patterns of a wrapper's tensor names, with the text model's in their place.
+KEY_MAPPING = {f"^{re.escape(wrapper_name)}": text_name for wrapper_name, text_name in NAMES}
+
+
 def load_config(source: str | Path, flag: str = "--model-dir") -> Any:
     """Return a model's configuration as transformers reads it, which says what config.json says."""
     return _read_config(source, flag)[0]
@@ -120,20 +124,14 @@ def load_model(
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    merge = "merge it with PEFT's merge_and_unload, and give what its save_pretrained writes"
-    folder = Path(source)
-    refuse_adapter(folder, f"{flag} {source}", merge)
-    files = list_parts(file) if (file := find_gguf(source)) else folder.glob("*")
-    refuse_unfinished(file for file in files if file.suffix in WEIGHT_SUFFIXES)
+    _refuse_other_weights(source, flag)
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
-    if (config.architectures or [None])[0] in WRAPPERS and text is not config:
-        # As convert does. Classes of wrappers leave out what a text model does to its logits.
+    if _is_wrapper(config, text):
+        # Classes of wrappers leave out what a text model does to its logits.
         text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
         config = text
-        options["key_mapping"] = {
-            f"^{re.escape(wrapper_name)}": text_name for wrapper_name, text_name in NAMES
-        }
+        options["key_mapping"] = KEY_MAPPING
     _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
@@ -154,18 +152,32 @@ def load_model(
     missing_tensors = set(info["missing_keys"])
     if ties:
         _tie(model, text, missing_tensors)
-    if missing_tensors:
-        raise _refuse_missing(source, missing_tensors, is_old=is_old)
+    _refuse_missing(source, missing_tensors, is_old=is_old)
     check_rotary(model, config, rotary, f"{flag} {source}")
     return find_base(model) if takes_base else model
 
 
-def _refuse_missing(source: str | Path, tensors: set[str], *, is_old: bool) -> SpecDecError:
-    """Return the error for tensors of a model that transformers finds no weights for."""
+def _refuse_other_weights(source: str | Path, flag: str) -> None:
+    """Raise SpecDecError for a folder of an adapter alone, or of an unfinished download."""
+    merge = "merge it with PEFT's merge_and_unload, and give what its save_pretrained writes"
+    refuse_adapter(Path(source), f"{flag} {source}", merge)
+    files = list_parts(file) if (file := find_gguf(source)) else Path(source).glob("*")
+    refuse_unfinished(file for file in files if file.suffix in WEIGHT_SUFFIXES)
+
+
+def _is_wrapper(config: Any, text: Any) -> bool:
+    """Return whether a model is a wrapper whose text model is taken out, as convert does."""
+    return text is not config and (config.architectures or [None])[0] in WRAPPERS
+
+
+def _refuse_missing(source: str | Path, tensors: set[str], *, is_old: bool) -> None:
+    """Raise SpecDecError for tensors of a model that transformers finds no weights for."""
     import transformers
 
+    if not tensors:
+        return
     again = "copy or download the folder again"
-    return SpecDecError(
+    raise SpecDecError(
         f"transformers {transformers.__version__} finds no weights in {source} for"
         f" {join_names(sorted(tensors))}",
         f"{NEWER}; if it finds none either, {again}" if is_old else again,
@@ -268,20 +280,10 @@ def _load(
     """
     if not str(source):
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
-    name = (
-        str(source)
-        if folder_kind == TOKENIZER and has_tokenizer(Path(source))
-        else localize(source)
-    )
-    is_local = Path(name).is_dir()
-    if is_local:
-        expect_folder(name, folder_kind, flag)
-        if folder_kind == MODEL and not os.path.lexists(Path(name) / "config.json"):
-            raise SpecDecError(f"{flag} {name} has no config.json", _hint(folder_kind))
-        _refuse_foreign_attention(Path(name), flag)
-        _refuse_pointers(Path(name))
-        if folder_kind == MODEL:
-            check_model_sizes(read_json(Path(name) / "config.json"), Path(name) / "config.json")
+    is_tokenizer = folder_kind == TOKENIZER and has_tokenizer(Path(source))
+    name = str(source) if is_tokenizer else localize(source)
+    if Path(name).is_dir():
+        _check_folder(Path(name), flag, folder_kind)
     else:
         options["local_files_only"] = not _is_on_hub(name, flag)
     try:
@@ -289,15 +291,36 @@ def _load(
     except (MemoryError, SpecDecError):
         raise
     except Exception as error:  # noqa: BLE001 - a broken folder makes transformers raise anything
-        code = _list_code(Path(name)) if is_local else []
-        if code or "trust_remote_code" in str(error):
-            raise _refuse_code(name, flag, folder_kind, code) from None
-        if folder_kind == TOKENIZER and is_local and not has_tokenizer(Path(name)):
-            raise SpecDecError(f"{flag} {name} has no tokenizer", _hint(folder_kind)) from None
-        raise SpecDecError(
-            f"{flag} {name}: transformers cannot load its {content_noun}: {summarize(error)}",
-            _hint(folder_kind),
-        ) from None
+        raise _explain_failure(error, name, flag, folder_kind, content_noun) from None
+
+
+def _check_folder(folder: Path, flag: str, folder_kind: str) -> None:
+    """Raise SpecDecError for a folder that transformers would load wrong, or not at all."""
+    expect_folder(str(folder), folder_kind, flag)
+    config_file = folder / "config.json"
+    if folder_kind == MODEL and not os.path.lexists(config_file):
+        raise SpecDecError(f"{flag} {folder} has no config.json", _hint(folder_kind))
+    _refuse_foreign_attention(folder, flag)
+    _refuse_pointers(folder)
+    if folder_kind == MODEL:
+        check_model_sizes(read_json(config_file), config_file)
+
+
+def _explain_failure(
+    error: Exception, name: str, flag: str, folder_kind: str, content_noun: str
+) -> SpecDecError:
+    """Return the error for a folder or Hub id that transformers could not load."""
+    folder = Path(name)
+    is_local = folder.is_dir()
+    code = _list_code(folder) if is_local else []
+    if code or "trust_remote_code" in str(error):
+        return _refuse_code(name, flag, folder_kind, code)
+    if folder_kind == TOKENIZER and is_local and not has_tokenizer(folder):
+        return SpecDecError(f"{flag} {name} has no tokenizer", _hint(folder_kind))
+    return SpecDecError(
+        f"{flag} {name}: transformers cannot load its {content_noun}: {summarize(error)}",
+        _hint(folder_kind),
+    )
 
 
 def _refuse_pointers(folder: Path) -> None:

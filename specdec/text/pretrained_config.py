@@ -49,23 +49,10 @@ def adapt_config(config: Any, document: Mapping[str, Any], path: Path) -> Rotary
     rotary, is_old = read_rotary(reader), transformers.__version__.startswith("4.")
     translates = is_old and text_document.get("rope_parameters")
     lost_fields = _translate_rotary(text, default_config, rotary) if translates else []
-    for name, other_name in (EXPERT_COUNTS, EXPERT_COUNTS[::-1]):
-        if (
-            text_document.get(name) is not None
-            and not hasattr(default_config, name)
-            and hasattr(default_config, other_name)
-        ):
-            setattr(text, other_name, count_experts(reader))
+    _set_num_experts(text, default_config, reader)
     reader.finish()
     if is_old:
-        later_fields = LATER_FIELDS | {
-            "layer_types": (None, [FULL] * len(text_document.get("layer_types") or ()))
-        }
-        lost_fields += [
-            f"{name} {shorten(text_document[name])}" for name, computed in later_fields.items()
-            if name in text_document and not hasattr(default_config, name)
-            and text_document[name] not in computed
-        ]  # fmt: skip
+        lost_fields += _list_later_fields(text_document, default_config)
     if lost_fields:
         raise SpecDecError(
             f"{path}: transformers {transformers.__version__} takes no notice of"
@@ -73,6 +60,26 @@ def adapt_config(config: Any, document: Mapping[str, Any], path: Path) -> Rotary
             NEWER,
         )
     return rotary
+
+
+def _set_num_experts(text: Any, default_config: Any, reader: ConfigReader) -> None:
+    """Set the number of experts under the name that a configuration's class has for it."""
+    for name, other_name in (EXPERT_COUNTS, EXPERT_COUNTS[::-1]):
+        is_foreign = not hasattr(default_config, name) and hasattr(default_config, other_name)
+        if is_foreign and reader.config.get(name) is not None:
+            setattr(text, other_name, count_experts(reader))
+
+
+def _list_later_fields(text_document: Mapping[str, Any], default_config: Any) -> list[str]:
+    """List the values of fields that a class of transformers 4.57 has not yet, nor computes."""
+    later_fields = LATER_FIELDS | {
+        "layer_types": (None, [FULL] * len(text_document.get("layer_types") or ()))
+    }
+    return [
+        f"{name} {shorten(text_document[name])}" for name, computed in later_fields.items()
+        if name in text_document and not hasattr(default_config, name)
+        and text_document[name] not in computed
+    ]  # fmt: skip
 
 
 def _find_text(config: Any, text: Any, document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,9 +100,7 @@ def _translate_rotary(text: Any, default_config: Any, rotary: Rotary) -> list[st
             setattr(text, field_name, value)
         elif value not in (None, {"fraction": 1.0, "local_base": rotary.base}.get(field)):
             lost_fields.append(f"{names[0]} {value:g}")
-    local_scaling = rotary.local_scaling
-    if rotary.by_layer_type and not hasattr(default_config, "rope_local_base_freq"):
-        local_scaling = None if local_scaling == rotary.scaling else local_scaling or {}
+    local_scaling = _find_local_scaling(rotary, default_config)
     if local_scaling is not None:
         lost_fields.append(f"rope_parameters of sliding layers {shorten(local_scaling)}")
     if rotary.scaling:
@@ -104,6 +109,13 @@ def _translate_rotary(text: Any, default_config: Any, rotary: Rotary) -> list[st
         if original is not None and hasattr(default_config, "original_max_position_embeddings"):
             text.original_max_position_embeddings = original
     return lost_fields
+
+
+def _find_local_scaling(rotary: Rotary, default_config: Any) -> Mapping[str, Any] | None:
+    """Return the scaling of sliding layers where transformers 4 has no field for it."""
+    if not rotary.by_layer_type or hasattr(default_config, "rope_local_base_freq"):
+        return rotary.local_scaling
+    return None if rotary.local_scaling == rotary.scaling else rotary.local_scaling or {}
 
 
 def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
@@ -119,22 +131,8 @@ def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
         if not key.endswith("inv_freq") or "original" in key or "vision" in key:
             continue
         is_local = "local" in key or "sliding" in key
-        base = (
-            (rotary.local_base or config_rotary.local_base)
-            if is_local
-            else rotary.base or config_rotary.base
-        )
-        expected = ModelConfig(
-            architecture="LlamaForCausalLM", dtype="float32", vocab_size=1, hidden_size=1,
-            num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-            head_size=2 * len(buffer), intermediate_size=1, norm_epsilon=1e-6,
-            max_position_embeddings=text.max_position_embeddings,
-            rotary_base=base or 10000.0,
-            rotary_scaling=rotary.local_scaling if is_local else rotary.scaling,
-            original_max_position_embeddings=getattr(
-                text, "original_max_position_embeddings", None
-            ),
-        )  # fmt: skip
+        base, scaling = _choose_rotary(rotary, config_rotary, is_local=is_local)
+        expected = _describe_rotary(text, 2 * len(buffer), base or 10000.0, scaling)
         if base is None or expected.find_scaling_problems():
             continue  # of a kind that only transformers knows
         frequencies, factor = compute_frequencies(expected, 1)
@@ -149,3 +147,26 @@ def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
                 " says",
                 NEWER,
             )
+
+
+def _choose_rotary(
+    rotary: Rotary, config_rotary: Rotary, *, is_local: bool
+) -> tuple[float | None, dict[str, Any] | None]:
+    """Return base and scaling of a layer: config.json's, the base else of the configuration."""
+    if is_local:
+        return rotary.local_base or config_rotary.local_base, rotary.local_scaling
+    return rotary.base or config_rotary.base, rotary.scaling
+
+
+def _describe_rotary(
+    text: Any, head_size: int, base: float, scaling: dict[str, Any] | None
+) -> ModelConfig:
+    """Return a model of one layer that rotates as a text model's configuration says."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM", dtype="float32", vocab_size=1, hidden_size=1,
+        num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_size=head_size, intermediate_size=1, norm_epsilon=1e-6,
+        max_position_embeddings=text.max_position_embeddings,
+        rotary_base=base, rotary_scaling=scaling,
+        original_max_position_embeddings=getattr(text, "original_max_position_embeddings", None),
+    )  # fmt: skip

@@ -327,8 +327,6 @@ def _apply_bert_keys(backend: Any, files: TokenizerFiles) -> None:
 
 def _apply_end_keys(backend: Any, files: TokenizerFiles, bos: str | None, eos: str | None) -> None:
     """Put the tokens that add_bos_token and add_eos_token ask for at the ends of texts."""
-    from tokenizers.processors import TemplateProcessing
-
     defaults = END_DEFAULTS.get(files.class_name)
     if defaults is None or not files.config.keys() & set(END_KEYS):
         return
@@ -337,15 +335,27 @@ def _apply_end_keys(backend: Any, files: TokenizerFiles, bos: str | None, eos: s
         is_added = files.config.get(key, default)
         ends.append(_check_end_token(backend, files, key, token) if is_added else None)
     numbers = [None if token is None else backend.token_to_id(token) for token in ends]
+    if not _puts_ends(backend, numbers):
+        backend.post_processor = _make_end_template(ends, numbers)
+
+
+def _puts_ends(backend: Any, numbers: list[int | None]) -> bool:
+    """Return whether a tokenizer puts these tokens, None for no token, at the ends of a text."""
     plain = backend.encode("a", add_special_tokens=False).ids
-    if backend.encode("a").ids == [n for n in (numbers[0], *plain, numbers[1]) if n is not None]:
-        return
+    expected = [n for n in (numbers[0], *plain, numbers[1]) if n is not None]
+    return bool(backend.encode("a").ids == expected)
+
+
+def _make_end_template(ends: list[str | None], numbers: list[int | None]) -> Any:
+    """Make the post-processor that puts tokens at the ends of texts, and of each of a pair."""
+    from tokenizers.processors import TemplateProcessing
+
     begin, end = ("" if token is None else token for token in ends)
     text, second_text = (
         [f"{token}:{number}" for token in (begin, f"${name}", end) if token]
         for number, name in enumerate("AB")
     )
-    backend.post_processor = TemplateProcessing(
+    return TemplateProcessing(
         single=text,
         pair=text + second_text,
         special_tokens=[(token, n) for token, n in zip(ends, numbers, strict=True) if token],

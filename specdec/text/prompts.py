@@ -245,12 +245,7 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
     SpecDecError that lists what is wrong of all lines.
     """
     lines, name = _read_lines(path, flag), "stdin" if path == STDIN else path
-    suffix = Path(path.stem).suffix if path.suffix == GZIP else path.suffix
-    if path == STDIN:
-        first_line = next((line for line in lines if line.strip()), "")
-        suffix = ".jsonl" if first_line.lstrip().startswith("{") else ".txt"
-    if suffix not in (".txt", ".jsonl"):
-        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    suffix = _find_suffix(path, lines)
     prompt_lines, problems = [], Problems()
     for number, line in enumerate(lines, 1):
         location = f"{name} line {number}"
@@ -267,6 +262,17 @@ def read_prompts(path: Path, flag: str, more_keys: Sequence[str] = ()) -> list[L
     if not prompt_lines:
         raise SpecDecError(f"{name} holds no prompt", "write one prompt per line")
     return prompt_lines
+
+
+def _find_suffix(path: Path, lines: Sequence[str]) -> str:
+    """Return .txt or .jsonl: a file's by its name, that of stdin by its first line."""
+    if path == STDIN:
+        first_line = next((line for line in lines if line.strip()), "")
+        return ".jsonl" if first_line.lstrip().startswith("{") else ".txt"
+    suffix = Path(path.stem).suffix if path.suffix == GZIP else path.suffix
+    if suffix not in (".txt", ".jsonl"):
+        raise SpecDecError(f"{path} is neither .txt nor .jsonl", "name the file by what it holds")
+    return suffix
 
 
 def _read_lines(path: Path, flag: str) -> list[str]:

@@ -175,9 +175,7 @@ class _Fitter:
             return value if is_path and find_target(value, self.root) is None else None
         if keyword in NAMED_PARTS and isinstance(value, dict):
             return dict.fromkeys(value, {})
-        is_list = keyword in (*LISTED_PARTS, "items") and isinstance(value, list)
-        is_part = keyword in SINGLE_PARTS and isinstance(value, dict)
-        return None if keyword in DEFINITIONS or is_list or is_part else value
+        return None if _holds_schemas(keyword, value) else value
 
     def _name_keyword(
         self, path: str, subschema: dict[str, Any], definitions: Mapping[str, Any], error: str
@@ -245,3 +243,10 @@ def _find_error(schema: Any) -> str:
         return str(LLMatcher.validate_grammar(grammar, None)).partition("\n  while processing")[0]
     except (TypeError, ValueError) as error:
         return str(error)
+
+
+def _holds_schemas(keyword: str, value: Any) -> bool:
+    """Return whether a keyword's value is a list of schemas, a schema, or definitions."""
+    if isinstance(value, list) and keyword in (*LISTED_PARTS, "items"):
+        return True
+    return keyword in DEFINITIONS or (isinstance(value, dict) and keyword in SINGLE_PARTS)

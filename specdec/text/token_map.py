@@ -58,8 +58,7 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
             " the bytes of its tokens are not known",
             "use one that has a tokenizer.json, as save_pretrained writes it for fast tokenizers",
         )
-    kinds = set(_list_kinds(backend.decoder)) | set(_list_kinds(backend.pre_tokenizer))
-    letters = list_byte_letters() if "ByteLevel" in kinds else None
+    letters = _find_letters(backend)
     added_tokens = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}
     special: dict[str, int] = {}
@@ -75,13 +74,24 @@ def read_words(tokenizer: Any, num_tokens: int) -> Words:
         texts[number] = name_bytes if is_spelled else read_piece(token, letters)
         if letters is None and BYTE_TOKEN.fullmatch(token):
             singles.add(number)
-    for role in ROLES:
-        number = getattr(tokenizer, role)
-        if number is not None and number < num_tokens:
-            special[role] = number
-            texts.pop(number, None)
+    roles = _list_roles(tokenizer, num_tokens)
+    special |= roles
+    for number in roles.values():
+        texts.pop(number, None)
     by_bytes = _choose_tokens(texts, singles)
     return Words(texts, by_bytes, special, max(map(len, by_bytes), default=0))
+
+
+def _list_roles(tokenizer: Any, num_tokens: int) -> dict[str, int]:
+    """Return the tokens that a tokenizer has for `ROLES`, by role."""
+    numbers = {role: getattr(tokenizer, role) for role in ROLES}
+    return {role: n for role, n in numbers.items() if n is not None and n < num_tokens}
+
+
+def _find_letters(backend: Any) -> dict[str, int] | None:
+    """Return the letters that stand for bytes in a tokenizer's tokens; None where none do."""
+    kinds = set(_list_kinds(backend.decoder)) | set(_list_kinds(backend.pre_tokenizer))
+    return list_byte_letters() if "ByteLevel" in kinds else None
 
 
 def _choose_tokens(texts: dict[int, bytes], singles: set[int]) -> dict[bytes, int]:

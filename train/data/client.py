@@ -25,11 +25,11 @@ from specdec.text.chat import (
     ChatError,
     Conversation,
     Message,
-    convert_arguments,
     get_speaker,
     join_parts,
     wrap_calls,
 )
+from specdec.text.tool_calls import convert_arguments
 
 from .dialogues import RowError
 from .settings import DataSettings

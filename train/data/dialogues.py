@@ -16,7 +16,6 @@ from specdec.text.chat import (
     OPTIONS,
     Conversation,
     Message,
-    convert_arguments,
     get_speaker,
     parse_conversation,
 )
@@ -29,6 +28,7 @@ from specdec.text.documents import (
     read_lines,
 )
 from specdec.text.text_stream import INCOMPLETE
+from specdec.text.tool_calls import convert_arguments
 
 from .settings import DataSettings
 
