@@ -48,7 +48,7 @@ def refuse_two_directions(reader: ConfigReader) -> None:
     """Note a problem where tokens see those behind them, as in models of embeddings."""
     refuse_unless(
         reader, "use_bidirectional_attention", False,
-        remedy="a model that reads text in both directions writes none",
+        remedy="models that read text in both directions write none, and are not supported",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def read_phi(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict
     activation = name_activation(reader, values["hidden_act"])
     refuse_unless(
         reader, "qk_layernorm", False,
-        remedy="TensorRT-LLM's Phi does not normalize queries and keys",
+        remedy="Phi models that normalize queries and keys are not supported",
     )  # fmt: skip
     return {"hidden_act": activation}
 

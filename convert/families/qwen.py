@@ -86,7 +86,9 @@ def read_moe2(reader: ConfigReader, layout: Layout, values: Mapping[str, Any]) -
     """Read the fields that Qwen2-MoE has besides a decoder's."""
     refuse_uneven_layers(reader)
     refuse_layer_types(reader, FULL)
-    refuse_unless(reader, "qkv_bias", True, remedy="Qwen2-MoE has attention biases")
+    refuse_unless(
+        reader, "qkv_bias", True, remedy="Qwen2-MoE without attention biases is not supported"
+    )
     return {"attn_bias": True} | read_experts(
         reader, layout, values, num=60, top_k=4,
         renormalizes=reader.get_bool("norm_topk_prob", False),

@@ -125,7 +125,8 @@ def read_mixture(
     if not is_next:
         refuse_unless(
             reader, "norm_topk_prob", True,
-            remedy="Qwen3.5's mixtures always normalize the weights of the chosen experts",
+            remedy="Qwen3.5's mixtures always normalize the weights of the chosen experts: remove"
+            " norm_topk_prob",
         )  # fmt: skip
     refuse_uneven_layers(reader)
     inner = reader.get_int("moe_intermediate_size", 512)

@@ -88,7 +88,10 @@ SMOLLM3 = Family(
 def read_stablelm(reader: ConfigReader, _: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
     """Read StableLM's biases, and whether attention and MLP are side by side."""
     size = values["hidden_size"] // values["num_attention_heads"]
-    refuse_unless(reader, "head_dim", size, remedy=f"StableLM has heads of {size} dimensions")
+    refuse_unless(
+        reader, "head_dim", size,
+        remedy=f"StableLM has heads of {size} dimensions: remove head_dim",
+    )  # fmt: skip
     refuse_unless(
         reader, "qk_layernorm", False,
         remedy="StableLM that normalizes queries and keys (StableLM 2 12B) is not supported",

@@ -295,7 +295,9 @@ class EagleConverter(NetConverter):
         values = read_decoder(net_reader, norm_epsilon=("rms_norm_eps", 1e-6), max_positions=2048)
         net = EagleParams.make_net(values, model.dtype)
         if net.hidden_act != "silu":
-            net_reader.refuse(f"hidden_act is {net.hidden_act!r}", "EAGLE drafters have 'silu'")
+            net_reader.refuse(
+                f"hidden_act is {net.hidden_act!r}", "EAGLE drafters are supported with silu"
+            )
         self.check_net(reader, net)
         eagle3 = None
         if (choice := self._choose_layout()) is not None:

@@ -301,11 +301,7 @@ def _describe_int4(
     has_inputs = any(matrix.input_scale is not None for matrix in every_matrix)
     sizes = {matrix.shape[1] // matrix.num_groups for matrix in every_matrix}
     has_whole_rows = all(matrix.num_groups == 1 for matrix in every_matrix)
-    if len(sizes) > 1 and not has_whole_rows:
-        target.problems.add(
-            f"{target.folder.path} has groups of {join_names(sorted(map(str, sizes)))} columns",
-            "add --dequantize: a checkpoint has one group size",
-        )
+    assert len(sizes) == 1 or has_whole_rows, "the section has one group size"
 
     def list_int4(module: _Module) -> _Kinds:
         return _list_int4(
@@ -395,17 +391,17 @@ def _plan_module(target: TargetTensors, module: _Module, kinds: _Kinds) -> list[
     for rank in ranks:
         name = f"{module.name}.weight"
         if name in rank and isinstance(matrix, IntMatrix):
-            rank[name] = _pack(rank[name], matrix)
+            rank[name] = _pack(rank[name], matrix, tp_size)
     return ranks
 
 
-def _pack(codes: PlannedTensor, matrix: IntMatrix) -> PackedTensor:
+def _pack(codes: PlannedTensor, matrix: IntMatrix, tp_size: int) -> PackedTensor:
     heights = [source_slice.block.num_rows for source_slice in codes.slices]
     if any(height % 2 for height in heights):
         raise matrix.refuse(
             "a rank would have an odd number of rows"
             f" ({join_names([str(height) for height in heights])}), and rows are packed in pairs",
-            "use a smaller --tp-size, or add --dequantize",
+            "use a smaller --tp-size, or add --dequantize" if tp_size > 1 else DEQUANTIZE,
         )
     num_rows, num_columns = codes.info.shape
     return PackedTensor(TensorInfo("int8", (num_rows // 2, num_columns)), codes.slices)

@@ -114,6 +114,9 @@ def find_problems(
 ) -> Problems:
     """List what keeps matrices from being stored: rows in pairs, whole groups on every rank."""
     problems = Problems()
+    other_way = "use another --quantization"
+    if model.tp_size > 1:
+        other_way = "use a smaller --tp-size, or another --quantization"
     for name, spec in linears.items():
         for block in list_blocks(spec, model, 0):
             first, last = block.columns or (0, spec.shape[1])
@@ -121,16 +124,14 @@ def find_problems(
                 problems.add(
                     f"{name}: a rank has rows {block.start} to {block.stop}, and four-bit rows are"
                     " stored in pairs",
-                    "use a smaller --tp-size, or another --quantization",
+                    other_way,
                 )
             if group_size is not None and (last - first) % group_size:
                 fitting = [g for g in format_.algorithm.group_sizes if not (last - first) % g]
                 problems.add(
                     f"{name}: the {last - first} columns that a rank has are no multiple of the"
                     f" group size {group_size}",
-                    f"give --group-size {fitting[-1]}"
-                    if fitting
-                    else "use a smaller --tp-size, or another --quantization",
+                    f"give --group-size {fitting[-1]}" if fitting else other_way,
                 )
             if problems:
                 return problems  # every layer has the same

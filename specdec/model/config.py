@@ -251,7 +251,8 @@ class ModelConfig:
              f" tp_size={tp_size}", f"use a tp_size of {', '.join(usable_sizes)}"),
             (self.arithmetic.positions == "rotary" and self.rotary_size % 2,
              f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
-             f" {self.rotary_size} dimensions, which is odd", "rotary embedding needs pairs"),
+             f" {self.rotary_size} dimensions, which is odd",
+             "correct head_dim or the rotated share of it: rotary embedding needs pairs"),
         )  # fmt: skip
         problems += self.find_scaling_problems()
         problems += Problems.from_table(

@@ -1,17 +1,16 @@
-"""Hints of the converter are followed to where they lead, each by its own words."""
+"""Hints of the converter are followed to where they lead: each has a case, or a reason why not."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from specdec.errors import SpecDecError
 from tests.conftest import (
     change_tensors,
     make_dflash_drafter,
@@ -19,8 +18,11 @@ from tests.conftest import (
     make_llama,
     make_tokenizer,
 )
+from tests.convert import hint_cases, hint_core_cases
 from tests.convert.checkpoints import read_config, set_config
 from tests.convert.conftest import Converter
+from tests.convert.hint_scenes import Case, Scene, apply, make_base, make_flags
+from tests.convert.hint_texts import fits, list_hints
 from tests.convert.quantized import CASES, make_quantized
 from tests.engines import call
 
@@ -153,135 +155,92 @@ def test_a_field_that_a_drafter_has_from_its_target(
     assert read_rank(convert(**flags)) == expected
 
 
-def split(model: Path) -> Path:
-    """Write a model's weights as two shards; return the index."""
-    tensors, places = load_file(model / FILE), dict[str, str]()
-    for number in (1, 2):
-        part = {name: tensors[name] for name in sorted(tensors)[number - 1 :: 2]}
-        save_file(part, model / f"model-0000{number}-of-00002.safetensors")
-        places |= dict.fromkeys(part, f"model-0000{number}-of-00002.safetensors")
-    (model / FILE).unlink()
-    index = model / f"{FILE}.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
-    return index
+# ---- Every hint.
 
-
-Break = Callable[[Path], dict[str, Any]]
-
-
-def take_shard(model: Path) -> dict[str, Any]:
-    (split(model).parent / "model-00001-of-00002.safetensors").rename(model / "elsewhere")
-    return {}
-
-
-def take_entry(model: Path) -> dict[str, Any]:
-    index = split(model)
-    places = json.loads(index.read_text())
-    del places["weight_map"]["model.norm.weight"]
-    index.write_text(json.dumps(places))
-    return {}
-
-
-def name_no_type(model: Path) -> dict[str, Any]:
-    set_config(model, dtype="float24", torch_dtype="float24")
-    return {}
-
-
-def put_nan(model: Path) -> dict[str, Any]:
-    with change_tensors(model) as tensors:
-        tensors["model.norm.weight"][3] = float("nan")
-    return {}
-
-
-def put_zeros(model: Path) -> dict[str, Any]:
-    with change_tensors(model) as tensors:
-        tensors["lm_head.weight"].zero_()
-    return {}
-
-
-def add_tensor(model: Path) -> dict[str, Any]:
-    with change_tensors(model) as tensors:
-        tensors["model.layers.0.extra.weight"] = torch.ones(4, 4)
-    return {}
-
-
-def save_again(model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained(model).save_pretrained(model)
-
-
-def store_integers(model: Path) -> dict[str, Any]:
-    with change_tensors(model) as tensors:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int32)
-    return {}
-
-
-def store_floats(model: Path) -> None:
-    with change_tensors(model) as tensors:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float32) + 1
-
-
-def cut_file(model: Path) -> dict[str, Any]:
-    shutil.copy(model / FILE, model / "whole")
-    (model / FILE).write_bytes((model / "whole").read_bytes()[:-100])
-    return {}
-
-
-def take_config(model: Path) -> dict[str, Any]:
-    set_config(model, num_key_value_heads=1)
-    return {}
-
-
-# What is wrong, what the hint says, and what follows it: options, or a change of the folder.
-HINTS: list[tuple[Break, str, dict[str, Any] | Callable[[Path], Any]]] = [
-    (take_shard, "finish the download of the folder",
-     lambda model: (model / "elsewhere").rename(model / "model-00001-of-00002.safetensors")),
-    (take_entry, "add them to the index's weight_map",
-     lambda model: set_entry(model / f"{FILE}.index.json")),
-    (name_no_type, "with --dtype", {"dtype": "float32"}),
-    (put_nan, "--allow-nonfinite", {"allow_nonfinite": True}),
-    (put_zeros, "--allow-zeros", {"allow_zeros": True}),
-    (add_tensor, "load it with transformers and save_pretrained()", save_again),
-    (store_integers, "give a folder with float64, float32, float16, bfloat16", store_floats),
-    (cut_file, "copy or download it again", lambda model: (model / "whole").replace(model / FILE)),
-    (take_config, "take both from the same model",
-     lambda model: set_config(model, num_key_value_heads=2)),
-    (lambda _: {"embedding_sharding_dim": 3, "use_parallel_embedding": True}, "give 0",
-     {"embedding_sharding_dim": 0}),
-    (lambda _: {"quantization": "fp8_pc_pt", "calib_size": 3}, "leave it out",
-     {"calib_size": None}),
-    (lambda _: {"quantization": "fp8"}, "give a .txt", {"quantization": None}),
-    (lambda _: {"workers": 1, "dtype": "auto", "moe_ep_size": 2}, "leave it out",
-     {"moe_ep_size": None}),
-    (lambda _: {"dequantize": True}, "leave it out", {"dequantize": False}),
-    (lambda _: {"tp_size": 3}, "use", {"tp_size": 2}),
-    (lambda _: {"moe_tp_size": 2}, "leave it out", {"moe_tp_size": None}),
-    (lambda _: {"embedding_sharding_dim": 1}, "give both",
-     {"embedding_sharding_dim": 1, "use_parallel_embedding": True}),
-    (lambda _: {"group_size": 64}, "leave the option out", {"group_size": None}),
-    (lambda _: {"use_embedding_sharing": True}, "convert for 0.14",
-     {"use_embedding_sharing": False, "trtllm_version": "0.14"}),
-    (lambda model: {"base_model_checkpoint_dir": model}, "give",
-     {"base_model_checkpoint_dir": None}),
+ROOT = Path(__file__).parents[2]
+FILES = [
+    *sorted((ROOT / "convert").rglob("*.py")),
+    *(path for name in ("model", "gguf", "checkpoint")
+      for path in sorted((ROOT / "specdec" / name).rglob("*.py"))),
+    *(ROOT / f"specdec/files/{name}.py"
+      for name in ("folders", "reading", "tensor_file", "staging")),
 ]  # fmt: skip
+HINT_CASES: list[Case] = [
+    case
+    for module in (hint_cases, hint_core_cases)
+    for table in vars(module).values() if isinstance(table, list)
+    for case in table if isinstance(case, Case)
+]  # fmt: skip
+RACE, NOT_CONVERT = "something else writes at the same time", "other commands than convert give it"
+# Hint -> why no case here follows it.
+WITHOUT_CASE = {
+    "run it again": f"{RACE}: the Hub",
+    "let nothing write to the file, and run it again": RACE,
+    "wait for it, or choose another folder": f"{RACE}: see test_convert_stream.py",
+    "move it away, or choose another name, and run this again": RACE,
+    "free some space, or choose another folder": "a disk that is full: see test_convert_errors.py",
+    "free some space there, or name another folder with SPECDEC_CACHE_DIR": "a disk that is full",
+    "name a folder in it, such as {}": "a mount point",
+    "check the path and its permissions": "root, who runs the tests, may read all",
+    "use a machine with more memory{}, or give an FP8 model that is quantized already": "hardware",
+    "lower --calib-batch-size or --calib-max-seq-length, or use --calib-device cpu": "a GPU",
+    "use the transformers version that the model was made for": "another transformers",
+    "this model does not compute as its config.json says; it cannot be calibrated":
+        "transformers would not compute what it was given",
+    "use --dtype bfloat16 or float32 if the model overflows float16":
+        "weights that overflow only when they are rounded",
+    "convert the model again": f"{NOT_CONVERT}: what it wrote is read",
+    "the file is damaged: make it again, or repair the model": NOT_CONVERT,
+    "the file is damaged: make it again": NOT_CONVERT,
+    "its config.json belongs to another conversion: copy the folder again": NOT_CONVERT,
+    "copy the model's config.json again": f"{NOT_CONVERT}: before transformers loads a model",
+    "the file is damaged: copy or download it again": "see test_gguf.py",
+    "take the Hugging Face folder of the model, here or as --tokenizer-dir":
+        "a warning of convert, which goes on; an error of build",
+    "name another file, or replace it with --force": NOT_CONVERT,
+    "name a file for the output": NOT_CONVERT,
+}  # fmt: skip
 
 
-def set_entry(index: Path) -> None:
-    places = json.loads(index.read_text())
-    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    held = {name: file for file in files for name in load_file(index.parent / file)}
-    index.write_text(json.dumps(places | {"weight_map": held}))
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, lasting_dir: Path, tmp_path: Path) -> Scene:
+    """A copy of a base's folders, each of which is made once."""
+    made = lasting_dir / "hint_bases" / request.param
+    if not made.exists():
+        made.mkdir(parents=True)
+        make_base(request.param, made)
+    scene = Scene(tmp_path / "scene", **make_flags(request.param))
+    for folder in (scene.root, scene.copy):
+        shutil.copytree(made, folder)
+    return scene
 
 
-@pytest.mark.parametrize(("spoil", "hint", "remedy"), HINTS)
-def test_a_hint_leads_to_a_checkpoint(
-    spoil: Break, hint: str, remedy: Any, model: Path, convert: Converter
-) -> None:
-    flags = {"model_dir": model} | spoil(model)
-    assert hint in convert.fail(**flags).hint
-    if callable(remedy):
-        remedy(model)
-    else:
-        flags |= remedy
-    convert(**flags)
+@pytest.mark.parametrize(
+    ("scene", "case"), [(case.base, case) for case in HINT_CASES], indirect=["scene"],
+    ids=[f"{case.base}-{case.hint[:50]}" for case in HINT_CASES],
+)  # fmt: skip
+def test_a_hint_leads_where_it_says(scene: Scene, case: Case, tmp_path: Path) -> None:
+    """To a checkpoint, or to an error that says more; or it says what is not supported."""
+    apply(case.spoil, scene)
+    with pytest.raises(SpecDecError) as caught:
+        scene.convert(tmp_path / "out")
+    assert any(fits(case.hint, remedy) for _, remedy in caught.value.problems), caught.value.hint
+    if case.follow is None:
+        assert "supported" in caught.value.hint
+        return
+    apply(case.follow, scene)
+    if case.error:
+        with pytest.raises(SpecDecError) as caught:
+            scene.convert(tmp_path / "out")
+        assert case.error in f"{caught.value.message}; {caught.value.hint}"
+        return
+    scene.convert(tmp_path / "out")
+
+
+def test_every_hint_has_a_case() -> None:
+    hints = list_hints(FILES)
+    followed = {case.hint for case in HINT_CASES}
+    missing_hints = {hint: hints[hint] for hint in hints.keys() - followed - WITHOUT_CASE.keys()}
+    assert not missing_hints, "add a case to hint_cases.py, or a reason to WITHOUT_CASE"
+    assert not (followed | WITHOUT_CASE.keys()) - hints.keys(), "no code gives these hints"
+    assert not followed & WITHOUT_CASE.keys()
